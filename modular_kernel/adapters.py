@@ -8,6 +8,7 @@ the matrices of the token's adapter. See `modular_kernel.tensors.ExpertWeights` 
 
 import re
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from math import prod
 from typing import Annotated
 
@@ -49,13 +50,7 @@ class AdapterSpec:
             raise ConfigurationError("lora", got=shown(text), need=_NEED)
         if text == NO_ADAPTERS:
             return None
-        words = text.split(",")
-        options = [_OPTION.fullmatch(word) for word in words]
-        keys = [match[1] or match[3] for match in options if match]
-        if not {"adapters", "rank"} <= set(keys) or len(set(keys)) < len(words):
-            raise ConfigurationError("lora", got=shown(text), need=_NEED)
-        sizes = {match[1]: int(match[2]) for match in options if match and match[1]}
-        return cls(sizes["adapters"], sizes["rank"], "a13" in keys, "outer" in keys)
+        return _parsed(text)
 
     def __str__(self) -> str:
         shared = (("a13", self.a13_shared), ("outer", self.outer_shared))
@@ -83,6 +78,18 @@ class AdapterSpec:
         """Return how many numbers one slot has, of sizes as in `shapes`."""
         shapes = self.shapes(experts, w1_rows, hidden, intermediate)
         return sum(prod(shape[1:]) for shape in shapes.values())
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: str) -> AdapterSpec:
+    """Read a spec once for the many problems that name it."""
+    words = text.split(",")
+    options = [_OPTION.fullmatch(word) for word in words]
+    keys = [match[1] or match[3] for match in options if match]
+    if not {"adapters", "rank"} <= set(keys) or len(set(keys)) < len(words):
+        raise ConfigurationError("lora", got=shown(text), need=_NEED)
+    sizes = {match[1]: int(match[2]) for match in options if match and match[1]}
+    return AdapterSpec(sizes["adapters"], sizes["rank"], "a13" in keys, "outer" in keys)
 
 
 @dataclass(frozen=True, eq=False)

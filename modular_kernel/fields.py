@@ -150,7 +150,8 @@ def _test(kind: Any) -> tuple[Test, str]:
 
 def _any_of(kinds: tuple[Any, ...]) -> tuple[Test, str]:
     tests, words = zip(*map(_test, kinds), strict=True)
-    return lambda value: any(test(value) for test in tests), " or ".join(words)
+    either, other = tests[0], tests[1] if len(tests) == 2 else _any_of(kinds[1:])[0]
+    return lambda value: either(value) or other(value), " or ".join(words)
 
 
 def _plain(kind: type) -> tuple[Test, str]:

@@ -98,6 +98,8 @@ def values_at_once(scheme: QuantScheme) -> int:
 def unpackable(problem: Problem) -> tuple[str, ...]:
     """Return which of "hidden" and "intermediate" are no multiple of `values_at_once`."""
     step = values_at_once(problem.scheme)
+    if step == 1:
+        return ()
     return tuple(name for name in ("hidden", "intermediate") if getattr(problem, name) % step)
 
 

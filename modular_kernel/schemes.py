@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.fields import check_fields
@@ -96,17 +96,7 @@ class QuantScheme:
             return text._checked()
         if not isinstance(text, str):
             raise ConfigurationError("quant", got=type(text).__name__, need="a scheme by its name")
-        name, _, rest = text.partition(":")
-        if name not in QUANT_SCHEMES:
-            raise ConfigurationError("quant", got=name[:80], need=f"one of {sorted(QUANT_SCHEMES)}")
-        scheme, seen = QUANT_SCHEMES[name], set[str]()
-        for option in filter(None, rest.split(",")):
-            key, _, value = option.partition("=")
-            if key in seen:
-                raise ConfigurationError(f"quant {name}", got=text[:80], need=f"{key} once")
-            scheme = scheme._with(key, value)
-            seen.add(key)
-        return scheme
+        return _parsed(text)
 
     def _checked(self) -> "QuantScheme":
         """Return this scheme, if its name and options say all of it."""
@@ -172,3 +162,19 @@ _SCHEMES = (
     ),
 )
 QUANT_SCHEMES = {scheme.name: scheme for scheme in _SCHEMES}
+
+
+@lru_cache(maxsize=256)
+def _parsed(text: str) -> QuantScheme:
+    """Read a scheme once for the many problems that name it."""
+    name, _, rest = text.partition(":")
+    if name not in QUANT_SCHEMES:
+        raise ConfigurationError("quant", got=name[:80], need=f"one of {sorted(QUANT_SCHEMES)}")
+    scheme, seen = QUANT_SCHEMES[name], set[str]()
+    for option in filter(None, rest.split(",")):
+        key, _, value = option.partition("=")
+        if key in seen:
+            raise ConfigurationError(f"quant {name}", got=text[:80], need=f"{key} once")
+        scheme = scheme._with(key, value)
+        seen.add(key)
+    return scheme

@@ -267,6 +267,8 @@ def told(part: str, ask: Callable[[], Iterable[object]]) -> tuple[Rejection, ...
     except Exception as error:  # noqa: BLE001  another package's code
         got = reason(error)
     else:
+        if not found:
+            return ()
         given = tuple(r for r in found if isinstance(r, Rejection))
         if len(given) == len(found):
             return given

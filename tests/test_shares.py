@@ -58,15 +58,26 @@ def test_an_experts_part_has_its_largest_share_once(monkeypatch: pytest.MonkeyPa
 def test_parameters_are_drawn_unless_all_or_some_are_asked_for() -> None:
     file = "tests/test_four_bit.py"
 
-    def collected(*words: str) -> set[str]:
-        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *words]
-        told = subprocess.run(
-            command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent
-        )
-        return {line for line in told.stdout.splitlines() if "::test_proven[" in line}
-
-    every, drawn = collected("--whole", file), collected(file)
+    ways = (["--whole", file], [file], [f"{file}::test_proven"], ["-k", "test_proven", file])
+    # One process, which imports torch and the file once, collects anew for each.
+    program = f"""if True:
+        import pytest
+        for words in {ways}:
+            print("collected")
+            assert pytest.main(["--collect-only", "-q", *words]) == 0
+    """
+    told = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parent.parent,
+    )
+    every, drawn, named, chosen = (
+        {line for line in part.splitlines() if "::test_proven[" in line}
+        for part in told.stdout.split("collected\n")[1:]
+    )
     assert drawn == {name for name in every if in_share(name, 3, tree_hash())}
     assert len(drawn) < len(every)
-    assert collected(f"{file}::test_proven") == every
-    assert collected("-k", "test_proven", file) == every
+    assert named == every
+    assert chosen == every

@@ -3,9 +3,11 @@
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Annotated
 
 import typer
+from typer.main import get_command
 
 import modular_kernel
 from modular_kernel.cli.bench import bench
@@ -81,6 +83,12 @@ def _common(
     """Compose fused MoE layers from interchangeable parts, and verify the pairings."""
 
 
+@cache
+def _command() -> Callable[..., object]:
+    """Build the command with all its verbs once, for a process that runs several."""
+    return get_command(app)
+
+
 def run(argv: list[str] | None = None) -> None:
     """Run `mk` with these words, or with the command line's; ends the process.
 
@@ -88,7 +96,7 @@ def run(argv: list[str] | None = None) -> None:
     """
     with guarded():
         try:
-            app(args=_with_values(sys.argv[1:] if argv is None else argv), prog_name="mk")
+            _command()(args=_with_values(sys.argv[1:] if argv is None else argv), prog_name="mk")
         except SystemExit as end:
             if end.code and not reports():
                 time.sleep(_LINGER_S)

@@ -37,11 +37,11 @@ def archs(p: Pairing) -> Violations:
 
 
 def package(p: Pairing) -> Violations:
-    others = dict(p.machine.others)
     for name, req in p.each():
-        needs = {provider.name: provider.need for provider in req.providers}
         for package in req.packages:
             if package not in p.machine.packages:
+                others = dict(p.machine.others)
+                needs = {provider.name: provider.need for provider in req.providers}
                 got, need = others.get(package, "not importable"), needs.get(package, package)
                 hint = req.how_to_get(package)
                 yield Rejection("package", (name, "machine"), got, need, hint)

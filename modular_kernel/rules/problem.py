@@ -198,8 +198,10 @@ def wanted_property(rule: str, wanted: Callable[[Problem], bool], declared: str)
     """Make a rule for a property that, if the problem wants it, both parts must declare."""
 
     def check(p: Pairing) -> Violations:
+        if not wanted(p.problem):
+            return
         for name, req in p.each():
-            if wanted(p.problem) and not getattr(req, declared):
+            if not getattr(req, declared):
                 yield Rejection(rule, (name, "problem"), f"not {declared}", declared)
 
     return check
@@ -230,11 +232,13 @@ def asynchronous(p: Pairing) -> Violations:
 
 def lora(p: Pairing) -> Violations:
     """Both parts carry adapters: their slots beside the tokens, their deltas in the products."""
+    if p.problem.adapters is None:
+        return
     for name, req in p.each():
-        if p.problem.adapters is not None and not req.lora:
+        if not req.lora:
             moves = isinstance(req, PrepareFinalizeRequirements)
             hint = "tokens lose their slots on the way" if moves else "products without deltas"
             yield Rejection("lora", (name, "problem"), str(p.problem.lora), "no adapters", hint)
-    if p.problem.adapters is not None and p.problem.scheme.act_order:
+    if p.problem.scheme.act_order:
         # h lies as w2's columns do, which no adapter was trained on.
         yield Rejection("lora", ("problem",), p.problem.quant, "columns in their order")

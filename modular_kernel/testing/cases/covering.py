@@ -37,13 +37,13 @@ class Space:
     """Rows over `axes`.
 
     refused: every reason why a row is not valid, empty if it is. live: whether anything is computed
-    in a valid row. cost: of proving it, in any unit, positive.
+    in a valid row. cost: of proving it, in any unit, positive; asked of rows in the making, too.
     """
 
     axes: tuple[Axis, ...]
     refused: Callable[[Row], Sequence[str]]
     live: Callable[[Row], bool]
-    cost: Callable[[Row], float]
+    cost: Callable[[Sequence[int]], float]
 
     def numbers(self, row: Row) -> tuple[int, ...]:
         """Return the number of each value of `row`, counted over all axes."""
@@ -142,8 +142,10 @@ class _Drawing:
         self.axis_of = [i for i, axis in enumerate(space.axes) for _ in axis.values]
         self.verdicts: dict[Row, Sequence[str]] = {}
         self.holds: dict[Pair, Row] = {}
-        self.possible = [0] * space.size  # the values that each can stand beside, as bits
-        self.open = [0] * space.size  # those of them that it has not met, as bits
+        # For each value, as bits: those that it can stand beside, the rest, and those to be met.
+        self.possible = [0] * space.size
+        self.barred = [-1] * space.size
+        self.open = [0] * space.size
 
     def draw(self) -> Array:
         space = self.space
@@ -153,6 +155,7 @@ class _Drawing:
             for one, other in ((a, b), (b, a)):
                 self.possible[one] |= 1 << other
                 self.open[one] |= 1 << other
+        self.barred = [~bits for bits in self.possible]
         rows: list[Row] = []
         lifeless = set[Pair]()
         while waiting:
@@ -327,18 +330,19 @@ class _Drawing:
         number.
         """
         start, dear = self.starts[axis], self.space.axes[axis].dear
-        cost, rolled = self.space.cost, self.dice.random
-        best, worth = 0, -1.0
-        for value, number in enumerate(range(start, start + len(self.space.axes[axis].values))):
-            if bits & ~self.possible[number]:
+        end = start + len(self.space.axes[axis].values)
+        cost, rolled, still_open = self.space.cost, self.dice.random, self.open
+        best, worth = start, -1.0
+        for number, barred in enumerate(self.barred[start:end], start):
+            if bits & barred:
                 continue
-            score = (self.open[number] & bits).bit_count() + rolled()
+            score = (still_open[number] & bits).bit_count() + rolled()
             if dear:
-                row[axis] = value
-                score /= cost(tuple(row))
+                row[axis] = number - start
+                score /= cost(row)
             if score > worth:
-                best, worth = value, score
-        return best, start + best
+                best, worth = number, score
+        return best - start, best
 
 
 def _with(row: Row, axis: int, value: int) -> Row:

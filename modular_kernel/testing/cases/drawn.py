@@ -5,7 +5,7 @@ refuses is not drawn; a pair that no valid row holds is impossible, with the rul
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from operator import itemgetter
 from typing import Any
 
@@ -184,9 +184,22 @@ _INPUTS_ALONE = frozenset(
 )
 
 
+_PROBLEM_AXES = tuple(axis for axis in _ALL_AXES if axis.name not in _INPUTS_ALONE)
+
+
 def _problem_part(axes: tuple[Axis, ...]) -> Callable[[Row], Row]:
     """Return a function that gives the part of a row which the problem tells."""
     return itemgetter(*(i for i, axis in enumerate(axes) if axis.name not in _INPUTS_ALONE))
+
+
+@lru_cache(maxsize=2**14)  # as many as a pairing asks for; the next asks for most of them, too
+def _problem_told(part: Row) -> Problem | str:
+    """Return the problem that such a part tells, or why there is none."""
+    named = zip(_PROBLEM_AXES, part, strict=False)  # a part without adapters is shorter
+    try:
+        return problem_of({axis.name: axis.values[i] for axis, i in named})
+    except ConfigurationError as error:
+        return str(error)
 
 
 def space_of(prepare_finalize: str, experts: str, machine: Machine) -> Space:
@@ -197,21 +210,21 @@ def space_of(prepare_finalize: str, experts: str, machine: Machine) -> Space:
     problem_part = _problem_part(axes)
     problems: dict[Row, tuple[Problem | None, Sequence[str]]] = {}
 
-    def judged(values: dict[str, Any]) -> tuple[Problem | None, Sequence[str]]:
-        try:
-            problem = in_row_order(problem_of(values), ex)
-        except ConfigurationError as error:
-            return None, (str(error),)
+    def judged(part: Row) -> tuple[Problem | None, Sequence[str]]:
+        found = _problem_told(part)
+        if isinstance(found, str):
+            return None, (found,)
+        problem = in_row_order(found, ex)
         return problem, tuple(map(str, judge(pf, ex, problem, machine).rejections))
 
     def refused(row: Row) -> Sequence[str]:
-        part, values = problem_part(row), _values(row)
+        part = problem_part(row)
         if part not in problems:
-            problems[part] = judged(values)
+            problems[part] = judged(part)
         problem, reasons = problems[part]
         if problem is None or reasons:
             return reasons
-        return _harness_reasons(problem, values)
+        return _harness_reasons(problem, _values(row))
 
     return Space(axes, refused, _live, cost_of)
 
@@ -225,7 +238,7 @@ def _values(row: Row) -> dict[str, Any]:
 _PLACES = {axis.name: place for place, axis in enumerate(_ALL_AXES)}
 
 
-def _part(*names: str) -> Callable[[Row], Row]:
+def _part(*names: str) -> Callable[[Sequence[int]], Row]:
     """Return a function that gives some axes' part of a row."""
     return itemgetter(*(_PLACES[name] for name in names))
 
@@ -237,10 +250,9 @@ def _said(part: Row, *names: str) -> tuple[Any, ...]:
 
 _ROUTED_BY = ("tokens", "experts", "top_k", "placement", "routing", "seed")
 _BLOCKS_BY = ("tokens", "top_k", "experts", "placement", "chunks")
-_TILES_BY = ("numbers", "hidden", "intermediate")
-_CALLS_BY = ("by_turns", "batch_invariant")
+_WORK_BY = ("numbers", "hidden", "intermediate", "by_turns", "batch_invariant")
 _routing_part, _blocks_part = _part(*_ROUTED_BY), _part(*_BLOCKS_BY)
-_tiles_part, _calls_part = _part(*_TILES_BY), _part(*_CALLS_BY)
+_work_part = _part(*_WORK_BY)
 
 
 def _live(row: Row) -> bool:
@@ -262,33 +274,32 @@ def _computes(part: Row) -> bool:
     return some_routed(problem, routing, 1000 * seed)
 
 
-def cost_of(row: Row) -> float:
+def cost_of(row: Sequence[int]) -> float:
     """Roughly the seconds that the interpreter takes: blocks of rows by tiles of weights."""
-    pieces, blocks = _blocks(_blocks_part(row))
-    calls, tiles = _calls(_calls_part(row)), _tiles(_tiles_part(row))
-    return calls * (0.4 + 0.3 * pieces + 0.01 * blocks * tiles)
+    fixed, blocks = _blocks(_blocks_part(row))
+    calls, tiles = _work(_work_part(row))
+    return calls * (fixed + blocks * tiles)
 
 
 @cache
-def _blocks(part: Row) -> tuple[int, float]:
-    """Pieces of the tokens, and blocks of rows in all of them."""
+def _blocks(part: Row) -> tuple[float, float]:
+    """Return the seconds of a call whatever its weights, and those for each tile of them: by the
+    pieces of the tokens, and the blocks of rows in all of them.
+    """
     tokens, top_k, experts, placement, chunks = _said(part, *_BLOCKS_BY)
     here = {"one_mapped": 1, "half_mapped": (experts + 1) // 2}.get(placement, experts)
     pairs, pieces = tokens * top_k, {"ragged": 3, "one_more": 2}.get(chunks, 1)
-    return pieces, min(pairs, here) * (pieces + 1) / 2 + pairs / 16
+    blocks = min(pairs, here) * (pieces + 1) / 2 + pairs / 16
+    return 0.4 + 0.3 * pieces, 0.01 * blocks
 
 
 @cache
-def _tiles(part: Row) -> int:
-    (dtype, _), hidden, intermediate = _said(part, *_TILES_BY)
+def _work(part: Row) -> tuple[float, int]:
+    """Return how many calls there are, and tiles of weights in each."""
+    (dtype, _), hidden, intermediate, by_turns, batch_invariant = _said(part, *_WORK_BY)
     side = 32 if dtype is _FP32 or hidden % 16 or intermediate % 16 else 64
-    return int(2 * -(-hidden // side) * -(-intermediate // side))
-
-
-@cache
-def _calls(part: Row) -> float:
-    by_turns, batch_invariant = _said(part, *_CALLS_BY)
-    return float(1 + 0.3 * by_turns + 0.5 * batch_invariant)
+    tiles = int(2 * -(-hidden // side) * -(-intermediate // side))
+    return float(1 + 0.3 * by_turns + 0.5 * batch_invariant), tiles
 
 
 @cache

@@ -11,6 +11,7 @@ machine by the one line that `command` prints. Shapes are small: the interpreter
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -130,6 +131,7 @@ def pairings(machine: Machine, level: Level = "full") -> tuple[tuple[str, str], 
     )
 
 
+@cache
 def _any_case(prepare_finalize: str, experts: str, machine: Machine, level: Level) -> bool:
     if level == "smoke":
         return bool(cases_for(prepare_finalize, experts, machine, level).cases)

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -188,13 +189,16 @@ def _turns(line: Line, far: bool) -> Iterator[tuple[int, int]]:
     """Yield (passing, failing) where the judgement turns: at the next value, and, far away, on the
     lattice of the least step that is accepted."""
 
-    def passes(number: int) -> bool:
+    @cache
+    def judged(number: int) -> bool | None:
         one = line.at(number) if line.low <= number <= line.high else None
-        return one is not None and one.verdict.ok
+        return None if one is None else one.verdict.ok
+
+    def passes(number: int) -> bool:
+        return judged(number) is True
 
     def refused(number: int) -> bool:
-        one = line.at(number) if line.low <= number <= line.high else None
-        return one is not None and not one.verdict.ok
+        return judged(number) is False
 
     if not passes(line.start):
         return
@@ -204,18 +208,25 @@ def _turns(line: Line, far: bool) -> Iterator[tuple[int, int]]:
         while refused(line.start + step) and abs(step) <= line.start:
             step *= 2
         if far or line.high - line.low <= _SHORT:
-            last = _last(line.start, step, passes)
+            last = _last(line, step, passes)
             if last != line.start and refused(last + step):
                 yield last, last + step
 
 
-def _last(start: int, step: int, passes: Callable[[int], bool]) -> int:
-    """Return the last value on the way from `start` by `step` that passes, and whose next does
-    not.
+def _last(line: Line, step: int, passes: Callable[[int], bool]) -> int:
+    """Return the last value on the way from the line's start by `step` that passes, and whose next
+    does not, or is beyond the line's end.
     """
+    start = line.start
+    most = (line.high - start if step > 0 else start - line.low) // abs(step)
+    end = start + step * most
+    if "requires" in line.field and passes(end):
+        return end  # what a part declares is a bound: all values before it pass, too
     good, bad = 0, 1
     while passes(start + step * bad):
         good, bad = bad, 2 * bad
+    if bad > most and passes(end):
+        return end
     while bad - good > 1:
         middle = (good + bad) // 2
         good, bad = (middle, bad) if passes(start + step * middle) else (good, middle)

@@ -58,19 +58,29 @@ def same_code(mutants: Sequence[Mutant], target: str = "sm_90") -> SameCode:
             raise ConfigurationError(
                 "same code", got=f"{mutant.ident} at {mutant.place}", need=need
             )
-    modules = {mutant.module for mutant in mutants}
-    with tempfile.TemporaryDirectory() as cache_folder:
-        without = _compiled((), modules, target, cache_folder)
-        forms = dict.fromkeys(without)
-        reached = []
-        for mutant in mutants:
-            marked = replace(mutant, edit=replace(mutant.edit, new=_marked(mutant.edit)))
-            found = _compiled((marked,), modules, target, cache_folder)
-            reached.append(len(_other(without, found)))
-        changed = _other(without, _compiled(mutants, modules, target, cache_folder))
-    if any(code == _FAILED for _, code in forms):
-        raise ConfigurationError("same code", got=_FAILED, need="kernels that compile unchanged")
+    modules = frozenset(mutant.module for mutant in mutants)
+    without = _unchanged(modules, target)
+    reached = []
+    for mutant in mutants:
+        marked = replace(mutant, edit=replace(mutant.edit, new=_marked(mutant.edit)))
+        reached.append(len(_other(without, _compiled((marked,), modules, target))))
+    changed = _other(without, _compiled(mutants, modules, target))
     return SameCode(tuple(reached), len(changed))
+
+
+@cache
+def _unchanged(modules: frozenset[str], target: str) -> Code:
+    """Return what launches compile to without mutants, once for all that are asked about."""
+    code = _compiled((), modules, target)
+    if any(one == _FAILED for _, one in code):
+        raise ConfigurationError("same code", got=_FAILED, need="kernels that compile unchanged")
+    return code
+
+
+@cache
+def _cache_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return where compiled kernels are kept, which goes with this process."""
+    return tempfile.TemporaryDirectory()
 
 
 def _marked(edit: Edit) -> str:
@@ -98,10 +108,10 @@ def _other(without: Code, found: Code) -> set[tuple[str, str]]:
     return {form for form, now in zip(without, found, strict=True) if form != now}
 
 
-def _compiled(mutants: Sequence[Mutant], modules: set[str], target: str, cache_folder: str) -> Code:
+def _compiled(mutants: Sequence[Mutant], modules: frozenset[str], target: str) -> Code:
     """Return what each launch of a kernel that uses one of `modules` compiles to."""
     # Where a line stands is no part of what it does.
-    settings = {"TRITON_CACHE_DIR": cache_folder, "TRITON_DISABLE_LINE_INFO": "1"}
+    settings = {"TRITON_CACHE_DIR": _cache_folder().name, "TRITON_DISABLE_LINE_INFO": "1"}
     done = subprocess.run(
         [sys.executable, "-m", __name__],
         input=pickle.dumps((tuple(mutants), modules, target)),
