@@ -73,7 +73,7 @@ else
   CUTLASS_READY := $(CUTLASS_STAMP)
 endif
 
-.PHONY: help demo test fuzz verify test-interpreter test-compile test-gpu check docs test-triton newest-compile newest-interpreter test-cutlass wheel clean metadata
+.PHONY: environments help demo test fuzz verify test-interpreter test-compile test-gpu check docs test-triton newest-compile newest-interpreter test-cutlass wheel clean metadata
 .DEFAULT_GOAL := help
 
 help:
@@ -91,6 +91,9 @@ help:
 	@echo "demo, test and check install what they need into .venv, once; docs into .venv-docs,"
 	@echo "test-triton what it needs beside that into .venv-newest, test-cutlass into .venv-cutlass."
 	@echo "With a GPU: 'make test-gpu PY=python3' uses a torch that is already there."
+
+# All environments at once: `make -j3 environments` installs them side by side.
+environments: $(READY) $(NEWEST_READY) $(CUTLASS_READY) $(DOCS_READY)
 
 demo: $(READY)
 	$(PY) -m modular_kernel demo $(ARGS)

@@ -117,6 +117,7 @@ def _found(pair: tuple[str, str], problem: Problem, machine: Machine) -> list[st
     return list(batch_invariant(Trial(Case(*pair, problem), machine)))
 
 
+@pytest.mark.share(3)
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these tiles give the same bits on a GPU")
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
@@ -193,6 +194,7 @@ RANK_PAIRS = (
 )
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("pair", RANK_PAIRS, ids="+".join)
 def test_over_ranks(pair: tuple[str, str], rank_pool: Callable[[int], RankPool]) -> None:
     layer = replace(LAYER, experts=4, top_k=2, parallel=Parallel(2))

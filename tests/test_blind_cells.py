@@ -116,6 +116,7 @@ CELLS = (
 )
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_a_defect_in_the_source_is_told(cell: Cell, tmp_path: Path) -> None:
     listed = cases_for(PREPARE, cell.experts, this_machine()).cases

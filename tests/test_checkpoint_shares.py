@@ -59,6 +59,7 @@ def expert_bytes(sample: Sample) -> int:
     return total
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_sum_over_ranks_is_the_whole(kind: str, tmp_path: Path) -> None:
     sample = write(tmp_path, PUBLISHERS.get(kind, "mixtral"), kind, intermediate=512, shards=2)

@@ -121,6 +121,7 @@ MATRIX = [
 ]
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize(("part", "kind", "point"), MATRIX)
 def test_a_rank_that_goes_away(pool: RankPool, part: str, kind: str, point: str) -> None:
     result = run_scenario(Scenario(part, kind, point), pool)

@@ -55,6 +55,7 @@ def host_calls(pf: str, experts: str, problem: mk.Problem) -> Counter[str]:
     return found
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("call", BEFORE, ids=lambda call: "-".join(map(str, call[1:])))
 def test_an_eager_call_runs_half_the_python_it_once_did(call: tuple[str, str, str, int]) -> None:
     pf, experts, quant, tokens = call

@@ -102,6 +102,7 @@ def test_every_scheme_is_here_and_declared() -> None:
         assert pf.requires.dispatch_schemes == ACTIVATION_SCHEMES
 
 
+@pytest.mark.share(3)
 @each_scheme
 @each_pair
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join([*map(str, case[0]), case[1]]))

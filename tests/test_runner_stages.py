@@ -411,6 +411,7 @@ def test_triton_by_stages_is_triton_fused(change: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------ by entry point
 
 
+@pytest.mark.share(3)
 def test_a_third_party_s_backend_is_proven_by_entry_point_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

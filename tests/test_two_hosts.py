@@ -86,6 +86,7 @@ def test_a_cut_cable_is_the_other_hosts_fault_on_both_sides_and_mends(cable: Wor
     assert [said["right"] for said in cable.all("call")] == [True] * 4
 
 
+@pytest.mark.share(2)
 @cabled
 @pytest.mark.parametrize("loss", [0.0, 0.05])
 def test_a_slow_and_lossy_cable_is_right_and_accuses_nobody(cable: World, loss: float) -> None:

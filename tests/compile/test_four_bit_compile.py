@@ -56,7 +56,7 @@ def compiled(problem: Problem) -> list[CompileRecord]:
     return records
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("tokens", [1, 4, 16])
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def compiled(problem: Problem, pair: MoEConfig, target: str = "sm_90") -> list[C
     return launches_of(GemvW4Path(problem), problem, pair, target=target)
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
 @pytest.mark.parametrize(
     "quant",

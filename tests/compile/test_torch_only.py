@@ -50,7 +50,7 @@ def test_smoke_cases(case: Case) -> None:
     assert proof.passed, str(proof)
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("case", QUANTISED, ids=str)
 def test_every_scheme(case: Case) -> None:
     proof = prove(case, MACHINE)

@@ -88,6 +88,7 @@ def test_few_pairs_in_tiles() -> None:
     assert float(error) <= 1e-6
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("tokens", [2, 9])
 def test_rows_deeper_than_a_program_s_block(tokens: int) -> None:
     """Pair by pair: up to 16 pairs take rows of A whole, more of them in two steps."""
