@@ -17,6 +17,7 @@ from experts.triton.launch_config import LaunchConfig
 from modular_kernel import FusedMoEModularKernel, make_kernel
 from modular_kernel.contracts import PermuteExpertsUnpermute
 from modular_kernel.errors import DtypeError, LayoutError, ShapeError, WeightsError
+from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.prepared import MADE_OF
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing import Case, prove
@@ -203,6 +204,30 @@ def test_tokens_of_adapters_layers_without_one_take_them(launched: list[int]) ->
     routing = Routing(i.routing.topk_weights_TK, i.routing.topk_ids_TK, "none")
     kernel(i.x_TH, weights, routing)
     assert launched == [64, 64]
+
+
+def test_a_layer_keeps_them_until_its_parameters_are_exchanged(launched: list[int]) -> None:
+    problem = replace(_BASE, tokens=64, hidden=96)
+    layer = FusedMoE(
+        problem.experts, 96, problem.intermediate, top_k=problem.top_k, experts="TritonExperts",
+        params_dtype=problem.dtype, quant_config="mxfp4_w4a16",
+    )  # fmt: skip
+    i = make_inputs(problem, "uniform", CPU)
+    layer.set_weights(i.weights)
+    layer.prepare_weights()
+    assert layer.weights() is layer.weights()
+    got = layer(i.x_TH, i.routing)
+    assert launched == [64, 64]
+    layer.set_weights(i.weights)
+    assert layer.weights().w1_tiles is None
+    plain = layer(i.x_TH, i.routing)
+    assert len(launched) == 2
+    assert float((got - plain).float().norm() / plain.float().norm()) < 0.01
+    layer.prepare_weights()
+    layer.get_parameter("w2_weight").data.view(-1)[0] += 1  # unseen by torch, so by us
+    layer.get_parameter("w13_weight").view(-1)[0] += 1
+    with pytest.raises(WeightsError, match="w1_tile"):
+        layer(i.x_TH, i.routing)
 
 
 def test_they_cost_what_is_documented() -> None:

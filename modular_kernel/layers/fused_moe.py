@@ -21,7 +21,7 @@ from modular_kernel.fields import Count, expect
 from modular_kernel.importers.checkpoint import load_experts
 from modular_kernel.importers.formats import format_of
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.layers.parallel import LayerParallel, all_reduce
+from modular_kernel.layers.parallel import LayerParallel, all_reduce, placed
 from modular_kernel.layers.parameters import ExpertParameters
 from modular_kernel.layers.router import Router
 from modular_kernel.layers.routing import (
@@ -122,7 +122,7 @@ class FusedMoE(ExpertParameters):
             load_catalog().experts(experts)
         prepare_finalize, parallel = prepare_finalize or NO_EP, parallel or LayerParallel()
         over_ranks, (ep_rank, ep_size) = _over_ranks(prepare_finalize), parallel.ep
-        placement = _placed(placement, num_experts, ep_size, over_ranks=over_ranks)
+        placement = placed(placement, num_experts, ep_size, over_ranks=over_ranks)
         away = ep_size > 1 and not over_ranks
         act = ActivationSpec.parse(activation)
         if act.up_first:
@@ -280,6 +280,19 @@ class FusedMoE(ExpertParameters):
             problem = self.problem.with_tokens(number)
             _planned.warm_up(self._pairing(device), problem, device)
 
+    def prepare_weights(self) -> None:
+        """Make once what the experts read of the weights beside them; after they are loaded.
+
+        See FusedMoEModularKernel.prepare_weights. Parameters that are exchanged take it with them:
+        prepare again. StateError as `weights`.
+        """
+        weights, kernel = self.weights(), self._own_kernel
+        if kernel is None:
+            device = weights.w2.device
+            with current(device):
+                kernel = _planned.kernel(self._pairing(device), self.problem, device)
+        self.keep_prepared(kernel.prepare_weights(weights))
+
     def destroy(self) -> None:
         """Close what a part over ranks holds of them: collective. The layer serves no more then."""
         if self._own_kernel is not None:
@@ -377,21 +390,6 @@ def _loader_of(
 
 def _over_ranks(part: PrepareFinalize) -> bool:
     return load_catalog().prepare_finalize(part).requires.world_sizes[0] > 1
-
-
-def _placed(
-    placement: Placement | None, experts: int, ranks: int, *, over_ranks: bool
-) -> Placement:
-    """Return the placement, blocks for None; ConfigurationError if it is not of this layer."""
-    if placement is None:
-        return Placement.linear(experts, ranks)
-    if (placement.experts, placement.world_size) != (experts, ranks):
-        got = f"{placement.experts} experts on {placement.world_size} ranks"
-        raise ConfigurationError("placement", got=got, need=f"{experts} on {ranks}")
-    if placement.has_copies and not over_ranks:
-        need = "a prepare/finalize part over ranks, which gives each pair to one copy"
-        raise ConfigurationError("placement", got="copies", need=need)
-    return placement
 
 
 def _name(part: object) -> str:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from modular_kernel.errors import CommunicationError, ConfigurationError
 from modular_kernel.fields import Count, expect
+from modular_kernel.placement import Placement
 
 Place = tuple[int, int]  # rank and number of ranks
 
@@ -98,3 +99,16 @@ def _rank(group: object) -> int:
 
 def _size(group: object) -> int:
     return int(dist.get_world_size(_of(group)))
+
+
+def placed(placement: Placement | None, experts: int, ranks: int, *, over_ranks: bool) -> Placement:
+    """Return the placement, blocks for None; ConfigurationError if it is not of this layer."""
+    if placement is None:
+        return Placement.linear(experts, ranks)
+    if (placement.experts, placement.world_size) != (experts, ranks):
+        got = f"{placement.experts} experts on {placement.world_size} ranks"
+        raise ConfigurationError("placement", got=got, need=f"{experts} on {ranks}")
+    if placement.has_copies and not over_ranks:
+        need = "a prepare/finalize part over ranks, which gives each pair to one copy"
+        raise ConfigurationError("placement", got="copies", need=need)
+    return placement

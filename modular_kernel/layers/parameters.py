@@ -210,3 +210,8 @@ class ExpertParameters(nn.Module):
         if self._bound is None or self._bound[0] != places:
             self._bound = places, ExpertWeights(**found)
         return self._bound[1]
+
+    def keep_prepared(self, weights: ExpertWeights) -> None:
+        """Have `weights` return these, the same parameters with what was prepared of them."""
+        assert self._bound is not None
+        self._bound = self._bound[0], weights
