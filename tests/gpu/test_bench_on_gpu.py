@@ -6,7 +6,7 @@ import torch
 
 from modular_kernel.bench.candidates import BenchOffer, Layer, baseline_offers, pair_offers
 from modular_kernel.bench.run import BenchJob, run
-from modular_kernel.catalog import this_machine
+from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.measure.cases import LayerCase
 from modular_kernel.measure.roofline import measure_peaks
 from modular_kernel.measure.routing import RoutingKind
@@ -23,6 +23,8 @@ def test_pairs_and_baseline_are_replayed() -> None:
     machine = this_machine()
     pairs = pair_offers(None, None, [replace(PROBLEM, graph=True)], machine)
     assert {"TritonExperts", "BatchedTritonExperts"} <= {pair.name for pair in pairs}
+    parts = map(load_catalog().experts, load_catalog().names("experts"))
+    allocating = [part.__name__ for part in parts if part.requires.library_allocates]
     report = run(BenchJob((CELL,), (*pairs, *baseline_offers()), machine, target_ms=5.0))
     for row in report.rows:
         assert row.status == "ok", row.note
@@ -38,7 +40,7 @@ def test_pairs_and_baseline_are_replayed() -> None:
         assert row.weight_sets is not None
         # 25 MB of weights stay in a large cache unless they are rotated or flushed.
         assert row.weight_sets > 1 or row.mode == "graph+flush"
-        if row.origin == "ours":
+        if row.origin == "ours" and not any(name in row.name for name in allocating):
             assert row.allocations == 0
 
 

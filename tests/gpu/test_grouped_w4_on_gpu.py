@@ -12,8 +12,11 @@ import torch
 from experts.triton.configs.select import override_config, this_store
 from experts.triton.contiguous import paths_of
 from experts.triton.grouped_w4 import config as grouped_w4_config
-from modular_kernel import check
+from modular_kernel import check, make_kernel
+from modular_kernel.errors import WeightsError
+from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.testing import Case, prove
+from modular_kernel.testing.cases.inputs import make_inputs
 from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.types import Combine, Machine, Problem
 
@@ -69,3 +72,40 @@ def test_proven(
     with override_config(grouped_w4_config.default(case.problem, rows)):
         proof = prove(case, machine)
     assert proof.passed, str(proof)
+
+
+def test_calls_with_prepared_weights_are_replayed_until_these_are_written() -> None:
+    problem = replace(LARGE, hidden=512, intermediate=768)
+    given = make_inputs(problem, "uniform", torch.device("cuda"))
+    kernel = make_kernel(*PAIR, problem)
+    weights, plan = kernel.prepare_weights(given.weights), kernel.plan()
+    with override_config(grouped_w4_config.default(problem, 128)):
+        forced = make_kernel(*PAIR, problem)
+        want = forced(given.x_TH, given.weights, given.routing)
+    for _ in range(3):
+        assert torch.equal(plan(given.x_TH, weights, given.routing), want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = plan(given.x_TH, weights, given.routing)
+    output.zero_()
+    graph.replay()
+    assert torch.equal(output, want)
+    given.weights.w2.view(-1)[0] ^= 1
+    for run in (plan, kernel):
+        with pytest.raises(WeightsError, match="w2_tiles"):
+            run(given.x_TH, weights, given.routing)
+
+
+def test_a_layer_s_prepared_weights_give_the_bits_of_the_kernel() -> None:
+    problem = replace(LARGE, tokens=384)
+    given = make_inputs(problem, "uniform", torch.device("cuda"))
+    layer = FusedMoE(
+        problem.experts, problem.hidden, problem.intermediate, top_k=problem.top_k,
+        params_dtype=problem.dtype, quant_config=problem.quant, device="cuda",
+    )  # fmt: skip
+    layer.set_weights(given.weights)
+    layer.prepare_weights()
+    assert layer.weights().w1_tiles is not None
+    kernel = make_kernel(*PAIR, problem)
+    want = kernel(given.x_TH, kernel.prepare_weights(given.weights), given.routing)
+    assert torch.equal(layer(given.x_TH, given.routing), want)
