@@ -40,7 +40,7 @@ def test_pairs_and_baseline_are_replayed() -> None:
         assert row.weight_sets is not None
         # 25 MB of weights stay in a large cache unless they are rotated or flushed.
         assert row.weight_sets > 1 or row.mode == "graph+flush"
-        if row.origin == "ours" and not any(name in row.name for name in allocating):
+        if row.origin == "ours" and not any(name in row.layer for name in allocating):
             assert row.allocations == 0
 
 
