@@ -18,7 +18,7 @@ from modular_kernel.types import Machine
 
 _ROOT = Path(__file__).parent.parent
 _PACKAGES = ("modular_kernel", "experts", "prepare_finalize", "topk_reduce")
-EIGHTH, TWENTY_FOURTH = 8, 24
+TWELFTH, THIRTY_SIXTH = 12, 36
 
 C = TypeVar("C", bound=Case)
 T = TypeVar("T")
@@ -53,14 +53,14 @@ def proven_here(
 ) -> dict[tuple[str, str], tuple[Case, ...]]:
     """The cases of each pairing that one run proves: smoke, and a share of the others.
 
-    The share is an eighth with the first PrepareAndFinalize that an experts part goes with, a
-    twenty-fourth elsewhere. `make verify` proves all.
+    The share is a twelfth with the first PrepareAndFinalize that an experts part goes with, a
+    thirty-sixth elsewhere. `make verify` proves all.
     """
     found: dict[tuple[str, str], tuple[Case, ...]] = {}
     for pf, experts in pairs:
         smoke = cases_for(pf, experts, machine, "smoke").cases
         cases = cases_for(pf, experts, machine).cases
-        of = TWENTY_FOURTH if experts in {seen for _, seen in found} else EIGHTH
+        of = THIRTY_SIXTH if experts in {seen for _, seen in found} else TWELFTH
         found[pf, experts] = tuple(dict.fromkeys((*smoke, *share(cases, of, tree))))
     return found
 

@@ -289,7 +289,7 @@ OF_TRITON = (
 
 
 @on_a_cpu
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize(("wrong", "known_by"), OF_TRITON, ids=str)
 def test_a_defect_of_few_tokens_is_told(wrong: Wrong, known_by: str, tmp_path: Path) -> None:
     cases = [case for case in chosen_cases(*TRITON, this_machine()) if known_by in str(case)]
@@ -326,7 +326,7 @@ def test_padding_that_is_not_marked_is_told_by_what_lay_in_memory(tmp_path: Path
 
 
 @on_a_cpu
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize(("wrong", "known_by"), WRONG, ids=str)
 def test_a_defect_of_long_rows_and_odd_groups_is_told(
     wrong: Wrong, known_by: tuple[str, ...], tmp_path: Path

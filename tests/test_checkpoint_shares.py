@@ -235,6 +235,7 @@ print(sum(t.nbytes for t in vars(loaded.weights).values() if t is not None))
 """
 
 
+@pytest.mark.share(3)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("kind", ["bf16", "awq"])
 def test_memory_is_what_is_kept_and_a_matrix(kind: str, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ ON_CPU = ("--backend", "gloo")
 Capture = pytest.CaptureFixture[str]
 
 
+@pytest.mark.share(3)
 def test_every_pairing_valid_for_two_ranks_is_proven(capsys: Capture) -> None:
     words = ("test", "--world-size", "2", *ON_CPU, "--experts-type", "TorchExperts", "--json")
     code, shown, _ = run_mk(capsys, *words)

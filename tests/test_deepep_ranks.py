@@ -47,7 +47,7 @@ def name(case: RankCase) -> str:
     return f"{case.prepare_finalize.__name__}+{str(case).partition('+')[2]}"
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("case", cases(), ids=name)
 def test_proven(case: RankCase, rank_pool: Pool) -> None:
     proof = prove_ranks(case, rank_pool(2), MACHINE)

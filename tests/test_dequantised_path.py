@@ -89,7 +89,7 @@ _CASES: tuple[tuple[dict[str, Any], str], ...] = (
 )
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu proves it, with its own products")
 @pytest.mark.parametrize(
     ("changes", "routing", "at_once"),

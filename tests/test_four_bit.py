@@ -66,7 +66,7 @@ _CASES: tuple[tuple[dict[str, Any], str, int], ...] = (
 )  # fmt: skip
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize(("changes", "routing", "block_m"), _CASES)
 def test_proven(
     changes: dict[str, Any],

@@ -72,6 +72,7 @@ def _there_are_boxes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.share(3)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu proves it, with its own products")
 @pytest.mark.parametrize(
     ("changes", "routing", "at_once"),

@@ -1,7 +1,7 @@
 """Every pairing in the catalog: the combinatorial test. Skips are rejections.
 
-Each experts part is proven on smoke and an eighth of its cases; with what else it goes, on smoke
-and a twenty-fourth. `make verify` proves all.
+Each experts part is proven on smoke and a twelfth of its cases; with what else it goes, on smoke
+and a thirty-sixth. `make verify` proves all.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def test_proven(case: Case, machine: Machine) -> None:
     assert proof.passed, str(proof)
 
 
-def test_every_experts_part_is_proven_on_an_eighth_of_its_cases_or_more() -> None:
+def test_every_experts_part_is_proven_on_a_twelfth_of_its_cases_or_more() -> None:
     most = {
         experts: max(
             len(cases) / len(draw(*pair, MACHINE)[1])
@@ -37,7 +37,7 @@ def test_every_experts_part_is_proven_on_an_eighth_of_its_cases_or_more() -> Non
         for _, experts in PAIRINGS
     }
     assert most
-    assert min(most.values()) > 0.11  # the share is by hash
+    assert min(most.values()) > 0.08  # the share is by hash
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS, ids="+".join)

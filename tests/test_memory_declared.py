@@ -80,7 +80,7 @@ CALLS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize(("pf", "experts", "change"), CALLS, ids=str)
 def test_a_call_allocates_what_is_declared_and_its_output(
     pf: str, experts: str, change: dict[str, Any]

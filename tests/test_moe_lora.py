@@ -437,6 +437,7 @@ def windows(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 SPECIFIED = [(3, 2048, 64, 6), (1, 7168, 256, 8)]
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(("tokens", "hidden", "experts", "top_k"), SPECIFIED)
 def test_the_specified_configurations(tokens: int, hidden: int, experts: int, top_k: int) -> None:
     """The delta alone, added to zeros, of rank 8; in fp32 within 1e-3, as only IEEE dots are."""

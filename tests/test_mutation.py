@@ -334,7 +334,7 @@ def mutate(*words: str) -> tuple[int, Any]:
     return done.returncode, json.loads(done.stdout)
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(4)
 @pytest.mark.slow
 def test_mutants_of_a_third_party_are_killed_and_a_survivor_is_shown(site: Path) -> None:
     unread, lost = (
@@ -411,7 +411,7 @@ def test_several_mutants_are_put_in_together_and_none_over_another(tmp_path: Pat
         texts_of((clamp, clamp))
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(4)
 def test_the_code_of_kernels_tells_a_real_change_from_none(tmp_path: Path) -> None:
     """What stands outside of kernels is refused: their code says nothing of it."""
     path = ROOT / "modular_kernel/ops/kernels/zero_padding.py"
@@ -459,6 +459,7 @@ def test_problems_meet_every_case_first_and_each_mutant_often_enough() -> None:
     assert {replace(case.problem, tokens=1) for case, serves in problems if 1 in serves} == fast
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize(
     "words",
     [

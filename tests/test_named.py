@@ -67,6 +67,7 @@ def extras() -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("extra", sorted(set(extras()) - TOOLS))
 def test_an_extra_installs_what_a_part_needs_or_what_is_imported(extra: str) -> None:
     wanted = imported() | packages_of(load_catalog())

@@ -105,6 +105,7 @@ def _module(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("blocked", [("triton",), ("triton", "ml_dtypes")], ids="+".join)
 @pytest.mark.parametrize(
     "pair",

@@ -117,7 +117,7 @@ _CASES: tuple[tuple[dict[str, Any], str, MoEConfig], ...] = (
 )  # fmt: skip
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize(("changes", "routing", "pair"), _CASES)
 def test_proven(changes: dict[str, Any], routing: str, pair: MoEConfig, machine: Machine) -> None:
     problem = replace(_BASE, **changes)

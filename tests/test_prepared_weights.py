@@ -110,7 +110,7 @@ def test_strided_weights_are_prepared_too(launched: list[int]) -> None:
     assert len(launched) == 4
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(5)
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
 def test_proven(changes: dict[str, Any], machine: Machine) -> None:
     """The harness prepares weights itself, and calls with and without."""

@@ -216,6 +216,7 @@ def test_chunks(text: str, tokens: int) -> None:
     assert found.ok, found.problems
 
 
+@pytest.mark.share(3)
 @each_scheme
 @each_pair
 def test_plans_and_repeats_are_equal(text: str, pair: tuple[str, str]) -> None:

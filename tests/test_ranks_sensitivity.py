@@ -79,7 +79,7 @@ def survivors(
     return [str(kill) for kill in kills if not kill.ok]
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize(("pairing", "mutant"), triples(2))
 def test_killed_on_two_ranks(
     pairing: tuple[str, str], mutant: RankMutant, rank_pool: Pool, proven: dict[Case, str | None]
@@ -87,6 +87,7 @@ def test_killed_on_two_ranks(
     assert survivors(pairing, mutant, rank_pool(2), proven) == []
 
 
+@pytest.mark.share(6)
 @pytest.mark.parametrize(("pairing", "mutant"), triples(4))
 def test_killed_on_four_ranks(
     pairing: tuple[str, str], mutant: RankMutant, rank_pool: Pool, proven: dict[Case, str | None]

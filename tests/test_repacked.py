@@ -138,7 +138,7 @@ def test_rows_are_whole_words(sizes: dict[str, Any]) -> None:
     assert weight_specs(replace(PLAIN, **sizes))
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     "pair",

@@ -91,6 +91,7 @@ def checked(
     return routed
 
 
+@pytest.mark.share(2)
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("name", SPECS)
 def test_it_is_the_oracle_s(name: str) -> None:

@@ -108,6 +108,7 @@ def wrong(edge: Edge) -> str:
     return f"{edge}: {edge.contradiction}" if edge.contradiction else ""
 
 
+@pytest.mark.share(2)
 def test_every_rule_has_its_edges() -> None:
     """Each place that can refuse does so alone, one step from a problem that passes."""
     catalog, with_edge = load_catalog(), set()

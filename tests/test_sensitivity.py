@@ -31,7 +31,7 @@ def proven() -> dict[Case, str | None]:
     return dict.fromkeys(CASES)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("mutant", HERE, ids=lambda mutant: mutant.name)
 @pytest.mark.parametrize("pairing", PAIRINGS, ids="+".join)
 def test_killed(

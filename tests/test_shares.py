@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from shares import EIGHTH, TWENTY_FOURTH, in_share, proven_here, share, tree_hash
+from shares import THIRTY_SIXTH, TWELFTH, in_share, proven_here, share, tree_hash
 
 from modular_kernel.testing import Case, cases_for
 from modular_kernel.testing.cases.lists import BASE
@@ -22,18 +22,18 @@ PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 
 def test_equal_trees_have_equal_shares() -> None:
     assert tree_hash() == tree_hash.__wrapped__()
-    assert share(CASES, TWENTY_FOURTH, "one") == share(CASES, TWENTY_FOURTH, "one")
-    assert share(CASES, TWENTY_FOURTH, "one") != share(CASES, TWENTY_FOURTH, "other")
+    assert share(CASES, THIRTY_SIXTH, "one") == share(CASES, THIRTY_SIXTH, "one")
+    assert share(CASES, THIRTY_SIXTH, "one") != share(CASES, THIRTY_SIXTH, "other")
 
 
 def test_a_share_is_about_its_part_in_the_order_of_the_list() -> None:
-    found = share(CASES, TWENTY_FOURTH, "one")
-    assert len(CASES) / 32 < len(found) < len(CASES) / 8
+    found = share(CASES, THIRTY_SIXTH, "one")
+    assert len(CASES) / 72 < len(found) < len(CASES) / 18
     assert list(found) == sorted(found, key=CASES.index)
 
 
 def test_each_case_has_its_tree() -> None:
-    trees = [share(CASES, TWENTY_FOURTH, str(tree)) for tree in range(400)]
+    trees = [share(CASES, THIRTY_SIXTH, str(tree)) for tree in range(600)]
     assert set().union(*trees) == set(CASES)
 
 
@@ -50,8 +50,8 @@ def test_an_experts_part_has_its_largest_share_once(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("shares.cases_for", alike)
     elsewhere = ("Elsewhere", PAIR[1])
     found = proven_here([PAIR, elsewhere], machine, "one")
-    assert found[PAIR] == tuple(dict.fromkeys((*smoke, *share(full, EIGHTH, "one"))))
-    assert found[elsewhere] == tuple(dict.fromkeys((*smoke, *share(full, TWENTY_FOURTH, "one"))))
+    assert found[PAIR] == tuple(dict.fromkeys((*smoke, *share(full, TWELFTH, "one"))))
+    assert found[elsewhere] == tuple(dict.fromkeys((*smoke, *share(full, THIRTY_SIXTH, "one"))))
     assert len(found[elsewhere]) < len(found[PAIR]) < len(full) / 2 + len(smoke)
 
 

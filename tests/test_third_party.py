@@ -103,6 +103,7 @@ def test_check_judges_them_with_ours() -> None:
     ]
 
 
+@pytest.mark.share(2)
 @pytest.mark.usefixtures("site")
 def test_the_harness_proves_them() -> None:
     theirs = ("--pf-type", "MyPrepare", "--experts-type", "MyExperts")
@@ -304,6 +305,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.share(2)
 def test_no_verb_is_broken_by_them(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package, source in HOSTILE.items():
         install(site, package, source)

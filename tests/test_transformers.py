@@ -56,6 +56,7 @@ def skip_if_refused(pair: tuple[str, str]) -> None:
 # ------------------------------------------------------------------------------------- models
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize("pair", demo.PAIRINGS, ids=" x ".join)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", MODELS)
@@ -234,6 +235,7 @@ def test_demo_fails_where_a_row_fails(monkeypatch, capsys) -> None:
     assert len(shown.splitlines()) <= 24
 
 
+@pytest.mark.share(2)
 @pytest.mark.slow
 def test_demo_runs_in_one_dtype() -> None:
     """The whole command, in a process of its own."""

@@ -73,6 +73,7 @@ def operators(graph: torch.fx.Graph) -> list[str]:
 # -------------------------------------------------------------------------------------- models
 
 
+@pytest.mark.share(2)
 @in_one_graph
 @pytest.mark.parametrize("name", SMALL_MODELS)
 def test_a_model_is_one_graph_and_computes_what_eager_does(name) -> None:
@@ -138,6 +139,7 @@ def test_opcheck_passes() -> None:
     torch.library.opcheck(experts_op.experts, arguments)
 
 
+@pytest.mark.share(2)
 @in_one_graph
 def test_inductor_computes_the_same() -> None:
     module, given = experts(), inputs(9)
@@ -201,6 +203,7 @@ def test_weights_that_move_or_change_are_seen_by_a_graph() -> None:
         assert torch.equal(after, module(*given))
 
 
+@pytest.mark.share(2)
 @in_one_graph
 @pytest.mark.parametrize("strict", [True, False])
 def test_an_exported_program_runs_in_another_process_with_other_tokens(strict, tmp_path) -> None:

@@ -138,6 +138,7 @@ def worst(model: torch.nn.Module, exact: torch.nn.Module) -> float:
     return max(errors)
 
 
+@pytest.mark.share(6)
 @pytest.mark.parametrize(("name", "kind"), CASES, ids=lambda word: word)
 def test_experts_are_what_the_checkpoint_says(name, kind, tmp_path) -> None:
     written = write(tmp_path, name, kind)

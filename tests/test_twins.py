@@ -34,6 +34,7 @@ def _failures(
     return prove(Case(prepare, experts.__name__, problem), machine).failures
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize(
     ("prepare", "experts", "problem", "change"),
     [

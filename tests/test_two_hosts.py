@@ -38,6 +38,7 @@ def cable() -> Iterator[World]:
         yield made
 
 
+@pytest.mark.share(2)
 def test_a_killed_host_is_named_and_the_other_goes_on_with_copies(world: World) -> None:
     a, b = world.names
     for made in world.all("make", DEADLINE, "copies"):
@@ -55,6 +56,7 @@ def test_a_killed_host_is_named_and_the_other_goes_on_with_copies(world: World) 
     assert [told.get("right") for told in world.all("call", ranks=(0, 1))] == [True] * 2
 
 
+@pytest.mark.share(2)
 def test_without_copies_the_experts_that_are_gone_are_named(world: World) -> None:
     world.all("make", DEADLINE)
     for rank in (2, 3):
