@@ -1,6 +1,7 @@
 """What `mk` prints where: tables in narrow and wide terminals, JSON on stdout and in files."""
 
 import json
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -281,3 +282,24 @@ def test_a_profile_that_is_lost_ends_with_a_status_of_its_own(mk: Mk, tmp_path: 
     ended = mk(*words)
     assert ended.code == 74
     assert f"error: output was lost: {report}: No space left on device\n" in ended.err
+
+
+def test_what_takes_long_is_said_while_it_lasts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(output, "_FIRST_WORD_S", 0.05)
+    monkeypatch.setattr(output, "_LATER_WORDS_S", 0.05)
+    doing = ["the first"]
+    with output.waiting(lambda: doing[0]):
+        time.sleep(0.3)
+        doing[0] = "the second"
+        time.sleep(0.3)
+    told = capsys.readouterr().err
+    time.sleep(0.2)
+    assert capsys.readouterr().err == ""
+    for name in ("the first", "the second"):
+        assert told.count(f"{name}: 0 s so far") >= 2
+    assert told.index("the first") < told.index("the second")
+    with output.waiting(lambda: "what is quick"):
+        pass
+    assert capsys.readouterr().err == ""

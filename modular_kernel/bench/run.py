@@ -69,10 +69,14 @@ class BenchJob:
     command: str = ""
 
 
-def run(job: BenchJob, tell: Tell = lambda _report: None) -> Report:
-    """Do the job. tell: gets the report so far after every row."""
+def run(
+    job: BenchJob,
+    tell: Tell = lambda _report: None,
+    begin: Callable[[str], object] = lambda _row: None,
+) -> Report:
+    """Do the job. tell: gets the report so far after every row. begin: what is measured next."""
     with torch.no_grad():
-        return _Run(job, tell).report()
+        return _Run(job, tell, begin).report()
 
 
 @dataclass
@@ -144,8 +148,8 @@ class _Trial:
 
 
 class _Run:
-    def __init__(self, job: BenchJob, tell: Tell) -> None:
-        self.job, self.tell = job, tell
+    def __init__(self, job: BenchJob, tell: Tell, begin: Callable[[str], object]) -> None:
+        self.job, self.tell, self.begin = job, tell, begin
         self.started = time.monotonic()
         self.device = torch.device(job.machine.device)
         schemes = [QuantScheme.parse(offer.quant) for offer in job.offers]
@@ -163,6 +167,7 @@ class _Run:
 
     def report(self) -> Report:
         for cell, team in self._visits():
+            self.begin(f"{team.offer.name}, {cell.shape}, {cell.problem.tokens} tokens")
             self.rows.append(self._row(cell, team))
             self._tell()
         if self.device.type == "cuda" and not self.stopped:

@@ -159,7 +159,9 @@ def bench(
         deadline=method.deadline,
         command=shlex.join(["mk", *sys.argv[1:]]),
     )
-    report = run(job, _teller(files))
+    doing = ["how fast this machine is"]
+    with output.waiting(lambda: doing[0]):
+        report = run(job, _teller(files), lambda row: doing.__setitem__(0, row))
     _finish(report, files)
     if report.stopped or any(row.status in (WRONG, FAILED) for row in report.rows):
         raise typer.Exit(1)

@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -249,6 +250,36 @@ def _told_at_times(total: int, what: str) -> Callable[[], None]:
             note(f"{done} of {total} {what} in {took:.0f} s")
 
     return step
+
+
+@contextmanager
+def waiting(doing: Callable[[], str]) -> Iterator[None]:
+    """Say on stderr what is being done, where one thing takes more than 5 seconds, then every 20.
+
+    doing: what it is now, asked in a thread of its own.
+    """
+    ended = threading.Event()
+
+    def tell() -> None:
+        now, since, next_s = doing(), time.monotonic(), _FIRST_WORD_S
+        while not ended.wait(min(_FIRST_WORD_S, 1.0)):
+            took = time.monotonic() - since
+            if doing() != now:
+                now, since, next_s = doing(), time.monotonic(), _FIRST_WORD_S
+            elif took >= next_s:
+                next_s = took + _LATER_WORDS_S
+                note(f"{now}: {took:.0f} s so far")
+
+    if not reports():
+        yield
+        return
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def rejections(found: Sequence["Rejection"]) -> None:
