@@ -74,6 +74,7 @@ class Execution:
         self._ids_dtype = prepare_finalize.topk_indices_dtype()
         self._invalid_ids: torch.Tensor | None = None
         self.known_weights = replay.KnownWeights()
+        self._reader = prepared.reader(type(experts), self.problem)
 
     @property
     def pairing(self) -> str:
@@ -108,8 +109,9 @@ class Execution:
         known = self.known_weights.bound(weights, x_TH.device)
         if known is None:
             validate.check_weights(weights, x_TH, self.problem)
-            prepared.check_prepared(weights, self.experts.prepared_specs(), x_TH.device)
-            known = self.known_weights.bind(weights, prepared.versions(weights))
+            specs = self.experts.prepared_specs()
+            prepared.check_prepared(weights, specs, x_TH.device, self._reader)
+            known = self.known_weights.bind(weights, prepared.sources(weights))
         return known
 
     def check_call(

@@ -10,15 +10,20 @@ from dataclasses import replace
 
 import torch
 
-from modular_kernel import modes, prepared, validate
+from modular_kernel import modes, prepared
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
-from modular_kernel.errors import CapacityError, ConfigurationError, IncompatibleError
+from modular_kernel.errors import (
+    CapacityError,
+    ConfigurationError,
+    DeviceError,
+    IncompatibleError,
+)
 from modular_kernel.execution import Execution, Pending
 from modular_kernel.fields import expect
 from modular_kernel.machine import current_machine
 from modular_kernel.plan import Plan
 from modular_kernel.rules import judge
-from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.tensors import ExpertWeights, Routing, dense
 from modular_kernel.types import Machine, Problem
 from modular_kernel.workspace import Workspace
 
@@ -139,18 +144,21 @@ class FusedMoEModularKernel(Execution):
         Calls with it are faster where each would make it anew: `TritonExperts` with mxfp4 on
         sm_90, which take 1.06 x the bytes of w1 and w2 more. Of other experts: the same weights.
         Prepare again when weights were written: a call is refused then (WeightsError), but for
-        writes that torch does not see. Every InputError of a call's weights.
+        writes that torch does not count: to `.data`, and to inference tensors. A copy is refused
+        too, and so are those of another activation's order of rows. Every InputError of a call's
+        weights.
         """
         expect("weights", weights, ExpertWeights)
+        dense("w1", weights.w1)
+        problem, device = self.problem, weights.w1.device
+        if device.type != self.machine.device:
+            need = f"a {self.machine.device} tensor for this kernel"
+            raise DeviceError("w1", got=device, need=need)
         weights, specs = prepared.plain(weights), self.experts.prepared_specs()
-        x_0H = torch.empty(
-            (0, self.problem.hidden), dtype=self.problem.dtype, device=weights.w1.device
-        )
-        validate.check_input(x_0H, self.problem, self.machine.device)
-        self.check_weights(weights, x_0H)
+        self.check_weights(weights, torch.empty(0, problem.hidden, device=device))
         if not specs:
             return weights
-        made = prepared.allocated(weights, specs)
+        made = prepared.allocated(weights, specs, self._reader)
         self.experts.prepare(weights, made)
         return replace(weights, **made)
 

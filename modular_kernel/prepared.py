@@ -2,21 +2,23 @@
 
     weights = kernel.prepare_weights(weights)   # beside w1 and w2, which other calls still read
 
-What was made remembers the memory and the version of what it was made of, so that a call after
-either was written is refused.
+What was made remembers for whom, and the memory and the version of what it was made of, so that a
+call after either was written is refused. A copy of it knows nothing, and is refused too.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from modular_kernel import modes
 from modular_kernel.errors import DeviceError, DtypeError, LayoutError, ShapeError, WeightsError
+from modular_kernel.replay import storage_of
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.types import dtype_name
+from modular_kernel.types import Problem, dtype_name
 from modular_kernel.workspace import BufferSpec
 
 # Fields of ExpertWeights, and of which others they are made.
@@ -26,17 +28,54 @@ MADE_OF = {
     "w2_tiles": ("w2", "w2_scale"),
     "w2_tile_scales": ("w2", "w2_scale"),
 }
-_AGAIN = "what kernel.prepare_weights returns, made anew after weights were written"
-_sources: Any = WeakIdKeyDictionary()  # of what was made, (pointer, version) of its sources
+_AGAIN = "what kernel.prepare_weights returns, made anew after weights were written or copied"
 
 
-def allocated(weights: ExpertWeights, specs: Mapping[str, BufferSpec]) -> dict[str, torch.Tensor]:
+class _Source(NamedTuple):
+    """A tensor that something was made of: where it lay, and how often it had been written to."""
+
+    place: tuple[object, ...]
+    storage: StorageWeakRef  # while it lives, no other has its memory
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        gone: bool = self.storage.expired()  # type: ignore[no-untyped-call]
+        return self.place == _place(tensor) and not gone
+
+
+class _Made(NamedTuple):
+    reader: str
+    sources: tuple[_Source, ...]
+
+    def holds(self, weights: ExpertWeights, name: str) -> bool:
+        now = _tensors(weights, MADE_OF[name])
+        known = self.sources
+        return len(now) == len(known) and all(map(_Source.holds, known, now))
+
+
+_made: Any = WeakIdKeyDictionary()  # _Made by tensor
+
+
+def reader(experts: type, problem: Problem) -> str:
+    """Return what decides in which order experts want weights: who they are, and how weights lie.
+
+    Tensors of the same shapes can be in different orders.
+    """
+    act = problem.act
+    rows = "up first" if act.up_first else "gate first" if act.gated else "of one kind"
+    rows = "alternating" if act.interleaved else rows
+    return f"{experts.__name__} of {problem.scheme}, rows {rows}"
+
+
+def allocated(
+    weights: ExpertWeights, specs: Mapping[str, BufferSpec], reader: str
+) -> dict[str, torch.Tensor]:
     """Return a tensor of each spec beside the weights; it remembers what it is to be made of."""
     made = {}
     with modes.kept():
         for name, spec in specs.items():
             made[name] = torch.empty(spec.shape, dtype=spec.dtype, device=weights.w1.device)
-            _sources[made[name]] = _places(weights, name)
+            sources = (_Source(_place(t), storage_of(t)) for t in _tensors(weights, MADE_OF[name]))
+            _made[made[name]] = _Made(reader, tuple(sources))
     return made
 
 
@@ -49,16 +88,16 @@ def plain(weights: ExpertWeights) -> ExpertWeights:
 
 
 def check_prepared(
-    weights: ExpertWeights, specs: Mapping[str, BufferSpec], device: torch.device
+    weights: ExpertWeights, specs: Mapping[str, BufferSpec], device: torch.device, reader: str
 ) -> None:
     """Check what was prepared, if anything was: all of `specs`, as they say, and of these weights.
 
-    specs: of the kernel's experts. What they do not read is not looked at, but may not be stale.
+    specs, reader: of the kernel's experts. What they do not read may only not be stale.
     WeightsError, ShapeError, DtypeError, DeviceError, LayoutError.
     """
     given = {name: t for name in MADE_OF if (t := getattr(weights, name)) is not None}
     for name, tensor in given.items():
-        if (known := _sources.get(tensor)) is not None and known != _places(weights, name):
+        if (known := _made.get(tensor)) is not None and not known.holds(weights, name):
             raise WeightsError(name, got="made of other values of the weights", need=_AGAIN)
     for name, spec in specs.items() if given else ():
         tensor = given.get(name)
@@ -72,20 +111,20 @@ def check_prepared(
             raise DeviceError(name, got=tensor.device, need=f"{device}, where x is")
         if not tensor.is_contiguous():
             raise LayoutError(name, got=f"strides {tensor.stride()}", need="contiguous")
+        known = _made.get(tensor)
+        if known is None or known.reader != reader:
+            got = f"made for {known.reader}" if known else "a tensor that no kernel prepared"
+            raise WeightsError(name, got=got, need=f"{_AGAIN}, for {reader}")
 
 
-def versions(weights: ExpertWeights) -> tuple[tuple[torch.Tensor, int], ...]:
-    """Return the tensors that something prepared is made of, each with its version now.
-
-    Inference tensors have none.
-    """
+def sources(weights: ExpertWeights) -> list[torch.Tensor]:
+    """Return the tensors that something prepared is made of, each once."""
     names = {of for name, of in MADE_OF.items() if getattr(weights, name) is not None}
-    tensors = _tensors(weights, sorted({name for of in names for name in of}))
-    return tuple((t, t._version) for t in tensors if not t.is_inference())
+    return _tensors(weights, sorted({name for of in names for name in of}))
 
 
-def _places(weights: ExpertWeights, name: str) -> tuple[tuple[int, int], ...]:
-    return tuple((t.data_ptr(), _version(t)) for t in _tensors(weights, MADE_OF[name]))
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), _version(tensor), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _tensors(weights: ExpertWeights, names: Iterable[str]) -> list[torch.Tensor]:

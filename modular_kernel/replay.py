@@ -17,6 +17,7 @@ from operator import attrgetter, itemgetter, or_
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from modular_kernel.errors import LayoutError
@@ -33,6 +34,7 @@ _ALIGNMENT = 16  # bytes: kernels are compiled apart for pointers that are multi
 # Mapped over tensors: every call asks, and it takes a third less time than one by one.
 _pointer, _size, _stride = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
 _dtype, _dtype_and_device = attrgetter("dtype"), attrgetter("dtype", "device")
+_expired: Any = torch.UntypedStorage._expired
 _recorder: ContextVar["Recorder | None"] = ContextVar("recorder of launches", default=None)
 
 
@@ -155,6 +157,11 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * tensor.element_size()
 
 
+def storage_of(tensor: torch.Tensor) -> StorageWeakRef:
+    """Return the memory that a tensor lies in, which lives no longer for that."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
 def check_held(what: str, tensor: torch.Tensor) -> None:
     """Check that a tensor of this process's devices has all the memory that it reaches.
 
@@ -185,8 +192,9 @@ class CheckedWeights:
     """Weights that were checked: their tensors, each once, and what a recording sees of them.
 
     places: pointers, shapes, strides and dtypes of then. spans: the bytes they reach over.
-    bits: of all pointers. signature: the number of what a recording sees. versions: of tensors that
-    must not be written to, because something was made of them.
+    bits: of all pointers. signature: the number of what a recording sees. versions, storages: of
+    tensors that must not be written to, because something was made of them; inference tensors have
+    no version. While a storage lives, no other has its memory.
     """
 
     weights: "weakref.ref[ExpertWeights]"
@@ -198,11 +206,15 @@ class CheckedWeights:
     pointers: tuple[int, ...]
     bits: int
     versions: tuple[tuple[torch.Tensor, int], ...]
+    storages: tuple[StorageWeakRef, ...]
 
     def holds(self) -> bool:
         """Whether all is where it was, and as it was where that is remembered."""
         for tensor, version in self.versions:
             if tensor._version != version:
+                return False
+        for storage in self.storages:
+            if _expired(storage.cdata):
                 return False
         return self.places == _places(self.tensors)
 
@@ -221,10 +233,8 @@ class KnownWeights:
     def __reduce__(self) -> tuple[type["KnownWeights"], tuple[()]]:
         return KnownWeights, ()
 
-    def bind(
-        self, weights: ExpertWeights, versions: tuple[tuple[torch.Tensor, int], ...] = ()
-    ) -> CheckedWeights:
-        """Remember weights that were checked, and which of their tensors may not be written to."""
+    def bind(self, weights: ExpertWeights, sources: Sequence[torch.Tensor] = ()) -> CheckedWeights:
+        """Remember weights that were checked; sources: those that may not be written to."""
         given = {name: t for name, t in vars(weights).items() if t is not None}
         unlike = {id(tensor): tensor for tensor in given.values()}
         order = list(unlike)
@@ -243,7 +253,8 @@ class KnownWeights:
             spans=tuple(map(span, tensors)),
             pointers=pointers,
             bits=reduce(or_, pointers, 0),
-            versions=versions,
+            versions=tuple((t, t._version) for t in sources if not t.is_inference()),
+            storages=tuple(map(storage_of, sources)),
         )
         return bound[key]
 

@@ -286,12 +286,12 @@ class FusedMoE(ExpertParameters):
         See FusedMoEModularKernel.prepare_weights. Parameters that are exchanged take it with them:
         prepare again. StateError as `weights`.
         """
-        weights, kernel = self.weights(), self._own_kernel
-        if kernel is None:
-            device = weights.w2.device
-            with current(device):
+        weights, kernel = self.plain_weights(), self._own_kernel
+        device = weights.w2.device
+        with current(device):
+            if kernel is None:
                 kernel = _planned.kernel(self._pairing(device), self.problem, device)
-        self.keep_prepared(kernel.prepare_weights(weights))
+            self.keep_prepared(kernel.prepare_weights(weights))
 
     def destroy(self) -> None:
         """Close what a part over ranks holds of them: collective. The layer serves no more then."""

@@ -1,10 +1,12 @@
 """The parameters of a layer's experts: what each must be, and how kernels see them."""
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 import torch
 from torch import nn
 
+from modular_kernel import prepared
 from modular_kernel.errors import StateError, UnsupportedError, WeightsError
 from modular_kernel.fields import device_named, expect
 from modular_kernel.layers.parallel import LayerParallel
@@ -151,7 +153,7 @@ class ExpertParameters(nn.Module):
             if self._loader is not None and not self.problem.scheme.quantised:
                 self._loader.mark(parameter, self.weight_loader)  # a checkpoint's shape still
             self.register_parameter(PARAMETERS[field], parameter)
-        self._ready = True
+        self._ready, self._bound = True, None
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -176,6 +178,7 @@ class ExpertParameters(nn.Module):
         if not self._ready:
             self._take_ready(state_dict, prefix, bool(local_metadata.get(_READY, False)))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+        self._let_go_if_moved()
 
     def _take_ready(self, state_dict: dict[str, Any], prefix: str, said: bool) -> None:
         """Take the state's tensors if they are as kernels want them; leave them else."""
@@ -201,17 +204,44 @@ class ExpertParameters(nn.Module):
         if not self._ready:
             need = "process_weights_after_loading, or set_weights, before a call"
             raise StateError("weights", got="parameters as a checkpoint has them", need=need)
-        found = {field: getattr(self, PARAMETERS[field]) for field in self.specs()}
-        if self._no_bias is not None:
-            found["b2"] = self._no_bias
-        if self.expert_map is not None:
-            found["expert_map"] = self.expert_map
-        places = tuple((id(each), each.data_ptr()) for each in found.values())
+        found = self._found()
+        places = _places(found)
         if self._bound is None or self._bound[0] != places:
             self._bound = places, ExpertWeights(**found)
         return self._bound[1]
+
+    def plain_weights(self) -> ExpertWeights:
+        """Return `weights` without what was prepared of them, and let that go."""
+        self.keep_prepared(prepared.plain(self.weights()))
+        return self.weights()
 
     def keep_prepared(self, weights: ExpertWeights) -> None:
         """Have `weights` return these, the same parameters with what was prepared of them."""
         assert self._bound is not None
         self._bound = self._bound[0], weights
+
+    def _found(self) -> dict[str, torch.Tensor]:
+        found = {field: getattr(self, PARAMETERS[field]) for field in self.specs()}
+        if self._no_bias is not None:
+            found["b2"] = self._no_bias
+        if self.expert_map is not None:
+            found["expert_map"] = self.expert_map
+        return found
+
+    def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Self:
+        """As torch's modules do; what was prepared of parameters that moved is let go."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._let_go_if_moved()
+        return self
+
+    def _let_go_if_moved(self) -> None:
+        if self._bound is not None and self._bound[0] != _places(self._found()):
+            self._bound = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has: its parameters lie elsewhere, so nothing is prepared of them."""
+        return self.__dict__ | {"_bound": None}
+
+
+def _places(tensors: Mapping[str, torch.Tensor]) -> tuple[object, ...]:
+    return tuple((id(each), each.data_ptr()) for each in tensors.values())

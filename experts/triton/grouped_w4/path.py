@@ -17,7 +17,7 @@ from experts.triton.grouped_w4.config import short_rows, violations
 from experts.triton.grouped_w4.layout import LINE, LINES, SCALE_LINE, SCALE_LINES, Tiled
 from experts.triton.grouped_w4.product import multiply_tiled, tile_experts, tiled_shapes
 from experts.triton.launch_config import Device, Gemm, Launch, LaunchConfig, MoEConfig, Violation
-from experts.triton.operands import Product, first_product, second_product
+from experts.triton.operands import TMA_BYTES, Product, first_product, second_product
 from experts.triton.path import PathCall
 from modular_kernel.ops.sort import Sorted
 from modular_kernel.roundings import Roundings
@@ -109,6 +109,8 @@ class GroupedW4Path(DequantisedPath):
         for name, product in zip(("w1", "w2"), both, strict=True):
             assert product.scale is not None
             w, scale = product.w.contiguous(), product.scale.contiguous()
+            if w.storage_offset() % TMA_BYTES or w.data_ptr() % TMA_BYTES:  # read as words
+                w = w.clone()
             product = replace(product, w=w, scale=scale, scheme=self._scheme)
             tiled = out[f"{name}_tiles"], out[f"{name}_tile_scales"]
             for first in range(0, self.problem.e, self._at_once):
