@@ -53,12 +53,17 @@ def check_prepared(
 ) -> None:
     """Check what was prepared, if anything was: all of `specs`, as they say, and of these weights.
 
-    specs: of the kernel's experts. What they do not read is not looked at, but may not be stale.
+    specs: of the kernel's experts. What they do not read must still be some kernel's, of these
+    weights.
     WeightsError, ShapeError, DtypeError, DeviceError, LayoutError.
     """
     given = {name: t for name in MADE_OF if (t := getattr(weights, name)) is not None}
     for name, tensor in given.items():
-        if (known := _sources.get(tensor)) is not None and known != _places(weights, name):
+        known = _sources.get(tensor)
+        if known is None:
+            got = "a tensor that no kernel prepared in this process"
+            raise WeightsError(name, got=got, need=f"None, or {_AGAIN}")
+        if known != _places(weights, name):
             raise WeightsError(name, got="made of other values of the weights", need=_AGAIN)
     for name, spec in specs.items() if given else ():
         tensor = given.get(name)
