@@ -92,12 +92,17 @@ def check_prepared(
 ) -> None:
     """Check what was prepared, if anything was: all of `specs`, as they say, and of these weights.
 
-    specs, reader: of the kernel's experts. What they do not read may only not be stale.
+    specs, reader: of the kernel's experts. What they do not read must still be some kernel's, of
+    these weights.
     WeightsError, ShapeError, DtypeError, DeviceError, LayoutError.
     """
     given = {name: t for name in MADE_OF if (t := getattr(weights, name)) is not None}
     for name, tensor in given.items():
-        if (known := _made.get(tensor)) is not None and not known.holds(weights, name):
+        known = _made.get(tensor)
+        if known is None:
+            got = "a tensor that no kernel prepared in this process"
+            raise WeightsError(name, got=got, need=f"None, or {_AGAIN}")
+        if not known.holds(weights, name):
             raise WeightsError(name, got="made of other values of the weights", need=_AGAIN)
     for name, spec in specs.items() if given else ():
         tensor = given.get(name)
@@ -111,10 +116,8 @@ def check_prepared(
             raise DeviceError(name, got=tensor.device, need=f"{device}, where x is")
         if not tensor.is_contiguous():
             raise LayoutError(name, got=f"strides {tensor.stride()}", need="contiguous")
-        known = _made.get(tensor)
-        if known is None or known.reader != reader:
-            got = f"made for {known.reader}" if known else "a tensor that no kernel prepared"
-            raise WeightsError(name, got=got, need=f"{_AGAIN}, for {reader}")
+        if (made_for := _made[tensor].reader) != reader:
+            raise WeightsError(name, got=f"made for {made_for}", need=f"{_AGAIN}, for {reader}")
 
 
 def sources(weights: ExpertWeights) -> list[torch.Tensor]:

@@ -22,7 +22,7 @@ from experts.triton.grouped_w4.path import GroupedW4Path
 from experts.triton.launch_config import LaunchConfig
 from modular_kernel import FusedMoEModularKernel, make_kernel
 from modular_kernel.contracts import PermuteExpertsUnpermute
-from modular_kernel.errors import DeviceError, DtypeError, LayoutError, ShapeError, WeightsError
+from modular_kernel.errors import DeviceError, DtypeError, ShapeError, WeightsError
 from modular_kernel.layers import fused_moe
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.prepared import MADE_OF
@@ -272,9 +272,9 @@ def test_nothing_is_kept_alive() -> None:
     ("change", "error"),
     [
         ({"w2_tiles": None}, WeightsError),
-        ({"w1_tiles": torch.zeros(1, dtype=torch.int32)}, ShapeError),
-        ({"w1_tile_scales": "float"}, DtypeError),
-        ({"w2_tile_scales": "strided"}, LayoutError),
+        ({"w1_tiles": torch.zeros(1, dtype=torch.int32)}, WeightsError),
+        ({"w1_tile_scales": "copy"}, WeightsError),
+        ({"w1_tiles": "of w2"}, WeightsError),
         ({"w2_tile_scales": 3}, DtypeError),
     ],
     ids=str,
@@ -283,11 +283,10 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], error: type[Except
     kernel, i = made()
     weights = kernel.prepare_weights(i.weights)
     ((name, value),) = change.items()
-    tensor: torch.Tensor = getattr(weights, name)
-    if value == "float":
-        value = tensor.float()
-    elif isinstance(value, str):
-        value = torch.stack((tensor, tensor), -1)[..., 0]
+    if value == "copy":
+        value = getattr(weights, name).clone()
+    elif value == "of w2":
+        value = weights.w2_tiles
     with pytest.raises(error, match=name):
         called(kernel, i, replace(weights, **{name: value}))
 
@@ -297,6 +296,9 @@ def test_experts_that_prepare_nothing_return_the_weights_and_read_nothing_else()
     kernel = make_kernel(PAIR[0], "TorchExperts", triton.problem)
     assert kernel.prepare_weights(i.weights) is i.weights
     assert torch.equal(called(kernel, i, triton.prepare_weights(i.weights)), called(kernel, i))
+    beside = {name: torch.zeros(1, dtype=torch.int32) for name in MADE_OF}
+    with pytest.raises(WeightsError, match="w1_tiles: got a tensor that no kernel"):
+        called(kernel, i, replace(i.weights, **beside))
     with pytest.raises(ShapeError, match="w1"):
         kernel.prepare_weights(replace(i.weights, w1=i.weights.w1[:, 1:]))
     assert PermuteExpertsUnpermute.prepared_specs(kernel.experts) == {}
