@@ -56,14 +56,15 @@ _made: Any = WeakIdKeyDictionary()  # _Made by tensor
 
 
 def reader(experts: type, problem: Problem) -> str:
-    """Return what decides in which order experts want weights: who they are, and how weights lie.
+    """Return what decides in which order experts want weights: whose `prepare`, how weights lie.
 
     Tensors of the same shapes can be in different orders.
     """
+    owner = next(each for each in experts.__mro__ if "prepare" in vars(each))
     act = problem.act
     rows = "up first" if act.up_first else "gate first" if act.gated else "of one kind"
     rows = "alternating" if act.interleaved else rows
-    return f"{experts.__name__} of {problem.scheme}, rows {rows}"
+    return f"{owner.__name__} of {problem.scheme}, rows {rows}"
 
 
 def allocated(
@@ -108,16 +109,20 @@ def check_prepared(
         tensor = given.get(name)
         if tensor is None:
             raise WeightsError(name, got="None", need=f"{spec.shape}, beside {', '.join(given)}")
-        if tuple(tensor.shape) != spec.shape:
-            raise ShapeError(name, got=tuple(tensor.shape), need=spec.shape)
-        if tensor.dtype is not spec.dtype:
-            raise DtypeError(name, got=dtype_name(tensor.dtype), need=dtype_name(spec.dtype))
-        if tensor.device != device:
-            raise DeviceError(name, got=tensor.device, need=f"{device}, where x is")
-        if not tensor.is_contiguous():
-            raise LayoutError(name, got=f"strides {tensor.stride()}", need="contiguous")
+        _check_as(name, tensor, spec, device)
         if (made_for := _made[tensor].reader) != reader:
             raise WeightsError(name, got=f"made for {made_for}", need=f"{_AGAIN}, for {reader}")
+
+
+def _check_as(name: str, tensor: torch.Tensor, spec: BufferSpec, device: torch.device) -> None:
+    if tuple(tensor.shape) != spec.shape:
+        raise ShapeError(name, got=tuple(tensor.shape), need=spec.shape)
+    if tensor.dtype is not spec.dtype:
+        raise DtypeError(name, got=dtype_name(tensor.dtype), need=dtype_name(spec.dtype))
+    if tensor.device != device:
+        raise DeviceError(name, got=tensor.device, need=f"{device}, where x is")
+    if not tensor.is_contiguous():
+        raise LayoutError(name, got=f"strides {tensor.stride()}", need="contiguous")
 
 
 def sources(weights: ExpertWeights) -> list[torch.Tensor]:

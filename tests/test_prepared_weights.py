@@ -15,7 +15,7 @@ from test_grouped_w4_path import _BASE, _OAI, H200, _multiply
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from experts.triton.configs.select import choose_config, on_device, override_config
-from experts.triton.contiguous import paths_of
+from experts.triton.contiguous import TritonExperts, paths_of
 from experts.triton.grouped_w4 import config as grouped_w4_config
 from experts.triton.grouped_w4.layout import rows_of_tiles, tile_weights
 from experts.triton.grouped_w4.path import GroupedW4Path
@@ -25,7 +25,7 @@ from modular_kernel.contracts import PermuteExpertsUnpermute
 from modular_kernel.errors import DeviceError, DtypeError, ShapeError, WeightsError
 from modular_kernel.layers import fused_moe
 from modular_kernel.layers.fused_moe import FusedMoE
-from modular_kernel.prepared import MADE_OF
+from modular_kernel.prepared import MADE_OF, reader
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.inputs import Inputs, make_inputs
@@ -184,12 +184,12 @@ def test_other_memory_at_the_same_address_is_noticed() -> None:
     weights, plan = kernel.prepare_weights(replace(i.weights, w1=w1)), kernel.plan()
     for run in (plan, plan, kernel):
         run(i.x_TH, weights, i.routing)
-    place, version = w1.data_ptr(), w1._version
+    place = w1.data_ptr(), w1._version
     w1.data = torch.empty(0, dtype=torch.uint8)
     gc.collect()  # what the interpreter may hold
     memory[:] ^= 1
     w1.data = torch.from_numpy(memory)
-    assert (w1.data_ptr(), w1._version) == (place, version)
+    assert (w1.data_ptr(), w1._version) == place
     for run, given in ((plan, weights), (kernel, weights), (kernel, replace(weights))):
         with pytest.raises(WeightsError, match="other values"):
             run(i.x_TH, given, i.routing)
@@ -234,6 +234,8 @@ def test_those_of_a_kernel_of_the_same_layer_are_taken(
     routing = replace(j.routing, adapters_T="none" if "lora" in others else None)
     other(j.x_TH, replace(j.weights, **given), routing)
     assert launched == [64, 64]
+    mine = type("Mine", (TritonExperts,), {})
+    assert reader(mine, kernel.problem) == reader(TritonExperts, other.problem)
 
 
 @pytest.mark.parametrize("w1", [None, [1], torch.empty(1, device="meta")], ids=str)
@@ -339,7 +341,6 @@ def test_a_layer_keeps_them_until_its_parameters_are_exchanged(launched: list[in
 
 @pytest.mark.parametrize("moved", ["to", "set_weights", "assign", "prepare_weights"])
 def test_a_layer_lets_them_go_with_its_parameters(moved: str) -> None:
-    """Until its next call they would fill a GPU that the parameters have left."""
     layer, i = made_layer()
     layer.prepare_weights()
     tiles = layer.weights().w1_tiles
@@ -348,7 +349,6 @@ def test_a_layer_lets_them_go_with_its_parameters(moved: str) -> None:
     assert layer.weights().w1_tiles is tiles  # nothing moved
     gone, alive = weakref.ref(tiles), []
     del tiles
-    gc.collect()
     if moved == "to":
         layer.to("meta")
     elif moved == "set_weights":
@@ -372,7 +372,6 @@ def test_a_copy_of_a_layer_has_no_copy_of_them() -> None:
     layer.prepare_weights()
     assert len(pickle.dumps(layer)) == size
     assert copy.deepcopy(layer).weights().w1_tiles is None
-    assert layer.weights().w1_tiles is not None
 
 
 def test_a_layer_prepares_where_its_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:
