@@ -198,7 +198,7 @@ def jobs_of(monkeypatch: pytest.MonkeyPatch, mk: Mk, *words: str) -> BenchJob:
     """The job that `mk bench` would run."""
     seen: list[BenchJob] = []
 
-    def keep(job: BenchJob, _tell: object) -> Report:
+    def keep(job: BenchJob, *_told: object) -> Report:
         seen.append(job)
         return Report(WHERE, PEAKS)
 
