@@ -77,7 +77,7 @@ def test_parameters_are_drawn_unless_all_or_some_are_asked_for() -> None:
         {line for line in part.splitlines() if "::test_proven[" in line}
         for part in told.stdout.split("collected\n")[1:]
     )
-    assert drawn == {name for name in every if in_share(name, 3, tree_hash())}
+    assert drawn == {name for name in every if in_share(name, 6, tree_hash())}
     assert len(drawn) < len(every)
     assert named == every
     assert chosen == every
