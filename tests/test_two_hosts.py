@@ -16,7 +16,7 @@ from simulated_hosts import World, namespaces_are_permitted, world_of_hosts
 
 BOTH = [False, True]  # apart: a network for each host
 cabled = pytest.mark.skipif(not namespaces_are_permitted(), reason="no network namespaces here")
-DEADLINE = 3
+DEADLINE = 5  # with busy processors the store itself answers late
 PROGRAM = Path(__file__).with_name("restarted_program.py")
 
 
