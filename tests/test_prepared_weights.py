@@ -395,3 +395,10 @@ def test_they_cost_what_is_documented() -> None:
     specs = make_kernel(*PAIR, problem).experts.prepared_specs()
     weights = 3 * 8 * 4096 * 14336 // 2
     assert sum(spec.nbytes for spec in specs.values()) == weights * 17 // 16
+
+
+def test_calls_with_them_need_no_room_for_weights() -> None:
+    few, many = (made(tokens=t, experts=6, top_k=3)[0].workspace_specs(t) for t in (40, 100))
+    assert "permuted_x" in few  # 20 rows an expert: prepared weights alone take the path
+    assert "tiled_words" not in few
+    assert "tiled_words" in many

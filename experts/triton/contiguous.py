@@ -104,7 +104,8 @@ class TritonExperts(PermuteExpertsUnpermute):
             _Kind(self._paths[path], block_m, most)
             for (path, block_m), most in self._kinds(tokens).items()
         )
-        return (*own, *(() if self._without is None else self._without._kinds_of_calls(tokens)))
+        without = () if self._without is None else self._without._kinds_of_calls(tokens)
+        return (*own, *self._prepared_kinds(tokens), *without)
 
     def _kinds(self, tokens: int) -> dict[tuple[str, int], int]:
         """Return by (path, block_m) the most tokens of a call that meets it, as tensors may lie."""
@@ -112,12 +113,16 @@ class TritonExperts(PermuteExpertsUnpermute):
         for paths in self._choices:
             for most, path, block_m in kinds_up_to(self.problem, tokens, paths):
                 found[path, block_m] = max(most, found.get((path, block_m), 0))
-        ends = [*(least - 1 for least, _ in self._prepared[1:]), tokens]
-        for (least, config), end in zip(self._prepared, ends, strict=bool(self._prepared)):
-            if least <= tokens and not overridden():
-                kind = config.path, config.gemm1.block_m
-                found[kind] = max(min(end, tokens), found.get(kind, 0))
         return found
+
+    def _prepared_kinds(self, tokens: int) -> tuple["_Kind", ...]:
+        """Return the kinds of calls with prepared weights, which need no room for weights."""
+        ends = [*(least - 1 for least, _ in self._prepared[1:]), tokens]
+        return tuple(
+            _Kind(self._paths[config.path], config.gemm1.block_m, min(end, tokens), prepared=True)
+            for (least, config), end in zip(self._prepared, ends, strict=bool(self._prepared))
+            if least <= tokens and not overridden()
+        )
 
     def prepared_specs(self) -> dict[str, BufferSpec]:
         own = [path.prepared_specs() for path in self._paths.values()]
@@ -173,9 +178,11 @@ class _Kind:
     path: Path
     block_m: int
     most: int
+    prepared: bool = False
 
     def specs(self) -> dict[str, BufferSpec]:
-        return self.path.specs(self.most, self.block_m)
+        specs = self.path.specs_of_prepared if self.prepared else self.path.specs
+        return specs(self.most, self.block_m)
 
 
 def paths_of(problem: Problem) -> tuple[str, ...]:

@@ -122,6 +122,10 @@ class Path(ABC):
         """Return what `prepare` makes: see PermuteExpertsUnpermute."""
         return {}
 
+    def specs_of_prepared(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
+        """Return the buffers of a call with prepared weights, as `specs` does."""
+        return self.specs(tokens, block_m)
+
     def prepare(self, weights: ExpertWeights, out: Mapping[str, torch.Tensor]) -> None:
         """Write every element of `out`: see PermuteExpertsUnpermute."""
         assert not out

@@ -102,6 +102,10 @@ class GroupedW4Path(DequantisedPath):
             found[f"{name}_tile_scales"] = BufferSpec(scales, torch.int32)
         return found if self._prepares else {}
 
+    def specs_of_prepared(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
+        """Return the buffers of grouped GEMMs alone: all weights are in order."""
+        return super(DequantisedPath, self).specs(tokens, block_m)
+
     def prepare(self, weights: ExpertWeights, out: Mapping[str, torch.Tensor]) -> None:
         """Put all weights in order, some experts' at a time."""
         starts = torch.arange(self.problem.e + 1, dtype=torch.int32, device=weights.w1.device)
