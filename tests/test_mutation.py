@@ -96,6 +96,14 @@ def test_a_kernel_is_changed_as_hands_slip(tmp_path: Path, operator: str, line: 
     assert (operator, line) in mutants_in(tmp_path, KERNEL)
 
 
+def test_what_a_method_was_called_of_keeps_its_parentheses(tmp_path: Path) -> None:
+    text = "def f(a, b, c):\n    d = (a + b).to(c) * (a >> 16).clamp(0, 9)\n    return d.to(c)\n"
+    casts = {line for operator, line in mutants_in(tmp_path, text) if operator == "cast lost"}
+    clamps = {line for operator, line in mutants_in(tmp_path, text) if operator == "clamp"}
+    assert casts == {"d = (a + b) * (a >> 16).clamp(0, 9)", "return d"}
+    assert clamps == {"d = (a + b).to(c) * (a >> 16)"}
+
+
 def test_what_does_not_decide_a_value_is_left_alone(tmp_path: Path) -> None:
     text = '''
 """A text with 1 + 1."""

@@ -171,7 +171,7 @@ def _clamp(source: Source, node: ast.Call, called: str) -> Edits:
         yield source.replaced("clamp", node, f"({source.of(node.args[1])})")
     elif called in ("clamp", "clamp_") and isinstance(node.func, ast.Attribute):
         kept = node.args[0] if _is_module(node.func.value) else node.func.value
-        yield source.replaced("clamp", node, source.of(kept))
+        yield source.replaced("clamp", node, _alone(source, kept))
 
 
 def _cast(source: Source, node: ast.Call, called: str) -> Edits:
@@ -180,7 +180,14 @@ def _cast(source: Source, node: ast.Call, called: str) -> Edits:
         if to.endswith(".dtype.element_ty"):
             return  # a store does it anyway
         operator = WIDE if called == "long" or to.endswith("int64") else "cast lost"
-        yield source.replaced(operator, node, source.of(node.func.value))
+        yield source.replaced(operator, node, _alone(source, node.func.value))
+
+
+def _alone(source: Source, node: ast.expr) -> str:
+    """Return what a method was called of as it can stand anywhere: `(a >> 1).to(b)` keeps its
+    parentheses, which are no part of the inner node."""
+    whole = isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.Subscript)
+    return source.of(node) if whole else f"({source.of(node)})"
 
 
 def _keywords(source: Source, node: ast.Call, called: str) -> Edits:
