@@ -47,6 +47,7 @@ def test_a_full_disk(words: str) -> None:
 def test_nobody_reads(words: str) -> None:
     done = shell(words, "| true")
     lost(done)
+    assert "error" not in done.stderr  # who stops reading knows it
 
 
 @pytest.mark.parametrize("words", [SHORT, REFUSED])

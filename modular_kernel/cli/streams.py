@@ -1,6 +1,7 @@
 """Where a verb prints to: what happens when that is full, closed, or nobody reads it any more.
 
-Output that is lost ends the command with LOST_OUTPUT, which no verdict has, and one line on stderr.
+Output that is lost ends the command with LOST_OUTPUT, which no verdict has, and one line on stderr;
+without that line where its reader has read enough (`mk list | head -1`).
 Notes that cannot be written are dropped: they are not what was asked for.
 """
 
@@ -52,8 +53,9 @@ class _Stdout(_Stream):
             _discard(self._stream)
             self._stream = None
             why = getattr(error, "strerror", None) or error
-            with suppress(Exception):
-                sys.stderr.write(f"error: output was lost: stdout: {why}\n")
+            if not isinstance(error, BrokenPipeError):
+                with suppress(Exception):
+                    sys.stderr.write(f"error: output was lost: stdout: {why}\n")
         raise SystemExit(LOST_OUTPUT)
 
 
