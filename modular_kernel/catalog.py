@@ -124,6 +124,16 @@ class Catalog:
             )
             raise ConfigurationError("parts", got=f"no entry point of {GROUP}", need=need)
 
+    def require_pairs(self) -> None:
+        """Raise a BrokenPartError with every failure where no pair can be made for them."""
+        self.require_parts()
+        kinds: tuple[Kind, ...] = ("prepare_finalize", "experts")
+        if self.broken and not all(self.names(kind) for kind in kinds):
+            raise BrokenPartError("parts", got=self._unusable(), need="parts to pair")
+
+    def _unusable(self) -> str:
+        return "; ".join(f"{b.name} from {b.origin}: {b.error}" for b in self.broken)
+
     def prepare_finalize(self, part: str | type[PrepareAndFinalize]) -> type[PrepareAndFinalize]:
         """Return the class of that name; a class is passed through."""
         return self._get("prepare_finalize", part)
@@ -160,8 +170,7 @@ class Catalog:
         if any(part.name == wanted for part in self.parts):
             hint = f"{hint}; {wanted} is a part of another kind"
         if self.broken:
-            unusable = "; ".join(f"{b.name} from {b.origin}: {b.error}" for b in self.broken)
-            hint = f"{hint}. Not usable: {unusable}"
+            hint = f"{hint}. Not usable: {self._unusable()}"
         raise UnknownPartError(f"{kind} part", got=repr(wanted), need=hint)
 
 

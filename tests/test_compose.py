@@ -11,10 +11,15 @@ import torch
 from run_mk import Ended, run_mk
 
 import modular_kernel as mk
-from modular_kernel.catalog import make_kernel
+from modular_kernel.catalog import Broken, Catalog, load_catalog, make_kernel
 from modular_kernel.composer import random_inputs
-from modular_kernel.errors import CapacityError, ConfigurationError, IncompatibleError
-from modular_kernel.select import choosing, timing
+from modular_kernel.errors import (
+    BrokenPartError,
+    CapacityError,
+    ConfigurationError,
+    IncompatibleError,
+)
+from modular_kernel.select import candidates, choosing, timing
 from modular_kernel.select.choosing import Terms, choose, compose
 from modular_kernel.select.inputs import make_weights
 from modular_kernel.select.record import TimedOutcome
@@ -53,6 +58,18 @@ def no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("timed again")
 
     monkeypatch.setattr(Stopwatch, "bucket", bucket)
+
+
+@pytest.mark.parametrize("kind", ["prepare_finalize", "experts"])
+def test_without_a_kind_of_part_the_error_is_what_failed(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """As where a file of the user's shadows a package of parts."""
+    parts = tuple(part for part in load_catalog().parts if part.kind != kind)
+    failed = Broken(kind, "modular-kernel", f"got /home/me/{kind}.py")
+    monkeypatch.setattr(candidates, "load_catalog", lambda: Catalog(parts, (failed,)))
+    with pytest.raises(BrokenPartError, match=f"{kind} from modular-kernel: got /home/me/{kind}"):
+        compose(PROBLEM, CPU)
 
 
 def test_the_fastest_is_chosen_at_every_number_of_tokens(folder: Path, clock: dict) -> None:

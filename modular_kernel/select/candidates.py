@@ -51,6 +51,7 @@ def find(
 def _verdicts(problem: Problem, machine: Machine, replicated: bool) -> list[Verdict]:
     """One for each pairing; of several ranks the first that is refused, or rank 0's."""
     catalog = load_catalog()
+    catalog.require_pairs()
     world = problem.parallel.world_size
     problems = [replace(problem, parallel=replace(problem.parallel, rank=r)) for r in range(world)]
     found = []
