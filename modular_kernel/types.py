@@ -30,7 +30,7 @@ def parse_dtype(value: object) -> torch.dtype:
     name = _DTYPE_ALIASES.get(value, value) if isinstance(value, str) else ""
     if name not in DTYPES:
         got = value[:80] if isinstance(value, str) else shown(value)
-        raise ConfigurationError("dtype", got=got, need=f"one of {sorted(DTYPES)}")
+        raise ConfigurationError("dtype", got=got, need=f"one of {', '.join(sorted(DTYPES))}")
     return DTYPES[name]
 
 
@@ -109,7 +109,7 @@ class ActivationSpec:
     def __post_init__(self) -> None:
         check_fields(self, "activation ")
         if self.kind not in GATED + UNGATED:
-            raise ConfigurationError("activation", got=self.kind, need=f"one of {GATED + UNGATED}")
+            raise ConfigurationError("activation", got=self.kind, need=f"one of {', '.join(GATED + UNGATED)}")
         if (self.alpha is not None) != (self.kind in _TAKE_ALPHA):
             need = (
                 "a value" if self.alpha is None else f"alpha only with {' or '.join(_TAKE_ALPHA)}"

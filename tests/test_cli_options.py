@@ -200,7 +200,9 @@ def test_the_line_that_replays_a_case_makes_that_case(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("check --dtype int8", "dtype: got int8, need one of ['bfloat16', 'float16', 'float32']"),
+        ("check --dtype int8", "dtype: got int8, need one of bfloat16, float16, float32\n"),
+        ("check --quant fp8", "quant: got fp8, need one of fp8_w8a16_block, fp8_w8a16_channel, "),
+        ("check --activation swish", "activation: got swish, need one of silu, gelu, gelu_tanh, "),
         ("check --combine max", "combine: got 'max', need one of sum, topk_weighted"),
         ("check --ids-dtype int8", "ids_dtype: got 'int8', need int32 or int64"),
         ("check --model gpt-2", "model: got 'gpt-2', need gpt-oss-"),

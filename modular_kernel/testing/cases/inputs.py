@@ -334,7 +334,7 @@ def _ids(
 ) -> torch.Tensor:
     """(T, K) int64 expert ids of one of ROUTINGS."""
     if kind not in ROUTINGS:
-        raise ConfigurationError("routing", got=kind, need=f"one of {ROUTINGS}")
+        raise ConfigurationError("routing", got=kind, need=f"one of {', '.join(ROUTINGS)}")
     if kind == "beyond_int32" and problem.ids_dtype is torch.int32:
         raise ConfigurationError("routing", got=kind, need="int64 ids")
     tokens, top_k, experts = problem.tokens, problem.top_k, problem.experts
