@@ -1,19 +1,20 @@
 """`mk bench` on the command line: files, peers' files, named shapes, options and exit codes."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 from run_mk import Ended, run_mk
-from test_bench import PEAKS, WHERE
+from test_bench import PEAKS, WHERE, row
 
 from modular_kernel.bench import run as run_module
 from modular_kernel.bench.candidates import peer_offers
 from modular_kernel.bench.run import BenchJob
 from modular_kernel.cli import bench as verb
 from modular_kernel.errors import BrokenPartError, ConfigurationError
-from modular_kernel.measure.records import Report
+from modular_kernel.measure.records import Report, ranked
 
 PAIR_WORDS = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
 
@@ -243,3 +244,17 @@ def test_schemes_with_options_are_told_apart(mk: Mk, monkeypatch: pytest.MonkeyP
     assert (job.graph, job.deadline, job.target_ms) == (False, 9.0, 0.01)
     only = jobs_of(monkeypatch, mk, *TINY, "--quant", "fp8_w8a8_channel").offers
     assert [made.name for made in only] == ["TorchExperts"]
+
+
+def test_interpreted_rows_are_told_where_their_mode_is_left_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("modular_kernel.cli.output.width", lambda _=None: 80)
+    modes = {"BatchedTorchExperts": "cpu", "BatchedTritonExperts": "interpreter"}
+    rows = [
+        replace(row(name, 1234567.8, "ours"), shape="E8-K2-H64-I128", mode=mode, floor_us=3.0)
+        for name, mode in modes.items()
+    ]
+    verb._print_text(Report(WHERE, PEAKS, ranked(rows)))
+    shown = capsys.readouterr().out
+    assert "interpreted, no machine's speed: BatchedTritonExperts\n" in shown

@@ -154,6 +154,28 @@ def test_a_file_that_takes_no_more_is_output_that_was_lost(mk: Mk, words: tuple[
     assert "error: output was lost: /dev/full: No space left on device\n" in ended.err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("report", "--html", "out/page.html"),
+        ("bench", "--markdown", "out/page.md"),
+        ("exchange", "--markdown", "out/page.md"),
+        ("check", "--json", "out/found.json"),
+        ("profile",),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_file_in_the_way_of_a_folder_is_bad_usage(
+    mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").write_text("mine", encoding="utf-8")
+    ended = mk(*words)
+    assert (ended.code, ended.out) == (2, "")
+    option = "--out" if words == ("profile",) else words[1]
+    assert f"error: {option}: got out: out is a file, need a folder\n" in ended.err
+
+
 def test_an_option_is_no_file(mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert mk("list", "--json", "-h").out == mk("list", "-h").out

@@ -274,7 +274,10 @@ def test_parts_and_peers_on_the_command_line(
     assert "| all_to_all_single, one row a rank | " in doc.read_text()
     capsys.readouterr()
     assert mk("--load", str(one)) == 0
-    last = capsys.readouterr().out.strip().splitlines()[-1].split()
+    text = capsys.readouterr().out
+    slow = dict.fromkeys(row.transport for row in report.rows if row.mode == "interpreter")
+    assert (f"interpreted, no machine's speed: {', '.join(slow)}\n" in text) is bool(slow)
+    last = text.strip().splitlines()[-1].split()
     assert last[0] == "floor"
     assert float(last[1]) >= 6
 

@@ -270,9 +270,8 @@ def _check_files(files: BenchFiles) -> None:
     if files.plot is not None and find_spec("matplotlib") is None:
         need = "matplotlib: pip install 'modular-kernel[bench]'"
         raise ConfigurationError("--plot", got="no matplotlib", need=need)
-    for path in (files.record, files.markdown, files.plot):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
+    wanted = {"--json": files.record, "--markdown": files.markdown, "--plot": files.plot}
+    output.make_folders(wanted)
 
 
 def _loaded(path: Path) -> "Report":
@@ -324,11 +323,13 @@ def _finish(report: "Report", files: BenchFiles) -> None:
 
 def _print_text(report: "Report") -> None:
     from modular_kernel.bench import tables
+    from modular_kernel.measure.records import INTERPRETER
 
     columns, cells = tables.text_table(report.rows)
     routings = {row.routing for row in report.rows}  # of several, each row must say its own
     fixed = {"routing"} if len(routings) > 1 else set[str]()
     output.table(columns, cells, optional=[c for c in tables.OPTIONAL if c not in fixed])
+    output.interpreted(row.layer for row in report.rows if row.mode == INTERPRETER)
     for text in tables.summary(report):
         output.line(text)
     if report.stopped:

@@ -148,9 +148,7 @@ def exchange(*, sizes: Sizes, manner: ExchangeManner, files: ExchangeFiles) -> N
 
     Exits with 1 if a row is wrong or failed; 2 is bad usage.
     """
-    for path in (files.record, files.markdown):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
+    output.make_folders({"--json": files.record, "--markdown": files.markdown})
     if files.load:
         _finish(_joined(files.load), files)
         return
@@ -289,9 +287,8 @@ def _joined(paths: Sequence[Path]) -> "ExchangeReport":
 def _tell(rows: "Sequence[ExchangeRow]") -> None:
     from modular_kernel.bench.all2all.records import one_line
 
-    refused = {row.transport: row.note for row in rows if row.status == "refused"}
-    for name, why in refused.items():
-        output.note(f"{name}: refused, {why}")
+    for name in dict.fromkeys(row.transport for row in rows if row.status == "refused"):
+        output.note(f"{name}: refused")  # the reasons follow the tables
     for row in rows:
         if row.status != "refused":
             output.note(one_line(row))
@@ -316,9 +313,11 @@ def _finish(report: "ExchangeReport", files: ExchangeFiles) -> None:
 
 def _print_text(report: "ExchangeReport") -> None:
     from modular_kernel.bench.all2all import records
+    from modular_kernel.measure.records import INTERPRETER
 
     for title, columns, cells in records.tables(report.rows):
         output.table(columns, cells, title=title, optional=records.OPTIONAL)
+    output.interpreted(row.transport for row in report.rows if row.mode == INTERPRETER)
     refused = {row.transport: row.note for row in report.rows if row.status == "refused"}
     for name, note in refused.items():
         output.line(f"refused: {name}: {note}")

@@ -118,14 +118,30 @@ def check_writable(to: str | None) -> None:
     """Raise ConfigurationError where JSON could not be written to `to`, before anything is run."""
     if to is None or to == STDOUT:
         return
-    try:
-        Path(to).parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError("--json", got=f"{to}: {error}", need=_WRITABLE) from error
+    make_folders({"--json": Path(to)})
     if Path(to).is_dir():
         raise ConfigurationError("--json", got=f"the folder {to}", need=_WRITABLE)
     if not os.access(to if Path(to).exists() else Path(to).parent, os.W_OK):
         raise ConfigurationError("--json", got=f"{to}, which is read-only", need=_WRITABLE)
+
+
+def check_folder(option: str, path: Path) -> None:
+    """Raise ConfigurationError where a file is in a folder's way, before anything is measured."""
+    for at in (path, *path.parents):
+        if at.exists() and not at.is_dir():
+            raise ConfigurationError(option, got=f"{path}: {at} is a file", need="a folder")
+
+
+def make_folders(files: Mapping[str, Path | None]) -> None:
+    """Make the folders of options' files; ConfigurationError where that cannot be."""
+    for option, path in files.items():
+        if path is None:
+            continue
+        check_folder(option, path.parent)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(option, got=f"{path}: {error}", need=_WRITABLE) from error
 
 
 def width(to: TextIO | None = None) -> int:
@@ -280,6 +296,13 @@ def waiting(doing: Callable[[], str]) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+
+
+def interpreted(names: Iterable[str]) -> None:
+    """Say below a table whose times are the interpreter's; nothing without names."""
+    found = ", ".join(dict.fromkeys(names))
+    if found:
+        line(f"interpreted, no machine's speed: {found}")
 
 
 def rejections(found: Sequence["Rejection"]) -> None:

@@ -83,7 +83,7 @@ def profile(
     if calls is not None and not 1 <= calls <= _MOST_CALLS:
         raise ConfigurationError("--calls", got=calls, need=f"1 to {_MOST_CALLS}")
     prepare_host()
-    _check_folder(wanted.out)
+    output.check_folder("--out", wanted.out)
     experts_type = experts_type or usual_experts()
     from modular_kernel.measure.routing import RoutingKind
     from modular_kernel.profiling.record import ProfileJob
@@ -119,13 +119,6 @@ def usual_experts() -> str:
     import torch
 
     return "TritonExperts" if torch.cuda.is_available() else "TorchExperts"
-
-
-def _check_folder(path: Path) -> None:
-    """Raise ConfigurationError where a file is in the way, before anything is measured."""
-    for at in (path, *path.parents):
-        if at.exists() and not at.is_dir():
-            raise ConfigurationError("--out", got=f"{path}: {at} is a file", need="a folder")
 
 
 def refuse_unless_valid(pf: str, experts: str, problem: "Problem", machine: "Machine") -> None:
@@ -217,7 +210,7 @@ def _show(found: "Profile", files: _Files) -> None:
     for name, text in words.facts(found):
         output.line(f"{name + ':':15} {text}")
     for line in found.missing:
-        output.line(f"reserve: {line}")
+        output.line(f"caveat: {line}")
     for pair in found.pairs:
         output.line(f"\n{pair.pairing}")
         for rank in pair.ranks:

@@ -35,7 +35,7 @@ def _blocks(profile: Profile) -> Iterator[PageBlock]:
         yield _tiles(pair.slowest)
     yield Text(f"{profile.problem} on {profile.machine}")
     if profile.missing:
-        yield Note("Not measured, or with a reserve:", profile.missing)
+        yield Note("Not measured, or with a caveat:", profile.missing)
     if len(profile.pairs) > 1:
         yield from _comparison(profile)
     for pair in profile.pairs:
