@@ -169,7 +169,8 @@ def _parsed(text: str) -> QuantScheme:
     """Read a scheme once for the many problems that name it."""
     name, _, rest = text.partition(":")
     if name not in QUANT_SCHEMES:
-        raise ConfigurationError("quant", got=name[:80], need=f"one of {', '.join(sorted(QUANT_SCHEMES))}")
+        need = f"one of {', '.join(sorted(QUANT_SCHEMES))}"
+        raise ConfigurationError("quant", got=name[:80], need=need)
     scheme, seen = QUANT_SCHEMES[name], set[str]()
     for option in filter(None, rest.split(",")):
         key, _, value = option.partition("=")

@@ -109,7 +109,8 @@ class ActivationSpec:
     def __post_init__(self) -> None:
         check_fields(self, "activation ")
         if self.kind not in GATED + UNGATED:
-            raise ConfigurationError("activation", got=self.kind, need=f"one of {', '.join(GATED + UNGATED)}")
+            need = f"one of {', '.join(GATED + UNGATED)}"
+            raise ConfigurationError("activation", got=self.kind, need=need)
         if (self.alpha is not None) != (self.kind in _TAKE_ALPHA):
             need = (
                 "a value" if self.alpha is None else f"alpha only with {' or '.join(_TAKE_ALPHA)}"
