@@ -327,18 +327,20 @@ def test_compile(
     )
     row = SimpleNamespace(case="bf16", record=record, violations=violations)
     left_out = SimpleNamespace(kernel="other_kernel", module="parts.kernels", reason=reason)
-    asked: list[tuple[str, int]] = []
+    asked: list[tuple[str, int, str]] = []
     module = ModuleType("modular_kernel.testing.compile.cases")
     done = SimpleNamespace(rows=[row], left_out=[left_out] if reason is not None else [])
-    module.compile_all = lambda target, bar, workers: asked.append((target, workers)) or done  # type: ignore[attr-defined]
+    module.compile_all = lambda t, bar, workers, only: asked.append((t, workers, only)) or done  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     assert mk("compile", "--target", "sm_100").code == 0
-    ended = mk("compile", "--check", "--workers", "2")
+    ended = mk("compile", "--check", "--workers", "2", "--only", "bf16")
     assert ended.code == (1 if violations or reason == "" else 0)
     assert ("other_kernel" in ended.out) is (reason is not None)
     assert ("NO CASE LAUNCHES IT" in ended.out) is (reason == "")
-    assert asked == [("sm_100", 1), ("sm_90", 2)]
+    assert asked == [("sm_100", 1, ""), ("sm_90", 2, "bf16")]
     assert mk("compile", "--workers", "0").code == 2
+    done.rows = []
+    assert "--only: got 'nothing', need a piece" in mk("compile", "--only", "nothing").err
     for text in ("gemm_kernel", "BLOCK_M=64, warps=4, stages=3", "168", "1024", "HGMMA x12"):
         assert text in ended.out
     assert ("breaks a limit" in ended.out) is bool(violations)

@@ -240,7 +240,7 @@ def test_bad_usage_ends_with_2_and_says_why(
 def test_bad_usage_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run_mk(capsys, "check", "--json", "--dtype", "int8")
     assert code == 2
-    need = "one of ['bfloat16', 'float16', 'float32']"
+    need = "one of bfloat16, float16, float32"
     error = {"type": "ConfigurationError", "what": "dtype", "got": "int8", "need": need}
     assert json.loads(out) == {"error": error}
 

@@ -126,7 +126,7 @@ def test_a_refusal_goes_to_the_file_too(mk: Mk, tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_written_is_found_first(mk: Mk, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for path, why in ((tmp_path, "the folder"), (tmp_path / "file" / "below", "File exists")):
+    for path, why in ((tmp_path, "the folder"), (tmp_path / "file" / "below", "file is a file,")):
         ended = mk("test", *TORCH_PAIR, "--json", str(path))
         assert ended.code == 2
         assert ended.out == ""

@@ -22,6 +22,9 @@ def compile_kernels(
         typer.Option("--check", help="Exit with 1 if a kernel breaks a limit or is not compiled."),
     ] = False,
     target: Annotated[str, typer.Option(help="Compile for this GPU.")] = "sm_90",
+    only: Annotated[
+        str, typer.Option(help="A part, or another piece of the names of the cases to compile.")
+    ] = "",
     workers: Annotated[int, typer.Option(help="Processes that share the kernels.")] = 1,
     as_json: AsJson = None,
 ) -> None:
@@ -40,7 +43,10 @@ def compile_kernels(
         raise ConfigurationError("mk compile", got="no triton", need="triton, to compile with")
     from modular_kernel.testing.compile.cases import compile_all
 
-    done = compile_all(target, output.progress, workers=workers)
+    done = compile_all(target, output.progress, workers=workers, only=only)
+    if not done.rows:
+        need = "a piece of a case's name, such as TritonExperts or router"
+        raise ConfigurationError("--only", got=repr(only[:80]), need=need)
     rows = [_record(row) for row in done.rows]
     record = {"kernels": rows, "left_out": done.left_out}
     output.answer(record, as_json, lambda: _print_text(done, check=check))

@@ -130,20 +130,25 @@ def problems() -> tuple[Problem, ...]:
     return (*half, *fp32, *flags, *quantised, *packed, wide, *adapted)
 
 
-def compile_all(target: str = "sm_90", bar: Bar | None = None, *, workers: int = 1) -> Compiled:
+def compile_all(
+    target: str = "sm_90", bar: Bar | None = None, *, workers: int = 1, only: str = ""
+) -> Compiled:
     """Compile all cases for `target` ("sm_90", ...), as they are launched there.
 
     workers: more than 1 are processes that share the cases; what is returned is the same, but for
-    the seconds.
+    the seconds. only: a piece of the names of the cases to compile; no kernel is left out then.
     """
-    steps = _steps(_machine(target), target)
+    steps = _steps(_machine(target), target, only)
     rows: dict[str, CompiledRow] = {}
     with (bar or _no_bar)(len(steps)) as advance:
-        each = _shared(target, len(steps), workers) if workers > 1 else _called(steps, target)
+        shared = workers > 1
+        each = _shared(target, only, len(steps), workers) if shared else _called(steps, target)
         for found in each:
             for row in found:
                 rows.setdefault(repr(replace(row.record, seconds=0.0)), row)
             advance()
+    if only:
+        return Compiled(tuple(rows.values()), ())
     seen = {row.record.kernel for row in rows.values()}
     missing = (kernel for name, kernel in defined_kernels().items() if name not in seen)
     left_out = (LeftOut(k.name, k.module, _why_left_out(k, target)) for k in missing)
@@ -170,16 +175,16 @@ def _judged(cases: Cases, target: str) -> list[CompiledRow]:
     ]
 
 
-def _shared(target: str, steps: int, workers: int) -> Iterator[list[CompiledRow]]:
+def _shared(target: str, only: str, steps: int, workers: int) -> Iterator[list[CompiledRow]]:
     """Yield what the steps yield, in their order; each process takes the next that nobody has."""
     context = get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=hide_gpus) as pool:
-        yield from pool.map(_step, [target] * steps, range(steps))
+        yield from pool.map(_step, [target] * steps, [only] * steps, range(steps))
 
 
-def _step(target: str, index: int) -> list[CompiledRow]:
+def _step(target: str, only: str, index: int) -> list[CompiledRow]:
     """One step of `compile_all`, in a process of its own."""
-    return _judged(_steps(_machine(target), target)[index](), target)
+    return _judged(_steps(_machine(target), target, only)[index](), target)
 
 
 def _why_left_out(kernel: Defined, target: str) -> str:
@@ -203,8 +208,11 @@ def _machine(target: str) -> Machine:
     return Machine("cuda", (arch // 10, arch % 10), packages)
 
 
-def _steps(machine: Machine, target: str) -> list[Callable[[], Cases]]:
-    """One for each problem, one for each call of a part or of an operation."""
+def _steps(machine: Machine, target: str, only: str = "") -> list[Callable[[], Cases]]:
+    """One for each problem, one for each call of a part or of an operation.
+
+    only: see `compile_all`.
+    """
     calls: dict[str, Callable[[], object]] = {
         "activation": _activate,
         "numbers": _number,
@@ -217,22 +225,26 @@ def _steps(machine: Machine, target: str) -> list[Callable[[], Cases]]:
         if issubclass(part.cls, PrepareAndFinalize | PermuteExpertsUnpermute):
             calls |= {f"{part.name} {name}": call for name, call in part.cls.meta_calls().items()}
     return [
-        *(partial(_compile_problem, problem, machine, target) for problem in problems()),
-        *(partial(_compile_call, name, call, target) for name, call in calls.items()),
+        *(partial(_compile_problem, problem, machine, target, only) for problem in problems()),
+        *(
+            partial(_compile_call, name, call, target)
+            for name, call in calls.items()
+            if only in name
+        ),
     ]
 
 
-def _compile_problem(problem: Problem, machine: Machine, target: str) -> Cases:
+def _compile_problem(problem: Problem, machine: Machine, target: str, only: str) -> Cases:
     """Yield what every pairing of a Triton part launches for `problem`."""
     for verdict in check_all(problem, machine):
-        experts = load_catalog().experts(verdict.experts)
-        if not verdict.ok or "triton" not in experts.requires.packages:
+        experts, case = load_catalog().experts(verdict.experts), f"{verdict.pairing} {problem}"
+        if not verdict.ok or "triton" not in experts.requires.packages or only not in case:
             continue
         with experts.described(machine):
             kernel = make_kernel(
                 verdict.prepare_finalize, verdict.experts, problem, machine=machine
             )
-            yield f"{verdict.pairing} {problem}", compile_call(kernel, target)
+            yield case, compile_call(kernel, target)
 
 
 def _compile_call(name: str, call: Callable[[], object], target: str) -> Cases:
