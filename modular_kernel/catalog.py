@@ -164,7 +164,7 @@ class Catalog:
             raise UnknownPartError(f"{kind} part", got=repr(wanted), need=need)
         names = self.names(kind)
         nearest = difflib.get_close_matches(wanted, names, n=3, cutoff=0.4)
-        hint = f"one of {', '.join(names) or 'none: no part can be used here'}"
+        hint = f"one of {', '.join(names)}" if names else "a part, and none can be used here"
         if nearest:
             hint = f"{hint} (did you mean {nearest[0]}?)"
         if any(part.name == wanted for part in self.parts):

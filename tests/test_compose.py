@@ -18,6 +18,7 @@ from modular_kernel.errors import (
     CapacityError,
     ConfigurationError,
     IncompatibleError,
+    UnknownPartError,
 )
 from modular_kernel.select import candidates, choosing, timing
 from modular_kernel.select.choosing import Terms, choose, compose
@@ -70,6 +71,9 @@ def test_without_a_kind_of_part_the_error_is_what_failed(
     monkeypatch.setattr(candidates, "load_catalog", lambda: Catalog(parts, (failed,)))
     with pytest.raises(BrokenPartError, match=f"{kind} from modular-kernel: got /home/me/{kind}"):
         compose(PROBLEM, CPU)
+    if kind == "experts":
+        with pytest.raises(UnknownPartError, match="need a part, and none can be used here"):
+            Catalog(parts, (failed,)).experts("TorchExperts")
 
 
 def test_the_fastest_is_chosen_at_every_number_of_tokens(folder: Path, clock: dict) -> None:

@@ -51,7 +51,7 @@ def test_replay_says_that_it_is_off_and_why(monkeypatch: pytest.MonkeyPatch) -> 
     from modular_kernel.states import replay
 
     monkeypatch.setattr(launch.triton.knobs.runtime, "interpret", True)
-    assert str(replay()) == "off: triton's interpreter is active (TRITON_INTERPRET=1)"
+    assert str(replay()) == "off: TRITON_INTERPRET is 1: nothing is compiled"
     monkeypatch.setattr(launch.triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: False)
     assert str(replay()) == "off: there is no GPU of NVIDIA's"

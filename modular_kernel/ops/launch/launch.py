@@ -43,7 +43,7 @@ def why_not_replayed() -> str:
     if not HAS_TRITON:
         return "there is no triton"
     if triton.knobs.runtime.interpret:
-        return "triton's interpreter is active (TRITON_INTERPRET=1)"
+        return "TRITON_INTERPRET is 1: nothing is compiled"
     from modular_kernel.ops.launch import triton_versions
 
     if triton_versions.RELEASE not in triton_versions.REPLAYED:
