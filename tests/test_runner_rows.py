@@ -33,7 +33,7 @@ class Row(NamedTuple):
 
 RUNNER, WEIGHTS = "test_moe_runner", "test_runner_weights"
 FORMATS, ROUTING = "test_runner_formats", "test_runner_routing"
-STAGES = "test_runner_stages"
+STAGES, PARTS = "test_runner_stages", "test_runner_parts"
 ROWS = {
     "R1": Row("MoeRunner.run, fused or by stages", (
         f"{RUNNER}::test_fused_and_staged_give_the_same_numbers",
@@ -52,10 +52,10 @@ ROWS = {
         f"{STAGES}::test_what_is_not_registered_is_told_with_what_is",
     )),
     "R5": Row("types state their backend, and are checked", (
-        f"{STAGES}::test_what_another_backend_takes_is_refused_with_both_names",
+        f"{PARTS}::test_what_another_backend_takes_is_refused_with_both_names",
         f"{STAGES}::test_nonsense_is_refused_where_it_is_registered",
     )),
-    "R6": Row("typed state of one call", (f"{STAGES}::test_state_is_made_for_each_call",)),
+    "R6": Row("typed state of one call", (f"{PARTS}::test_state_is_made_for_each_call",)),
     "R7": Row("every field of MoeRunnerConfig reaches the Problem or is refused", (
         f"{RUNNER}::test_there_is_one_config",
         f"{RUNNER}::test_every_field_reaches_the_problem",
@@ -63,12 +63,12 @@ ROWS = {
         "test_fused_moe_keywords::test_the_config_has_the_field_s_fourteen_fields",
     )),
     "R8": Row("the Triton backend's input, all schemes", (
-        f"{STAGES}::test_triton_by_stages_is_triton_fused",
+        f"{PARTS}::test_triton_by_stages_is_triton_fused",
         f"{WEIGHTS}::test_flags_or_a_name_say_the_scheme",
     )),
     "R9": Row('the fused ("none", "triton") and its staged twin', (
-        f"{STAGES}::test_our_staged_twin_declares_what_triton_experts_does",
-        f"{STAGES}::test_triton_by_stages_is_triton_fused",
+        f"{PARTS}::test_our_staged_twin_declares_what_triton_experts_does",
+        f"{PARTS}::test_triton_by_stages_is_triton_fused",
     )),
     "R10": Row("triton_kernel: routing data, gather, scatter", (
         f"{ROUTING}::test_a_backend_takes_one_format_of_the_router",
@@ -122,7 +122,7 @@ ROWS = {
         "test_matrix::test_every_other_pairing_is_refused_with_a_reason",
     ), "needs the scheme and all sizes; else a call refuses"),
     "R22": Row("fused and staged, formats, schemes, top-k, leaks", (
-        f"{STAGES}::test_triton_by_stages_is_triton_fused",
+        f"{PARTS}::test_triton_by_stages_is_triton_fused",
         "test_matrix::test_every_two_values_meet",
         "test_memory_declared::test_a_call_allocates_what_is_declared_and_its_output",
     )),
