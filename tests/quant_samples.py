@@ -11,7 +11,6 @@ from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem
 
 CPU = torch.device("cpu")
-
 # Ragged against every group and block below.
 BASE = Problem(tokens=2, hidden=40, intermediate=24, experts=3, top_k=1)
 FP8, HALF = torch.float8_e4m3fn, (torch.float32, torch.bfloat16)

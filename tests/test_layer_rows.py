@@ -82,9 +82,9 @@ ROWS = {
     )),
     "E8": Row("GroupedGemmRunner over segments", (
         f"{EP_LAYER}::test_the_runner_multiplies_segments",
-        "test_ep_moe::test_grouped_gemm",
-        "test_ep_moe::test_grouped_gemm_of_transposed_weights",
-        "test_ep_moe::test_a_bad_grouped_gemm_says_why",
+        "test_grouped_gemm::test_grouped_gemm",
+        "test_grouped_gemm::test_grouped_gemm_of_transposed_weights",
+        "test_grouped_gemm::test_a_bad_grouped_gemm_says_why",
     ), "its FlashInfer branch has no body in the field either, and is refused by name"),
     "E14": Row("the layer gives a partial sum", (
         f"{EP_LAYER}::test_parts_sum_to_the_whole",
