@@ -22,3 +22,15 @@ def empty_pools() -> Any:
         monkeypatch.setattr(runner, "PERMUTES", PermuteMethodPool())
 
     return pools
+
+
+def registered(register: dict[str, Any]) -> Any:
+    """The fixture `stages`: the toy's stages under another name, by kind as `register` has them."""
+
+    @pytest.fixture(name="stages")
+    def stages(pools: None) -> None:
+        for kind in ("pre-permute", "post-permute", "core"):
+            decorator, source, _ = register[kind]
+            decorator(source)
+
+    return stages

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import toy_backend
-from stage_samples import NO_EP, PROBLEM, empty_pools
+from stage_samples import NO_EP, PROBLEM, empty_pools, registered
 from test_runner_stages import REGISTER, Core, fused, post, pre
 from toy_backend import FusedToyExperts, ToyExperts, ToyInput, ToyOutput
 
@@ -27,17 +27,9 @@ from modular_kernel.testing import Case
 from modular_kernel.testing.verify.checks import staged_twin
 from modular_kernel.testing.verify.one_process import prove
 from modular_kernel.testing.verify.trial import Trial
-from modular_kernel.types import ActivationFormat, Combine, Reduce, Rows
+from modular_kernel.types import ActivationFormat, Combine, Reduce
 
-pools = empty_pools()
-
-
-@pytest.fixture
-def stages(pools: None) -> None:
-    """The toy's stages under another name."""
-    for kind in ("pre-permute", "post-permute", "core"):
-        register, source, _ = REGISTER[kind]
-        register(source)  # type: ignore[arg-type]
+pools, stages = empty_pools(), registered(REGISTER)
 
 
 WRONG: tuple[tuple[dict[str, Any], str], ...] = (
@@ -58,23 +50,6 @@ def test_requirements_are_checked_where_the_part_is_made() -> None:
             experts_of(name, "x", "standard")
     with pytest.raises(UnknownPartError, match="pre-permute"):
         experts_of("X", "x", "deepep_ll")
-
-
-@pytest.mark.usefixtures("stages")
-def test_a_part_of_stages_is_a_part() -> None:
-    part = experts_of("X", "x", "standard", bias=False, weight_on_input=False)
-    assert (part.__name__, part.__module__) == ("X", __name__)
-    assert part.requires.reduce is Reduce.NOOP
-    assert prove(Case(NO_EP, part, PROBLEM)).failures == ()  # type: ignore[arg-type]
-    verdict = check(NO_EP, part, replace(PROBLEM, bias=True))
-    assert [rejection.rule for rejection in verdict.rejections] == ["bias"]
-    rows = experts_of(
-        "Rows", "x", "standard", reduce=Reduce.CONTIGUOUS, keep_topk=True, invalid_rows=Rows.ZERO
-    )
-    for combine in (Combine.SUM, Combine.TOPK_UNWEIGHTED):
-        kernel = make_kernel(NO_EP, rows, replace(PROBLEM, combine=combine))
-        shape = kernel.experts.workspace_shapes(kernel.prepare_finalize.dispatch_shape(9))
-        assert shape.output.shape == (9, 2, 64)
 
 
 @pytest.mark.usefixtures("stages")

@@ -2,19 +2,21 @@
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import toy_backend
-from stage_samples import NO_EP, empty_pools
+from stage_samples import NO_EP, PROBLEM, empty_pools, registered
 from test_third_party import install, mk
 from toy_backend import ToyExperts, ToyInput, ToyOutput
 
 from experts import TorchExperts
+from experts.assembled import experts_of
 from modular_kernel import runner
-from modular_kernel.catalog import broken_halves
+from modular_kernel.catalog import broken_halves, check, make_kernel
 from modular_kernel.errors import ConfigurationError, DuplicatePartError, UnknownPartError
 from modular_kernel.runner import (
     MoeRunnerCore,
@@ -24,6 +26,9 @@ from modular_kernel.runner import (
     register_post_permute,
     register_pre_permute,
 )
+from modular_kernel.testing import Case
+from modular_kernel.testing.verify.one_process import prove
+from modular_kernel.types import Combine, Reduce, Rows
 
 SOURCE = Path(toy_backend.__file__).read_text(encoding="utf-8")
 pools = empty_pools()
@@ -87,6 +92,7 @@ REGISTER = {
     "core": (register_core("x"), Core, OtherCore),
     "fused operation": (register_fused_func("none", "x", twin=ToyExperts), fused, other_fused),
 }
+stages = registered(REGISTER)
 
 
 @pytest.mark.usefixtures("pools")
@@ -203,6 +209,23 @@ def test_half_a_pair_is_reported(given: str) -> None:
 
 def test_ours_are_whole() -> None:
     assert [half for half in runner.missing_halves() if not half.name.startswith("x")] == []
+
+
+@pytest.mark.usefixtures("stages")
+def test_a_part_of_stages_is_a_part() -> None:
+    part = experts_of("X", "x", "standard", bias=False, weight_on_input=False)
+    assert (part.__name__, part.__module__) == ("X", __name__)
+    assert part.requires.reduce is Reduce.NOOP
+    assert prove(Case(NO_EP, part, PROBLEM)).failures == ()  # type: ignore[arg-type]
+    verdict = check(NO_EP, part, replace(PROBLEM, bias=True))
+    assert [rejection.rule for rejection in verdict.rejections] == ["bias"]
+    rows = experts_of(
+        "Rows", "x", "standard", reduce=Reduce.CONTIGUOUS, keep_topk=True, invalid_rows=Rows.ZERO
+    )
+    for combine in (Combine.SUM, Combine.TOPK_UNWEIGHTED):
+        kernel = make_kernel(NO_EP, rows, replace(PROBLEM, combine=combine))
+        shape = kernel.experts.workspace_shapes(kernel.prepare_finalize.dispatch_shape(9))
+        assert shape.output.shape == (9, 2, 64)
 
 
 @pytest.mark.share(3)
