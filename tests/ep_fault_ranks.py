@@ -1,14 +1,12 @@
 """Three gloo ranks, one of them at fault, and what the others say, for the tests of faults."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 from ep_layers import ALL2ALL, GATHERED, REPLICATED, Layer
+from module_ranks import module_ranks
 
-from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.stress.faults import DEADLINE_S, SLACK_S, VICTIM, RankReport
 
 WORLD = 3
@@ -30,14 +28,8 @@ class Fault:
 
 
 def three_ranks() -> Any:
-    """The fixture `pool`: WORLD ranks for the tests of one module."""
-
-    @pytest.fixture(name="pool", scope="module")
-    def pool() -> Iterator[RankPool]:
-        with RankPool(WORLD, grace=LONG_S + 2 * SLACK_S) as ranks:
-            yield ranks
-
-    return pool
+    """A fixture: WORLD ranks for the tests of a module."""
+    return module_ranks(WORLD, grace=LONG_S + 2 * SLACK_S)
 
 
 def assert_survivor(report: RankReport, phases: set[str]) -> None:

@@ -5,13 +5,9 @@ row names tests as `file::function`; what a row has beyond them, or why somethin
 there, stands behind.
 """
 
-import ast
-from functools import cache
-from pathlib import Path
-from typing import NamedTuple
-
 import pytest
 import torch
+from checklist import Row, absent
 
 from modular_kernel.ops.permute import permute_tokens
 from modular_kernel.ops.reduce import gather_weight_and_sum
@@ -19,17 +15,6 @@ from modular_kernel.ops.sort import sort_pairs, sort_specs
 from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.types import IdSpace
 from modular_kernel.workspace import Workspace
-
-TESTS = Path(__file__).parent
-
-
-class Row(NamedTuple):
-    """What is asked for, its tests, and what they leave out."""
-
-    what: str
-    tests: tuple[str, ...]
-    left_out: str = ""
-
 
 RUNNER, WEIGHTS = "test_moe_runner", "test_runner_weights"
 FORMATS, ROUTING = "test_runner_formats", "test_runner_routing"
@@ -163,12 +148,6 @@ ROWS = {
 }  # fmt: skip
 
 
-@cache
-def functions(file: str) -> frozenset[str]:
-    tree = ast.parse((TESTS / f"{file}.py").read_text(encoding="utf-8"))
-    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
-
-
 def test_every_row_is_here() -> None:
     assert {f"R{number}" for number in range(1, 27)} <= ROWS.keys()
 
@@ -176,9 +155,7 @@ def test_every_row_is_here() -> None:
 @pytest.mark.parametrize("row", ROWS)
 def test_its_tests_exist(row: str) -> None:
     assert ROWS[row].tests
-    for name in ROWS[row].tests:
-        file, _, function = name.partition("::")
-        assert function in functions(file), name
+    assert absent(ROWS[row]) == []
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 5])
