@@ -9,7 +9,7 @@ from experts.triton.contiguous import paths_of
 from modular_kernel import check
 from modular_kernel.testing import Case
 from modular_kernel.testing.cases.lists import BASE
-from modular_kernel.types import Problem
+from modular_kernel.types import Combine, Problem
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 OAI = "swiglu_oai:alpha=1.702,limit=1.2,interleaved=true"
@@ -17,6 +17,13 @@ OAI = "swiglu_oai:alpha=1.702,limit=1.2,interleaved=true"
 # ones of more and of less than 64 rows.
 SMALL = replace(BASE, dtype=torch.bfloat16, hidden=160, intermediate=224)
 LARGE = replace(SMALL, tokens=391, hidden=320, intermediate=448)
+CHANGES: tuple[dict[str, object], ...] = (
+    {"bias": True, "activation": OAI},
+    {"activation": "relu2", "bias": True},
+    {"activation": "gelu", "combine": Combine.TOPK_UNWEIGHTED},
+    {"expert_map": True, "local_experts": 3},
+    {"inplace": True, "routed_scaling_factor": 2.5},
+)
 ROUTINGS = ("uniform", "zipf", "skips", "out_of_range", "empty_experts", "all_to_one")
 
 

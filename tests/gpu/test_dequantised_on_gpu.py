@@ -5,12 +5,12 @@ many tiles, all experts at once and a few at a time.
 """
 
 import pytest
-from forced_cases import LARGE, OAI, cases_on, of_quantised_weights
+from forced_cases import CHANGES, LARGE, cases_on, of_quantised_weights
 
 from experts.triton.configs.select import override_config, this_store
 from experts.triton.dequantised import config as dequantised_config
 from modular_kernel.testing import Case, prove
-from modular_kernel.types import Combine, Machine
+from modular_kernel.types import Machine
 
 QUANTS = (
     "int4_w4a16_group:group=32",
@@ -22,17 +22,13 @@ QUANTS = (
     "int8_w8a16_group:group=64",
     "int8_w8a16_group:group=32,zero_points=true",
 )
-CHANGES: tuple[dict[str, object], ...] = (
-    {"bias": True, "activation": OAI},
-    {"activation": "relu2", "bias": True},
-    {"activation": "gelu", "combine": Combine.TOPK_UNWEIGHTED},
-    {"expert_map": True, "local_experts": 3},
-    {"inplace": True, "routed_scaling_factor": 2.5},
+ALL_CHANGES: tuple[dict[str, object], ...] = (
+    *CHANGES,
     {"hidden": 200, "intermediate": 136},
     {"chunk_tokens": 100},
 )
 # Of few rows one may happen to lie on the far side of every rounding.
-CASES = cases_on("dequantised", of_quantised_weights(QUANTS, CHANGES, [(LARGE, "zipf")]))
+CASES = cases_on("dequantised", of_quantised_weights(QUANTS, ALL_CHANGES, [(LARGE, "zipf")]))
 
 
 def test_there_are_cases_where_the_path_runs() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from forced_cases import LARGE, OAI, PAIR, SMALL, cases_on, of_quantised_weights
+from forced_cases import CHANGES, LARGE, PAIR, SMALL, cases_on, of_quantised_weights
 
 from experts.triton.configs.select import override_config, this_store
 from experts.triton.grouped_w4 import config as grouped_w4_config
@@ -17,23 +17,19 @@ from modular_kernel.errors import WeightsError
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.inputs import make_inputs
-from modular_kernel.types import Combine, Machine
+from modular_kernel.types import Machine
 
 QUANTS = ("mxfp4_w4a16", "mxfp4_w4a16:repacked=true")
 MXFP4 = replace(LARGE, quant="mxfp4_w4a16")
-CHANGES: tuple[dict[str, object], ...] = (
-    {"bias": True, "activation": OAI},
-    {"activation": "relu2", "bias": True},
-    {"activation": "gelu", "combine": Combine.TOPK_UNWEIGHTED},
-    {"expert_map": True, "local_experts": 3},
-    {"inplace": True, "routed_scaling_factor": 2.5},
+ALL_CHANGES: tuple[dict[str, object], ...] = (
+    *CHANGES,
     {"hidden": 2880, "intermediate": 96},
     {"hidden": 64, "intermediate": 2880},
     {"chunk_tokens": 100},
     {"tokens": 2048},
 )
 CHANGED = ((LARGE, "zipf"), (LARGE, "uniform"), (SMALL, "skips"))
-CASES = cases_on("grouped_w4", of_quantised_weights(QUANTS, CHANGES, CHANGED))
+CASES = cases_on("grouped_w4", of_quantised_weights(QUANTS, ALL_CHANGES, CHANGED))
 
 
 def test_there_are_cases_where_the_path_runs() -> None:
