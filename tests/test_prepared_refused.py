@@ -14,9 +14,16 @@ from prepared_samples import NO_GPU, PAIR, called, launched_tiles, made
 from experts.triton.contiguous import TritonExperts
 from modular_kernel import make_kernel
 from modular_kernel.contracts import PermuteExpertsUnpermute
-from modular_kernel.errors import DeviceError, DtypeError, ShapeError, WeightsError
+from modular_kernel.errors import (
+    ConfigurationError,
+    DeviceError,
+    DtypeError,
+    ShapeError,
+    WeightsError,
+)
 from modular_kernel.prepared import MADE_OF, reader
 from modular_kernel.tensors import ExpertWeights
+from modular_kernel.workspace import BufferSpec
 
 pytestmark = NO_GPU
 launched = launched_tiles()
@@ -150,3 +157,11 @@ def test_experts_that_prepare_nothing_return_the_weights_and_read_nothing_else()
     with pytest.raises(ShapeError, match="w1"):
         kernel.prepare_weights(replace(i.weights, w1=i.weights.w1[:, 1:]))
     assert PermuteExpertsUnpermute.prepared_specs(kernel.experts) == {}
+
+
+def test_a_part_that_declares_no_field_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, i = made()
+    specs = {"w3_tiles": BufferSpec((1,), torch.int32)}
+    monkeypatch.setattr(TritonExperts, "prepared_specs", lambda _: specs)
+    with pytest.raises(ConfigurationError, match="prepared_specs: got w3_tiles, need some of w1_t"):
+        kernel.prepare_weights(i.weights)
