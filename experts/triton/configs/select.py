@@ -165,7 +165,12 @@ def _machine_s_store() -> ConfigLookup:
     """Look at this machine once; its first GPU stands for all."""
     own = read_settings().config_dir
     folders = ((PACKAGED, _PACKAGED),) if own is None else (("user", own), (PACKAGED, _PACKAGED))
-    return ConfigLookup(folders, Device.of(current_machine()), version_of("triton"))
+    return ConfigLookup(folders, Device.of(current_machine()), triton_version())
+
+
+def triton_version() -> str | None:
+    """Return the installed triton's version, without importing it."""
+    return version_of("triton")
 
 
 class _Where(NamedTuple):
