@@ -15,7 +15,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from modular_kernel import modes
-from modular_kernel.errors import DeviceError, DtypeError, LayoutError, ShapeError, WeightsError
+from modular_kernel.errors import (
+    ConfigurationError,
+    DeviceError,
+    DtypeError,
+    LayoutError,
+    ShapeError,
+    WeightsError,
+)
 from modular_kernel.replay import storage_of
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem, dtype_name
@@ -70,8 +77,14 @@ def reader(experts: type, problem: Problem) -> str:
 def allocated(
     weights: ExpertWeights, specs: Mapping[str, BufferSpec], reader: str
 ) -> dict[str, torch.Tensor]:
-    """Return a tensor of each spec beside the weights; it remembers what it is to be made of."""
+    """Return a tensor of each spec beside the weights; it remembers what it is to be made of.
+
+    ConfigurationError where a part declares what is no field in MADE_OF.
+    """
     made = {}
+    if unknown := sorted(specs.keys() - MADE_OF.keys()):
+        need = f"some of {', '.join(MADE_OF)}"
+        raise ConfigurationError("prepared_specs", got=", ".join(unknown), need=need)
     with modes.kept():
         for name, spec in specs.items():
             made[name] = torch.empty(spec.shape, dtype=spec.dtype, device=weights.w1.device)

@@ -66,6 +66,12 @@ class Launcher:
     local_world_size: int | None
     address: str
 
+    @property
+    def ranks_per_host(self) -> int | None:
+        """How many ranks are on each host; None where all are on one, or hosts have unlike many."""
+        here = self.local_world_size
+        return None if here in (None, self.world_size) or self.world_size % here else here
+
 
 _MOST_DIGITS = 18
 _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -23,6 +23,13 @@ def facts(rank, world, group):
     return os.getpid(), torch.get_num_threads(), interpreted, dist.get_backend(group)
 
 
+def host(rank, world, group):
+    """The host that this rank takes itself for."""
+    from modular_kernel.settings import read_settings
+
+    return read_settings().host_id
+
+
 def fail(rank, world, group, who, text):
     """Rank `who` raises; the others return, or wait for it in vain where text is "meet"."""
     if rank == who:

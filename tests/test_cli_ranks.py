@@ -52,6 +52,21 @@ def test_the_line_of_a_case_proves_it_again(capsys: Capture) -> None:
     assert "1 case of 1 pair: 1 passed, 0 failed" in shown
 
 
+def test_ranks_stand_for_hosts(capsys: Capture) -> None:
+    part = "HostThenRankPrepareAndFinalize"
+    on = this_machine(device="cpu"), 4, "smoke", 2
+    case = rank_cases_for(part, PAIR[3], *on).cases[0]
+    assert "--ranks-per-host 2" in command(case)
+    code, shown, _ = run_mk(capsys, *shlex.split(command(case))[1:], *ON_CPU, "--json")
+    record = json.loads(shown)
+    assert (code, record["ok"], record["hosts"]) == (0, True, 2)
+    # A part for one host has no case there.
+    words = ("--world-size", "2", "--ranks-per-host", "1", *ON_CPU, *PAIR[2:])
+    code, shown, _ = run_mk(capsys, "test", *words, "--pf-type", "SymmMemPrepareAndFinalize")
+    assert code == 1
+    assert "2 hosts" in shown
+
+
 @pytest.mark.parametrize("verb", ["test", "profile"])
 def test_a_pair_for_one_rank_is_refused(capsys: Capture, verb: str, tmp_path: Path) -> None:
     words = (*ALONE, "--world-size", "2", *ON_CPU)
@@ -107,6 +122,8 @@ def test_placement_as_an_option(capsys: Capture) -> None:
         ("test --one --world-size 2 --rank-tokens 3,17", "tokens: got (3, 17)"),
         ("test --one --world-size 2 --placement spiral", "placement: got 'spiral'"),
         ("test --world-size 2 --placement copies", "--one beside them"),
+        ("test --ranks-per-host 2", "--ranks-per-host: got 2, need --world-size N"),
+        ("test --world-size 4 --ranks-per-host 3 --backend gloo", "need a divisor of the 4 ranks"),
         ("check --world-size 3 --experts 2", "placement: experts: got 2"),
     ],
 )

@@ -37,7 +37,7 @@ def four() -> Iterator[RankPool]:
 
 def case_of(routing: str, per_host: int) -> RankCase:
     """A smoke case of four ranks, by its routing."""
-    cases = rank_cases_for(PART, "TorchExperts", CPU, 4).on_hosts(per_host, CPU).cases
+    cases = rank_cases_for(PART, "TorchExperts", CPU, 4, ranks_per_host=per_host).cases
     return next(case for case in cases if case.routing == routing and any(case.tokens))
 
 

@@ -122,4 +122,4 @@ def test_valid_cases_that_are_turned_away_kill(coverage: Coverage, tmp_path: Pat
 )
 def test_a_part_without_cases_there_is_refused(part: str, world_size: int, need: str) -> None:
     with pytest.raises(ConfigurationError, match=need):
-        survey(part, level="smoke", world_size=world_size)
+        survey(part, level="smoke", where=OverRanks(world_size))

@@ -198,11 +198,24 @@ def test_nothing_is_left_behind_by_a_failure_in_the_with_block() -> None:
     assert not folder.exists()
 
 
+def test_blocks_of_ranks_stand_for_hosts() -> None:
+    with RankPool(4, ranks_per_host=2) as pool:
+        assert pool.hosts == 2
+        names = pool.run(samples.host)
+    assert names == ["host 0", "host 0", "host 1", "host 1"]
+    with RankPool(2) as pool:
+        assert pool.hosts == 1
+        assert pool.run(samples.host) == [read_settings().host_id] * 2
+
+
 def test_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigurationError, match="world_size: got 0, need >= 1"):
         RankPool(0)
     with pytest.raises(ConfigurationError, match="backend: got mpi"):
         RankPool(2, "mpi")  # type: ignore[arg-type]
+    for block in (0, 3, 8):
+        with pytest.raises(ConfigurationError, match=f"{block}, need a divisor of the 4 ranks"):
+            RankPool(4, ranks_per_host=block)
     with pytest.raises(ConfigurationError, match="GPUs: got"):
         RankPool(torch.cuda.device_count() + 1, "nccl")
 

@@ -31,7 +31,8 @@ if __name__ == "__main__":
     args = vars(given.parse_args())
     world_size, backend, path = (args.pop(name) for name in ("world_size", "backend", "json"))
     job = Soak(**args)
-    with RankPool(world_size, backend) as pool:
+    per_host = world_size // job.hosts if job.hosts > 1 else None
+    with RankPool(world_size, backend, ranks_per_host=per_host) as pool:
         try:
             reports = pool.run(soak, job, timeout=job.seconds + 120)
         except RankError as error:

@@ -2,67 +2,66 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
+from importlib import import_module
 from typing import Annotated
 
 import typer
 from typer.main import get_command
 
 import modular_kernel
-from modular_kernel.cli.bench import bench
-from modular_kernel.cli.check import check
-from modular_kernel.cli.compile import compile_kernels
-from modular_kernel.cli.compose import compose
-from modular_kernel.cli.demo import demo
-from modular_kernel.cli.doctor import doctor
-from modular_kernel.cli.exchange import exchange
-from modular_kernel.cli.models import list_models
 from modular_kernel.cli.options import flattened
 from modular_kernel.cli.output import STDOUT, reports, reports_errors
-from modular_kernel.cli.parts import list_parts
-from modular_kernel.cli.plan import plan
-from modular_kernel.cli.profile import profile
-from modular_kernel.cli.report import report
 from modular_kernel.cli.streams import guarded
-from modular_kernel.cli.tune import tune
-from modular_kernel.cli.verify import verify
 
 # A launcher ends its world as soon as one rank fails: rank 0 is to report before.
 _LINGER_S = 5.0
 _HELP = {"help_option_names": ["-h", "--help"]}
 
-app = typer.Typer(
-    name="mk",
-    help="Compose fused MoE layers from interchangeable parts, and verify the pairings.",
-    no_args_is_help=True,
-    add_completion=False,
-    # Plain help: rich would cost a third of the time that help takes.
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings=_HELP,
-)
+# Verb -> its function, and its line of `mk --help`, which would cut the docstring's first. In the
+# order of the help.
+VERBS = {
+    "list": ("parts:list_parts", "List every part, what it takes, and whether it can run here."),
+    "models": ("models:list_models", "List the models that --model takes by name."),
+    "check": ("check:check", "Judge a pair, or every pair, for a problem and a machine."),
+    "test": ("verify:verify", "Verify a pair, or every pair, against a float64 oracle."),
+    "profile": ("profile:profile", "Trace a pair, and compare each stage with its floor."),
+    "bench": ("bench:bench", "Time our pairs and your own layers beside the floor."),
+    "exchange": ("exchange:exchange", "Time dispatch and combine alone, over ranks."),
+    "tune": ("tune:tune", "Measure launches on this GPU and keep the fastest."),
+    "compose": ("compose:compose", "Choose the fastest valid pair for each number of tokens."),
+    "plan": ("plan:plan", "Estimate a layer over 1 to 4096 ranks; nothing is run."),
+    "report": ("report:report", "Write the support matrix and the benchmarks as one HTML file."),
+    "compile": (
+        "compile:compile_kernels",
+        "Compile the kernels for a GPU; show registers and spills.",
+    ),
+    "doctor": ("doctor:doctor", "Show versions, devices, and what is absent."),
+    "demo": ("demo:demo", "Run four small models with transformers' experts and ours."),
+}
 
 
-def _verb(name: str, short: str, function: Callable[..., None]) -> None:
-    """Register a verb. short: its line of `mk --help`, which would cut the docstring's first."""
-    app.command(name, context_settings=_HELP, short_help=short)(reports_errors(function))
-
-
-_verb("list", "List every part, what it takes, and whether it can run here.", list_parts)
-_verb("models", "List the models that --model takes by name.", list_models)
-_verb("check", "Judge a pair, or every pair, for a problem and a machine.", flattened(check))
-_verb("test", "Verify a pair, or every pair, against a float64 oracle.", flattened(verify))
-_verb("profile", "Trace a pair, and compare each stage with its floor.", flattened(profile))
-_verb("bench", "Time our pairs and your own layers beside the floor.", flattened(bench))
-_verb("exchange", "Time dispatch and combine alone, over ranks.", flattened(exchange))
-_verb("tune", "Measure launches on this GPU and keep the fastest.", flattened(tune))
-_verb("compose", "Choose the fastest valid pair for each number of tokens.", flattened(compose))
-_verb("plan", "Estimate a layer over 1 to 4096 ranks; nothing is run.", flattened(plan))
-_verb("report", "Write the support matrix and the benchmarks as one HTML file.", report)
-_verb("compile", "Compile the kernels for a GPU; show registers and spills.", compile_kernels)
-_verb("doctor", "Show versions, devices, and what is absent.", doctor)
-_verb("demo", "Run four small models with transformers' experts and ours.", demo)
+def application(verbs: Iterable[str] = VERBS) -> typer.Typer:
+    """Return `mk` with these verbs, whose modules are imported."""
+    app = typer.Typer(
+        name="mk",
+        help="Compose fused MoE layers from interchangeable parts, and verify the pairings.",
+        no_args_is_help=True,
+        add_completion=False,
+        # Plain help: rich would cost a third of the time that help takes.
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings=_HELP,
+    )
+    app.callback()(_common)
+    for verb in verbs:
+        place, short = VERBS[verb]
+        module, function = place.split(":")
+        found = getattr(import_module(f"modular_kernel.cli.{module}"), function)
+        command = app.command(verb, context_settings=_HELP, short_help=short)
+        command(reports_errors(flattened(found)))
+    return app
 
 
 def _print_version(wanted: bool) -> None:
@@ -71,7 +70,6 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _common(
     _version: Annotated[
         bool,
@@ -84,9 +82,9 @@ def _common(
 
 
 @cache
-def _command() -> Callable[..., object]:
-    """Build the command with all its verbs once, for a process that runs several."""
-    return get_command(app)
+def _command(verb: str | None) -> Callable[..., object]:
+    """Build the command once, for a process that runs several: with one verb, or all for None."""
+    return get_command(application(VERBS if verb is None else (verb,)))
 
 
 def run(argv: list[str] | None = None) -> None:
@@ -96,7 +94,9 @@ def run(argv: list[str] | None = None) -> None:
     """
     with guarded():
         try:
-            _command()(args=_with_values(sys.argv[1:] if argv is None else argv), prog_name="mk")
+            words = _with_values(sys.argv[1:] if argv is None else argv)
+            verb = words[0] if words and words[0] in VERBS else None
+            _command(verb)(args=words, prog_name="mk")
         except SystemExit as end:
             if end.code and not reports():
                 time.sleep(_LINGER_S)

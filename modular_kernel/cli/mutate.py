@@ -15,7 +15,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.printable import counted
 
 if TYPE_CHECKING:
-    from modular_kernel.testing.mutation import Score, Survey
+    from modular_kernel.testing.mutation import Score, Survey, Where
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ def run_mutation(
     First those of calls (not with --only), in smoke cases, then those of the source. pairs: the
     pairings whose cases run; () for all that the part is in.
     """
-    from modular_kernel.testing.mutation import pairs_of, surveys
+    from modular_kernel.testing.mutation import OneProcess, OverRanks, pairs_of, surveys
 
     assert wanted.mutate is not None
     if wanted.only is not None and wanted.code:
@@ -105,8 +105,10 @@ def run_mutation(
     count, parts = wanted.count(), wanted.mutate.split(",")
     if host.pool is not None and host.pool.backend != "gloo":
         raise ConfigurationError("--mutate", got="ranks over nccl", need="--backend gloo")
-    world_size = 1 if host.pool is None else host.pool.world_size
-    every = (pairs_of(part, level, world_size=world_size) for part in parts)
+    where: Where = OneProcess()
+    if host.pool is not None:
+        where = OverRanks(host.pool.world_size, host.pool.ranks_per_host)
+    every = (pairs_of(part, level, where=where) for part in parts)
     pairs = pairs or tuple(dict.fromkeys(pair for mine in every for pair in mine))
     kills = [] if wanted.only else put_into_calls(pairs, host)
     noticed = all(kill.ok for kill in kills)
@@ -116,7 +118,7 @@ def run_mutation(
         return noticed
     if as_json != output.STDOUT and kills:
         print_kills(kills)
-    found = surveys(parts, pairs, level, world_size=world_size)
+    found = surveys(parts, pairs, level, where=where)
     if wanted.only is not None and wanted.bits is not None:
         return _print_bits(wanted.only.split(","), found[0], wanted.bits, as_json=as_json)
     scores, records = _scored(found, wanted)

@@ -12,7 +12,7 @@ import typer
 from modular_kernel.cli.output import note
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.printable import counted
-from modular_kernel.settings import Launcher, read_launcher
+from modular_kernel.settings import read_launcher
 
 if TYPE_CHECKING:
     from modular_kernel.cli.options import ProblemOptions
@@ -47,7 +47,7 @@ class Host:
         facts: dict[str, object] = {"machine": self.machine}
         if self.pool is not None:
             facts |= {"world_size": self.pool.world_size, "backend": self.pool.backend}
-            facts |= {"hosts": getattr(self.pool, "hosts", 1)}
+            facts |= {"hosts": self.pool.hosts}
         return facts
 
     def cases(
@@ -61,10 +61,9 @@ class Host:
         from modular_kernel.testing.cases.ranks import rank_cases_for
 
         pair = prepare_finalize, experts
-        found = rank_cases_for(*pair, self.machine, self.pool.world_size, level)
-        launcher = read_launcher()
-        per_host = None if launcher is None else _ranks_per_host(launcher)
-        return found if per_host is None else found.on_hosts(per_host, self.machine)
+        ranks = self.pool.world_size
+        per_host = self.pool.ranks_per_host
+        return rank_cases_for(*pair, self.machine, ranks, level, ranks_per_host=per_host)
 
     def prove(self, case: "Case") -> "Proof":
         """One case; a RankCase where there are ranks."""
@@ -90,20 +89,26 @@ class Host:
 
 
 @contextmanager
-def host_of(world_size: int | None, backend: str | None) -> Iterator[Host]:
+def host_of(
+    world_size: int | None, backend: str | None, ranks_per_host: int | None = None
+) -> Iterator[Host]:
     """Have this machine, with a pool of `world_size` ranks if that is more than one; then close it.
 
     backend: None takes GPUs where there are enough of them, and says so where there are not.
+    ranks_per_host: of a launcher, or that blocks of the ranks that are started stand for hosts.
     """
     world_size = ranks_asked(world_size)
     if world_size == 1:
         if backend is not None:
             raise ConfigurationError("--backend", got=backend, need="--world-size N beside it")
+        if ranks_per_host not in (None, 1):
+            need = "--world-size N beside it"
+            raise ConfigurationError("--ranks-per-host", got=ranks_per_host, need=need)
         from modular_kernel.catalog import this_machine
 
         yield Host(this_machine())
         return
-    with pool_of(world_size, backend) as pool:
+    with pool_of(world_size, backend, ranks_per_host) as pool:
         from modular_kernel.testing.verify.over_ranks import machine_of
 
         yield Host(machine_of(pool), pool)
@@ -131,7 +136,7 @@ def launched(options: "ProblemOptions") -> "ProblemOptions":
     launcher = read_launcher()
     if launcher is None:
         return options
-    per_host = _ranks_per_host(launcher)
+    per_host = launcher.ranks_per_host
     if options.ranks_per_host not in (None, per_host):
         need = f"{per_host or 'all'}, as the launcher says, or no --ranks-per-host"
         raise ConfigurationError("--ranks-per-host", got=options.ranks_per_host, need=need)
@@ -139,13 +144,7 @@ def launched(options: "ProblemOptions") -> "ProblemOptions":
     return replace(options, world_size=world_size, ranks_per_host=per_host)
 
 
-def _ranks_per_host(launcher: Launcher) -> int | None:
-    """How many ranks a launcher started on each host; None where all are on one, or unlike."""
-    here, world_size = launcher.local_world_size, launcher.world_size
-    return None if here in (None, world_size) or world_size % here else here
-
-
-def pool_of(world_size: int, backend: str | None) -> "AnyRanks":
+def pool_of(world_size: int, backend: str | None, ranks_per_host: int | None = None) -> "AnyRanks":
     """Ranks over `backend`: a launcher's, or some that are started.
 
     None takes GPUs, and says so where there are too few.
@@ -160,10 +159,10 @@ def pool_of(world_size: int, backend: str | None) -> "AnyRanks":
     launcher, gpus = read_launcher(), torch.cuda.device_count()
     if launcher is None:
         if backend == "nccl" or (backend is None and gpus >= world_size):
-            return RankPool(world_size, "nccl")
+            return RankPool(world_size, "nccl", ranks_per_host=ranks_per_host)
         if backend is None:
             note(f"{world_size} ranks on the CPU, over gloo: there are {gpus} GPUs here")
-        return RankPool(world_size)
+        return RankPool(world_size, ranks_per_host=ranks_per_host)
     kind: Literal["gloo", "nccl"] = "nccl" if backend == "nccl" else "gloo"
     if backend is None and gpus:  # every host decides alike, or the ranks' commands differ
         kind = "nccl"

@@ -116,7 +116,7 @@ def verify(
     """Verify that pairs are right: against a float64 oracle, on hostile inputs and memory.
 
     --world-size N verifies, over N ranks, every pair that is valid for so many: one GPU a rank, or
-    processes on the CPU.
+    processes on the CPU. With --ranks-per-host M each M of them take themselves for a host.
 
     --mutate PART measures the proof itself. Defects are put into what goes into and comes out of
     the part; then the source of the part, its kernels and operations is changed, one place at a
@@ -128,7 +128,7 @@ def verify(
 
     Exits with 1 if a check fails, a defect is not noticed, or the pair named is refused.
     """
-    alone = replace(options, world_size=None), replay
+    alone = replace(options, world_size=None, ranks_per_host=None), replay
     if not replay.one and alone != (ProblemOptions(), OneCase()):
         need = "--one beside them: otherwise the cases choose their own problems"
         raise ConfigurationError("problem, routing or seed options", got="no --one", need=need)
@@ -141,7 +141,7 @@ def verify(
         prepare_torch_only()
     else:
         prepare_host()
-    with host_of(options.world_size, manner.backend) as host:
+    with host_of(options.world_size, manner.backend, options.ranks_per_host) as host:
         if mutating.mutate is not None:
             pairs = _named_pairs(host, pf_type, experts_type, level)
             if not run_mutation(mutating, pairs, host, level, as_json=as_json):

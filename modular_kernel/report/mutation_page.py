@@ -133,7 +133,8 @@ def _row(score: Record) -> tuple[str, ...]:
 def _part(score: Record, known: dict[str, str]) -> tuple[Block, ...]:
     versions = ", ".join(f"{name} {number}" for name, number in score["versions"].items())
     ranks = score.get("world_size", 1)
-    over = f" over {ranks} ranks" if ranks > 1 else ""
+    over, per_host = f" over {ranks} ranks" if ranks > 1 else "", score.get("ranks_per_host")
+    over += f", {per_host} on each host" if per_host else ""
     tests = f"{score['tests']} tests, and " if "tests" in score else ""
     about = (
         f"{tests}{score['cases']} cases of {', '.join(score['pairings'])}{over}, "

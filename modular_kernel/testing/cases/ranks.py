@@ -145,19 +145,6 @@ class RankSelection:
     refused: tuple[tuple[RankCase, Verdict], ...]
     instead: tuple[tuple[RankCase, RankCase], ...] = ()
 
-    def on_hosts(self, ranks_per_host: int, machine: Machine) -> "RankSelection":
-        """Return the selection for ranks on several hosts, judged again."""
-        cases, refused = [], list(self.refused)
-        for case in self.cases:
-            parallel = replace(case.problem.parallel, ranks_per_host=ranks_per_host)
-            there = replace(case, problem=replace(case.problem, parallel=parallel))
-            verdict = there.verdict(machine)
-            if verdict.ok:
-                cases.append(there)
-            else:
-                refused.insert(0, (there, verdict))
-        return RankSelection(tuple(cases), tuple(refused), self.instead)
-
 
 @dataclass(frozen=True)
 class Variant:
@@ -201,10 +188,12 @@ def rank_cases_for(
     machine: Machine,
     world_size: int,
     level: Level = "smoke",
+    ranks_per_host: int | None = None,
 ) -> RankSelection:
     """Every case of `level` for a pairing over `world_size` ranks, judged on `machine`.
 
-    One that is refused for its shape alone gives way to the nearest that is not.
+    One that is refused for its shape alone gives way to the nearest that is not. ranks_per_host:
+    None where all ranks are on one host.
     """
     cases: list[RankCase] = []
     refused: list[tuple[RankCase, Verdict]] = []
@@ -229,7 +218,22 @@ def rank_cases_for(
                 instead.append((case, found))
         if found is not None and found not in cases:  # the same for replicated input, or fitted
             cases.append(found)
-    return RankSelection(tuple(cases), tuple(refused), tuple(instead))
+    on_one = RankSelection(tuple(cases), tuple(refused), tuple(instead))
+    return on_one if ranks_per_host is None else _on_hosts(on_one, ranks_per_host, machine)
+
+
+def _on_hosts(found: RankSelection, ranks_per_host: int, machine: Machine) -> RankSelection:
+    """Return the selection for ranks on several hosts, judged again."""
+    cases, refused = [], list(found.refused)
+    for case in found.cases:
+        parallel = replace(case.problem.parallel, ranks_per_host=ranks_per_host)
+        there = replace(case, problem=replace(case.problem, parallel=parallel))
+        verdict = there.verdict(machine)
+        if verdict.ok:
+            cases.append(there)
+        else:
+            refused.insert(0, (there, verdict))
+    return RankSelection(tuple(cases), tuple(refused), found.instead)
 
 
 def rank_pairings(

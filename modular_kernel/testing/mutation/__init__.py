@@ -9,9 +9,11 @@ memory of a forked child, or of forked ranks; the cases that execute the changed
 until one fails.
 """
 
-from modular_kernel.testing.mutation.attempt import attempt
+from modular_kernel.testing.mutation.attempt import Where, attempt
 from modular_kernel.testing.mutation.coverage import Coverage, cover
 from modular_kernel.testing.mutation.fate import Fate
+from modular_kernel.testing.mutation.one_process import OneProcess
+from modular_kernel.testing.mutation.over_ranks import OverRanks
 from modular_kernel.testing.mutation.score import (
     SAMPLE,
     Score,
@@ -32,8 +34,11 @@ __all__ = [
     "Edit",
     "Fate",
     "Mutant",
+    "OneProcess",
+    "OverRanks",
     "Score",
     "Survey",
+    "Where",
     "attempt",
     "cover",
     "drawn",

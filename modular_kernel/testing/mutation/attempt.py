@@ -26,14 +26,17 @@ _NOT_AXES = frozenset({"problem", "seed"})
 class Where(Protocol):
     """Where cases run: in one process, or over ranks.
 
-    world_size: how many ranks. has_cases: whether a pairing has a case there. cover: as the
-    function of that name. put_in: the fate of a mutant before these cases. failure: of a case
-    without any mutant. digests: of each case in turn, with all of these mutants; where a process
-    is lost they end before their time.
+    world_size: how many ranks. ranks_per_host: None where all are on one. has_cases: whether a
+    pairing has a case there. cover: as the function of that name. put_in: the fate of a mutant
+    before these cases. failure: of a case without any mutant. digests: of each case in turn, with
+    all of these mutants; where a process is lost they end before their time.
     """
 
     @property
     def world_size(self) -> int: ...
+
+    @property
+    def ranks_per_host(self) -> int | None: ...
 
     def has_cases(self, pair: Pair, level: Level) -> bool: ...
 

@@ -23,6 +23,7 @@ class OneProcess:
     """A `Where` of one rank."""
 
     world_size = 1
+    ranks_per_host = None
 
     def has_cases(self, pair: Pair, level: Level) -> bool:
         return bool(cases_for(*pair, this_machine(), level).cases)

@@ -6,7 +6,7 @@ Ranks that do not meet in an exchange end with it after some seconds, all others
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from modular_kernel.catalog import this_machine
 from modular_kernel.testing.cases.lists import Case
@@ -48,9 +48,13 @@ class Ranks(Closing):
     """Ranks that run the changed source: `Runs` over a RankPool. mutants: () for none."""
 
     def __init__(
-        self, world_size: int, mutants: tuple[Mutant, ...] = (), cases: Iterable[Covered] = ()
+        self,
+        world_size: int,
+        ranks_per_host: int | None,
+        mutants: tuple[Mutant, ...] = (),
+        cases: Iterable[Covered] = (),
     ) -> None:
-        self.world_size, self._mutants = world_size, mutants
+        self.world_size, self._per_host, self._mutants = world_size, ranks_per_host, mutants
         self._seconds = {covered.case: covered.seconds for covered in cases}
         self._pool: RankPool | None = None
 
@@ -63,7 +67,12 @@ class Ranks(Closing):
     def start(self) -> RankPool:
         """Put the mutants in, before anything else. RankError where that fails."""
         if self._pool is None:
-            self._pool = RankPool(self.world_size, group_timeout=_RUN_S, grace=_RANK_GRACE_S)
+            self._pool = RankPool(
+                self.world_size,
+                group_timeout=_RUN_S,
+                grace=_RANK_GRACE_S,
+                ranks_per_host=self._per_host,
+            )
             if self._mutants:
                 dependents({mutant.module for mutant in self._mutants})  # reads who imports whom
                 self._pool.run(rank_runs.put_in, self._mutants, known_imports())
@@ -74,7 +83,8 @@ class Ranks(Closing):
 
     def case_list(self, pairs: tuple[Pair, ...], level: Level) -> tuple[Sequence[Case], Machine]:
         machine = self.this_machine()
-        return self._asked(rank_runs.listed, pairs, level, machine), machine
+        asked = rank_runs.Asked(pairs, level, machine, self._per_host)
+        return self._asked(rank_runs.listed, asked), machine
 
     def refused(self, cases: Sequence[Case]) -> list[str]:
         return self._asked(rank_runs.refused, tuple(cases), self.this_machine())
@@ -125,24 +135,28 @@ class Ranks(Closing):
 
 
 class OverRanks:
-    """A `Where` of several ranks on this CPU."""
+    """A `Where` of several ranks on this CPU, which may stand for several hosts."""
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, world_size: int, ranks_per_host: int | None = None) -> None:
+        self.world_size, self.ranks_per_host = world_size, ranks_per_host
+
+    def _ranks(self, *given: Any) -> Ranks:
+        return Ranks(self.world_size, self.ranks_per_host, *given)
 
     def has_cases(self, pair: Pair, level: Level) -> bool:
-        machine = this_machine(device="cpu")
-        return bool(rank_cases_for(*pair, machine, self.world_size, level).cases)
+        machine, per_host = this_machine(device="cpu"), self.ranks_per_host
+        return bool(rank_cases_for(*pair, machine, self.world_size, level, per_host).cases)
 
     def cover(self, modules: Mapping[str, Path], pairs: tuple[Pair, ...], level: Level) -> Coverage:
         """Lines of all ranks are put together, seconds are the slowest rank's."""
         machine, files = this_machine(device="cpu"), {m: str(path) for m, path in modules.items()}
         dependents(set(modules))
         found: list[Covered] = []
-        with Ranks(self.world_size) as ranks:
+        with self._ranks() as ranks:
             run = ranks.start().run
+            asked = rank_runs.Asked(pairs, level, machine, self.ranks_per_host)
             try:
-                told = run(rank_runs.watch, files, known_imports(), pairs, level, machine)
+                told = run(rank_runs.watch, files, known_imports(), asked)
                 loading = united(lines for _, lines in told)
                 for case in told[0][0]:
                     given = case, machine, _WATCHED_S, tuple(files.values())
@@ -156,7 +170,7 @@ class OverRanks:
 
     def put_in(self, mutant: Mutant, cases: Sequence[Covered], listing: Listing | None) -> Fate:
         follower = Follower(mutant, cases)
-        with Ranks(self.world_size, (mutant,), cases) as ranks:
+        with self._ranks((mutant,), cases) as ranks:
             try:
                 ranks.start()
                 run_cases(cases, listing, ranks, follower.hear)
@@ -167,14 +181,14 @@ class OverRanks:
         return follower.ended(Ended("done"))
 
     def failure(self, case: Case) -> str | None:
-        with Ranks(self.world_size) as ranks:
+        with self._ranks() as ranks:
             try:
                 return ranks.first_failure(case, ranks.this_machine())[0]
             except RanksEnded as error:
                 return str(error)
 
     def digests(self, cases: Sequence[Case], mutants: Sequence[Mutant]) -> Iterator[str]:
-        with Ranks(self.world_size, tuple(mutants)) as ranks:
+        with self._ranks(tuple(mutants)) as ranks:
             machine = ranks.this_machine()
             for case in cases:
                 try:

@@ -9,6 +9,7 @@ import importlib
 import time
 from collections.abc import Collection, Mapping
 from functools import partial
+from typing import NamedTuple
 
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.settings import deadline
@@ -25,6 +26,15 @@ from modular_kernel.types import Machine
 
 Imports = Mapping[str, tuple[str, ...]]
 Lines = dict[str, list[int]]  # by file
+
+
+class Asked(NamedTuple):
+    """Of which cases. ranks_per_host: None where all ranks are on one."""
+
+    pairs: tuple[Pair, ...]
+    level: Level
+    machine: Machine
+    ranks_per_host: int | None
 
 
 def put_in(
@@ -44,9 +54,7 @@ def watch(
     _group: object,
     modules: Mapping[str, str],
     imports: Imports,
-    pairs: tuple[Pair, ...],
-    level: Level,
-    machine: Machine,
+    asked: Asked,
 ) -> tuple[list[RankCase], Lines]:
     """First of all: import `modules` (name -> file) again; the cases, and the lines executed."""
     confine()
@@ -55,22 +63,18 @@ def watch(
     with watched(set(modules.values())) as (lines, loaded):
         fresh = importlib.import_module(__name__)
         reattach()
-        cases: list[RankCase] = fresh.listed(rank, world_size, None, pairs, level, machine)
+        cases: list[RankCase] = fresh.listed(rank, world_size, None, asked)
     both = {file: lines.get(file, set()) | loaded.get(file, set()) for file in lines | loaded}
     return cases, as_lists(both)
 
 
-def listed(
-    _rank: int,
-    world_size: int,
-    _group: object,
-    pairs: tuple[Pair, ...],
-    level: Level,
-    machine: Machine,
-) -> list[RankCase]:
+def listed(_rank: int, world_size: int, _group: object, asked: Asked) -> list[RankCase]:
     """Every case of every pairing that is valid here, each once."""
+    pairs, level, machine, per_host = asked
     found = (
-        case for pair in pairs for case in rank_cases_for(*pair, machine, world_size, level).cases
+        case
+        for pair in pairs
+        for case in rank_cases_for(*pair, machine, world_size, level, per_host).cases
     )
     return list(dict.fromkeys(found))
 

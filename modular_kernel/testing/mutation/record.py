@@ -19,6 +19,7 @@ def record_of(score: Score) -> Record:
         "seed": score.seed,
         "level": found.level,
         "world_size": found.where.world_size,
+        "ranks_per_host": found.where.ranks_per_host,
         "pairings": [" x ".join(pair) for pair in found.pairs],
         "cases": len(found.coverage.cases),
         "versions": {name: version(name) for name in ("torch", "triton")},
@@ -57,12 +58,13 @@ def killer(fate: Fate) -> str:
 
 def died(record: Record, found: Survey) -> dict[str, str]:
     """Identity -> killer of those that died by a record, to go on from; {} if that is of other
-    cases: another part, level, number of ranks or pairings."""
-    pairings = [" x ".join(pair) for pair in found.pairs]
+    cases: another part, level, number of ranks or hosts, or pairings."""
+    pairings, where = [" x ".join(pair) for pair in found.pairs], found.where
     theirs = record["part"], record["level"], record["world_size"], record["pairings"]
-    mine = found.part, found.level, found.where.world_size, pairings
+    mine = found.part, found.level, where.world_size, pairings
+    same = theirs == mine and record.get("ranks_per_host") == where.ranks_per_host
     found_dead: dict[str, str] = record.get("died", {})
-    return found_dead if theirs == mine else {}
+    return found_dead if same else {}
 
 
 def reproducer(fate: Fate, found: Survey) -> str:
@@ -70,6 +72,8 @@ def reproducer(fate: Fate, found: Survey) -> str:
     words = ["mk", "test", "--mutate", found.part, "--only", fate.mutant.ident]
     if found.where.world_size > 1:
         words += ["--world-size", str(found.where.world_size)]
+    if found.where.ranks_per_host:
+        words += ["--ranks-per-host", str(found.where.ranks_per_host)]
     if len(found.pairs) == 1:
         words += ["--pf-type", found.pairs[0][0], "--experts-type", found.pairs[0][1]]
     if found.level != "full":

@@ -19,7 +19,6 @@ from modular_kernel.testing.mutation.coverage import Coverage, joined
 from modular_kernel.testing.mutation.equivalent import Equivalent, reviewed
 from modular_kernel.testing.mutation.fate import Fate
 from modular_kernel.testing.mutation.one_process import OneProcess
-from modular_kernel.testing.mutation.over_ranks import OverRanks
 from modular_kernel.testing.mutation.runs import Level, Pair
 from modular_kernel.testing.mutation.scope import modules_of
 from modular_kernel.testing.mutation.source import Mutant
@@ -27,6 +26,7 @@ from modular_kernel.testing.mutation.walk import mutants_of
 
 # Where all mutants would take longer than an hour, so many are drawn.
 SAMPLE = 150
+_HERE = OneProcess()
 
 
 @dataclass(frozen=True)
@@ -93,26 +93,26 @@ class Score:
 
 
 def survey(
-    part: str, pairs: Sequence[Pair] = (), level: Level = "full", *, world_size: int = 1
+    part: str, pairs: Sequence[Pair] = (), level: Level = "full", *, where: Where = _HERE
 ) -> Survey:
     """Find the mutants of a part and run its cases once, on this CPU.
 
-    pairs: the pairings whose cases are run; () takes every one that the part is in. world_size: 1
-    for cases in one process, else so many ranks. Raises ConfigurationError for an unknown part, and
-    one that no case there serves.
+    pairs: the pairings whose cases are run; () takes every one that the part is in. where: in one
+    process, or OverRanks. Raises ConfigurationError for an unknown part, and one that no case there
+    serves.
     """
-    return surveys((part,), pairs, level, world_size=world_size)[0]
+    return surveys((part,), pairs, level, where=where)[0]
 
 
 def surveys(
-    parts: Sequence[str], pairs: Sequence[Pair] = (), level: Level = "full", *, world_size: int = 1
+    parts: Sequence[str], pairs: Sequence[Pair] = (), level: Level = "full", *, where: Where = _HERE
 ) -> tuple[Survey, ...]:
     """Take several parts apart as `survey` does one; the cases of a pairing are run once for all.
 
     Of given pairs a part gets those that it is in; a reducer all.
     """
-    of = {part: _mine(part, pairs, level, world_size) for part in parts}
-    where, catalog = _where(world_size), load_catalog()
+    of = {part: _mine(part, pairs, level, where) for part in parts}
+    catalog = load_catalog()
     modules = {m: path for part in parts for m, path in modules_of(part, catalog).items()}
     each: dict[Pair, Coverage] = {}
     for pair in dict.fromkeys(pair for mine in of.values() for pair in mine):
@@ -126,12 +126,12 @@ def surveys(
     )
 
 
-def _mine(part: str, pairs: Sequence[Pair], level: Level, world_size: int) -> tuple[Pair, ...]:
+def _mine(part: str, pairs: Sequence[Pair], level: Level, where: Where) -> tuple[Pair, ...]:
     """Return the pairings of a part, of those given; ConfigurationError if it is in none of
     them.
     """
     if not pairs:
-        return pairs_of(part, level, world_size=world_size)
+        return pairs_of(part, level, where=where)
     catalog = load_catalog()
     modules_of(part, catalog)
     reducer = part in catalog.names("topk_reduce")
@@ -157,16 +157,12 @@ def mutant_of(mutants: Sequence[Mutant], part: str, ident: str) -> Mutant:
     return found
 
 
-def _where(world_size: int) -> Where:
-    return OneProcess() if world_size == 1 else OverRanks(world_size)
-
-
-def pairs_of(part: str, level: Level = "full", *, world_size: int = 1) -> tuple[Pair, ...]:
+def pairs_of(part: str, level: Level = "full", *, where: Where = _HERE) -> tuple[Pair, ...]:
     """Find the pairings with the part that have cases; for a reducer all, as any may end in it.
 
     Raises ConfigurationError for an unknown part, and one that no case there serves.
     """
-    catalog, where = load_catalog(), _where(world_size)
+    catalog = load_catalog()
     modules_of(part, catalog)
     every = (
         (pf, experts)
@@ -177,7 +173,7 @@ def pairs_of(part: str, level: Level = "full", *, world_size: int = 1) -> tuple[
     mine = (pair for pair in every if reducer or part in pair)
     pairs = tuple(pair for pair in mine if where.has_cases(pair, level))
     if not pairs:
-        raise ConfigurationError("--mutate", got=repr(part), need=_needed(part, world_size))
+        raise ConfigurationError("--mutate", got=repr(part), need=_needed(part, where.world_size))
     return pairs
 
 

@@ -57,6 +57,7 @@ class LaunchedRanks(Closing):
             hide_gpus()
             torch.set_num_threads(1)
         self.rank, self.world_size = launcher.rank, launcher.world_size
+        self.ranks_per_host = launcher.ranks_per_host
         self.backend, self.grace = backend, grace
         self._launcher, self._group_timeout = launcher, group_timeout
         self._generation, self._joined = 0, -1

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from modular_kernel.errors import ConfigurationError, ModularKernelError
-from modular_kernel.settings import hide_gpus, read_settings
+from modular_kernel.settings import hide_gpus, host_called, read_settings
 from modular_kernel.testing.ranks.closing import Closing
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ class _Place:
     rank: int
     world_size: int
     backend: Backend
+    host: str  # a name of it; "" where all are on one
     folder: str
     listener: str  # the folder of the parent's multiprocessing, where ranks are asked for
     seconds: float  # deadline of a collective
@@ -105,8 +106,9 @@ class RankPool(Closing):
 
     backend: gloo on the CPU, or nccl with GPU r for rank r. group_timeout: seconds after which a
     collective that waits for a peer raises. grace: seconds that ranks have to come back after
-    another one failed; then they are killed. Processes start with the first run.
-    ConfigurationError where there are fewer GPUs than ranks.
+    another one failed; then they are killed. ranks_per_host: that blocks of so many ranks are to
+    take for hosts of their own; None: all are on one. Processes start with the first run.
+    ConfigurationError where there are fewer GPUs than ranks, or a block would be incomplete.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class RankPool(Closing):
         *,
         group_timeout: float = 60,
         grace: float = 2,
+        ranks_per_host: int | None = None,
     ) -> None:
         if world_size < 1:
             raise ConfigurationError("world_size", got=world_size, need=">= 1")
@@ -124,7 +127,11 @@ class RankPool(Closing):
         if backend == "nccl" and torch.cuda.device_count() < world_size:
             need = f"{world_size}, one for each rank"
             raise ConfigurationError("GPUs", got=torch.cuda.device_count(), need=need)
+        if ranks_per_host is not None and (ranks_per_host < 1 or world_size % ranks_per_host):
+            need = f"a divisor of the {world_size} ranks"
+            raise ConfigurationError("ranks_per_host", got=ranks_per_host, need=need)
         self.world_size, self.backend, self.grace = world_size, backend, grace
+        self.ranks_per_host = ranks_per_host
         self._group_timeout = group_timeout
         self._context = _context(backend)
         self._folder: tempfile.TemporaryDirectory[str] | None = tempfile.TemporaryDirectory(
@@ -133,6 +140,11 @@ class RankPool(Closing):
         self._ranks: list[_Rank] = []
         self._generation = 0
         self._raised_at: dict[int, float] = {}  # in the last run, by the clock ranks share
+
+    @property
+    def hosts(self) -> int:
+        """How many hosts the ranks stand for."""
+        return self.world_size // (self.ranks_per_host or self.world_size)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -188,10 +200,15 @@ class RankPool(Closing):
         interpreter = read_settings().triton_interpret
         for rank in range(self.world_size):
             ours, theirs = self._context.Pipe()
-            folder, seconds = self._folder.name, self._group_timeout
-            listener = multiprocessing.util.get_temp_dir()
             place = _Place(
-                rank, self.world_size, self.backend, folder, listener, seconds, interpreter
+                rank,
+                self.world_size,
+                self.backend,
+                host=f"host {rank // self.ranks_per_host}" if self.ranks_per_host else "",
+                folder=self._folder.name,
+                listener=multiprocessing.util.get_temp_dir(),
+                seconds=self._group_timeout,
+                interpreter=interpreter,
             )
             process = self._context.Process(
                 target=_serve, args=(place, theirs), name=f"rank {rank}", daemon=True
@@ -313,7 +330,8 @@ def _serve(place: _Place, pipe: Connection) -> None:
         hide_gpus()  # ranks on the CPU, also on a machine that has GPUs
     generation: int | None = None
     failed: list[BaseException] = []
-    with _trace_path(place.folder, place.rank).open("w") as traces:
+    called = host_called(place.host or read_settings().host_id)
+    with called, _trace_path(place.folder, place.rank).open("w") as traces:
         faulthandler.enable(file=traces)
         faulthandler.register(signal.SIGUSR1, file=traces)
         while message := _next(pipe):

@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from modular_kernel.catalog import check, load_catalog, make_kernel, this_machine
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.settings import host_called, read_settings
 from modular_kernel.testing.stress.soak_scenes import Scene, Scenes, judged
 from modular_kernel.types import Machine, Parallel, Problem
 
@@ -131,9 +130,7 @@ class _Run:
         requires = load_catalog().prepare_finalize(job.part).requires
         problem = job.problem(world_size, rank, graph=cuda and requires.graph_capturable)
         experts = job.experts or _partner(job.part, problem, machine)
-        host = f"host{rank * job.hosts // world_size}" if job.hosts > 1 else read_settings().host_id
-        with host_called(host):
-            self.kernel = make_kernel(job.part, experts, problem, group=group, machine=machine)
+        self.kernel = make_kernel(job.part, experts, problem, group=group, machine=machine)
         self.plan = self.kernel.plan()
         part = self.kernel.prepare_finalize
         self.source = Scenes(
