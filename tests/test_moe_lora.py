@@ -150,9 +150,7 @@ def test_auto_runs_one_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
 
     c, taken = call(), list[str]()
     for name in ("fused", "staged"):
-        monkeypatch.setattr(
-            moe_lora, f"_run_moe_lora_{name}", lambda *_, name=name: taken.append(name)
-        )
+        monkeypatch.setattr(moe_lora, f"moe_lora_{name}", lambda *_, name=name: taken.append(name))
     arguments = (c.x, c.ids, c.weights, c.info, *c.buffers, c.output)
     for fused in (True, False):
         monkeypatch.setattr(moe_lora, "should_use_fused_kernel", lambda *_, fused=fused: fused)
