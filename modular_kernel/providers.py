@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -54,10 +55,10 @@ def find(provider: Provider) -> Found:
     for place in provider.places:
         for folder in _folders(place):
             lacks = next(filter(None, (_lacks(folder, *sign) for sign in provider.signs)), "")
-            version = version_in(folder, provider.version_file)
+            stated = version_in(folder, provider.version_file)
             if not lacks:
-                return Found(folder, version)
-            why.append(f"another {f'{place} {version}'.strip()}: {lacks}")
+                return Found(folder, stated)
+            why.append(f"another {f'{place} {stated}'.strip()}: {lacks}")
     return Found(why="; ".join(why))
 
 
@@ -113,6 +114,14 @@ def version_in(folder: Path, file: str = "__init__.py") -> str:
     """Return the version that a file of a package states, "" if it does not."""
     stated = _VERSION.search(_text(folder / file) or "")
     return stated[1] if stated else ""
+
+
+def version_of(distribution: str) -> str | None:
+    """Return the version of a distribution that is installed, without importing it; else None."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def _folders(place: str) -> Iterator[Path]:

@@ -29,3 +29,10 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
     """Normal, float32 before it is `dtype`, on DEVICE."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
+
+
+def odd_address(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, one value further than an allocation begins."""
+    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
+    memory[1:].view(tensor.shape).copy_(tensor)
+    return memory[1:].view(tensor.shape)

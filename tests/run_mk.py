@@ -1,6 +1,8 @@
 """Runs the `mk` command in the process of a test."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -28,3 +30,16 @@ def run_mk(capsys: pytest.CaptureFixture[str], *words: str) -> Ended:
     code = ended.value.code
     assert isinstance(code, int | None)
     return Ended(code or 0, *capsys.readouterr())
+
+
+Mk = Callable[..., Ended]
+
+
+def runs_mk(*first: str) -> Any:
+    """A fixture that runs `mk`, with these words first, in the process of a test."""
+
+    @pytest.fixture
+    def mk(capsys: pytest.CaptureFixture[str]) -> Mk:
+        return partial(run_mk, capsys, *first)
+
+    return mk

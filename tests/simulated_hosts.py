@@ -152,7 +152,7 @@ def world_of_hosts(*, apart: bool, join_s: float = 60, **variables: str) -> Iter
             _two_namespaces(names)
             cable = Cable(names)
             cable.plug_in()
-        port = 29500 if apart else _free_port()
+        port = 29500 if apart else free_port()
         for rank in range(4):
             name = names[rank // 2]
             own = {"GLOO_SOCKET_IFNAME": "eth0"} if apart else {"MK_HOST_ID": name}
@@ -191,7 +191,8 @@ def _two_namespaces(names: Sequence[str]) -> None:
             _run(*inside, "link", "set", link, "up")
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this host that nobody listens at."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

@@ -1,13 +1,11 @@
 """`mk bench` on the command line: files, peers' files, named shapes, options and exit codes."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
-from run_mk import Ended, run_mk
-from test_bench import PEAKS, WHERE, row
+from run_mk import Mk, runs_mk
+from test_bench import PEAKS, WHERE, _small_peaks, row  # noqa: F401  the fixture: before each test here
 
 from modular_kernel.bench import run as run_module
 from modular_kernel.bench.candidates import peer_offers
@@ -17,15 +15,6 @@ from modular_kernel.errors import BrokenPartError, ConfigurationError
 from modular_kernel.measure.records import Report, ranked
 
 PAIR_WORDS = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
-
-
-@pytest.fixture(autouse=True)
-def _small_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peaks of this machine take a second; their own test measures some."""
-    real = run_module.measure_peaks
-    monkeypatch.setattr(
-        run_module, "measure_peaks", lambda *a, **k: real(*a, **k, size=64, nbytes=1 << 16)
-    )
 
 
 PEER_FILE = """
@@ -80,14 +69,7 @@ def test_a_peer_file_that_is_none_is_named(
         peer_offers(tmp_path / "absent.py")
 
 
-Mk = Callable[..., Ended]
-
-
-@pytest.fixture
-def mk(capsys: pytest.CaptureFixture[str]) -> Mk:
-    """Runs `mk bench` on a tiny layer in this process."""
-
-    return partial(run_mk, capsys, "bench", "--ms", "0.01")
+mk = runs_mk("bench", "--ms", "0.01")
 
 
 TINY = ("--hidden", "32", "--intermediate", "48", "--experts", "4", *PAIR_WORDS)

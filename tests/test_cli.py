@@ -3,14 +3,14 @@
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from run_mk import Ended, run_mk
+from run_mk import Ended, Mk, run_mk, runs_mk
 
 from experts import TorchExperts
 from modular_kernel.catalog import this_machine
@@ -27,14 +27,7 @@ REFUSED_PAIR = ("--pf-type", "BatchedPrepareAndFinalize", "--experts-type", "Tri
 TRITON_HERE = this_machine().device == "cuda" or this_machine().interpreter
 
 
-Mk = Callable[..., Ended]
-
-
-@pytest.fixture
-def mk(capsys: pytest.CaptureFixture[str]) -> Mk:
-    """Runs `mk` in this process."""
-
-    return partial(run_mk, capsys)
+mk = runs_mk()
 
 
 def python(*words: str) -> Ended:

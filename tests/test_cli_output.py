@@ -2,12 +2,10 @@
 
 import json
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
-from run_mk import Ended, run_mk
+from run_mk import Mk, runs_mk
 
 from modular_kernel.cli import output
 from modular_kernel.cli.check import letters_for, print_matrix
@@ -16,7 +14,6 @@ from modular_kernel.cli.tables import folded, layout, records
 from modular_kernel.printable import counted
 from modular_kernel.types import Machine
 
-Mk = Callable[..., Ended]
 TORCH_PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
 REFUSED_PAIR = ("--pf-type", "BatchedPrepareAndFinalize", "--experts-type", "TritonExperts")
 TINY = ("--tokens", "2", "--hidden", "32", "--intermediate", "32", "--experts", "4")
@@ -60,10 +57,7 @@ PRINTED: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.fixture
-def mk(capsys: pytest.CaptureFixture[str]) -> Mk:
-    """Runs `mk` in this process."""
-    return partial(run_mk, capsys)
+mk = runs_mk()
 
 
 def test_a_grid_of_pairs_and_what_each_rule_says(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:

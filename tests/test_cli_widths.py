@@ -1,14 +1,13 @@
 """Every verb's output in terminals of 80 and of 200 columns."""
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from run_mk import Ended, run_mk
+from run_mk import Mk, run_mk
 from test_cli_output import EXCHANGE, PRINTED, TINY, TORCH_PAIR
 from test_tune_cli import TUNED, small_layer
 
@@ -17,7 +16,6 @@ from modular_kernel.cli.demo_output import CheckpointRow, DemoRow
 from modular_kernel.testing.compile import cases as compiled
 from modular_kernel.testing.compile.report import CompileRecord
 
-Mk = Callable[..., Ended]
 WIDTHS = (80, 200)
 PARTS = ("AllGatherReduceScatterPrepareAndFinalize", "BatchedTritonExperts")
 PAIR = " x ".join(PARTS)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from ops_samples import odd_address
 from vendor_stand_in import BatchedCutlassFP4, CutlassFP4, proven
 from vendor_stand_in import fp4_gemm as stand_in
 
@@ -162,12 +163,6 @@ def test_one_result_by_hand() -> None:
         s = [float(each.view(torch.float8_e4m3fn)) for each in scales]
         total += float(stand_in.VALUES[x] * stand_in.VALUES[w]) * s[0] * s[1]
     assert got == pytest.approx(total * 0.125, rel=2.0**-8)
-
-
-def odd_address(tensor: torch.Tensor) -> torch.Tensor:
-    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
-    memory[1:].view(tensor.shape).copy_(tensor)
-    return memory[1:].view(tensor.shape)
 
 
 # What each changes of the operands; all of it, the kernel would compute wrongly or fault.

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ops_samples import odd_address
 
 from experts.cutlass.path import CutlassPath
 from experts.cutlass.product import block_gemm
@@ -182,13 +183,6 @@ def test_rows_behind_the_last_one_stay() -> None:
     assert (h.scale[:194] > 0).all()
     assert not h.q_RK[194:].float().any()
     assert h.q_RK[:194].float().any(1).all()
-
-
-def odd_address(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, one value further than an allocation begins."""
-    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
-    memory[1:].view(tensor.shape).copy_(tensor)
-    return memory[1:].view(tensor.shape)
 
 
 PLANTED = {

@@ -3,15 +3,15 @@
 What the products compute is proven in tests/gpu/test_dequantised_on_gpu.py.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from grouped_products import H200, OAI, multiply_tiles, products_by
 
 from experts.triton.configs.heuristics import heuristics
-from experts.triton.configs.select import choose_config, on_device, override_config
+from experts.triton.configs.select import choose_config, override_config
 from experts.triton.dequantised import config as dequantised_config
 from experts.triton.dequantised.path import DequantisedPath
 from experts.triton.grouped.base import Rows
@@ -22,14 +22,11 @@ from modular_kernel import Problem
 from modular_kernel.composer import random_inputs
 from modular_kernel.ops.activation import activation_constants
 from modular_kernel.ops.sort import Sorted
-from modular_kernel.reference import activation
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.types import Combine, Machine
 
-H200 = Device("NVIDIA H200", tma=True)
 _NO_EP = "MoEPrepareAndFinalizeNoEP"
-_OAI = "swiglu_oai:alpha=1.702,limit=1.2,interleaved=true"
 _INT4, _MXFP4, _INT8 = "int4_w4a16_group", "mxfp4_w4a16", "int8_w8a16_group"
 _BASE = replace(
     BASE, tokens=19, hidden=160, intermediate=96, dtype=torch.bfloat16, quant=f"{_INT4}:group=32"
@@ -44,44 +41,30 @@ def _multiply(
     order: Sorted,
     out: torch.Tensor,
 ) -> None:
-    """The grouped GEMM's product in float32, tile by tile as the kernel finds them."""
-    max_tiles, (_, _, depth) = order.max_tiles, product.w.shape
+    depth = product.w.shape[2]
     spec = self.problem.act if product.constants["GATED"] or depth == self.problem.hidden else None
     if spec is not None and activation_constants(spec)["KIND"] != product.constants["KIND"]:
         spec = None  # GEMM 2 of a layer as wide as deep
-    for i in range(int(order.tiles[-1])):
-        expert, first, end = (int(order.tiles[j * max_tiles + i]) for j in range(3))
-        at = slice(first, min(first + tile.block_m, end))
-        a = rows.values[at] if rows.tokens is None else rows.values[rows.tokens[at].long()]
-        value = a.float() @ product.w[expert].float().T
-        if product.bias is not None:
-            value = value + product.bias[expert].float()
-        out[at] = (value if spec is None else activation(value, spec)).to(out.dtype)
+    multiply_tiles(rows, product.w.__getitem__, product.bias, spec, tile, order, out)
 
 
-@pytest.fixture(autouse=True)
-def _there_are_boxes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(GroupedTmaPath, "multiply", _multiply)
-    with on_device(H200):
-        yield
-
-
+_there_are_boxes = products_by(GroupedTmaPath, _multiply)
 _CASES: tuple[tuple[dict[str, Any], str], ...] = (
     ({}, "uniform"),
     ({"quant": f"{_INT4}:group=32,zero_points=true"}, "skips"),
-    ({"quant": f"{_INT4}:zero_points=true", "activation": _OAI, "bias": True}, "zipf"),
+    ({"quant": f"{_INT4}:zero_points=true", "activation": OAI, "bias": True}, "zipf"),
     ({"quant": f"{_INT4}:group=96", "hidden": 416, "activation": "relu2"}, "empty_experts"),
-    ({"quant": _MXFP4, "bias": True, "activation": _OAI}, "uniform"),
+    ({"quant": _MXFP4, "bias": True, "activation": OAI}, "uniform"),
     ({"quant": _MXFP4, "hidden": 200, "intermediate": 72}, "skips"),
     ({"quant": f"{_MXFP4}:repacked=true", "hidden": 1096}, "empty_experts"),
     ({"quant": f"{_INT8}:group=64,zero_points=true"}, "duplicates"),
     ({"quant": f"{_INT8}:group=32", "hidden": 200}, "zipf"),
     ({"quant": "int8_w8a16_channel", "bias": True}, "uniform"),
     ({"quant": "fp8_w8a16_tensor"}, "skips"),
-    ({"quant": "nvfp4_w4a16", "bias": True, "activation": _OAI}, "uniform"),
+    ({"quant": "nvfp4_w4a16", "bias": True, "activation": OAI}, "uniform"),
     ({"quant": "nvfp4_w4a16", "hidden": 200}, "zipf"),
     ({"quant": "fp8_w8a16_channel", "activation": "relu2"}, "uniform"),
-    ({"quant": "fp8_w8a16_block:block=48x64", "hidden": 200, "activation": _OAI}, "uniform"),
+    ({"quant": "fp8_w8a16_block:block=48x64", "hidden": 200, "activation": OAI}, "uniform"),
     ({"expert_map": True, "local_experts": 3, "experts": 5}, "uniform"),
     ({"combine": Combine.TOPK_UNWEIGHTED, "top_k": 3}, "skips"),
     ({"chunk_tokens": 7, "routed_scaling_factor": 2.5}, "uniform"),

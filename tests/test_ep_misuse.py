@@ -1,7 +1,6 @@
 """Managers and parts over torch.distributed: misuse is an error, and some problems are refused."""
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ep_layers import ALL2ALL, PARTS, REPLICATED, Layer
+from module_ranks import module_ranks
 
 from modular_kernel.catalog import check, make_kernel, this_machine
 from modular_kernel.errors import (
@@ -24,11 +24,7 @@ from modular_kernel.types import Combine, Machine, Parallel, Problem
 from prepare_finalize import DeepEPGroup, SymmetricGroup, TorchGroup
 from prepare_finalize.pplx.group import PplxGroup
 
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[RankPool]:
-    with RankPool(2, grace=15) as ranks:
-        yield ranks
+pair = module_ranks(2)
 
 
 def raised_by(function) -> ModularKernelError | None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from ep_layers import ALL2ALL, BATCHED, GATHERED, PARTS, REPLICATED, Layer, call_layer, call_layers
+from module_ranks import module_ranks
 
 from modular_kernel.catalog import make_kernel, this_machine
 from modular_kernel.placement import Placement
@@ -22,10 +23,7 @@ def pool(request) -> Iterator[RankPool]:
         yield ranks
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[RankPool]:
-    with RankPool(2, grace=15) as ranks:
-        yield ranks
+pair = module_ranks(2)
 
 
 def tokens_of(part: str, world: int) -> tuple[tuple[int, ...], ...]:

@@ -1,12 +1,12 @@
 """A rank that refuses its call, and layers called in another order: every rank is told at once."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from ep_layers import ALL2ALL, GATHERED, REPLICATED, Layer
+from module_ranks import module_ranks
 
 from modular_kernel.catalog import make_kernel
 from modular_kernel.testing.ranks.pool import RankPool
@@ -18,10 +18,7 @@ AT_ONCE_S = LONG_S / 2  # on a busy machine, too
 TOKENS = {REPLICATED: (4, 4, 4), GATHERED: (4, 3, 5), ALL2ALL: (4, 3, 5)}
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(3, grace=15) as ranks:
-        yield ranks
+pool = module_ranks(3)
 
 
 @pytest.mark.parametrize("by", ["kernel", "plan"])

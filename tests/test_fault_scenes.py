@@ -1,11 +1,12 @@
 """Scenes in which ranks do not mean the same call: played well, and told from parts that err."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from ep_layers import ALL2ALL, REPLICATED
+from module_ranks import module_ranks
 
 from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.errors import ConfigurationError
@@ -23,10 +24,7 @@ pytestmark = pytest.mark.cpu
 SYMMETRIC = "SymmMemPrepareAndFinalize"
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2, grace=15) as ranks:
-        yield ranks
+pool = module_ranks(2)
 
 
 def case_of(part: str, fault: str) -> RankCase:

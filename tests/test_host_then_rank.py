@@ -5,12 +5,12 @@ MK_HOST_ID lets the ranks of one machine stand for those of several.
 
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from module_ranks import module_ranks
 from test_hosts import in_memory, left_in_memory, made, simulated
 
 from modular_kernel.catalog import check, make_kernel, this_machine
@@ -29,10 +29,7 @@ PART = "HostThenRankPrepareAndFinalize"
 pytestmark = pytest.mark.cpu
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    with RankPool(4, grace=15) as ranks:
-        yield ranks
+four = module_ranks(4)
 
 
 def case_of(routing: str, per_host: int) -> RankCase:

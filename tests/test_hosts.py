@@ -5,12 +5,12 @@ MK_HOST_ID lets the ranks of one machine stand for those of several.
 
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from module_ranks import module_ranks
 
 from modular_kernel.catalog import check, make_kernel
 from modular_kernel.errors import CommunicationError, ConfigurationError, ModularKernelError
@@ -28,10 +28,7 @@ SYMM_MEM, ALL2ALL = "SymmMemPrepareAndFinalize", "TorchAll2AllPrepareAndFinalize
 FOLDER = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    with RankPool(4, grace=15) as ranks:
-        yield ranks
+four = module_ranks(4)
 
 
 def simulated(rank: int, ids: str) -> None:

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_importers import numbers
 
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
 from modular_kernel.importers import (
-    GroupWeights,
     channel_scale,
     from_gpt_oss,
     from_gptq,
@@ -48,13 +48,6 @@ def layer(rows: int = 8, depth: int = 32, group: int = 8) -> tuple[torch.Tensor,
     values = torch.randint(0, 256, (rows, depth), generator=g)
     zeros = torch.randint(1, 256, (rows, groups), generator=g)
     return values, zeros, torch.rand(rows, groups, generator=g) + 0.5
-
-
-def numbers(weights: GroupWeights) -> torch.Tensor:
-    """What the stored tensors stand for, (N, K)."""
-    zeros = None if weights.zero_point is None else weights.zero_point[None]
-    scheme = QuantScheme.parse(weights.quant)
-    return dequantise(weights.w[None], weights.scale[None], zeros, scheme)[0]
 
 
 @pytest.mark.parametrize(("group", "less"), [(8, 1), (8, 0), (32, 1), (-1, 1)])

@@ -2,12 +2,12 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
 
 import pytest
+from simulated_hosts import free_port
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.settings import read_launcher
@@ -16,12 +16,6 @@ from modular_kernel.testing.ranks.pool import RankError
 
 PAIR = ("--pf-type", "ReplicatedEPPrepareAndFinalize", "--experts-type", "TorchExperts")
 ONE = ("--one", "--tokens", "3", "--dtype", "float32")
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def world(

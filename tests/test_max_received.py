@@ -1,12 +1,12 @@
 """Problem.max_received: buffers for so many rows; of more every rank is told before they move."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from module_ranks import module_ranks
 from test_hosts import simulated
 
 from modular_kernel.catalog import check, make_kernel
@@ -23,10 +23,7 @@ PROBLEM = Problem(TOKENS, 32, 16, 8, 2, dtype=torch.float32, max_received=10)
 pytestmark = pytest.mark.cpu
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    with RankPool(4, grace=15) as ranks:
-        yield ranks
+four = module_ranks(4)
 
 
 def calls(rank: int, world: int, group: object, part: str, ids: str, most: int | None) -> list[Any]:

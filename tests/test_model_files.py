@@ -6,117 +6,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_configs import (
+    DBRX,
+    DEEPSEEK,
+    FP8,
+    GPT_OSS,
+    HUNYUAN,
+    INKLING,
+    KIMI_LINEAR,
+    LLAMA4,
+    MIXTRAL,
+    NEMOTRON,
+    QWEN3,
+    without,
+    written,
+)
 
 from modular_kernel.cli.options import ProblemOptions
 from modular_kernel.cli.presets import facts
 from modular_kernel.cli.tune import _problems
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.config_file import facts_of_file, is_file
-
-MIXTRAL = {
-    "model_type": "mixtral",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "hidden_act": "silu",
-    "torch_dtype": "bfloat16",
-}
-QWEN3 = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "hidden_act": "silu",
-    "dtype": "float16",
-}
-DEEPSEEK = {
-    "model_type": "deepseek_v3",
-    "hidden_act": "silu",
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "num_experts_per_tok": 8,
-    "routed_scaling_factor": 2.5,
-    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
-}
-GPT_OSS = {
-    "model_type": "gpt_oss",
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "num_local_experts": 128,
-    "num_experts_per_tok": 4,
-    "swiglu_limit": 7.0,
-    "quantization_config": {"quant_method": "mxfp4"},
-}
-
-
-def written(folder: Path, config: Any) -> str:
-    path = folder / "config.json"
-    path.write_text(config if isinstance(config, str) else json.dumps(config))
-    return str(path)
-
-
-NEMOTRON = {
-    "model_type": "nemotron_h",
-    "hidden_size": 2688,
-    "moe_intermediate_size": 1856,
-    "n_routed_experts": 128,
-    "num_experts_per_tok": 6,
-    "mlp_hidden_act": "relu2",
-    "routed_scaling_factor": 2.5,
-    "torch_dtype": "bfloat16",
-}
-LLAMA4 = {
-    "model_type": "llama4_text",
-    "hidden_size": 5120,
-    "intermediate_size": 8192,
-    "num_local_experts": 16,
-    "num_experts_per_tok": 1,
-    "hidden_act": "silu",
-}
-DBRX = {
-    "model_type": "dbrx",
-    "d_model": 6144,
-    "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4},
-    "torch_dtype": "bfloat16",
-}
-KIMI_LINEAR = {
-    "model_type": "kimi_linear",
-    "hidden_size": 2304,
-    "moe_intermediate_size": 1024,
-    "num_experts": 256,
-    "num_experts_per_token": 8,
-    "hidden_act": "silu",
-    "routed_scaling_factor": 2.446,
-}
-HUNYUAN = {
-    "model_type": "hunyuan_v1_moe",
-    "hidden_size": 4096,
-    "intermediate_size": 3072,
-    "num_experts": 64,
-    "moe_topk": [8, 8, 8],
-    "hidden_act": "silu",
-}
-INKLING = {
-    "model_type": "inkling_text",
-    "hidden_size": 64,
-    "intermediate_size": 32,
-    "dense_intermediate_size": 96,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "hidden_act": "silu",
-    "route_scale": 1.5,
-}
-FP8 = DEEPSEEK["quantization_config"]
-
-
-def without(config: dict, *names: str) -> dict:
-    return {name: value for name, value in config.items() if name not in names}
-
 
 OAI = "activation=swiglu_oai:alpha=1.702,limit=7.0,interleaved=true-bias"
 KNOWN = {
@@ -268,157 +178,6 @@ def test_what_is_no_layer_is_a_typed_error(tmp_path: Path, config: Any) -> None:
     with pytest.raises(ConfigurationError) as caught:
         facts_of_file(written(tmp_path, config))
     assert caught.value.what.startswith("model ")
-    assert len(str(caught.value)) < 1000
-
-
-def group(weights: dict, inputs: dict | None = None, **more: object) -> dict[str, object]:
-    """A quantization_config of compressed-tensors with one group."""
-    one = {"weights": weights, "input_activations": inputs, "targets": ["Linear"]}
-    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": one}} | more
-
-
-F8 = {"num_bits": 8, "type": "float"}
-I8 = {"num_bits": 8, "type": "int", "symmetric": True}
-I4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
-F4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
-TOKEN = {"strategy": "token", "dynamic": True}
-BLOCK = F8 | {"strategy": "block", "block_structure": [128, 128]}
-KIMI_LEFT = [
-    "re:.*self_attn.*",
-    "re:.*shared_experts.*",
-    "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
-]
-FP8_STATIC = {"quant_method": "fp8", "activation_scheme": "static"}
-OPT = {"quant_method": "modelopt"}
-SCHEMES: dict[str, tuple[dict[str, object], str]] = {
-    "fp8": (FP8_STATIC, "fp8_w8a8_tensor:static=true"),
-    "fp8 dynamic": (FP8_STATIC | {"activation_scheme": "dynamic"}, "fp8_w8a8_tensor"),
-    "fp8 ue8m0": (
-        {"quant_method": "fp8", "weight_block_size": [64, 32], "scale_fmt": "ue8m0"},
-        "fp8_w8a8_block:block=64x32",
-    ),
-    "fp8 but for others": (
-        {**FP8, "modules_to_not_convert": ["lm_head", "model.layers.0.mlp", "mlp.gate", "gate"]},
-        "fp8_w8a8_block",
-    ),
-    "8 bits with zero points": (
-        {"quant_method": "gptq", "bits": 8, "group_size": 64, "sym": False},
-        "int8_w8a16_group:group=64,zero_points=true",
-    ),
-    "awq, as it names things": (
-        {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "zero_point": False},
-        "int4_w4a16_group:group=64",
-    ),
-    "gptq in act-order": (
-        {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": True},
-        "int4_w4a16_act_order:group=64",
-    ),
-    "ct int4 in act-order": (
-        group(I4 | {"symmetric": False, "actorder": "group"}),
-        "int4_w4a16_act_order:group=32,zero_points=true",
-    ),
-    "ct int4": (
-        group(I4 | {"symmetric": True}, ignore=KIMI_LEFT),
-        "int4_w4a16_group:group=32",
-    ),
-    "ct int4 asymmetric": (
-        group(I4 | {"symmetric": False}),
-        "int4_w4a16_group:group=32,zero_points=true",
-    ),
-    "ct fp8 tensor": (
-        group(F8 | {"strategy": "tensor"}, F8 | {"strategy": "tensor", "dynamic": False}),
-        "fp8_w8a8_tensor:static=true",
-    ),
-    "ct fp8 channel": (group(F8 | {"strategy": "channel"}, F8 | TOKEN), "fp8_w8a8_channel"),
-    "ct fp8 block": (
-        group(BLOCK, F8 | {"strategy": "group", "group_size": 128, "dynamic": True}),
-        "fp8_w8a8_block",
-    ),
-    "ct fp8 weights by tensor": (group(F8 | {"strategy": "tensor"}), "fp8_w8a16_tensor"),
-    "ct fp8 weights by channel": (group(F8 | {"strategy": "channel"}), "fp8_w8a16_channel"),
-    "ct fp8 weights by block": (group(BLOCK), "fp8_w8a16_block"),
-    "ct int8": (
-        group(I8 | {"strategy": "channel"}, I8 | TOKEN),
-        "int8_w8a8_channel",
-    ),
-    "ct int4 by channel": (
-        group(I4 | {"strategy": "channel", "symmetric": True}),
-        "int4_w4a16_group:group=14336",
-    ),
-    "ct int8 of one group": (
-        group(I8 | {"strategy": "group", "group_size": -1}),
-        "int8_w8a16_group:group=14336",
-    ),
-    "gptq of one group": (
-        {"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": True},
-        "int4_w4a16_group:group=14336",
-    ),
-    "ct int8 weights": (group(I8 | {"strategy": "channel"}), "int8_w8a16_channel"),
-    "ct nvfp4": (group(F4, F4 | {"dynamic": "local"}), "nvfp4_w4a16"),
-    "ct nvfp4 weights alone": (group(F4), "nvfp4_w4a16"),
-    "ct mxfp4": (group(F4 | {"strategy": "group", "group_size": 32}), "mxfp4_w4a16"),
-    "modelopt fp8": (OPT | {"quant_algo": "FP8"}, "fp8_w8a8_tensor:static=true"),
-    "modelopt nvfp4": (OPT | {"quant_algo": "NVFP4", "group_size": 16}, "nvfp4_w4a16"),
-}
-
-
-@pytest.mark.parametrize(("config", "scheme"), SCHEMES.values(), ids=SCHEMES.keys())
-def test_a_quantization_config_means_its_scheme(
-    tmp_path: Path, config: dict[str, object], scheme: str
-) -> None:
-    given = MIXTRAL | {"quantization_config": config}
-    assert ProblemOptions(model=written(tmp_path, given)).problem().quant == scheme
-    older = MIXTRAL | {"compression_config": config}
-    assert facts_of_file(written(tmp_path, older))["quant"] is not None
-
-
-UNKNOWN: dict[str, dict[str, object]] = {
-    "no method": {"bits": 4},
-    "another method": {"quant_method": "bitsandbytes", "load_in_4bit": True},
-    "no blocks, no word of activations": {"quant_method": "fp8"},
-    "blocks and static": FP8 | {"activation_scheme": "static"},
-    "another fp8": FP8 | {"fmt": "e5m2"},
-    "another scale": FP8 | {"scale_fmt": "e3m4"},
-    "experts in 4 bits": FP8 | {"expert_dtype": "fp4"},
-    "gptq without sym": {"quant_method": "gptq", "bits": 4, "group_size": 128},
-    "gptq without a group": {"quant_method": "gptq", "bits": 4, "sym": True},
-    "groups of none": {"quant_method": "gptq", "bits": 4, "group_size": -2, "sym": True},
-    "awq without zero_point": {"quant_method": "awq", "bits": 4, "group_size": 128},
-    "modelopt, mixed": OPT | {"quant_algo": "MIXED_PRECISION"},
-    "modelopt without an algorithm": OPT,
-    "nvfp4 by 32": OPT | {"quant_algo": "NVFP4", "group_size": 32},
-    "ct without groups": {"quant_method": "compressed-tensors"},
-    "ct with two": {
-        "quant_method": "compressed-tensors",
-        "config_groups": dict.fromkeys("ab", group(BLOCK)["config_groups"]["group_0"]),  # type: ignore[index]
-    },
-    "ct of other modules": {
-        "quant_method": "compressed-tensors",
-        "config_groups": {"a": {"weights": F8, "targets": ["re:.*self_attn.*"]}},
-    },
-    "ct fp8 weights by group": group(F8 | {"strategy": "group", "group_size": 128}),
-    "ct fp8 static by token": group(F8 | {"strategy": "channel"}, F8 | TOKEN | {"dynamic": False}),
-    "ct block by another group": group(
-        BLOCK, F8 | {"strategy": "group", "group_size": 64, "dynamic": True}
-    ),
-    "ct int4 by channel w4a8": group(I4 | {"strategy": "channel", "symmetric": True}, I8 | TOKEN),
-    "ct int4 w4a8": group(I4 | {"symmetric": True}, I8 | TOKEN),
-    "ct int4 without symmetric": group(I4),
-    "ct fp8 in act-order": group(BLOCK | {"actorder": "group"}),
-    "ct nvfp4 and 8 bits": group(F4, F8 | TOKEN),
-    "experts left out": FP8 | {"modules_to_not_convert": ["lm_head", "mlp.experts"]},
-    "every mlp left out": FP8 | {"ignored_layers": ["mlp"]},
-    "experts left out by a star": FP8 | {"modules_to_not_convert": ["model.layers.*.mlp.experts*"]},
-    "experts left out by a pattern": group(I4 | {"symmetric": True}, ignore=["re:.*experts.*"]),
-    "a pattern that could take ages": group(I4 | {"symmetric": True}, ignore=["re:(a+)+$"]),
-    "left out, no list": FP8 | {"ignore": "lm_head"},
-}
-
-
-@pytest.mark.parametrize("config", UNKNOWN.values(), ids=UNKNOWN.keys())
-def test_an_unknown_scheme_is_a_typed_error(tmp_path: Path, config: dict[str, object]) -> None:
-    with pytest.raises(ConfigurationError, match="quantization_config") as caught:
-        facts_of_file(written(tmp_path, MIXTRAL | {"quantization_config": config}))
     assert len(str(caught.value)) < 1000
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_mutation import KERNEL, mutants_in
+from mutation_samples import KERNEL, mutants_in
 
 from modular_kernel.catalog import this_machine
 from modular_kernel.testing.cases.lists import cases_for

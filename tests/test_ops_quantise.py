@@ -149,6 +149,12 @@ def assert_is(out: Quantised, want: Expected, scheme: QuantScheme) -> None:
             assert row == want.scale.get(index, [UNTOUCHED["scale"]] * groups), f"row {index}"
 
 
+def assert_rows_are_the_loops(x: torch.Tensor, scheme: QuantScheme) -> None:
+    out = buffers(scheme, *x.shape)
+    quantise_rows(x, scheme, out=out)
+    assert_is(out, loop(as_rows(x), scheme), scheme)
+
+
 # ------------------------------------------------------------------------------------- every row
 
 
@@ -158,9 +164,7 @@ def assert_is(out: Quantised, want: Expected, scheme: QuantScheme) -> None:
 @pytest.mark.parametrize("shape", [(1, 1), (3, 23), (5, 24), (19, 49), (40, 130)])
 def test_rows_are_the_loops(text: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     scheme, x = QuantScheme.parse(text), 3 * random(*shape, dtype=dtype)
-    out = buffers(scheme, *shape)
-    quantise_rows(x, scheme, out=out)
-    assert_is(out, loop(as_rows(x), scheme), scheme)
+    assert_rows_are_the_loops(x, scheme)
 
 
 @pytest.mark.usefixtures("path")
@@ -170,9 +174,7 @@ def test_long_rows_are_read_in_pieces(text: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(quantise, "_MAX_BLOCK", 16)
     monkeypatch.setattr(quantise, "_CHUNK", 16)
     scheme, x = QuantScheme.parse(text), random(7, 91)
-    out = buffers(scheme, 7, 91)
-    quantise_rows(x, scheme, out=out)
-    assert_is(out, loop(as_rows(x), scheme), scheme)
+    assert_rows_are_the_loops(x, scheme)
 
 
 @pytest.mark.usefixtures("path")
@@ -183,9 +185,7 @@ def test_few_programs_share_many_rows(text: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(quantise, "_TILE", 64)
     scheme, x = QuantScheme.parse(text), random(29, 30)
     x[27, 29] = 9.0  # in the last block of all
-    out = buffers(scheme, 29, 30)
-    quantise_rows(x, scheme, out=out)
-    assert_is(out, loop(as_rows(x), scheme), scheme)
+    assert_rows_are_the_loops(x, scheme)
 
 
 @pytest.mark.usefixtures("path")
@@ -196,9 +196,7 @@ def test_ties_and_extremes(text: str) -> None:
     rows = [row, [v * 1e-12 for v in row], [v * 7.5e35 for v in row], [0.0] * len(row)]
     x = torch.tensor(rows, device=DEVICE)
     scheme = QuantScheme.parse(text)
-    out = buffers(scheme, *x.shape)
-    quantise_rows(x, scheme, out=out)
-    assert_is(out, loop(as_rows(x), scheme), scheme)
+    assert_rows_are_the_loops(x, scheme)
 
 
 @pytest.mark.usefixtures("path")

@@ -1,29 +1,25 @@
-"""Stages by registry, the parts assembled of them, and fused operations beside their twins."""
+"""Stages by registry: keys once, halves told, nonsense refused; a third party's by entry point."""
 
 import importlib.util
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 import toy_backend
+from stage_samples import NO_EP, PROBLEM, empty_pools, registered
 from test_third_party import install, mk
-from toy_backend import FusedToyExperts, ToyExperts, ToyInput, ToyOutput
+from toy_backend import ToyExperts, ToyInput, ToyOutput
 
-from experts import StagedTritonExperts, TorchExperts, TritonExperts
-from experts.assembled import experts_of, fused_experts_of
+from experts import TorchExperts
+from experts.assembled import experts_of
 from modular_kernel import runner
-from modular_kernel.catalog import broken_halves, check, make_kernel, this_machine
-from modular_kernel.composer import random_inputs
+from modular_kernel.catalog import broken_halves, check, make_kernel
 from modular_kernel.errors import ConfigurationError, DuplicatePartError, UnknownPartError
 from modular_kernel.runner import (
-    FusedOpPool,
     MoeRunnerCore,
-    PermuteMethodPool,
     RunnerCall,
     register_core,
     register_fused_func,
@@ -31,22 +27,11 @@ from modular_kernel.runner import (
     register_pre_permute,
 )
 from modular_kernel.testing import Case
-from modular_kernel.testing.verify.checks import staged_twin
 from modular_kernel.testing.verify.one_process import prove
-from modular_kernel.testing.verify.trial import Trial
-from modular_kernel.types import ActivationFormat, Combine, Problem, Reduce, Rows
+from modular_kernel.types import Combine, Reduce, Rows
 
-NO_EP = "MoEPrepareAndFinalizeNoEP"
-PROBLEM = Problem(tokens=9, hidden=64, intermediate=32, experts=4, top_k=2, dtype=torch.float32)
 SOURCE = Path(toy_backend.__file__).read_text(encoding="utf-8")
-
-
-@pytest.fixture
-def pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing is registered, and what a test registers is forgotten."""
-    monkeypatch.setattr(runner, "FUSED", FusedOpPool())
-    monkeypatch.setattr(runner, "PERMUTES", PermuteMethodPool())
-    return
+pools = empty_pools()
 
 
 class Named:
@@ -107,6 +92,7 @@ REGISTER = {
     "core": (register_core("x"), Core, OtherCore),
     "fused operation": (register_fused_func("none", "x", twin=ToyExperts), fused, other_fused),
 }
+stages = registered(REGISTER)
 
 
 @pytest.mark.usefixtures("pools")
@@ -225,37 +211,6 @@ def test_ours_are_whole() -> None:
     assert [half for half in runner.missing_halves() if not half.name.startswith("x")] == []
 
 
-# ------------------------------------------------------------------------------ the parts of them
-
-
-@pytest.fixture
-def stages(pools: None) -> None:
-    """The toy's stages under another name."""
-    for kind in ("pre-permute", "post-permute", "core"):
-        register, source, _ = REGISTER[kind]
-        register(source)  # type: ignore[arg-type]
-
-
-WRONG: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"combine": 1}, "requires of X: got combine"),
-    ({"activation_format": ActivationFormat.STANDARD}, "requires of X: got activation_format"),
-    ({"top_k": 3}, "X.requires.top_k: got 3"),
-    ({"reduce": Reduce.NAIVE_BATCHED}, "X.requires.reduce over standard: got naive_batched"),
-)
-
-
-@pytest.mark.usefixtures("stages")
-def test_requirements_are_checked_where_the_part_is_made() -> None:
-    for requires, words in WRONG:
-        with pytest.raises(ConfigurationError, match=words):
-            experts_of("X", "x", "standard", **requires)
-    for name in ("a b", ""):
-        with pytest.raises(ConfigurationError, match="name of a part"):
-            experts_of(name, "x", "standard")
-    with pytest.raises(UnknownPartError, match="pre-permute"):
-        experts_of("X", "x", "deepep_ll")
-
-
 @pytest.mark.usefixtures("stages")
 def test_a_part_of_stages_is_a_part() -> None:
     part = experts_of("X", "x", "standard", bias=False, weight_on_input=False)
@@ -271,144 +226,6 @@ def test_a_part_of_stages_is_a_part() -> None:
         kernel = make_kernel(NO_EP, rows, replace(PROBLEM, combine=combine))
         shape = kernel.experts.workspace_shapes(kernel.prepare_finalize.dispatch_shape(9))
         assert shape.output.shape == (9, 2, 64)
-
-
-@pytest.mark.usefixtures("stages")
-def test_state_is_made_for_each_call() -> None:
-    states = []
-
-    def watching(result: ToyOutput, call: RunnerCall[Any]) -> None:
-        states.append(call.state)
-        post(result, call)
-
-    register_pre_permute("deepep_normal", "x")(pre)
-    register_post_permute("x", "deepep_normal")(watching)
-    part = experts_of("X", "x", "deepep_normal")
-    kernel = make_kernel(NO_EP, part, PROBLEM)
-    (x, weights, routing), expected = random_inputs(PROBLEM, torch.device("cpu")), []
-    calls = (x, x.flip(0))
-    expected = [kernel(each, weights, routing) for each in calls]
-    one, two = (kernel.start(each, weights, routing) for each in calls)
-    assert torch.equal(two.finish(), expected[1])
-    assert torch.equal(one.finish(), expected[0])
-    assert len({id(state) for state in states}) == 4
-    assert all(isinstance(state, toy_backend.ToyState) for state in states)
-
-
-class Foreign(ToyInput):
-    @property
-    def runner_backend(self) -> str:
-        return "toys"
-
-
-@pytest.mark.usefixtures("pools")
-@pytest.mark.parametrize("made", ["toys", "none"])
-def test_what_another_backend_takes_is_refused_with_both_names(made: str) -> None:
-    def wrong(call: RunnerCall[Any]) -> Any:
-        good = pre(call)
-        return Foreign(**vars(good)) if made == "toys" else good.rows
-
-    register_pre_permute("standard", "x")(wrong)
-    register_post_permute("x", "standard")(post)
-    register_core("x")(Core)
-    kernel = make_kernel(NO_EP, experts_of("X", "x", "standard"), PROBLEM)
-    words = {
-        "toys": "pre-permute of 'x': got one of 'toys', need one of 'x'",
-        "none": "pre-permute of 'x': got Tensor, need RunnerInput",
-    }
-    with pytest.raises(ConfigurationError, match=words[made]):
-        kernel(*random_inputs(PROBLEM, torch.device("cpu")))
-
-
-# ------------------------------------------------------------------------------ fused and staged
-
-
-def test_a_fused_part_inherits_what_its_twin_declares() -> None:
-    assert FusedToyExperts.twin is ToyExperts
-    assert FusedToyExperts.requires == ToyExperts.requires
-    gelu = replace(PROBLEM, bias=True)
-    rules = [
-        [rejection.rule for rejection in check(NO_EP, part, gelu).rejections]
-        for part in (ToyExperts, FusedToyExperts)
-    ]
-    assert rules == [["bias"], ["bias"]]
-    with pytest.raises(UnknownPartError, match="fused operation"):
-        fused_experts_of("X", "none", "nobody")
-    with pytest.raises(ConfigurationError, match="got the part TritonExperts, need a function"):
-        fused_experts_of("X", "none", "triton")
-
-
-def trial_of(part: type, **changes: Any) -> Trial:
-    case = Case(NO_EP, part, replace(PROBLEM, **changes), "skips")  # type: ignore[arg-type]
-    return Trial(case, this_machine())
-
-
-@pytest.mark.usefixtures("stages")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_harness_compares_a_fused_part_with_its_twin(dtype: torch.dtype) -> None:
-    staged = experts_of("X", "x", "standard")
-
-    def scaled(call: RunnerCall[Any]) -> None:
-        fused(call)
-        call.output.mul_(1.02)
-
-    def uncounted(call: RunnerCall[Any]) -> None:
-        fused(call)
-        call.tokens.routing.invalid_ids.zero_()
-
-    register_fused_func("right", "x", twin=staged)(fused)
-    register_fused_func("scaled", "x", twin=staged)(scaled)
-    register_fused_func("uncounted", "x", twin=staged)(uncounted)
-    right, wrong, silent = (
-        fused_experts_of("F", name, "x") for name in ("right", "scaled", "uncounted")
-    )
-    assert list(staged_twin(trial_of(staged, dtype=dtype))) == []  # it has none
-    assert list(staged_twin(trial_of(right, dtype=dtype))) == []
-    assert [
-        "relative difference" in found for found in staged_twin(trial_of(wrong, dtype=dtype))
-    ] == [True]
-    trial = Trial(
-        Case(NO_EP, silent, replace(PROBLEM, dtype=dtype), "out_of_range"), this_machine()
-    )  # type: ignore[arg-type]
-    assert ["counted 0 invalid ids" in found for found in staged_twin(trial)] == [True]
-
-
-class Fused(TritonExperts):
-    twin = StagedTritonExperts
-
-
-def test_our_staged_twin_declares_what_triton_experts_does() -> None:
-    op = runner.FUSED.get_fused_func("none", "triton")
-    assert op is not None
-    assert (op.run, op.twin) == (TritonExperts, StagedTritonExperts)
-    assert StagedTritonExperts.requires == TritonExperts.requires
-
-
-CHANGES: tuple[dict[str, Any], ...] = (
-    {},
-    {"tokens": 1, "top_k": 1},
-    {"tokens": 33, "top_k": 3, "routed_scaling_factor": 2.5},
-    {"combine": Combine.TOPK_WEIGHTED, "bias": True},
-    {"apply_router_weight_on_input": True},
-    {"dtype": torch.bfloat16, "activation": "swiglu_oai:alpha=1.7,limit=7.0,interleaved=true"},
-    {"quant": "fp8_w8a8_tensor"},
-    {"quant": "fp8_w8a8_channel", "tokens": 1},
-    {"quant": "fp8_w8a8_block:block=32x32", "dtype": torch.bfloat16},
-    {"quant": "int8_w8a8_channel", "lora": "adapters=3,rank=16"},
-    {"quant": "int8_w8a16_group:group=32,zero_points=true"},
-    {"quant": "int4_w4a16_group:group=32", "dtype": torch.bfloat16},
-)
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=str)
-def test_triton_by_stages_is_triton_fused(change: dict[str, Any]) -> None:
-    """Every check of the harness on the stages; the fused part beside them."""
-    problem = replace(PROBLEM, **change)
-    assert prove(Case(NO_EP, StagedTritonExperts, problem, "skips")).failures == ()  # type: ignore[arg-type]
-    assert list(staged_twin(Trial(Case(NO_EP, Fused, problem, "skips"), this_machine()))) == []  # type: ignore[arg-type]
-
-
-# ------------------------------------------------------------------------------ by entry point
 
 
 @pytest.mark.share(3)

@@ -1,22 +1,12 @@
 """Tiles that a program overrides: for how long, for whom, and what is refused."""
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tile_samples import (
-    MIXTRAL,
-    NAME,
-    ONE,
-    TWO,
-    launch,
-    on_an_h200,
-    ours,
-    write,
-)
+from tile_samples import MIXTRAL, NAME, ONE, TWO, here_an_h200, launch, ours, write
 
 from experts.triton.configs.select import choose_config, kinds_up_to, override_config
 from experts.triton.launch_config import MoEConfig
@@ -26,11 +16,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.reference import oracle, recipe
 from modular_kernel.types import Machine, Problem
 
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with on_an_h200(tmp_path, monkeypatch) as folder:
-        yield folder
+here = here_an_h200()
 
 
 def test_an_override_nests_and_ends_as_it_began() -> None:

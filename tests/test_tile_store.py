@@ -2,7 +2,6 @@
 
 import logging
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +16,8 @@ from tile_samples import (
     NAME,
     ONE,
     TRITON,
+    here_an_h200,
     launch,
-    on_an_h200,
     ours,
     store,
     write,
@@ -44,11 +43,7 @@ from modular_kernel.schemes import QUANT_SCHEMES
 from modular_kernel.tensors import ContiguousShape
 from modular_kernel.types import Machine, Problem
 
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with on_an_h200(tmp_path, monkeypatch) as folder:
-        yield folder
+here = here_an_h200()
 
 
 def test_the_user_s_file_wins_then_the_packaged_one_then_the_regimes(tmp_path: Path) -> None:

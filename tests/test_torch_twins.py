@@ -1,18 +1,15 @@
 """Parts of plain torch are measured as they run for a user, the interpreter being active too."""
 
 import threading
-from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
-from run_mk import Ended, run_mk
+from run_mk import Mk, runs_mk
 
 from modular_kernel.catalog import needs_triton, this_machine
 from modular_kernel.machine import torch_twins
 from modular_kernel.ops.launch.runtime import use_triton
 
-Mk = Callable[..., Ended]
 HERE = this_machine(device="cpu")
 SMALL = ("--tokens", "4", "--hidden", "32", "--intermediate", "32", "--experts", "4")
 pytestmark = pytest.mark.skipif(
@@ -20,10 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def mk(capsys: pytest.CaptureFixture[str]) -> Mk:
-    """Runs `mk` in this process."""
-    return partial(run_mk, capsys)
+mk = runs_mk()
 
 
 def test_operations_take_their_twins_within_it_alone() -> None:

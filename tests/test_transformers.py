@@ -7,8 +7,8 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from transformers_samples import DEVICE, NO_EP, skip_if_refused
 
-import modular_kernel as mk
 from experts import TorchExperts
 
 if find_spec("transformers") is None:
@@ -18,14 +18,8 @@ import transformers
 
 from modular_kernel.cli import demo
 from modular_kernel.cli.demo_models import SMALL_MODELS, small_model
-from modular_kernel.integrations.transformers import (
-    register,
-    registration,
-)
+from modular_kernel.integrations.transformers import register, registration
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NO_EP = "MoEPrepareAndFinalizeNoEP"
-CONTIGUOUS = ((NO_EP, "TorchExperts"), (NO_EP, "TritonExperts"))
 MODELS = tuple(SMALL_MODELS)
 
 
@@ -44,13 +38,6 @@ def baseline_of(baselines):
         return baselines[name, dtype]
 
     return made
-
-
-def skip_if_refused(pair: tuple[str, str]) -> None:
-    problem = mk.Problem(tokens=16, hidden=64, intermediate=96, experts=8, top_k=2)
-    verdict = mk.check(*pair, problem)
-    if not verdict.ok:
-        pytest.skip("; ".join(map(str, verdict.rejections)))
 
 
 # ------------------------------------------------------------------------------------- models

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers_samples import CONTIGUOUS as PAIRS
+from transformers_samples import DEVICE
 
 import modular_kernel as mk
 
@@ -12,18 +14,12 @@ if find_spec("transformers") is None:
     pytest.skip("the extra is not installed", allow_module_level=True)
 
 from traced import TRACES
-from transformers.integrations.finegrained_fp8 import (
-    ALL_FP8_EXPERTS_FUNCTIONS,
-    FP8Experts,
-)
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
 from transformers.integrations.moe import use_experts_implementation
 
 from modular_kernel.errors import InputError, UnsupportedError
 from modular_kernel.integrations.transformers import register, registration
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NO_EP = "MoEPrepareAndFinalizeNoEP"
-PAIRS = ((NO_EP, "TorchExperts"), (NO_EP, "TritonExperts"))
 E, H, I, K, B = 4, 64, 64, 2, 32  # noqa: E741
 FP8 = torch.float8_e4m3fn
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])

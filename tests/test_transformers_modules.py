@@ -9,14 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers_samples import CONTIGUOUS, DEVICE, NO_EP, skip_if_refused
 
 import modular_kernel as mk
-from modular_kernel.errors import (
-    ConfigurationError,
-    DtypeError,
-    UnknownPartError,
-    UnsupportedError,
-)
+from modular_kernel.errors import ConfigurationError, DtypeError, UnknownPartError, UnsupportedError
 
 if find_spec("transformers") is None:
     pytest.skip("the extra is not installed", allow_module_level=True)
@@ -32,17 +28,7 @@ from modular_kernel.integrations.transformers import (
     weights_of,
 )
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NO_EP = "MoEPrepareAndFinalizeNoEP"
-CONTIGUOUS = ((NO_EP, "TorchExperts"), (NO_EP, "TritonExperts"))
 MODELS = tuple(SMALL_MODELS)
-
-
-def skip_if_refused(pair: tuple[str, str]) -> None:
-    problem = mk.Problem(tokens=16, hidden=64, intermediate=96, experts=8, top_k=2)
-    verdict = mk.check(*pair, problem)
-    if not verdict.ok:
-        pytest.skip("; ".join(map(str, verdict.rejections)))
 
 
 # ------------------------------------------------------------------------------ experts modules

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import typer
-from run_mk import Ended, run_mk
+from run_mk import Mk, run_mk
 from tile_samples import MACHINE, ONE, TWO, on_an_h200
 
 from experts.triton.configs.filenames import ConfigKey
@@ -38,7 +37,6 @@ from modular_kernel.types import Problem
 SMALL = Problem(tokens=40, hidden=64, intermediate=64, experts=4, top_k=2)
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 ON_CPU = not torch.cuda.is_available()
-Mk = Callable[..., Ended]
 
 
 @pytest.fixture

@@ -1,12 +1,11 @@
 """Tuning tiles: the space of the Triton experts, and the files that results are kept in."""
 
 import pickle
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tile_samples import MACHINE, MIXTRAL, NAME, ONE, TWO, launch, on_an_h200, ours, write
+from tile_samples import MACHINE, MIXTRAL, NAME, ONE, TWO, here_an_h200, launch, ours, write
 from tune_samples import WANTED, Fake, only, staged, tile_cost
 
 from experts.triton.aligned.candidates import ROWS, entries
@@ -30,11 +29,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.tunable import Best, Choice, Took
 from modular_kernel.tuning.search import Refusal
 
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with on_an_h200(tmp_path, monkeypatch) as folder:
-        yield folder
+here = here_an_h200()
 
 
 def model(tokens: int, pair: Choice) -> float:

@@ -63,3 +63,14 @@ def on_an_h200(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield folder / "user"
     finally:
         tiles.reread()
+
+
+def here_an_h200() -> Any:
+    """A fixture: the user's folder of an H200 that has nothing packaged."""
+
+    @pytest.fixture
+    def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+        with on_an_h200(tmp_path, monkeypatch) as folder:
+            yield folder
+
+    return here

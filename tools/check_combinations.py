@@ -3,17 +3,7 @@
 python tools/check_combinations.py --pf-type MoEPrepareAndFinalizeNoEP --experts-type TritonExperts
 """
 
-import subprocess
-import sys
-from importlib.metadata import entry_points
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-if not entry_points(group="modular_kernel.parts"):  # not installed: write metadata beside the code
-    subprocess.run([sys.executable, "setup.py", "-q", "egg_info"], cwd=ROOT, check=True)
-
-from modular_kernel.cli.main import run
+from in_checkout import run_verb
 
 if __name__ == "__main__":
-    run(["check", *sys.argv[1:]])
+    run_verb("check")

@@ -26,7 +26,17 @@ from topk_reduce import TopKWeightAndReduceDelegate, unless_kept
 Rows = tuple[torch.Tensor, torch.Tensor | None]
 
 
-class BatchedRowsExperts(PermuteExpertsUnpermute):
+class UnweightedRowsExperts(PermuteExpertsUnpermute):
+    """A part that leaves batched rows as its second product has them."""
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        return unless_kept(self.problem, TopKWeightAndReduceDelegate())
+
+    def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings:
+        return ROUNDINGS
+
+
+class BatchedRowsExperts(UnweightedRowsExperts):
     """A part whose two products are a library's, over (e, C, K) rows.
 
     keeps_results: the library returns its results in memory of its own; GEMM 2's are then copied.
@@ -65,12 +75,6 @@ class BatchedRowsExperts(PermuteExpertsUnpermute):
             output=BufferSpec(output, problem.dtype),
             extra={**hidden_specs(problem, rows, shape.experts), **self.product_specs(shape)},
         )
-
-    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        return unless_kept(self.problem, TopKWeightAndReduceDelegate())
-
-    def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings:
-        return ROUNDINGS
 
     def apply(
         self,

@@ -9,13 +9,12 @@ from dataclasses import replace
 
 import torch
 
-from experts.common.hidden_rows import ROUNDINGS
+from experts.common.batched_rows import UnweightedRowsExperts
 from experts.common.sorted_rows import SummedRowsExperts
 from experts.cutlass.fp4_mlp import launch_without_memory, mlp, mlp_specs
 from experts.cutlass.fp4_product import MULTIPLE, fp4_gemm
 from experts.triton.path import room_for
 from modular_kernel import stages
-from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
 from modular_kernel.ops.fp4_rows import (
     TILE_M,
     batched_tile_specs,
@@ -24,7 +23,6 @@ from modular_kernel.ops.fp4_rows import (
     take_fp4,
 )
 from modular_kernel.ops.sort import most_tiles, sort_pairs, sort_specs
-from modular_kernel.roundings import Roundings
 from modular_kernel.support import ExpertsRequirements
 from modular_kernel.tensors import (
     BatchedShape,
@@ -37,7 +35,6 @@ from modular_kernel.tensors import (
 )
 from modular_kernel.types import ActivationFormat, Reduce
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
-from topk_reduce import TopKWeightAndReduceDelegate, unless_kept
 
 _PACKAGES = ("triton", "nvidia_cutlass_dsl", "tvm_ffi")
 _ARCHS = frozenset({(10, 0)})  # what the kernel's instructions are of
@@ -119,7 +116,7 @@ class CutlassExpertsFP4(SummedRowsExperts):
         self.unpermute(rows_RH, order.row_of_pair_TK, routing.topk_weights_TK, output)
 
 
-class BatchedCutlassExpertsFP4(PermuteExpertsUnpermute):
+class BatchedCutlassExpertsFP4(UnweightedRowsExperts):
     """Batched rows in and out, unweighted, nvfp4 weights and activations; writes valid rows only.
 
     Beyond that as CutlassExpertsFP4.
@@ -146,12 +143,6 @@ class BatchedCutlassExpertsFP4(PermuteExpertsUnpermute):
             output=BufferSpec(output, problem.dtype),
             extra={**named, **mlp_specs(problem, rows, tiles)},
         )
-
-    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        return unless_kept(self.problem, TopKWeightAndReduceDelegate())
-
-    def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings:
-        return ROUNDINGS
 
     def apply(
         self,

@@ -1,5 +1,7 @@
 """fp8 by channel and by tensor over torch's CUTLASS product, for both formats."""
 
+from dataclasses import replace
+
 import torch
 
 from experts.common.batched_rows import BatchedRowsExperts
@@ -69,23 +71,12 @@ class BatchedCutlassExpertsFP8(BatchedRowsExperts):
     """
 
     keeps_results = True
-    requires = ExpertsRequirements(
+    requires = replace(
+        CutlassRowwiseExpertsFP8.requires,
         activation_format=ActivationFormat.BATCHED_EXPERTS,
-        devices=frozenset({"cuda"}),
-        packages=("triton",),
-        triton=True,
-        archs=ARCHS,
-        dtypes=frozenset({torch.bfloat16}),
-        graph_capturable=True,
         reduce=Reduce.DELEGATE,
-        keep_topk=True,
-        bias=False,
-        weight_on_input=False,
-        hidden_multiple=MULTIPLE,
-        intermediate_multiple=MULTIPLE,
-        max_experts=MOST_EXPERTS,
-        schemes=SCHEMES,
-        library_allocates=True,
+        expert_map=False,
+        chunking=False,
     )
 
     def product_specs(self, shape: BatchedShape) -> dict[str, BufferSpec]:

@@ -4,7 +4,6 @@ u = A x is (rows, R or 2R) in the problem's dtype, one row for each row of the p
 buffer of deltas: `add_adapters` adds them to the float32 sums, before weight, bias and activation.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,11 +75,6 @@ class TileShrunk:
     named: torch.Tensor
     b: torch.Tensor
     up: int
-
-
-def arguments_of(shrunk: Shrunk | None) -> Mapping[str, object]:
-    """Return `Shrunk.arguments`; none for a call without adapters, whose kernel has no loop."""
-    return {} if shrunk is None else shrunk.arguments()
 
 
 def adapter_specs(problem: Problem, rows: int) -> dict[str, BufferSpec]:
@@ -167,24 +161,17 @@ class SegmentAdapters:
     def of_w1(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Shrunk:
         """Launch A x of the rows' tokens (T, H), for the first product."""
         with stages.stage(stages.SHRINK):
-            return self._shrunk("lora_u13", x_TH, weights.lora_a13, weights.lora_b13, gather=True)
+            return self._shrunk("lora_u13", x_TH, (weights.lora_a13, weights.lora_b13), gather=True)
 
     def of_w2(self, h_RI: torch.Tensor, weights: ExpertWeights) -> Shrunk:
         """Launch A h of the rows (P, I), for the second product."""
         with stages.stage(stages.SHRINK):
-            return self._shrunk("lora_u2", h_RI, weights.lora_a2, weights.lora_b2, gather=False)
+            return self._shrunk("lora_u2", h_RI, (weights.lora_a2, weights.lora_b2), gather=False)
 
-    def _shrunk(
-        self,
-        name: str,
-        x: torch.Tensor,
-        a: torch.Tensor | None,
-        b: torch.Tensor | None,
-        *,
-        gather: bool,
-    ) -> Shrunk:
+    def _shrunk(self, name: str, x: torch.Tensor, matrices: Matrices, *, gather: bool) -> Shrunk:
         from experts.triton.kernels.shrink import shrink_segments_kernel
 
+        a, b = matrices
         assert a is not None
         assert b is not None  # the weights were checked
         order = self._order

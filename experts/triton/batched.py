@@ -63,9 +63,7 @@ class BatchedTritonExperts(PermuteExpertsUnpermute):
 
     @classmethod
     def tunable(cls, problem: Problem) -> ConfigSpace | None:
-        if problem.batch_invariant:  # its tiles are fixed
-            return None
-        return ConfigSpace(problem, cls.__name__)
+        return ConfigSpace.unless_fixed(problem, cls.__name__)
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:

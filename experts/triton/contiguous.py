@@ -73,9 +73,7 @@ class TritonExperts(PermuteExpertsUnpermute):
 
     @classmethod
     def tunable(cls, problem: Problem) -> ConfigSpace | None:
-        if problem.batch_invariant:  # its tiles are fixed
-            return None
-        return ConfigSpace(problem, cls.__name__, PATHS)
+        return ConfigSpace.unless_fixed(problem, cls.__name__, PATHS)
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:

@@ -44,6 +44,10 @@ class Launch(Protocol):
         """Return the rows of a block, in which both GEMMs find theirs."""
 
     @property
+    def block_n(self) -> int:
+        """Return the columns of a block; a gated product has as many up columns."""
+
+    @property
     def num_warps(self) -> int:
         """Return the warps of a program."""
 

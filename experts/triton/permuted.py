@@ -61,9 +61,7 @@ class GroupedGemmExperts(PermuteExpertsUnpermute):
 
     @classmethod
     def tunable(cls, problem: Problem) -> ConfigSpace | None:
-        if problem.batch_invariant:  # its tiles are fixed
-            return None
-        return ConfigSpace(problem, cls.__name__)
+        return ConfigSpace.unless_fixed(problem, cls.__name__)
 
     @classmethod
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:

@@ -1,17 +1,15 @@
 """`mk doctor`: what this machine has, what is missing, and what that would enable."""
 
 import platform
-import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from modular_kernel.cli import output
 from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.options import AsJson
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.providers import version_of
 
 if TYPE_CHECKING:
     from modular_kernel.catalog import Broken
@@ -85,13 +83,14 @@ def doctor(as_json: AsJson = None) -> None:
     which optional packages are absent."""
     prepare_host()
     from modular_kernel.catalog import load_catalog, this_machine
+    from modular_kernel.measure.environment import nvidia_smi
     from modular_kernel.states import states
 
     report = DoctorReport(
         versions=_versions(),
         devices=_devices(),
         peer_access=_peer_access(),
-        topology=_nvidia_smi("topo", "-m"),
+        topology=nvidia_smi("topo", "-m"),
         packages=_packages(),
         interpreter=this_machine().interpreter,
         broken=load_catalog().broken,
@@ -107,29 +106,19 @@ def doctor(as_json: AsJson = None) -> None:
 def _versions() -> dict[str, str | None]:
     import torch
 
+    from modular_kernel.measure.environment import driver_version
+
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "modular-kernel": _version_of("modular-kernel"),
+        "modular-kernel": version_of("modular-kernel"),
         "torch": torch.__version__,
-        "triton": _version_of("triton"),
-        "numpy": _version_of("numpy"),
+        "triton": version_of("triton"),
+        "numpy": version_of("numpy"),
         "cuda": torch.version.cuda,
-        "driver": _driver(),
+        "driver": driver_version(),
         "nccl": _nccl(),
     }
-
-
-def _version_of(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
-
-
-def _driver() -> str | None:
-    answer = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
-    return answer.splitlines()[0].strip() if answer else None
 
 
 def _nccl() -> str | None:
@@ -139,20 +128,6 @@ def _nccl() -> str | None:
         return None
     found: object = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     return ".".join(map(str, found)) if isinstance(found, tuple) else str(found)
-
-
-def _nvidia_smi(*words: str) -> str | None:
-    """Return what nvidia-smi prints; None where it is absent or fails."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    try:
-        done = subprocess.run(
-            [program, *words], capture_output=True, text=True, timeout=20, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.rstrip() if done.returncode == 0 else None
 
 
 def _devices() -> list[DeviceReport]:
@@ -196,7 +171,7 @@ def _packages() -> list[Package]:
             one = probed[name]
             here, version, why = one.folder is not None, one.version, one.why
         else:
-            here, version, why = name in present, _version_of(name) or "", ""
+            here, version, why = name in present, version_of(name) or "", ""
         found.append(Package(name, here, enables, version if here else "", why, get))
     return found
 

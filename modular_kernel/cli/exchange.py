@@ -4,7 +4,6 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -16,6 +15,7 @@ from modular_kernel.cli.lists import schemes, token_numbers
 from modular_kernel.cli.options import AsJson
 from modular_kernel.cli.ranks import Backend, pool_of, ranks_asked
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.providers import version_of
 from modular_kernel.settings import read_launcher
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def _facts(
     return {
         **environment(torch.device(machine.device), shlex.join(["mk", *sys.argv[1:]])),
         "world_size": sizes.ranks,
-        "versions": {name: _version(name) for name in _LIBRARIES},
+        "versions": {name: version_of(name) for name in _LIBRARIES},
         "link_gbs": manner.link,
         "latency_us": manner.latency,
         "event_gap_us": gap,
@@ -323,10 +323,3 @@ def _print_text(report: "ExchangeReport") -> None:
         output.line(f"refused: {name}: {note}")
     for title, short, lines in records.short_tables(report.rows):
         output.table(short, lines, title=title)
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None

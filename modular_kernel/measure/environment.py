@@ -4,9 +4,10 @@ import platform
 import shutil
 import subprocess
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
+
+from modular_kernel.providers import version_of
 
 Environment = dict[str, str | int | None]
 
@@ -16,10 +17,10 @@ def environment(device: torch.device, command: str) -> Environment:
     found: Environment = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
-        "version": _version("modular-kernel"),
+        "version": version_of("modular-kernel"),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": version_of("triton"),
         "cuda": torch.version.cuda,
         "host": platform.machine(),
         "device": "cpu",
@@ -30,24 +31,28 @@ def environment(device: torch.device, command: str) -> Environment:
     properties = torch.cuda.get_device_properties(device)
     return found | {
         "device": properties.name,
-        "driver": _driver(),
+        "driver": driver_version(),
         "sms": properties.multi_processor_count,
         "l2_bytes": properties.L2_cache_size,
         "memory_bytes": properties.total_memory,
     }
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
+def driver_version() -> str | None:
+    """Return the version of the GPU's driver; None where there is none, or it does not answer."""
+    answer = nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
+    return answer.splitlines()[0].strip() if answer else None
 
 
-def _driver() -> str | None:
+def nvidia_smi(*words: str) -> str | None:
+    """Return what nvidia-smi prints; None where it is absent or fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
-    words = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=30)
-    return done.stdout.strip().partition("\n")[0] or None
+    try:
+        done = subprocess.run(
+            [program, *words], capture_output=True, text=True, timeout=20, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.rstrip() if done.returncode == 0 else None

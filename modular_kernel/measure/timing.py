@@ -9,9 +9,10 @@ median over replays, divided by the calls of one replay. Some replays before are
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, repeat
 from statistics import median, quantiles
 from typing import Any
 
@@ -217,18 +218,21 @@ def clock_of(device: torch.device) -> Clock:
 Wiper = Callable[[], object] | None
 
 
-def _samples(runs: Sequence[Call], clock: Clock, wipe: Wiper, replays: int) -> list[float]:
-    """Milliseconds of every run of every replay; the host never waits in between."""
+def samples_ms(runs: Iterable[Callable[[], object]], clock: Clock, wipe: Wiper) -> list[float]:
+    """Return the milliseconds of every run, each behind a wipe; the host never waits in between."""
     marks = []
-    for _ in range(replays):
-        for run in runs:
-            if wipe is not None:
-                wipe()
-            start = clock.mark()
-            run()
-            marks.append((start, clock.mark()))
+    for run in runs:
+        if wipe is not None:
+            wipe()
+        start = clock.mark()
+        run()
+        marks.append((start, clock.mark()))
     clock.wait()
     return [clock.ms(start, end) for start, end in marks]
+
+
+def _samples(runs: Sequence[Call], clock: Clock, wipe: Wiper, replays: int) -> list[float]:
+    return samples_ms(chain.from_iterable(repeat(runs, replays)), clock, wipe)
 
 
 def _settle(runs: Sequence[Call], clock: Clock, wipe: Wiper) -> None:

@@ -28,10 +28,8 @@ from modular_kernel.fields import expect
 from modular_kernel.ops.moe_lora_stages import (
     PairBatch,
     fused_block,
-    moe_lora_a,
-    moe_lora_down_combine,
     moe_lora_fused,
-    moe_lora_gate_up_b,
+    moe_lora_staged,
 )
 from modular_kernel.replay import check_held, overlap
 from modular_kernel.tensors import dense
@@ -129,9 +127,12 @@ def run_moe_lora(  # noqa: PLR0913 (the names and the order are the field's)
             tuple(hidden_states.shape), tuple(topk_ids.shape), gate_up_a_buffer.shape[2]
         )
         strategy = "fused" if fused else "staged"
-    run = _run_moe_lora_fused if strategy == "fused" else _run_moe_lora_staged
+    run = moe_lora_fused if strategy == "fused" else moe_lora_staged
     with torch.no_grad():
-        return run(hidden_states, topk_ids, topk_weights, moe_lora_info, *buffers, output)
+        batch = _batch(topk_ids, moe_lora_info, gate_up_a_buffer.shape[1])
+        weights_TK, scalings_L = topk_weights.contiguous(), moe_lora_info.scalings.contiguous()
+        run(hidden_states, buffers, batch, weights_TK, scalings_L, output)
+    return output
 
 
 def should_use_fused_kernel(
@@ -153,48 +154,6 @@ def explain_strategy(
     blocks = -(-hidden_shape[1] // fused_block(max_rank))
     taken = "fused" if should_use_fused_kernel(hidden_shape, topk_shape, max_rank) else "staged"
     return f"{taken}: {pairs} pairs x {blocks} blocks of H, fused up to {_MOST_FUSED}"
-
-
-def _run_moe_lora_staged(  # noqa: PLR0913 (as run_moe_lora)
-    hidden_states: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    moe_lora_info: MoELoRABatchInfo,
-    gate_up_a: torch.Tensor,
-    gate_up_b: torch.Tensor,
-    down_a: torch.Tensor,
-    down_b: torch.Tensor,
-    output: torch.Tensor,
-) -> torch.Tensor:
-    """Run the steps in launches of their own: A of the second product once for each pair."""
-    batch = _batch(topk_ids, moe_lora_info, gate_up_a.shape[1])
-    if topk_ids.numel():
-        batch = batch.grouped()
-        u_TKR = moe_lora_a(hidden_states, gate_up_a, batch)
-        h_TKI = moe_lora_gate_up_b(u_TKR, gate_up_b, batch)
-        v_TKR = moe_lora_a(h_TKI, down_a, batch)
-        weights_TK, scalings = topk_weights.contiguous(), moe_lora_info.scalings.contiguous()
-        moe_lora_down_combine(v_TKR, down_b, batch, weights_TK, scalings, output)
-    return output
-
-
-def _run_moe_lora_fused(  # noqa: PLR0913 (as run_moe_lora)
-    hidden_states: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    moe_lora_info: MoELoRABatchInfo,
-    gate_up_a: torch.Tensor,
-    gate_up_b: torch.Tensor,
-    down_a: torch.Tensor,
-    down_b: torch.Tensor,
-    output: torch.Tensor,
-) -> torch.Tensor:
-    """Run everything in one launch."""
-    batch = _batch(topk_ids, moe_lora_info, gate_up_a.shape[1])
-    matrices = gate_up_a, gate_up_b, down_a, down_b
-    weights_TK, scalings = topk_weights.contiguous(), moe_lora_info.scalings.contiguous()
-    moe_lora_fused(hidden_states, matrices, batch, weights_TK, scalings, output)
-    return output
 
 
 def _batch(topk_ids: torch.Tensor, info: MoELoRABatchInfo, experts: int) -> PairBatch:

@@ -256,6 +256,28 @@ def _moe_lora_down_combine_ref(
     out_TH.copy_(torch.where(touched_T[:, None], out_TH.float() + total_TH, out_TH))
 
 
+def moe_lora_staged(
+    x_TH: torch.Tensor,
+    matrices: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    batch: PairBatch,
+    weights_TK: torch.Tensor,
+    scalings_L: torch.Tensor,
+    out_TH: torch.Tensor,
+) -> None:
+    """Add all four steps' sum to out (T, H), as `moe_lora_fused`, in a launch each.
+
+    A of the second product is multiplied once for each pair.
+    """
+    if batch.ids_TK.numel() == 0:
+        return
+    a13, b13, a2, b2 = matrices
+    batch = batch.grouped()
+    u_TKR = moe_lora_a(x_TH, a13, batch)
+    h_TKI = moe_lora_gate_up_b(u_TKR, b13, batch)
+    v_TKR = moe_lora_a(h_TKI, a2, batch)
+    moe_lora_down_combine(v_TKR, b2, batch, weights_TK, scalings_L, out_TH)
+
+
 def moe_lora_fused(
     x_TH: torch.Tensor,
     matrices: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],

@@ -2,15 +2,14 @@
 
 import torch
 
-from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
+from modular_kernel.errors import ConfigurationError
 from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.launch.runtime import HAS_TRITON, use_triton
 from modular_kernel.ops.permute import permute_tokens_ref
-from modular_kernel.ops.quantise import Quantised, quantised, scale_shape
-from modular_kernel.quant import LARGEST, MIN_SCALE, STORAGE
+from modular_kernel.ops.quantise import Quantised, check_quantised, quantised
+from modular_kernel.quant import LARGEST, MIN_SCALE
 from modular_kernel.schemes import QuantScheme
-from modular_kernel.types import dtype_name
 
 if HAS_TRITON:
     from modular_kernel.ops.kernels.permute_quantise import permute_and_quantise_kernel
@@ -34,8 +33,13 @@ def permute_and_quantise(
     weight. out: q (R, H) and scales of R rows; those that no pair names are left as they are. Not
     for a computed scale per tensor, which needs every value before it can round the first.
     """
-    _check(x_TH, scheme, out)
+    if scheme.activation_granularity == "none" or (
+        scheme.activation_granularity == "tensor" and not scheme.static
+    ):
+        need = "quantised activations with a scale per token, per group, or static"
+        raise ConfigurationError("permute_and_quantise", got=str(scheme), need=need)
     tokens, hidden = x_TH.shape
+    check_quantised(out.q_RK.shape[0], hidden, scheme, out)
     if tokens == 0:
         return
     if not use_triton(x_TH):
@@ -69,24 +73,6 @@ def permute_and_quantise(
         BLOCK_C=block,
         num_warps=8 if block > _TILE else 4,
     )
-
-
-def _check(x_TH: torch.Tensor, scheme: QuantScheme, out: Quantised) -> None:
-    if scheme.activation_granularity == "none" or (
-        scheme.activation_granularity == "tensor" and not scheme.static
-    ):
-        need = "quantised activations with a scale per token, per group, or static"
-        raise ConfigurationError("permute_and_quantise", got=str(scheme), need=need)
-    rows, hidden = out.q_RK.shape[0], x_TH.shape[1]
-    if tuple(out.q_RK.shape) != (rows, hidden):
-        wide = f"(R, H) with H = {hidden}"
-        raise ShapeError("quantised rows", got=tuple(out.q_RK.shape), need=wide)
-    shape = scale_shape(scheme, rows, hidden)
-    if tuple(out.scale.shape) != shape:
-        raise ShapeError("scales of quantised rows", got=tuple(out.scale.shape), need=shape)
-    if out.q_RK.dtype is not STORAGE[scheme.activation]:
-        dtype = dtype_name(out.q_RK.dtype)
-        raise DtypeError("quantised rows", got=dtype, need=scheme.activation)
 
 
 def permute_and_quantise_ref(

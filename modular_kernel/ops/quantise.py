@@ -26,6 +26,7 @@ from modular_kernel.workspace import BufferSpec, Workspace
 if HAS_TRITON:
     from modular_kernel.ops.kernels.quantise import amax_kernel, quantise_rows_kernel
 
+_ACTIVATIONS = ("float8_e4m3fn", "int8")
 _TILE = 2048  # values a program holds, unless one group has more
 _WARP_TILE = 512  # values of a warp
 _MAX_BLOCK = 16384  # columns a program holds; a longer row is read twice
@@ -79,7 +80,8 @@ def quantise_specs(
 
     segments: the experts e of batched rows, else 1.
     """
-    _check_scheme(scheme)
+    if scheme.activation not in _ACTIVATIONS:
+        raise _other_scheme(scheme)
     specs = {f"{prefix}_q": BufferSpec((rows, columns), STORAGE[scheme.activation])}
     if not scheme.static:
         shape = scale_shape(scheme, rows, columns)
@@ -180,15 +182,15 @@ def activation_and_quantise(
     _launch_quantise(x_RN, scheme, out, live, 0, source | constants)
 
 
-def _check_scheme(scheme: QuantScheme) -> None:
-    if scheme.activation not in ("float8_e4m3fn", "int8"):
-        need = "a scheme with float8_e4m3fn or int8 activations"
-        raise ConfigurationError("activation quantisation", got=str(scheme), need=need)
+def _other_scheme(scheme: QuantScheme) -> ConfigurationError:
+    need = f"a scheme with {' or '.join(_ACTIVATIONS)} activations"
+    return ConfigurationError("activation quantisation", got=str(scheme), need=need)
 
 
 def check_quantised(rows: int, columns: int, scheme: QuantScheme, out: Quantised) -> None:
     """Raise the InputError of an `out` that is not for (rows, columns) values."""
-    _check_scheme(scheme)
+    if scheme.activation not in _ACTIVATIONS:
+        raise _other_scheme(scheme)
     if tuple(out.q_RK.shape) != (rows, columns):
         raise ShapeError("quantised rows", got=tuple(out.q_RK.shape), need=(rows, columns))
     need = scale_shape(scheme, rows, columns)
@@ -314,7 +316,8 @@ def quantised(
     values_RK: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q (R, K) and scales, as in `Quantised`, of float32 values, all of which count."""
-    _check_scheme(scheme)
+    if scheme.activation not in _ACTIVATIONS:
+        raise _other_scheme(scheme)
     rows, columns = values_RK.shape
     largest = LARGEST[scheme.activation]
     if static_scale is not None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -31,7 +32,7 @@ from modular_kernel.measure.records import INTERPRETER
 from modular_kernel.measure.roofline import Peaks, measure_link, measure_peaks, operand_type
 from modular_kernel.measure.routing import RoutingKind
 from modular_kernel.measure.stage_roofline import RankLoad
-from modular_kernel.measure.timing import Wiper, capture, clock_of, host_cost, wiper_of
+from modular_kernel.measure.timing import Wiper, capture, clock_of, host_cost, samples_ms, wiper_of
 from modular_kernel.plan import Plan
 from modular_kernel.profiling.chrome import BARRIER
 from modular_kernel.profiling.inputs import ProfileInputs, make_inputs
@@ -286,15 +287,8 @@ class _Bench:
         """Microseconds of each of some calls, behind the load behind which stages are traced, and
         one that is not counted."""
         self._barrier()
-        marks = []
-        for _ in range(load.replays() + replays + 1):
-            if self.wipe is not None:
-                self.wipe()
-            start = self.clock.mark()
-            run()
-            marks.append((start, self.clock.mark()))
-        self.clock.wait()
-        return [self.clock.ms(start, end) * 1e3 for start, end in marks[-replays:]]
+        calls = repeat(run, load.replays() + replays + 1)
+        return [ms * 1e3 for ms in samples_ms(calls, self.clock, self.wipe)[-replays:]]
 
     def _once_s(self, run: Callable[[], torch.Tensor]) -> float:
         """Seconds of a call, the slowest rank's: ranks that wait for each other make as many."""

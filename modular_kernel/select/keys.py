@@ -4,13 +4,12 @@ import hashlib
 import platform
 from dataclasses import replace
 from functools import cache
-from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
 import torch
 
 from modular_kernel.catalog import load_catalog, providers_of
-from modular_kernel.providers import find
+from modular_kernel.providers import find, version_of
 from modular_kernel.settings import read_settings
 from modular_kernel.types import Machine, Problem
 
@@ -73,19 +72,8 @@ def _version(name: str) -> str:
     for provider in providers_of(load_catalog()):  # a copy that another package carries, say
         if provider.name == name and (stated := find(provider).version):
             return stated
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return _version_of_package(name)
-
-
-def _version_of_package(name: str) -> str:
-    for spelling in (name.replace("_", "-"), name.replace("_", "")):
-        try:
-            return distribution(spelling).version
-        except PackageNotFoundError:
-            continue
-    return "none"
+    spellings = (name, name.replace("_", "-"), name.replace("_", ""))
+    return next(filter(None, map(version_of, spellings)), "none")
 
 
 def _files(folder: Path | None) -> str:

@@ -17,7 +17,7 @@ import torch
 
 from modular_kernel.catalog import make_kernel
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.measure.timing import Call, capture, clock_of, wiper_of
+from modular_kernel.measure.timing import Call, capture, clock_of, samples_ms, wiper_of
 from modular_kernel.select.candidates import Candidates
 from modular_kernel.select.inputs import SelectSituation
 from modular_kernel.select.memory import free_bytes, gigabytes
@@ -166,15 +166,8 @@ class Stopwatch:
             return math.inf
 
     def _run(self, ready: _Ready) -> float:
-        marks = []
-        for run in ready.runs:
-            if self._wipe is not None:
-                self._wipe()
-            start = self._clock.mark()
-            run()
-            marks.append((start, self._clock.mark()))
-        self._clock.wait()
-        return sum(self._clock.ms(*mark) for mark in marks) / len(self.situation.timed) / 1e3
+        times = samples_ms(ready.runs, self._clock, self._wipe)
+        return sum(times) / len(self.situation.timed) / 1e3
 
     def _ready(self, pair: Pair) -> tuple[_Ready | None, str]:
         """Built, checked and captured; or why not."""

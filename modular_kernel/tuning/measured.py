@@ -19,7 +19,7 @@ from modular_kernel.catalog import check, make_kernel
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.measure.routing import RoutingKind
-from modular_kernel.measure.timing import Call, capture, clock_of, wiper_of
+from modular_kernel.measure.timing import Call, capture, clock_of, samples_ms, wiper_of
 from modular_kernel.tensors import Routing
 from modular_kernel.tunable import Choice, Took, Tunable
 from modular_kernel.tuning.clock import StageClock, middle
@@ -171,19 +171,12 @@ class TimedSearch(Bench):
         self, runs: Mapping[Choice, Sequence[Call]], situation: TuneSituation
     ) -> dict[Choice, float]:
         """Median seconds of a call. By turns: what changes with time changes for all."""
-        clock = clock_of(self.device)
+        clock, wipe = clock_of(self.device), self._wipe if situation.flush else None
 
         def once(choice: Choice) -> float:
-            marks = []
             with self.space.using(choice):  # for calls that no graph holds
-                for run in runs[choice]:
-                    if situation.flush and self._wipe is not None:
-                        self._wipe()
-                    start = clock.mark()
-                    run()
-                    marks.append((start, clock.mark()))
-            clock.wait()
-            return sum(clock.ms(*mark) for mark in marks) / len(situation.inputs) / 1e3
+                times = samples_ms(runs[choice], clock, wipe)
+            return sum(times) / len(situation.inputs) / 1e3
 
         times: dict[Choice, list[float]] = {choice: [] for choice in runs}
         slowest = max(once(choice) for choice in runs) * len(situation.inputs)

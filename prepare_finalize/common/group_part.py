@@ -9,7 +9,7 @@ import torch
 from modular_kernel import stages
 from modular_kernel.contracts import Call, PrepareAndFinalize, Receiver
 from modular_kernel.errors import ConfigurationError, UnsupportedError
-from modular_kernel.ops.expert_slots import Numbering
+from modular_kernel.ops.expert_slots import Numbering, Pairs
 from modular_kernel.ops.quantise import quantise_rejections
 from modular_kernel.placement import PlacementTables
 from modular_kernel.support import Rejection
@@ -24,6 +24,7 @@ from modular_kernel.tensors import (
     Routing,
 )
 from modular_kernel.types import IdSpace, Machine, Problem
+from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.agreement import Agreement, Layer, refuse
 from prepare_finalize.common.packed_rows import RowLayout
 from prepare_finalize.common.row_buffers import RowBuffers
@@ -78,6 +79,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
 
     manager_class: ClassVar[type[Any]] = TorchGroup
     near_first: ClassVar[bool] = True  # a pair goes to its expert's nearest copy
+    ids_dtype = torch.int32  # of the numbers that a library is told
     manager: M
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
@@ -129,6 +131,29 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
     def numbering(self, device: torch.device, *, sinks: int = 0) -> Numbering:
         """Assign numbers to experts, and to sinks, for ids on `device`."""
         return Numbering(self.problem.placement, self.tables(device), self.manager.rank, sinks)
+
+    def pair_specs(self, tokens: int) -> dict[str, BufferSpec]:
+        """Return the buffers of `pairs`."""
+        shape = (tokens, self.problem.top_k)
+        return {
+            "pair_numbers": BufferSpec(shape, self.ids_dtype),
+            "pair_weights": BufferSpec(shape, torch.float32),
+        }
+
+    def pairs(
+        self, routing: Routing, call: Call, *, join: bool, factor: float = 1.0, sinks: int = 0
+    ) -> Pairs:
+        """Return the pairs of a call, and where their numbers and weights are written."""
+        ids_TK, take = routing.topk_ids_TK, call.workspace.take
+        return Pairs(
+            routing,
+            self.numbering(ids_TK.device, sinks=sinks),
+            take("pair_numbers", tuple(ids_TK.shape)),
+            take("pair_weights", tuple(ids_TK.shape)),
+            call.invalid_ids,
+            join,
+            factor,
+        )
 
     def prepare(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from modular_kernel.contracts import Call, TopKWeightAndReduce
-from modular_kernel.ops.expert_slots import Pairs, slots_of
+from modular_kernel.contracts import TopKWeightAndReduce
+from modular_kernel.ops.expert_slots import slots_of
 from modular_kernel.support import Rejection
-from modular_kernel.tensors import Handle, Routing
+from modular_kernel.tensors import Handle
 from modular_kernel.types import Machine, Problem
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.group_part import AtOncePart, PartHandle
@@ -93,27 +93,6 @@ class DeepEPPart(AtOncePart[DeepEPGroup]):
     def numbers(self) -> int:
         """How many experts the library is told of."""
         return self.world_size * self.slots
-
-    def pair_specs(self, tokens: int) -> dict[str, BufferSpec]:
-        """Return the buffers of `pairs`."""
-        shape = (tokens, self.problem.top_k)
-        return {
-            "pair_numbers": BufferSpec(shape, self.ids_dtype),
-            "pair_weights": BufferSpec(shape, torch.float32),
-        }
-
-    def pairs(self, routing: Routing, call: Call, *, join: bool, factor: float = 1.0) -> Pairs:
-        """Return the pairs of a call, and where their numbers and weights are written."""
-        ids_TK, take = routing.topk_ids_TK, call.workspace.take
-        return Pairs(
-            routing,
-            self.numbering(ids_TK.device),
-            take("pair_numbers", tuple(ids_TK.shape)),
-            take("pair_weights", tuple(ids_TK.shape)),
-            call.invalid_ids,
-            join,
-            factor,
-        )
 
 
 class DeepEPRowsPart(DeepEPPart):

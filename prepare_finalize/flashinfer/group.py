@@ -58,24 +58,12 @@ class FlashInferGroup(ExchangeManager[AlltoAllShape]):
     """
 
     package = "FlashInfer"
+    beside = "/flashinfer"
+    load_library = staticmethod(load)
     device = "cuda"
 
-    def __init__(
-        self,
-        group: object | None = None,
-        *,
-        in_flight: int = 2,
-        deadline_s: float | None = None,
-        library: Any = None,
-    ) -> None:
-        super().__init__(
-            group,
-            in_flight=in_flight,
-            deadline_s=deadline_s,
-            library=lambda: library or load(),
-            beside="/flashinfer",
-        )
-        self.agree({"in_flight": in_flight})
+    def _met(self) -> None:
+        self.agree({"in_flight": self.in_flight})
 
     def check_device(self, device: torch.device | str) -> None:
         """DeviceError unless tensors on `device` can be exchanged: on this process's GPU."""

@@ -8,7 +8,7 @@ import torch
 from modular_kernel import stages
 from modular_kernel.contracts import Call, TopKWeightAndReduce
 from modular_kernel.errors import CapacityError, UnsupportedError
-from modular_kernel.ops.expert_slots import Pairs, slots_of
+from modular_kernel.ops.expert_slots import slots_of
 from modular_kernel.ops.quantise import scale_shape
 from modular_kernel.quant import ACTIVATION_SCHEMES
 from modular_kernel.support import PrepareFinalizeRequirements, Rejection
@@ -102,8 +102,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
         rows, own = self.dispatch_shape(tokens).tokens, (tokens, problem.top_k)
         return {
             **token_specs(problem, tokens),
-            "numbers": BufferSpec(own, torch.int32),
-            "sent_weights": BufferSpec(own, torch.float32),
+            **self.pair_specs(tokens),
             "targets": BufferSpec(own, torch.int32),
             "skipped": BufferSpec((rows, problem.top_k), torch.uint8),
             "local_ids": BufferSpec((rows, problem.top_k), torch.int32),
@@ -119,7 +118,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
             need = f"<= {self._shape.max_tokens}, as the workspaces are made for"
             raise CapacityError("tokens", got=len(x_TH), need=need)
         self.manager.check_device(x_TH.device)
-        pairs = self._pairs(routing, call)
+        pairs = self.pairs(routing, call, join=False)
         rows, scale = number_and_quantise_tokens(
             x_TH, self.problem, pairs, weights=weights, call=call
         )
@@ -167,19 +166,6 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
             if not dense:
                 out.copy_(made)
         self.manager.give_back(exchange)
-
-    def _pairs(self, routing: Routing, call: Call) -> Pairs:
-        """Return the pairs of a call, and where their numbers and weights are written."""
-        ids_TK, take = routing.topk_ids_TK, call.workspace.take
-        return Pairs(
-            routing,
-            self.numbering(ids_TK.device),
-            take("numbers", tuple(ids_TK.shape)),
-            take("sent_weights", tuple(ids_TK.shape)),
-            call.invalid_ids,
-            join=False,
-            factor=1.0,
-        )
 
     def _targets(self, numbers_TK: torch.Tensor, call: Call) -> torch.Tensor:
         """Return numbers by which rows are sent: a skipped pair's is one of this rank."""

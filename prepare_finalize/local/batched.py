@@ -109,7 +109,14 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         specs = self.workspace_shapes(tokens)
         buffers = {name: call.workspace.take(name, spec.shape) for name, spec in specs.items()}
         row_of_pair_TK, counts_e = buffers["row_of_pair"], buffers["expert_counts"]
-        dispatched = self._routing(routing, weights, call)
+        dispatched = DispatchedRouting(
+            topk_weights_TK=None,
+            topk_ids_TK=routing.topk_ids_TK,
+            space=IdSpace.GLOBAL,
+            num_experts=problem.experts,
+            expert_map=weights.expert_map,
+            invalid_ids=call.invalid_ids,
+        )
         with stages.stage(stages.SORT):
             assign_rows(
                 dispatched,
@@ -168,16 +175,6 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         else:
             quantise_rows(x_TH, scheme, out=out)
         return out
-
-    def _routing(self, routing: Routing, weights: ExpertWeights, call: Call) -> DispatchedRouting:
-        return DispatchedRouting(
-            topk_weights_TK=None,
-            topk_ids_TK=routing.topk_ids_TK,
-            space=IdSpace.GLOBAL,
-            num_experts=self.problem.experts,
-            expert_map=weights.expert_map,
-            invalid_ids=call.invalid_ids,
-        )
 
     def finalize(
         self,

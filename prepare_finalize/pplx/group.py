@@ -72,20 +72,20 @@ class PplxGroup(ExchangeManager[PplxShape]):
 
     package = "pplx-kernels"
 
-    def __init__(
-        self,
-        group: object | None = None,
-        *,
-        in_flight: int = 2,
-        deadline_s: float | None = None,
-        library: Any = None,
-    ) -> None:
-        super().__init__(
-            group,
-            in_flight=in_flight,
-            deadline_s=deadline_s,
-            library=lambda: library or load_library(),
-        )
+    @staticmethod
+    def load_library() -> Any:
+        """Import the package pplx_kernels; ConfigurationError with why it cannot be used."""
+        try:
+            import pplx_kernels
+        except ImportError as error:
+            raise ConfigurationError("pplx_kernels", got=error, need="the package") from error
+        if not hasattr(pplx_kernels.ops._ops, "all_to_all_intranode_create"):
+            got = "a package whose libpplx_kernels.so does not load (it logged why)"
+            need = "a build for this torch and CUDA"
+            raise ConfigurationError("pplx_kernels", got=got, need=need)
+        return pplx_kernels
+
+    def _met(self) -> None:
         _check_neighbours([facts["gpu"] for facts in self._meeting.tell(_whereabouts())], self.rank)
         self._name: Any = f"modular_kernel/{uuid4().hex}"  # unlike any other of this process
         self._communicator = Communicator(self, device="cpu")
@@ -147,21 +147,6 @@ class PplxGroup(ExchangeManager[PplxShape]):
             raise self._error(in_short(error), "pplx-kernels to share its buffers") from error
         made.append(PplxExchange(all_to_all, shape))
         return made[-1]
-
-
-def load_library() -> Any:
-    """Import the package pplx_kernels.
-
-    Raise ConfigurationError with the reason if it cannot be used.
-    """
-    try:
-        import pplx_kernels
-    except ImportError as error:
-        raise ConfigurationError("pplx_kernels", got=error, need="the package") from error
-    if not hasattr(pplx_kernels.ops._ops, "all_to_all_intranode_create"):
-        got = "a package whose libpplx_kernels.so does not load (it logged why)"
-        raise ConfigurationError("pplx_kernels", got=got, need="a build for this torch and CUDA")
-    return pplx_kernels
 
 
 def _whereabouts() -> Facts:

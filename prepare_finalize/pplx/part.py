@@ -8,7 +8,7 @@ import torch
 
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
 from modular_kernel.errors import CapacityError, UnsupportedError
-from modular_kernel.ops.expert_slots import Pairs, slots_of
+from modular_kernel.ops.expert_slots import slots_of
 from modular_kernel.ops.quantise import scale_shape
 from modular_kernel.ops.zero_padding import zero_rows
 from modular_kernel.quant import ACTIVATION_SCHEMES, STORAGE
@@ -125,8 +125,7 @@ class PplxPrepareAndFinalize(AtOncePart[PplxGroup]):
             specs["batched_scale"] = BufferSpec((*rows, columns), torch.float32)
         return {
             **specs,
-            "places": BufferSpec((tokens, problem.top_k), torch.int32),
-            "place_weights": BufferSpec((tokens, problem.top_k), torch.float32),
+            **self.pair_specs(tokens),
             "sent_x": BufferSpec((tokens, problem.hidden), dtype),
             "batched_x": BufferSpec((*rows, problem.hidden), dtype),
             "expert_counts": BufferSpec((shape.experts,), torch.int32),
@@ -145,7 +144,8 @@ class PplxPrepareAndFinalize(AtOncePart[PplxGroup]):
             need = f"<= {self._shape.max_tokens}, as the buffers are made for"
             raise CapacityError("tokens", got=len(x_TH), need=need)
         self.manager.check_device(x_TH.device)
-        pairs = self._pairs(routing, call)
+        factor = self.problem.routed_scaling_factor
+        pairs = self.pairs(routing, call, join=True, factor=factor, sinks=self._sinks)
         rows, scale = number_and_quantise_tokens(
             x_TH, self.problem, pairs, weights=weights, call=call
         )
@@ -192,19 +192,6 @@ class PplxPrepareAndFinalize(AtOncePart[PplxGroup]):
         zero_rows(whole[-self._sinks :], own.sink_counts_S)
         exchange.all_to_all.combine(out, own.slots_TK, own.weights_TK, whole, None)
         self.manager.give_back(exchange)
-
-    def _pairs(self, routing: Routing, call: Call) -> Pairs:
-        """Return the pairs of a call, and where their places and weights are written."""
-        ids_TK, take = routing.topk_ids_TK, call.workspace.take
-        return Pairs(
-            routing,
-            self.numbering(ids_TK.device, sinks=self._sinks),
-            take("places", tuple(ids_TK.shape)),
-            take("place_weights", tuple(ids_TK.shape)),
-            call.invalid_ids,
-            join=True,
-            factor=self.problem.routed_scaling_factor,
-        )
 
     def _arriving(self, call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Where the library writes: counts, rows and their scales, of every slot."""

@@ -1,7 +1,6 @@
 """What managers over a library's all-to-all share: its buffers by shape, a few calls in flight."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -34,27 +33,26 @@ class Exchange(Generic[Shape]):
 class ExchangeManager(ABC, Generic[Shape]):
     """Buffers of a library for the ranks of one process group, on one host.
 
-    package: the library's name, for messages. group, in_flight, deadline_s: as a subclass says.
-    library: gives what is called, or raises ConfigurationError before ranks meet. beside: where
-    below the group's meeting place these ranks meet. Making one is collective.
+    package: the library's name, for messages. beside: where below the group's meeting place these
+    ranks meet. group, in_flight, deadline_s, library: as a subclass says. Making one is collective.
     """
 
     package: ClassVar[str]
+    beside: ClassVar[str] = ""
 
     def __init__(
         self,
-        group: object | None,
+        group: object | None = None,
         *,
-        in_flight: int,
-        deadline_s: float | None,
-        library: Callable[[], Any],
-        beside: str = "",
+        in_flight: int = 2,
+        deadline_s: float | None = None,
+        library: Any = None,
     ) -> None:
         if in_flight < 1:
             raise ConfigurationError("in_flight", got=in_flight, need=">= 1")
         self.deadline_s = deadline_of(deadline_s)
         self._group = member_group(group)
-        self._library = library()
+        self._library = library or self.load_library()
         self.rank, self.world_size = self._group.rank(), self._group.size()
         self.in_flight = in_flight
         self._exchanges: dict[Shape, list[Exchange[Shape]]] = {}
@@ -66,10 +64,20 @@ class ExchangeManager(ABC, Generic[Shape]):
             )
         except RuntimeError as error:
             raise self._error(in_short(error), "the group's store to answer") from error
-        self._store = PrefixStore(f"{place}{beside}", store)
+        self._store = PrefixStore(f"{place}{self.beside}", store)
         self._meeting = Meeting(self._store, self.rank, self.world_size, self.deadline_s)
         self.hosts = find_hosts(self._meeting, self.rank)
         check_one_host(self.hosts, self.package)
+        self._met()
+
+    @staticmethod
+    @abstractmethod
+    def load_library() -> Any:
+        """Return what is called; ConfigurationError, before ranks meet, where it is not there."""
+
+    @abstractmethod
+    def _met(self) -> None:
+        """Do what the library needs once all ranks are here. Collective."""
 
     def agree(self, facts: Facts) -> None:
         """CommunicationError on every rank unless all tell the same facts."""

@@ -8,55 +8,28 @@ from dataclasses import replace
 
 import pytest
 import torch
+from forced_cases import CHANGES, LARGE, PAIR, SMALL, cases_on, of_quantised_weights
 
 from experts.triton.configs.select import override_config, this_store
-from experts.triton.contiguous import paths_of
 from experts.triton.grouped_w4 import config as grouped_w4_config
-from modular_kernel import check, make_kernel
+from modular_kernel import make_kernel
 from modular_kernel.errors import WeightsError
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.inputs import make_inputs
-from modular_kernel.testing.cases.lists import BASE
-from modular_kernel.types import Combine, Machine, Problem
+from modular_kernel.types import Machine
 
-PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
-SMALL = replace(BASE, dtype=torch.bfloat16, hidden=160, intermediate=224, quant="mxfp4_w4a16")
-# 150 rows an expert and more: whole tiles, and last ones of more and of less than 64 rows.
-LARGE = replace(SMALL, tokens=391, hidden=320, intermediate=448)
-OAI = "swiglu_oai:alpha=1.702,limit=1.2,interleaved=true"
 QUANTS = ("mxfp4_w4a16", "mxfp4_w4a16:repacked=true")
-ROUTINGS = ("uniform", "zipf", "skips", "out_of_range", "empty_experts", "all_to_one")
-CHANGES: tuple[dict[str, object], ...] = (
-    {"bias": True, "activation": OAI},
-    {"activation": "relu2", "bias": True},
-    {"activation": "gelu", "combine": Combine.TOPK_UNWEIGHTED},
-    {"expert_map": True, "local_experts": 3},
-    {"inplace": True, "routed_scaling_factor": 2.5},
+MXFP4 = replace(LARGE, quant="mxfp4_w4a16")
+ALL_CHANGES: tuple[dict[str, object], ...] = (
+    *CHANGES,
     {"hidden": 2880, "intermediate": 96},
     {"hidden": 64, "intermediate": 2880},
     {"chunk_tokens": 100},
     {"tokens": 2048},
 )
-
-
-def cases() -> list[Case]:
-    variants: list[tuple[Problem, str]] = []
-    for quant in QUANTS:
-        small, large = (replace(base, quant=quant) for base in (SMALL, LARGE))
-        variants += [(base, routing) for routing in ROUTINGS for base in (small, large)]
-        for base, routing in ((large, "zipf"), (large, "uniform"), (small, "skips")):
-            variants += [(replace(base, **change), routing) for change in CHANGES]  # type: ignore[arg-type]
-    found = (Case(*PAIR, problem, routing) for problem, routing in variants)
-    return [c for c in dict.fromkeys(found) if served(c.problem) and check(*PAIR, c.problem).ok]
-
-
-def served(problem: Problem) -> bool:
-    """Whether the part may take the path, so that its tiles can be forced."""
-    return "grouped_w4" in paths_of(problem)
-
-
-CASES = cases()
+CHANGED = ((LARGE, "zipf"), (LARGE, "uniform"), (SMALL, "skips"))
+CASES = cases_on("grouped_w4", of_quantised_weights(QUANTS, ALL_CHANGES, CHANGED))
 
 
 def test_there_are_cases_where_the_path_runs() -> None:
@@ -75,7 +48,7 @@ def test_proven(
 
 
 def test_calls_with_prepared_weights_are_replayed_until_these_are_written() -> None:
-    problem = replace(LARGE, hidden=512, intermediate=768)
+    problem = replace(MXFP4, hidden=512, intermediate=768)
     given = make_inputs(problem, "uniform", torch.device("cuda"))
     kernel = make_kernel(*PAIR, problem)
     weights, plan = kernel.prepare_weights(given.weights), kernel.plan()
@@ -97,7 +70,7 @@ def test_calls_with_prepared_weights_are_replayed_until_these_are_written() -> N
 
 
 def test_a_layer_s_prepared_weights_give_the_bits_of_the_kernel() -> None:
-    problem = replace(LARGE, tokens=384)
+    problem = replace(MXFP4, tokens=384)
     given = make_inputs(problem, "uniform", torch.device("cuda"))
     layer = FusedMoE(
         problem.experts, problem.hidden, problem.intermediate, top_k=problem.top_k,

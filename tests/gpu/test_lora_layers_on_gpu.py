@@ -3,8 +3,8 @@
 from importlib.util import find_spec
 from typing import Any
 
+import lora_layer_samples as layers
 import pytest
-import test_lora_layers as layers
 import torch
 
 from modular_kernel import ExpertWeights, reference

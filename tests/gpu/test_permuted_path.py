@@ -8,42 +8,34 @@ from dataclasses import replace
 
 import pytest
 import torch
+from forced_cases import cases_on
 
 from experts.triton.configs.select import override_config, this_store
-from experts.triton.contiguous import paths_of
 from experts.triton.grouped_tma import config as grouped_tma_config
-from modular_kernel import check
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.lists import BASE, axes
 from modular_kernel.testing.cases.quantised import quantised
 from modular_kernel.types import Machine, Problem
 
-PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 SMALL = replace(BASE, dtype=torch.bfloat16, hidden=144, intermediate=208)
 # 150 rows an expert and more: whole tiles, and last ones of more and of less than 64 rows.
 LARGE = replace(SMALL, tokens=391, hidden=320, intermediate=400)
 
 
-def cases() -> list[Case]:
+def variants() -> list[tuple[Problem, str]]:
     """Every axis in bf16; each quantised case of the harness. Not every axis times every scheme:
     a rounding step of few values is too large for the harness's bounds, whoever computes."""
     blocks = replace(LARGE, intermediate=448)
-    variants = [*axes(SMALL), *axes(LARGE), *quantised(BASE)]
+    found = [*axes(SMALL), *axes(LARGE), *quantised(BASE)]
     for routing in ("uniform", "zipf", "skips", "out_of_range", "empty_experts"):
-        variants += [
+        found += [
             (replace(blocks, quant="fp8_w8a8_block"), routing),
             (replace(LARGE, quant="fp8_w8a8_channel"), routing),
         ]
-    found = (Case(*PAIR, problem, routing) for problem, routing in variants)
-    return [c for c in dict.fromkeys(found) if served(c.problem) and check(*PAIR, c.problem).ok]
+    return found
 
 
-def served(problem: Problem) -> bool:
-    """Whether the part may take the path, so that its tiles can be forced."""
-    return "grouped_tma" in paths_of(problem)
-
-
-CASES = cases()
+CASES = cases_on("grouped_tma", variants())
 
 
 def test_there_are_cases_where_the_path_runs() -> None:

@@ -9,18 +9,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from forced_cases import PAIR, cases_on
 
 from experts.triton.configs.select import override_config, this_store
 from experts.triton.contiguous import paths_of
 from experts.triton.gemv_tma import config as gemv_tma_config
 from experts.triton.launch_config import LaunchConfig, MoEConfig
-from modular_kernel import check
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.lists import BASE, axes
 from modular_kernel.testing.cases.quantised import quantised
 from modular_kernel.types import Machine, Problem
 
-PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 SMALL = replace(BASE, dtype=torch.bfloat16, hidden=144, intermediate=224)
 # Vectors of more than a piece, places that do not divide the depth, tiles that do not divide rows.
 LARGE = replace(SMALL, tokens=11, hidden=1296, intermediate=1056)
@@ -28,27 +27,21 @@ QUANTS = ("fp8_w8a8_channel", "fp8_w8a8_block")
 ROUTINGS = ("uniform", "zipf", "skips", "out_of_range", "empty_experts")
 
 
-def cases() -> list[Case]:
+def variants() -> list[tuple[Problem, str]]:
     """Every axis and each quantised case of the harness, and few tokens of many experts."""
-    variants = [*quantised(BASE)]
+    found = [*quantised(BASE)]
     for quant in QUANTS:
-        variants += [(replace(p, quant=quant), routing) for p, routing in axes(LARGE)]
+        found += [(replace(p, quant=quant), routing) for p, routing in axes(LARGE)]
         for base in (SMALL, LARGE):
             for tokens in (1, 2, 8):
                 few = replace(
                     base, tokens=tokens, experts=16, local_experts=None, top_k=8, quant=quant
                 )
-                variants += [(few, routing) for routing in ROUTINGS]
-    found = (Case(*PAIR, problem, routing) for problem, routing in variants)
-    return [c for c in dict.fromkeys(found) if served(c.problem) and check(*PAIR, c.problem).ok]
+                found += [(few, routing) for routing in ROUTINGS]
+    return found
 
 
-def served(problem: Problem) -> bool:
-    """Whether the part may take the path, so that its tiles can be forced."""
-    return "gemv_tma" in paths_of(problem)
-
-
-CASES = cases()
+CASES = cases_on("gemv_tma", variants())
 
 
 def test_there_are_cases_where_the_path_runs() -> None:
@@ -67,7 +60,7 @@ def test_proven(case: Case, machine: Machine) -> None:
 def test_every_ring(quant: str, block_k: int, places: int, machine: Machine) -> None:
     """Whatever a place holds of the depth, and however few places there are."""
     problem = replace(LARGE, quant=quant, tokens=3)
-    if not served(problem):
+    if "gemv_tma" not in paths_of(problem):
         pytest.skip("no sm_90")
     pair = MoEConfig(*(LaunchConfig(16, n, block_k, 1, 4, places) for n in (32, 64)), "gemv_tma")
     with override_config(pair):

@@ -15,6 +15,7 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from experts.cutlass.kernels.epilogue import Epilogue
+from experts.cutlass.kernels.ring import next_place
 from experts.cutlass.kernels.tile import (
     BOX_BYTES,
     CLUSTER,
@@ -207,10 +208,7 @@ class BlockGemm(Epilogue):
                 )  # fmt: skip
                 cute.copy(b_atom, from_b[None, k], to_b[None, place * PARTS], tma_bar_ptr=ready)
                 cute.copy(b_atom, from_c[None, k], to_b[None, place * PARTS + 1], tma_bar_ptr=ready)
-                place += 1
-                if place == STAGES:
-                    place = I32(0)
-                    phase = phase ^ 1
+                place, phase = next_place(place, phase, STAGES)
             index += stride
 
     @cute.jit
@@ -249,10 +247,7 @@ class BlockGemm(Epilogue):
                 if lane == 0:
                     cute.arch.mbarrier_arrive(full + place)
                 a0, a1, a2, a3, b0 = c0, c1, c2, c3, d0
-                place += 1
-                if place == STAGES:
-                    place = I32(0)
-                    phase = phase ^ 1
+                place, phase = next_place(place, phase, STAGES)
             index += stride
 
     @cute.jit
@@ -283,10 +278,7 @@ class BlockGemm(Epilogue):
                 for _ in cutlass.range(steps, unroll=1):
                     if not ready:
                         cute.arch.mbarrier_wait(full + place, phase)
-                    then, then_phase = place + 1, phase
-                    if then == STAGES:
-                        then = I32(0)
-                        then_phase = phase ^ 1
+                    then, then_phase = next_place(place, phase, STAGES)
                     for p in cutlass.range_constexpr(PARTS):
                         warpgroup.fence()
                         self.begin(tiled_mma, part, t_a, t_b, place, p)
@@ -310,10 +302,7 @@ class BlockGemm(Epilogue):
                     cute.arch.mbarrier_wait(full + place, phase)
                     if tells:
                         cute.arch.mbarrier_arrive(empty + place, lane)
-                    place += 1
-                    if place == STAGES:
-                        place = I32(0)
-                        phase = phase ^ 1
+                    place, phase = next_place(place, phase, STAGES)
                 ready = cutlass.Boolean(False)
             index += stride
         cute.arch.cp_async_bulk_wait_group(0, read=False)

@@ -31,6 +31,7 @@ from experts.cutlass.kernels.fp4_tile import (
     TILE_M,
     TILE_N,
 )
+from experts.cutlass.kernels.ring import next_place
 from experts.cutlass.kernels.walk import tile_at
 
 ONE = tcgen05.CtaGroup.ONE
@@ -207,10 +208,7 @@ class Fp4Gemm:
                     to_sfb = cute.make_tensor(sfb + place * SCALE_BYTES, one)
                     cute.copy(bulk, g_sfa[None, k], to_sfa, mbar_ptr=ready)
                     cute.copy(bulk, g_sfb[None, k], to_sfb, mbar_ptr=ready)
-                place += 1
-                if place == STAGES:
-                    place = I32(0)
-                    phase = phase ^ 1
+                place, phase = next_place(place, phase, STAGES)
             index += stride
 
     @cute.jit
@@ -255,16 +253,10 @@ class Fp4Gemm:
                 cute.gemm(tiled_mma, part, [t_a[step], t_sfa], [t_b[step], t_sfb], part)
                 with cute.arch.elect_one():
                     tcgen05.commit(empty + place)
-                place += 1
-                if place == STAGES:
-                    place = I32(0)
-                    phase = phase ^ 1
+                place, phase = next_place(place, phase, STAGES)
             with cute.arch.elect_one():
                 tcgen05.commit(made + which)
-            which += 1
-            if which == SUMS:
-                which = I32(0)
-                which_phase = which_phase ^ 1
+            which, which_phase = next_place(which, which_phase, SUMS)
             index += stride
 
     @cute.jit
@@ -304,10 +296,7 @@ class Fp4Gemm:
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(stored + which)
-            which += 1
-            if which == SUMS:
-                which = I32(0)
-                phase = phase ^ 1
+            which, phase = next_place(which, phase, SUMS)
             index += stride
 
 

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from experts.triton.adapters import PairAdapters, Shrunk, adapter_specs, arguments_of
+from experts.triton.adapters import PairAdapters, Shrunk, adapter_specs
 from experts.triton.aligned import config
 from experts.triton.aligned.candidates import candidates
 from experts.triton.candidates import Groups
@@ -184,8 +184,7 @@ class AlignedPath(Path):
         rows: (T, H) tokens, or (P, I) one row per pair, and their scales; out: a row per pair.
         shrunk: what adapters add.
         """
-        assert isinstance(config, LaunchConfig)
-        a, a_scale = rows
+        a, _ = rows
         pairs = out.numel() // product.columns
         blocks = aligned.expert_ids.numel()
         num_n = -(-product.columns // config.block_n)
@@ -201,12 +200,26 @@ class AlignedPath(Path):
             num_pairs=pairs,
             num_m=blocks,
             stride_am=a.stride(0),
-            stride_ak=a.stride(1),
             A_TOP_K=pairs // a.shape[0],
             WRITE_ZEROS=not self._sums,
             HAS_ROW_WEIGHTS=row_weights_TK is not None,
-            LORA_TOP_K=self.problem.top_k,
-            **arguments_of(shrunk),
-            **product.arguments(config, self.problem.fp32_precision, a_scale),
+            **self.arguments(rows, product, config, shrunk),
             **overlap(),
         )
+
+    def arguments(
+        self,
+        rows: tuple[torch.Tensor, torch.Tensor | None],
+        product: Product,
+        config: Launch,
+        shrunk: Shrunk | None,
+    ) -> dict[str, object]:
+        """Return the kernel's arguments that do not depend on how rows are found."""
+        assert isinstance(config, LaunchConfig)
+        a, a_scale = rows
+        return {
+            "stride_ak": a.stride(1),
+            "LORA_TOP_K": self.problem.top_k,
+            **({} if shrunk is None else shrunk.arguments()),  # without adapters there is no loop
+            **product.arguments(config, self.problem.fp32_precision, a_scale),
+        }

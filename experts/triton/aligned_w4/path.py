@@ -16,9 +16,6 @@ from experts.triton.candidates import Groups
 from experts.triton.launch_config import Device, Gemm, Launch, MoEConfig, Violation
 from experts.triton.operands import Product
 from experts.triton.operands_w4 import lie_ready, product_depth, w4_arguments
-from modular_kernel.ops.align import Aligned
-from modular_kernel.ops.launch.launch import launch
-from modular_kernel.ops.launch.pdl import overlap
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem
 
@@ -86,63 +83,32 @@ class AlignedW4Path(AlignedPath):
         """Return whether words of weights can be read 16 bytes at once, and x along its rows."""
         return x_TH.stride(1) == 1 and lie_ready(weights)
 
-    def multiply(
+    def arguments(
         self,
         rows: tuple[torch.Tensor, torch.Tensor | None],
         product: Product,
         config: Launch,
-        aligned: Aligned,
-        out: torch.Tensor,
-        row_weights_TK: torch.Tensor | None,
         shrunk: Shrunk | None,
-    ) -> None:
-        """Launch one grouped GEMM over pairs aligned in blocks of block_m rows.
-
-        rows: (T, H) tokens, or (P, I) one row per pair, values side by side; out: a row per pair.
-        """
+    ) -> dict[str, object]:
+        """Return those of the kernel for words. rows: values side by side, without scales."""
         assert isinstance(config, AlignedW4Config)
         assert shrunk is None  # no problem with adapters is served
-        a, _ = rows
-        pairs = out.numel() // product.columns
-        blocks = aligned.expert_ids.numel()
-        launch(
-            self._kernel,
-            (blocks * -(-product.columns // config.block_n),),
-            a_ptr=a,
-            row_weights_ptr=a if row_weights_TK is None else row_weights_TK,
-            out_ptr=out,
-            sorted_ptr=aligned.sorted_token_ids,
-            expert_ids_ptr=aligned.expert_ids,
-            num_post_ptr=aligned.num_tokens_post_padded,
-            num_pairs=pairs,
-            num_m=blocks,
-            stride_am=a.stride(0),
-            A_TOP_K=pairs // a.shape[0],
-            WRITE_ZEROS=not self._sums,
-            HAS_ROW_WEIGHTS=row_weights_TK is not None,
-            BLOCK_M=config.block_m,
-            **_arguments(product, config),
-            **overlap(),
-        )
-
-
-def _arguments(product: Product, config: AlignedW4Config) -> dict[str, object]:
-    """Return the kernel's arguments that do not depend on how rows are found."""
-    depth = product_depth(product.scheme, product.depth, config.block_k)
-    return {
-        **w4_arguments(product),
-        "columns": product.columns,
-        "depth": product.depth,
-        "UP_ROW": product.up_row,
-        "ROW_STEP": product.step,
-        "EVEN_K": product.depth % (config.num_warps * config.block_k) == 0,
-        "DEPTH": depth,
-        "PARTS": config.num_warps,
-        "GROUPS": config.block_k // depth,
-        "BLOCK_N": config.block_n,
-        "EVEN_N": product.columns % config.block_n == 0,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-        "maxnreg": config.registers or None,
-        **product.constants,
-    }
+        depth = product_depth(product.scheme, product.depth, config.block_k)
+        return {
+            **w4_arguments(product),
+            "columns": product.columns,
+            "depth": product.depth,
+            "UP_ROW": product.up_row,
+            "ROW_STEP": product.step,
+            "EVEN_K": product.depth % (config.num_warps * config.block_k) == 0,
+            "DEPTH": depth,
+            "PARTS": config.num_warps,
+            "GROUPS": config.block_k // depth,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "EVEN_N": product.columns % config.block_n == 0,
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+            "maxnreg": config.registers or None,
+            **product.constants,
+        }

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache, lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ from experts.triton.configs.steps import Steps
 from experts.triton.launch_config import Device, MoEConfig
 from experts.triton.paths import BASE, PATHS
 from modular_kernel.machine import current_machine
+from modular_kernel.providers import version_of
 from modular_kernel.settings import read_settings
 from modular_kernel.types import Problem
 
@@ -170,10 +170,7 @@ def _machine_s_store() -> ConfigLookup:
 
 def triton_version() -> str | None:
     """Return the installed triton's version, without importing it."""
-    try:
-        return version("triton")
-    except PackageNotFoundError:
-        return None
+    return version_of("triton")
 
 
 class _Where(NamedTuple):

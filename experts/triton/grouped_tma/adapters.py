@@ -3,6 +3,7 @@
 import torch
 
 from experts.triton.adapters import (
+    Matrices,
     SegmentAdapters,
     TileShrunk,
     block_r,
@@ -40,16 +41,11 @@ class TileAdapters(SegmentAdapters):
     """The same rows for products fed by TMA: u of all of a tile's slots is more depth."""
 
     def _shrunk(  # type: ignore[override]
-        self,
-        name: str,
-        x: torch.Tensor,
-        a: torch.Tensor | None,
-        b: torch.Tensor | None,
-        *,
-        gather: bool,
+        self, name: str, x: torch.Tensor, matrices: Matrices, *, gather: bool
     ) -> TileShrunk:
         from experts.triton.grouped_tma.kernels.shrink import shrink_tiles_kernel
 
+        a, b = matrices
         assert a is not None
         assert b is not None  # the weights were checked
         order, width = self._order, whole_boxes(a.shape[2])

@@ -14,6 +14,23 @@ def _own_slots(slots, part, PARTS: tl.constexpr):
     return tl.where(slots % PARTS == part, slots, NO_SLOT)
 
 
+@triton.jit
+def tile_rows(tiles_ptr, tokens_ptr, tile, max_tiles, BLOCK_M: tl.constexpr):
+    """Return a tile's expert, its rows, which of them there are, and their tokens."""
+    expert = tl.load(tiles_ptr + tile).to(tl.int64)
+    row = tl.load(tiles_ptr + max_tiles + tile) + tl.arange(0, BLOCK_M)
+    row_mask = row < tl.load(tiles_ptr + 2 * max_tiles + tile)
+    return expert, row, row_mask, tl.load(tokens_ptr + row, mask=row_mask, other=0)
+
+
+@triton.jit
+def _store_shrunk(u_ptr, u, row, slots, rank_row, rank_rows):
+    """Store u where there are a slot and a row of A. row: int64."""
+    u_ptrs = u_ptr + row[:, None] * rank_rows + rank_row[None, :]
+    mask = (slots < NO_SLOT)[:, None] & (rank_row < rank_rows)[None, :]
+    tl.store(u_ptrs, u.to(u_ptr.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["num_pairs"])
 def shrink_few_kernel(
     x_ptr, slots_ptr, a_ptr, u_ptr, ids_ptr, map_ptr,
@@ -81,9 +98,7 @@ def shrink_pairs_kernel(
         x_ptr + x_row[:, None] * stride_xm, slots, a_ptr + expert * stride_ae, rank_row, rank_mask,
         depth, stride_xk, stride_al, stride_ar, PRECISION, BLOCK_M, BLOCK_R, BLOCK_K,
     )  # fmt: skip
-    u_ptrs = u_ptr + pairs.to(tl.int64)[:, None] * rank_rows + rank_row[None, :]
-    mask = (slots < NO_SLOT)[:, None] & rank_mask[None, :]
-    tl.store(u_ptrs, u.to(u_ptr.dtype.element_ty), mask=mask)
+    _store_shrunk(u_ptr, u, pairs.to(tl.int64), slots, rank_row, rank_rows)
 
 
 @triton.jit(do_not_specialize=["max_tiles"])
@@ -103,10 +118,7 @@ def shrink_segments_kernel(
     pid_m = tl.program_id(0)
     if pid_m >= tl.load(tiles_ptr + 3 * max_tiles):
         return
-    expert = tl.load(tiles_ptr + pid_m).to(tl.int64)
-    row = tl.load(tiles_ptr + max_tiles + pid_m) + tl.arange(0, BLOCK_M)
-    row_mask = row < tl.load(tiles_ptr + 2 * max_tiles + pid_m)
-    tokens = tl.load(tokens_ptr + row, mask=row_mask, other=0)
+    expert, row, row_mask, tokens = tile_rows(tiles_ptr, tokens_ptr, pid_m, max_tiles, BLOCK_M)
     slots = _own_slots(load_slots(slots_ptr, tokens, row_mask, num_slots), tl.program_id(2), PARTS)
     rank_row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     rank_mask = rank_row < rank_rows
@@ -115,9 +127,7 @@ def shrink_segments_kernel(
         x_ptr + x_row[:, None] * stride_xm, slots, a_ptr + expert * stride_ae, rank_row, rank_mask,
         depth, stride_xk, stride_al, stride_ar, PRECISION, BLOCK_M, BLOCK_R, BLOCK_K,
     )  # fmt: skip
-    u_ptrs = u_ptr + row.to(tl.int64)[:, None] * rank_rows + rank_row[None, :]
-    mask = (slots < NO_SLOT)[:, None] & rank_mask[None, :]
-    tl.store(u_ptrs, u.to(u_ptr.dtype.element_ty), mask=mask)
+    _store_shrunk(u_ptr, u, row.to(tl.int64), slots, rank_row, rank_rows)
 
 
 @triton.jit
@@ -148,6 +158,4 @@ def shrink_batched_kernel(
         x_ptr + place[:, None] * depth, slots, a_ptr + expert * stride_ae, rank_row, rank_mask,
         depth, 1, stride_al, stride_ar, PRECISION, BLOCK_M, BLOCK_R, BLOCK_K,
     )  # fmt: skip
-    u_ptrs = u_ptr + place[:, None] * rank_rows + rank_row[None, :]
-    mask = (slots < NO_SLOT)[:, None] & rank_mask[None, :]
-    tl.store(u_ptrs, u.to(u_ptr.dtype.element_ty), mask=mask)
+    _store_shrunk(u_ptr, u, place, slots, rank_row, rank_rows)

@@ -59,6 +59,13 @@ class ConfigSpace(Tunable):
         self._device = this_store().device
         self.paths = self._serving(self._device)
 
+    @classmethod
+    def unless_fixed(
+        cls, problem: Problem, experts_part: str, paths: Sequence[type[LaunchPath]] = (BASE,)
+    ) -> "ConfigSpace | None":
+        """Return the space; None of a batch-invariant problem, whose tiles are fixed."""
+        return None if problem.batch_invariant else cls(problem, experts_part, paths)
+
     def _serving(self, device: Device) -> tuple[str, ...]:
         return tuple(path.name for path in self._all if path.serves(self.problem, device))
 

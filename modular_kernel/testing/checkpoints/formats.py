@@ -126,45 +126,66 @@ def _points(shape: tuple[int, ...], bits: int, g: torch.Generator, symmetric: bo
     return half + torch.randint(-off, off + 1, shape, generator=g)
 
 
+@dataclass(frozen=True)
+class _Drawn:
+    """(codes - zeros) * scale = values, zeros and scale with a column for each group of `width`."""
+
+    codes: torch.Tensor
+    zeros: torch.Tensor
+    scale: torch.Tensor
+    values: torch.Tensor
+    width: int
+
+
+@dataclass(frozen=True)
+class _Grouped:
+    """Codes in groups along the depth, all of it with None or -1, and scales of `dtype`."""
+
+    bits: int
+    group: int | None
+    symmetric: bool
+    dtype: torch.dtype
+
+    def draw(self, rows: int, depth: int, g: torch.Generator, gain: float) -> _Drawn:
+        width = depth if self.group is None or self.group == -1 else self.group
+        codes, groups = _codes(rows, depth, self.bits, g), -(-depth // width)
+        zeros = _points((rows, groups), self.bits, g, self.symmetric)
+        size = gain * 3 / (1 << (self.bits - 1)) / depth**0.5
+        scale = (_uniform((rows, groups), g) * size).to(self.dtype)
+        centred = codes - spread(zeros, rows, depth, 1, width)
+        return _Drawn(codes, zeros, scale, centred * spread(scale, rows, depth, 1, width), width)
+
+
 def compressed(bits: int, group: int | None, *, symmetric: bool = True) -> Make:
     """pack-quantized: N rows, K packed; group None: one scale a row."""
 
+    grouped = _Grouped(bits, group, symmetric, torch.bfloat16)
+
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
-        width = group or depth
-        codes, groups = _codes(rows, depth, bits, g), -(-depth // width)
-        zeros = _points((rows, groups), bits, g, symmetric)
-        size = gain * 3 / (1 << (bits - 1)) / depth**0.5
-        scale = (_uniform((rows, groups), g) * size).to(torch.bfloat16)
-        values = (codes - spread(zeros, rows, depth, 1, width)) * spread(
-            scale, rows, depth, 1, width
-        )
+        drawn = grouped.draw(rows, depth, g, gain)
         tensors = {
-            "weight_packed": words(codes, 1, bits),
-            "weight_scale": scale,
+            "weight_packed": words(drawn.codes, 1, bits),
+            "weight_scale": drawn.scale,
             "weight_shape": torch.tensor([rows, depth]),
         }
         if not symmetric:
-            tensors["weight_zero_point"] = words(zeros, 0, bits)
-        return Stored(tensors, values)
+            tensors["weight_zero_point"] = words(drawn.zeros, 0, bits)
+        return Stored(tensors, drawn.values)
 
     return make
 
 
 def awq(group: int, *, zero_point: bool = True) -> Make:
+    grouped = _Grouped(4, group, not zero_point, torch.float16)
+
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
-        width = depth if group == -1 else group
-        codes, groups = _codes(rows, depth, 4, g), depth // width
-        zeros = _points((rows, groups), 4, g, not zero_point)
-        scale = (_uniform((rows, groups), g) * gain * 0.375 / depth**0.5).to(torch.float16)
-        values = (codes - spread(zeros, rows, depth, 1, width)) * spread(
-            scale, rows, depth, 1, width
-        )
+        drawn = grouped.draw(rows, depth, g, gain)
         tensors = {
-            "qweight": words(codes.T, 1, 4, FOUND),
-            "qzeros": words(zeros.T, 1, 4, FOUND),
-            "scales": scale.T.contiguous(),
+            "qweight": words(drawn.codes.T, 1, 4, FOUND),
+            "qzeros": words(drawn.zeros.T, 1, 4, FOUND),
+            "scales": drawn.scale.T.contiguous(),
         }
-        return Stored(tensors, values)
+        return Stored(tensors, drawn.values)
 
     return make
 
@@ -172,22 +193,17 @@ def awq(group: int, *, zero_point: bool = True) -> Make:
 def gptq(bits: int, group: int, *, symmetric: bool = True, less: int = 1) -> Make:
     """less: what a stored zero point is less than it is, 1 in the format's first version."""
 
+    grouped = _Grouped(bits, group, symmetric, torch.float16)
+
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
-        width = depth if group == -1 else group
-        codes, groups = _codes(rows, depth, bits, g), depth // width
-        zeros = _points((rows, groups), bits, g, symmetric)
-        size = gain * 3 / (1 << (bits - 1)) / depth**0.5
-        scale = (_uniform((rows, groups), g) * size).to(torch.float16)
-        values = (codes - spread(zeros, rows, depth, 1, width)) * spread(
-            scale, rows, depth, 1, width
-        )
+        drawn = grouped.draw(rows, depth, g, gain)
         tensors = {
-            "qweight": words(codes.T, 0, bits),
-            "qzeros": words(zeros.T - less, 1, bits),
-            "scales": scale.T.contiguous(),
-            "g_idx": torch.arange(depth, dtype=torch.int32) // width,
+            "qweight": words(drawn.codes.T, 0, bits),
+            "qzeros": words(drawn.zeros.T - less, 1, bits),
+            "scales": drawn.scale.T.contiguous(),
+            "g_idx": torch.arange(depth, dtype=torch.int32) // drawn.width,
         }
-        return Stored(tensors, values)
+        return Stored(tensors, drawn.values)
 
     return make
 

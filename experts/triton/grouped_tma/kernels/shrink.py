@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from experts.triton.kernels.adapters import NO_SLOT, load_slots, shrunk_tile
+from experts.triton.kernels.shrink import tile_rows
 
 
 @triton.jit(do_not_specialize=["max_tiles"])
@@ -24,10 +25,7 @@ def shrink_tiles_kernel(
     pid_m = tl.program_id(0)
     if pid_m >= tl.load(tiles_ptr + 3 * max_tiles):
         return
-    expert = tl.load(tiles_ptr + pid_m).to(tl.int64)
-    row = tl.load(tiles_ptr + max_tiles + pid_m) + tl.arange(0, BLOCK_M)
-    row_mask = row < tl.load(tiles_ptr + 2 * max_tiles + pid_m)
-    tokens = tl.load(tokens_ptr + row, mask=row_mask, other=0)
+    expert, row, row_mask, tokens = tile_rows(tiles_ptr, tokens_ptr, pid_m, max_tiles, BLOCK_M)
     slots = load_slots(slots_ptr, tokens, row_mask, num_slots)
     rank_row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     x_row = (tokens if GATHER else row).to(tl.int64)

@@ -33,11 +33,10 @@ _MODES = ("call", "call", "plan", "twice", "start", "inference", "default64")
 
 def right_call(rng: Random) -> FuzzOutcome:
     """Call a pairing that fits with valid inputs: the right number must come out."""
-    made = _kernel(rng)
+    made = _drawn(rng)
     if isinstance(made, FuzzOutcome):
         return made
-    kernel, what = made
-    given = draw_inputs(kernel.problem, rng)
+    kernel, what, given = made
     mode = rng.choice(_MODES)
     what = f"{mode} of {what} with T={len(given.x_TH)}"
     return _judged(kernel, given, mode, what, refusable=False)
@@ -45,11 +44,10 @@ def right_call(rng: Random) -> FuzzOutcome:
 
 def changed_call(rng: Random) -> FuzzOutcome:
     """Make the same call with one thing changed."""
-    made = _kernel(rng)
+    made = _drawn(rng)
     if isinstance(made, FuzzOutcome):
         return made
-    kernel, what = made
-    given = draw_inputs(kernel.problem, rng)
+    kernel, what, given = made
     name, change, must = rng.choice(ALL)
     mode = rng.choice(("call", "plan", "twice", "start"))
     what = f"{mode} of {what} with T={len(given.x_TH)}, {name}"
@@ -72,11 +70,10 @@ def changed_call(rng: Random) -> FuzzOutcome:
 
 def nan_call(rng: Random) -> FuzzOutcome:
     """NaN where it must stay: in its token's row, or nowhere as the weight of a skipped pair."""
-    made = _kernel(rng)
+    made = _drawn(rng)
     if isinstance(made, FuzzOutcome):
         return made
-    kernel, what = made
-    given = draw_inputs(kernel.problem, rng)
+    kernel, what, given = made
     if len(given.x_TH) == 0:
         return FuzzOutcome(RIGHT, what)
     oracle = Oracle(kernel.problem, given.x_TH.clone(), given.weights, given.routing)
@@ -99,15 +96,17 @@ def nan_call(rng: Random) -> FuzzOutcome:
     return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
 
 
-def _kernel(rng: Random) -> tuple[FusedMoEModularKernel, str] | FuzzOutcome:
-    """Return a kernel and what it is, or how it was refused."""
+def _drawn(rng: Random) -> tuple[FusedMoEModularKernel, str, Given] | FuzzOutcome:
+    """Return a kernel, what it is, and inputs of it; or how it was refused."""
     prepare, experts = draw_parts(rng)
     problem = attempt("a problem", lambda: draw_problem(rng))
     if isinstance(problem, FuzzOutcome):
         return problem
     what = f"{prepare} x {experts}, {described(problem)}"
     kernel = attempt(what, lambda: make_kernel(prepare, experts, problem))
-    return kernel if isinstance(kernel, FuzzOutcome) else (kernel, what)
+    if isinstance(kernel, FuzzOutcome):
+        return kernel
+    return kernel, what, draw_inputs(kernel.problem, rng)
 
 
 def _judged(

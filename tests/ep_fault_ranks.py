@@ -1,0 +1,42 @@
+"""Three gloo ranks, one of them at fault, and what the others say, for the tests of faults."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from ep_layers import ALL2ALL, GATHERED, REPLICATED, Layer
+from module_ranks import module_ranks
+
+from modular_kernel.testing.stress.faults import DEADLINE_S, SLACK_S, VICTIM, RankReport
+
+WORLD = 3
+LONG_S = 10.0  # a deadline that no rank waits for which is told
+AT_ONCE_S = LONG_S / 2  # on a busy machine, too
+TOKENS = {REPLICATED: (4, 4, 4), GATHERED: (4, 3, 5), ALL2ALL: (4, 3, 5)}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """other: what the victim alone means."""
+
+    part: str
+    other: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def layer(self) -> Layer:
+        return Layer(self.part, TOKENS[self.part], placement="linear")
+
+
+def three_ranks() -> Any:
+    """A fixture: WORLD ranks for the tests of a module."""
+    return module_ranks(WORLD, grace=LONG_S + 2 * SLACK_S)
+
+
+def assert_survivor(report: RankReport, phases: set[str]) -> None:
+    assert report.error == "CommunicationError", report
+    assert report.peers == (VICTIM,), report.message
+    assert report.phase in phases, report.message
+    assert report.seconds <= DEADLINE_S + SLACK_S, report
+    last = json.loads(report.last)
+    assert last["phase"] == report.phase
+    assert last["state"].startswith("failed: "), last

@@ -1,0 +1,60 @@
+"""Tensors for the steps of EPMoE, and the steps in a row, for their tests."""
+
+import torch
+
+from experts.compat.ep_moe import (
+    grouped_gemm_triton,
+    post_reorder,
+    pre_reorder,
+    run_moe_ep_preproess,
+    silu_and_mul,
+)
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+FP8 = torch.float8_e4m3fn
+
+
+def values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+
+
+def poison(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full(shape, float("nan"), device=DEVICE).to(dtype)
+
+
+def some_ids(tokens: int, top_k: int, experts: int) -> torch.Tensor:
+    """Ids from -1 on, so some pairs are skipped."""
+    generator = torch.Generator().manual_seed(tokens)
+    return torch.randint(-1, experts, (tokens, top_k), generator=generator).to(DEVICE)
+
+
+def ep_moe(
+    x_TH: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    ids_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
+    here: tuple[int, int],
+) -> torch.Tensor:
+    """One rank's part, step by step. w13 and w2 hold all experts; `here` are the rank's."""
+    (tokens, hidden), (experts, width, _) = x_TH.shape, w13.shape
+    start, end = here
+    reorder_ids, src2dst, seg_indptr = run_moe_ep_preproess(ids_TK, experts)
+    segments = (end - start + 1, True, seg_indptr[start : end + 2])
+    rows, dtype = ids_TK.numel(), x_TH.dtype
+    gateup_input, gateup_output = (
+        poison(rows, hidden, dtype=dtype),
+        poison(rows, width, dtype=dtype),
+    )
+    pre_reorder(x_TH, gateup_input, src2dst, ids_TK, None, start, end)
+    grouped_gemm_triton(gateup_input, w13[start : end + 1], gateup_output, *segments)
+    down_input, down_output = (
+        poison(rows, width // 2, dtype=dtype),
+        poison(rows, hidden, dtype=dtype),
+    )
+    silu_and_mul(gateup_output, down_input, reorder_ids, None, start, end)
+    grouped_gemm_triton(down_input, w2[start : end + 1], down_output, *segments)
+    out = poison(tokens, hidden, dtype=dtype)
+    post_reorder(down_output, out, src2dst, ids_TK, weights_TK, start, end)
+    return out

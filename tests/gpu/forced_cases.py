@@ -1,0 +1,52 @@
+"""Cases that are forced on a path of TritonExperts, whatever the heuristics say."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+
+from experts.triton.contiguous import paths_of
+from modular_kernel import check
+from modular_kernel.testing import Case
+from modular_kernel.testing.cases.lists import BASE
+from modular_kernel.types import Combine, Problem
+
+PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
+OAI = "swiglu_oai:alpha=1.702,limit=1.2,interleaved=true"
+# Of paths for quantised weights and plain rows. 150 rows an expert and more: whole tiles, and last
+# ones of more and of less than 64 rows.
+SMALL = replace(BASE, dtype=torch.bfloat16, hidden=160, intermediate=224)
+LARGE = replace(SMALL, tokens=391, hidden=320, intermediate=448)
+CHANGES: tuple[dict[str, object], ...] = (
+    {"bias": True, "activation": OAI},
+    {"activation": "relu2", "bias": True},
+    {"activation": "gelu", "combine": Combine.TOPK_UNWEIGHTED},
+    {"expert_map": True, "local_experts": 3},
+    {"inplace": True, "routed_scaling_factor": 2.5},
+)
+ROUTINGS = ("uniform", "zipf", "skips", "out_of_range", "empty_experts", "all_to_one")
+
+
+def cases_on(path: str, variants: Iterable[tuple[Problem, str]]) -> list[Case]:
+    """Each problem and routing once that the part may take this path for."""
+    found = (Case(*PAIR, problem, routing) for problem, routing in variants)
+    return [
+        case
+        for case in dict.fromkeys(found)
+        if path in paths_of(case.problem) and check(*PAIR, case.problem).ok
+    ]
+
+
+def of_quantised_weights(
+    quants: Sequence[str],
+    changes: Sequence[dict[str, object]],
+    changed: Sequence[tuple[Problem, str]],
+) -> list[tuple[Problem, str]]:
+    """For each scheme: every routing of few and many rows; `changed`, with each of the changes."""
+    variants: list[tuple[Problem, str]] = []
+    for quant in quants:
+        small, large = (replace(base, quant=quant) for base in (SMALL, LARGE))
+        variants += [(base, routing) for routing in ROUTINGS for base in (small, large)]
+        for base, routing in changed:
+            variants += [(replace(base, quant=quant, **change), routing) for change in changes]  # type: ignore[arg-type]
+    return variants

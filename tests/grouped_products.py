@@ -1,0 +1,85 @@
+"""A torch stand-in for the products of grouped GEMMs: tile by tile, as their kernels find them."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from experts.triton.configs.select import on_device
+from experts.triton.grouped.base import Rows
+from experts.triton.grouped_w4.layout import Tiled, rows_of_tiles, untiled
+from experts.triton.grouped_w4.path import GroupedW4Path
+from experts.triton.launch_config import Device, LaunchConfig
+from experts.triton.operands import Product
+from modular_kernel.ops.activation import activation_constants
+from modular_kernel.ops.sort import Sorted
+from modular_kernel.reference import activation
+from modular_kernel.testing.cases.lists import BASE
+
+H200 = Device("NVIDIA H200", tma=True)
+OAI = "swiglu_oai:alpha=1.702,limit=1.2,interleaved=true"
+MXFP4 = replace(
+    BASE, tokens=19, hidden=160, intermediate=96, dtype=torch.bfloat16, quant="mxfp4_w4a16"
+)
+
+
+def products_by(path: type, multiply: Callable[..., None]) -> Any:
+    """A fixture: in each test of a module this is an H200, and `path` multiplies by `multiply`."""
+
+    @pytest.fixture(name="_there_are_boxes", autouse=True)
+    def there_are_boxes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        monkeypatch.setattr(path, "multiply", multiply)
+        with on_device(H200):
+            yield
+
+    return there_are_boxes
+
+
+def multiply_tiles(
+    rows: Rows,
+    weight_of: Callable[[int], torch.Tensor],
+    bias: torch.Tensor | None,
+    spec: Any,
+    tile: LaunchConfig,
+    order: Sorted,
+    out: torch.Tensor,
+) -> None:
+    """Multiply rows by weight_of(expert) (N, K) in float32, add bias, activate where spec says."""
+    max_tiles = order.max_tiles
+    for i in range(int(order.tiles[-1])):
+        expert, first, end = (int(order.tiles[j * max_tiles + i]) for j in range(3))
+        at = slice(first, min(first + tile.block_m, end))
+        a = rows.values[at] if rows.tokens is None else rows.values[rows.tokens[at].long()]
+        value = a.float() @ weight_of(expert).float().T
+        if bias is not None:
+            value = value + bias[expert].float()
+        out[at] = (value if spec is None else activation(value, spec)).to(out.dtype)
+
+
+def multiply_w4(
+    self: GroupedW4Path,
+    rows: Rows,
+    product: Product,
+    tile: LaunchConfig,
+    order: Sorted,
+    out: torch.Tensor,
+) -> None:
+    """Multiply by the tiled weights of mxfp4 that the kernel would unpack in registers."""
+    assert product.scale is not None
+    assert rows.tokens is None
+    gated, depth = bool(product.constants["GATED"]), rows.values.shape[1]
+    tiled = Tiled(product.w, product.scale)
+    taken = rows_of_tiles(product.columns, product.step, product.up_row, gated=gated).flatten()
+    there = (taken >= 0).nonzero()[:, 0]
+    spec = None if product.constants["KIND"] == "identity" else self.problem.act
+    assert spec is None or activation_constants(spec)["KIND"] == product.constants["KIND"]
+
+    def weight_of(expert: int) -> torch.Tensor:
+        one = Tiled(*(part[expert : expert + 1] for part in tiled))
+        w = torch.empty(len(there), depth)
+        w[taken[there]] = untiled(one)[0, there, :depth]
+        return w
+
+    multiply_tiles(rows, weight_of, product.bias, spec, tile, order, out)

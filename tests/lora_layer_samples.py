@@ -1,0 +1,52 @@
+"""A small base layer, two adapters of it and a batch, for the tests of layers with adapters."""
+
+from typing import Any
+
+import torch
+
+from modular_kernel.adapters import Adapter
+from modular_kernel.layers.fused_moe import FusedMoE
+from modular_kernel.layers.lora import ForwardBatch, FusedMoEWithLoRA, LoRAManager, MoELoRALayer
+from modular_kernel.routers import RouterSpec
+
+E, K, H, I, R = 6, 2, 32, 24, 5  # noqa: E741
+STARTS = torch.tensor([0, 4, 9, 12])
+NAMES = ("a13", "b13", "a2", "b2")
+FLOATS: dict[str, Any] = {"params_dtype": torch.float32}
+
+
+def base(**options: Any) -> FusedMoE:
+    layer = FusedMoE(E, H, I, 3, router=RouterSpec(K, renormalise=True), **{**FLOATS, **options})
+    return filled(layer)
+
+
+def filled(layer: FusedMoE, seed: int = 0) -> FusedMoE:
+    g = torch.Generator().manual_seed(seed)
+    for parameter in layer.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=g) / 6)
+    return layer
+
+
+def adapter(rank: int, seed: int, *, halves: int = 1, experts: int = E, inner: int = I) -> Adapter:
+    g = torch.Generator().manual_seed(seed)
+    shapes = (halves * rank, H), (2 * inner, rank), (rank, inner), (H, rank)
+    made = (torch.randn(experts, *shape, generator=g) / shape[1] ** 0.5 for shape in shapes)
+    return Adapter(*made)
+
+
+def call() -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(9)
+    return torch.randn(12, H, generator=g), torch.randn(12, E, generator=g)
+
+
+def made(layer: FusedMoE, mode: Any, halves: int) -> tuple[FusedMoEWithLoRA, LoRAManager]:
+    """Two adapters: "a" of rank 3, scaled by 2, and "b" of rank 5."""
+    lora = f"adapters=3,rank={R}" + ",a13=shared" * (halves == 1)
+    manager = LoRAManager(layer.problem, lora, [3], mode=mode)
+    for name, rank, scaling in (("a", 3, 2.0), ("b", 5, 0.5)):
+        own = MoELoRALayer(adapter(rank, rank, halves=halves), scaling)
+        manager.load(name, {3: own})
+    return FusedMoEWithLoRA(layer, manager), manager
+
+
+BATCH = ForwardBatch(("b", None, "a"), STARTS)

@@ -1,0 +1,19 @@
+"""Ranks that all tests of a module share."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from modular_kernel.testing.ranks.pool import RankPool
+
+
+def module_ranks(world_size: int, grace: float = 15) -> Any:
+    """A fixture: so many ranks, started for a module's first test that asks for them."""
+
+    @pytest.fixture(scope="module")
+    def ranks() -> Iterator[RankPool]:
+        with RankPool(world_size, grace=grace) as made:
+            yield made
+
+    return ranks

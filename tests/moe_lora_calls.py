@@ -1,0 +1,160 @@
+"""Calls of run_moe_lora for its tests, and the float64 loops that they are compared with."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from modular_kernel.machine import torch_twins
+from modular_kernel.ops.moe_lora import BUFFERS, MoELoRABatchInfo, run_moe_lora
+from modular_kernel.ops.moe_lora_stages import PairBatch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+STRATEGIES = ("staged", "fused", "auto")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """T, H, I, E, K, L, R of a call."""
+
+    tokens: int = 21
+    hidden: int = 72
+    intermediate: int = 40
+    experts: int = 5
+    top_k: int = 3
+    slots: int = 4
+    rank: int = 20
+
+
+@dataclass
+class Call:
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    info: MoELoRABatchInfo
+    buffers: list[torch.Tensor]
+    output: torch.Tensor
+
+    def run(self, strategy: Any = "auto") -> torch.Tensor:
+        out = self.output.clone()
+        got = run_moe_lora(
+            self.x, self.ids, self.weights, self.info, *self.buffers, out, strategy=strategy
+        )
+        assert got is out
+        return out
+
+
+def call(sizes: Sizes = Sizes(), dtype: torch.dtype = torch.float32, seed: int = 0) -> Call:
+    """Ranks 3, 7, R and 0, one slot an expert's own; skipped pairs, tokens without an adapter.
+
+    What a call must not read is NaN: what lies beyond ranks, and the weights of skipped pairs.
+    """
+    g = torch.Generator().manual_seed(seed)
+    s = sizes
+    x = torch.randn(s.tokens, s.hidden, generator=g)
+    ids = torch.randint(-1, s.experts, (s.tokens, s.top_k), generator=g, dtype=torch.int32)
+    weights = torch.rand(s.tokens, s.top_k, generator=g)
+    slots = torch.randint(-1, s.slots, (s.tokens,), generator=g, dtype=torch.int32)
+    ranks = torch.tensor([3, 7, s.rank, 0])[torch.arange(s.slots) % 4].clamp(max=s.rank)
+    ranks_LE = ranks[:, None].repeat(1, s.experts)
+    ranks_LE[0] = (torch.arange(s.experts) + 1).clamp(max=s.rank)
+    scalings = torch.rand(s.slots, generator=g) + 0.5
+    shapes = (
+        (s.rank, s.hidden), (2 * s.intermediate, s.rank), (s.rank, s.intermediate),
+        (s.hidden, s.rank),
+    )  # fmt: skip
+    buffers = []
+    for name, (rows, columns) in zip(BUFFERS, shapes, strict=True):
+        depth = s.hidden if name == "gate_up_a" else s.intermediate if name == "down_a" else 4
+        each = torch.randn(s.slots, s.experts, rows, columns, generator=g) / depth**0.5
+        beyond = torch.arange(s.rank) >= ranks_LE[..., None]
+        beyond = beyond[..., None] if name.endswith("_a") else beyond[:, :, None]
+        buffers.append(each.masked_fill(beyond, torch.nan).to(dtype))
+    weights = weights.masked_fill(ids < 0, torch.nan)
+    info = MoELoRABatchInfo(slots, ranks_LE, scalings)
+    output = torch.randn(s.tokens, s.hidden, generator=g)
+    made = Call(x.to(dtype), ids, weights, info, buffers, output.to(dtype))
+    return on_device(made)
+
+
+def on_device(c: Call) -> Call:
+    info = MoELoRABatchInfo(*(
+        None if each is None else each.to(DEVICE) for each in vars(c.info).values()
+    ))  # fmt: skip
+    return Call(
+        c.x.to(DEVICE), c.ids.to(DEVICE), c.weights.to(DEVICE), info,
+        [each.to(DEVICE) for each in c.buffers], c.output.to(DEVICE),
+    )  # fmt: skip
+
+
+def wanted(c: Call, *, rounded: bool = True) -> dict[str, torch.Tensor]:
+    """u, h, v and the output in float64, pair by pair; each rounded to the call's dtype."""
+    dtype = c.x.dtype if rounded else torch.float64
+    tokens, top_k = c.ids.shape
+    a13, b13, a2, b2 = (each.double() for each in c.buffers)
+    rank, intermediate = a13.shape[2], a2.shape[3]
+    out = c.output.double().clone()
+    sizes = {"u": rank, "h": intermediate, "v": rank}
+    found = {name: torch.zeros(tokens, top_k, n).double().to(DEVICE) for name, n in sizes.items()}
+    slots = c.info.slots_of(tokens)
+    for t in range(tokens):
+        slot = int(slots[t])
+        for k in range(top_k):
+            e = int(c.ids[t, k])
+            if not (0 <= slot < len(a13) and 0 <= e < a13.shape[1]):
+                continue
+            ranks = c.info.lora_ranks
+            r = max(int(ranks[slot] if ranks.dim() == 1 else ranks[slot, e]), 0)
+            u = (a13[slot, e, :r] @ c.x[t].double()).to(dtype).double()
+            gate_up = b13[slot, e, :, :r] @ u
+            gate, up = gate_up[:intermediate], gate_up[intermediate:]
+            h = (torch.nn.functional.silu(gate) * up).to(dtype).double()
+            v = (a2[slot, e, :r] @ h).to(dtype).double()
+            found["u"][t, k, : len(u)], found["h"][t, k], found["v"][t, k, : len(v)] = u, h, v
+            if r:
+                factor = float(c.weights[t, k]) * float(c.info.scalings[slot])
+                out[t] += factor * (b2[slot, e, :, :r] @ v)
+    return found | {"out": out}
+
+
+def close(got: torch.Tensor, want: torch.Tensor, depth: int = 0) -> None:
+    """depth: of the longest sum, whose roundings in float32 are u sqrt(depth) together."""
+    exact = max(2e-6, 6e-8 * depth**0.5)
+    relative = {torch.float32: exact, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}[got.dtype]
+    error = (got.double() - want).norm() / want.norm().clamp(min=1e-30)
+    assert float(error) <= relative
+
+
+def batch_of(c: Call, *, grouped: bool) -> PairBatch:
+    batch = PairBatch(c.ids, c.info.slots_of(len(c.x)), c.info.lora_ranks)
+    return batch.grouped() if grouped else batch
+
+
+def kernels_and_twins() -> Any:
+    """The fixture `_way`: a test marked WAY runs the kernels, and once more their torch twins."""
+
+    @pytest.fixture(name="_way", params=["kernels", "twins"])
+    def way(request: pytest.FixtureRequest) -> Any:
+        with torch_twins(wanted=request.param == "twins"):
+            yield
+
+    return way
+
+
+WAY = pytest.mark.usefixtures("_way")
+
+
+def replace_ids(c: Call, ids: torch.Tensor) -> Call:
+    return replace(c, ids=ids)
+
+
+def replace_info(c: Call, **changed: Any) -> Call:
+    """Lists become int32 tensors on the device."""
+    tensors = {
+        name: torch.tensor(value, dtype=torch.int32, device=DEVICE)
+        if isinstance(value, list)
+        else value
+        for name, value in changed.items()
+    }
+    return replace(c, info=replace(c.info, **tensors))

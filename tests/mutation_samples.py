@@ -1,0 +1,33 @@
+"""A kernel to be changed, and the mutants of a text, for the tests of mutation."""
+
+from pathlib import Path
+
+from modular_kernel.testing.mutation import Mutant, mutants_of
+
+KERNEL = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def kernel(x_ptr, out_ptr, rows, columns, stride_x, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.arange(0, BLOCK)
+    mask = (offsets < columns) & (row >= 0)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for step in range(0, 4):
+        total += tl.load(x_ptr + row * stride_x + offsets, mask=mask, other=0.0)
+    total = tl.minimum(total, 7.0)
+    tl.store(out_ptr + row * columns + offsets, tl.where(mask, total, 0.0), mask=mask)
+"""
+
+
+def mutants_in(folder: Path, text: str) -> dict[tuple[str, str], Mutant]:
+    """(operator, new line or lines) -> mutant, of a module with this text."""
+    path = folder / "module.py"
+    path.write_text(text, encoding="utf-8")
+    found = {}
+    for mutant in mutants_of("module", path):
+        changed = [line[1:].strip() for line in mutant.diff().splitlines()[3:] if line[0] == "+"]
+        found[mutant.edit.operator, " ".join(changed)] = mutant
+    return found

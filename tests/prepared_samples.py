@@ -1,0 +1,62 @@
+"""Kernels and layers of mxfp4 whose weights are prepared once, for their tests."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from grouped_products import H200, MXFP4, multiply_w4
+
+from experts.triton.configs.select import on_device
+from experts.triton.grouped_w4.path import GroupedW4Path
+from experts.triton.launch_config import LaunchConfig
+from modular_kernel import FusedMoEModularKernel, make_kernel
+from modular_kernel.layers.fused_moe import FusedMoE
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.testing.cases.inputs import Inputs, make_inputs
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has its own products")
+PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
+CPU = torch.device("cpu")
+
+
+def launched_tiles() -> Any:
+    """The fixture `launched`: rows of a tile of every product that the path made."""
+
+    @pytest.fixture(name="launched", autouse=True)
+    def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+        found: list[int] = []
+
+        def multiply(
+            self: GroupedW4Path, rows: Any, product: Any, tile: LaunchConfig, *others: Any
+        ) -> None:
+            found.append(tile.block_m)
+            multiply_w4(self, rows, product, tile, *others)
+
+        monkeypatch.setattr(GroupedW4Path, "multiply", multiply)
+        with on_device(H200):
+            yield found
+
+    return launched
+
+
+def made(**changes: Any) -> tuple[FusedMoEModularKernel, Inputs]:
+    problem = replace(MXFP4, **({"tokens": 40} | changes))
+    return make_kernel(*PAIR, problem), make_inputs(problem, "uniform", CPU)
+
+
+def made_layer() -> tuple[FusedMoE, Inputs]:
+    problem = replace(MXFP4, tokens=64, hidden=96)
+    layer, i = FusedMoE(
+        problem.experts, problem.hidden, problem.intermediate, top_k=problem.top_k,
+        experts="TritonExperts", params_dtype=problem.dtype, quant_config="mxfp4_w4a16",
+    ), make_inputs(problem, "uniform", CPU)  # fmt: skip
+    layer.set_weights(i.weights)
+    return layer, i
+
+
+def called(
+    kernel: FusedMoEModularKernel, i: Inputs, weights: ExpertWeights | None = None
+) -> torch.Tensor:
+    return kernel(i.x_TH, weights or i.weights, i.routing).clone()

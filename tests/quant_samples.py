@@ -1,0 +1,75 @@
+"""Quantised weights of every scheme, and what their tensors must be, for the tests of quant."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from modular_kernel.quant import quantise_weights
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.types import Problem
+
+CPU = torch.device("cpu")
+# Ragged against every group and block below.
+BASE = Problem(tokens=2, hidden=40, intermediate=24, experts=3, top_k=1)
+FP8, HALF = torch.float8_e4m3fn, (torch.float32, torch.bfloat16)
+FULL, BYTE = (torch.float32,), (torch.uint8,)
+
+# Of w1 (3, 48, 40) and w2 (3, 40, 24): storage, scale and zero point, each with its dtypes.
+# fmt: off
+SPECS: dict[str, tuple[tuple[tuple[int, ...] | None, ...], tuple[Any, ...]]] = {
+    "fp8_w8a8_tensor": (((3, 48, 40), (3,), None, (3, 40, 24), (3,), None), ((FP8,), FULL)),
+    "fp8_w8a8_tensor:static=true": (
+        ((3, 48, 40), (3,), None, (3, 40, 24), (3,), None), ((FP8,), FULL)),
+    "fp8_w8a8_channel": (((3, 48, 40), (3, 48), None, (3, 40, 24), (3, 40), None), ((FP8,), FULL)),
+    "fp8_w8a8_block:block=32x16": (
+        ((3, 48, 40), (3, 2, 3), None, (3, 40, 24), (3, 2, 2), None), ((FP8,), FULL)),
+    "fp8_w8a8_block": (
+        ((3, 48, 40), (3, 1, 1), None, (3, 40, 24), (3, 1, 1), None), ((FP8,), FULL)),
+    "fp8_w8a16_tensor": (((3, 48, 40), (3,), None, (3, 40, 24), (3,), None), ((FP8,), HALF)),
+    "fp8_w8a16_channel": (((3, 48, 40), (3, 48), None, (3, 40, 24), (3, 40), None), ((FP8,), HALF)),
+    "fp8_w8a16_block:block=32x16": (
+        ((3, 48, 40), (3, 2, 3), None, (3, 40, 24), (3, 2, 2), None), ((FP8,), HALF)),
+    "int8_w8a8_channel": (
+        ((3, 48, 40), (3, 48), None, (3, 40, 24), (3, 40), None), ((torch.int8,), FULL)),
+    "int8_w8a8_block:block=16x32": (
+        ((3, 48, 40), (3, 3, 2), None, (3, 40, 24), (3, 3, 1), None), ((torch.int8,), FULL)),
+    "int8_w8a16_channel": (
+        ((3, 48, 40), (3, 48), None, (3, 40, 24), (3, 40), None), ((torch.int8,), HALF)),
+    "int8_w8a16_group:group=16": (
+        ((3, 48, 40), (3, 48, 3), None, (3, 40, 24), (3, 40, 2), None), (BYTE, HALF)),
+    "int8_w8a16_group:group=16,zero_points=true": (
+        ((3, 48, 40), (3, 48, 3), (3, 48, 3), (3, 40, 24), (3, 40, 2), (3, 40, 2)), (BYTE, HALF)),
+    "int4_w4a16_group:group=16": (
+        ((3, 48, 20), (3, 48, 3), None, (3, 40, 12), (3, 40, 2), None), (BYTE, HALF)),
+    "int4_w4a16_group:group=16,zero_points=true": (
+        ((3, 48, 20), (3, 48, 3), (3, 24, 3), (3, 40, 12), (3, 40, 2), (3, 20, 2)), (BYTE, HALF)),
+    "int4_w4a16_group:group=40": (
+        ((3, 48, 20), (3, 48, 1), None, (3, 40, 12), (3, 40, 1), None), (BYTE, HALF)),
+    "mxfp4_w4a16": (((3, 48, 20), (3, 48, 2), None, (3, 40, 12), (3, 40, 1), None), (BYTE, BYTE)),
+}
+# fmt: on
+each_scheme = pytest.mark.parametrize("text", SPECS)
+
+
+def problem_of(text: str, **changes: Any) -> Problem:
+    return replace(BASE, quant=text, **changes)
+
+
+def plain_weights(problem: Problem, seed: int = 0, std: float = 1.0) -> ExpertWeights:
+    """Float32 weights, and static scales where the scheme has them."""
+    generator = torch.Generator().manual_seed(seed)
+    w1 = std * torch.randn(problem.e, problem.w1_rows, problem.hidden, generator=generator)
+    w2 = std * torch.randn(problem.e, problem.hidden, problem.intermediate, generator=generator)
+    static = torch.tensor([0.01]) if problem.scheme.static else None
+    return ExpertWeights(w1, w2, a1_scale=static, a2_scale=static)
+
+
+def made(text: str, **changes: Any) -> tuple[Problem, ExpertWeights]:
+    problem = problem_of(text, **changes)
+    return problem, quantise_weights(plain_weights(problem), problem)
+
+
+def parts(weights: ExpertWeights, name: str) -> tuple[Any, Any, Any]:
+    return tuple(getattr(weights, f"{name}{end}") for end in ("", "_scale", "_zero_point"))

@@ -1,0 +1,149 @@
+"""Ranks that mean other layers, calls or orders: told to all, at once and by name."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ep_fault_ranks import AT_ONCE_S, LONG_S, Fault, assert_survivor, three_ranks
+from ep_layers import ALL2ALL, GATHERED, REPLICATED
+
+from experts.torch_experts import TorchExperts
+from modular_kernel.catalog import make_kernel
+from modular_kernel.errors import CommunicationError
+from modular_kernel.testing.ranks.pool import RankPool
+from modular_kernel.testing.stress.faults import DEADLINE_S, VICTIM, RankReport, outcome_of
+from prepare_finalize import TorchGroup
+
+pool = three_ranks()
+
+
+class OtherExperts(TorchExperts):
+    """The same under another name: another pairing."""
+
+
+def disagree(rank: int, world: int, group: object, fault: Fault) -> RankReport:
+    """The victim means another layer; then all mean one again, with the same manager."""
+    layer = fault.layer
+    options = dict(fault.other) if rank == VICTIM else {}
+    experts = options.pop("experts_part", "TorchExperts")
+    part = options.pop("part", fault.part)
+    tokens_W = options.pop("tokens_W", layer.tokens_W)
+    mine = replace(layer, part=part, tokens_W=tokens_W, fields=options)
+    given = mine.inputs_of(rank)
+    dist.barrier(group)  # what a busy machine delays is not to be blamed on a rank
+    manager = TorchGroup(group, deadline_s=LONG_S)
+    kernel = make_kernel(part, experts, mine.problem(rank), group=manager)
+    report = outcome_of(lambda: kernel(given.x_TH, given.weights, given.routing), manager)
+    given = layer.inputs_of(rank)
+    kernel = make_kernel(fault.part, "TorchExperts", layer.problem(rank), group=manager)
+    again = kernel(given.x_TH, given.weights, given.routing)
+    fresh = make_kernel(fault.part, "TorchExperts", layer.problem(rank), group=TorchGroup(group))
+    want = fresh(given.x_TH, given.weights, given.routing)
+    return replace(report, serves_again=torch.equal(again, want))
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"hidden": 64}, "hidden 48, 64, 48"),
+        ({"top_k": 2}, "top_k 3, 2, 3"),
+        ({"experts": 9}, "experts 8, 9, 8"),
+        ({"tokens_W": (4, 7, 5)}, "tokens 6, 8, 6"),
+        ({"dtype": torch.bfloat16}, "another dtype"),
+        ({"quant": "int8_w8a8_channel"}, "scheme"),
+        ({"routed_scaling_factor": 2.0}, "pairing"),
+        ({"experts_part": OtherExperts}, "pairing"),
+        ({"part": GATHERED}, "pairing"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_ranks_that_mean_another_layer(pool: RankPool, other: dict[str, object], told: str) -> None:
+    """Found before anything is sent, by every rank, at once; and the manager serves on."""
+    reports = pool.run(disagree, Fault(ALL2ALL, other), timeout=30)
+    for rank, report in enumerate(reports):
+        assert report.error == "CommunicationError", report
+        assert report.phase == "counts"
+        assert report.seconds < AT_ONCE_S
+        assert told in report.message
+        assert report.peers == ((0, 2) if rank == VICTIM else (VICTIM,))
+        assert report.serves_again
+
+
+def test_replicated_ranks_pass_as_many_tokens(pool: RankPool) -> None:
+    other = {"tokens_W": (3, 3, 3)}
+    reports = pool.run(disagree, Fault(REPLICATED, other), timeout=30)
+    assert {report.error for report in reports} == {"CommunicationError"}
+    assert all("tokens 5, 4, 5" in report.message for report in reports)
+
+
+def test_calls_in_flight_when_one_fails(pool: RankPool) -> None:
+    """The second call of a manager that failed raises at once, and names the same rank."""
+    reports = pool.run(second_of_two, Fault(ALL2ALL), timeout=30)
+    assert reports[VICTIM] is None
+    for rank in (0, 2):
+        first, second = reports[rank]
+        assert_survivor(first, {"combine"})
+        assert second.error == "CommunicationError"
+        assert second.peers == (VICTIM,)
+        assert second.seconds < DEADLINE_S
+
+
+def second_of_two(
+    rank: int, world: int, group: object, fault: Fault
+) -> tuple[RankReport, RankReport] | None:
+    given = fault.layer.inputs_of(rank)
+    dist.barrier(group)
+    manager = TorchGroup(group, deadline_s=DEADLINE_S)
+    kernel = make_kernel(fault.part, "TorchExperts", fault.layer.problem(rank), group=manager)
+    pending = [kernel.start(given.x_TH, given.weights, given.routing) for _ in range(2)]
+    if rank == VICTIM:
+        return None  # and finishes neither
+    first, second = (outcome_of(each.finish, manager) for each in pending)
+    return first, second
+
+
+def test_ranks_that_finish_in_another_order_are_told_with_the_next_call(pool: RankPool) -> None:
+    reports = pool.run(another_order, Fault(ALL2ALL), timeout=30)
+    for rank, report in enumerate(reports):
+        assert report.error == "CommunicationError", report
+        assert "the exchanges before it in another order" in report.message
+        assert report.peers == ((0, 2) if rank == VICTIM else (VICTIM,))
+
+
+def another_order(rank: int, world: int, group: object, fault: Fault) -> RankReport:
+    layer = replace(fault.layer, tokens_W=(4, 4, 4), routing="all_to_one")
+    given = layer.inputs_of(rank)
+    dist.barrier(group)
+    manager = TorchGroup(group, deadline_s=DEADLINE_S)
+    kernel = make_kernel(fault.part, "TorchExperts", layer.problem(rank), group=manager)
+    pending = [kernel.start(given.x_TH, given.weights, given.routing) for _ in range(2)]
+    for each in reversed(pending) if rank == VICTIM else pending:
+        each.finish()
+    call = lambda: kernel(given.x_TH, given.weights, given.routing)  # noqa: E731
+    return outcome_of(call, manager)
+
+
+def test_another_thread_that_calls_while_a_manager_fails_is_told(pool: RankPool) -> None:
+    """While the others are asked who failed, the communicator is gone already."""
+    assert pool.run(ask_while_it_fails, timeout=30)[0] == ["CommunicationError"]
+
+
+def ask_while_it_fails(rank: int, world: int, group: object) -> list[str]:
+    manager = TorchGroup(group, deadline_s=0.5)
+    if rank:
+        return []  # and comes to no exchange
+    post, found = manager._board.post, []
+
+    def asked(record: dict[str, Any], until_s: float) -> object:
+        try:
+            manager.all_reduce(torch.ones(1), step=2, phase="combine")
+        except Exception as error:  # noqa: BLE001  its type is looked at
+            found.append(type(error).__name__)
+        return post(record, until_s)
+
+    manager._board.post = asked  # type: ignore[method-assign,assignment]
+    with pytest.raises(CommunicationError):
+        manager.all_reduce(torch.ones(1), step=1, phase="combine").wait()
+    return found

@@ -1,0 +1,113 @@
+"""EPMoE's steps one by one: rows in the order of experts, the activation, and rows back."""
+
+import pytest
+import torch
+from ep_moe_steps import DEVICE, FP8, poison, some_ids, values
+
+from experts.compat.ep_moe import post_reorder, pre_reorder, run_moe_ep_preproess, silu_and_mul
+from modular_kernel.errors import ConfigurationError, DtypeError, LayoutError, ShapeError
+from modular_kernel.ops.sort import sort_pairs, sort_specs
+from modular_kernel.tensors import DispatchedRouting
+from modular_kernel.types import IdSpace
+from modular_kernel.workspace import Workspace
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(0, 2, 3), (1, 1, 1), (37, 4, 9)])
+def test_preprocess(tokens: int, top_k: int, experts: int, dtype: torch.dtype) -> None:
+    """src2dst inverts the stable order; segments hold their expert, skipped pairs come first."""
+    ids = some_ids(tokens, top_k, experts).to(dtype)
+    reorder_topk_ids, src2dst, seg_indptr = run_moe_ep_preproess(ids, experts)
+    flat = ids.flatten().tolist()
+    order = sorted(range(len(flat)), key=flat.__getitem__)
+    assert [order[row] for row in src2dst.tolist()] == list(range(len(flat)))
+    assert reorder_topk_ids.tolist() == sorted(flat)
+    assert seg_indptr.tolist() == [sum(i < expert for i in flat) for expert in range(experts + 1)]
+
+
+def test_preprocess_agrees_with_the_part_s_sort() -> None:
+    ids = some_ids(50, 3, 7).abs()
+    counter = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    routing = DispatchedRouting(None, ids, IdSpace.LOCAL, 7, None, counter)
+    workspace = Workspace(sort_specs(50, 3, 16, 7), DEVICE, poison=True)
+    order = sort_pairs(routing, block_m=16, num_local=7, workspace=workspace)
+    _, src2dst, seg_indptr = run_moe_ep_preproess(ids, 7)
+    assert torch.equal(order.row_of_pair_TK.flatten(), src2dst)
+    assert torch.equal(order.starts.long(), seg_indptr)
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 16])
+@pytest.mark.parametrize("to", [torch.bfloat16, FP8])
+def test_pre_reorder(to: torch.dtype, top_k: int) -> None:
+    ids = some_ids(13, top_k, 6)
+    _, src2dst, _ = run_moe_ep_preproess(ids, 6)
+    x = values(13, 1100, dtype=torch.bfloat16) * 40  # off every block, and beyond 448 with scales
+    scales = torch.tensor([0.11, 1.0, 3.0], device=DEVICE) if to is FP8 else None
+    rows = torch.full((13 * top_k, 1100), 2.0, device=DEVICE).to(to)
+    pre_reorder(x, rows, src2dst, ids, scales, 2, 4)
+    want = torch.full((13 * top_k, 1100), 2.0, device=DEVICE)
+    for pair, expert in enumerate(ids.flatten().tolist()):
+        if 2 <= expert <= 4:
+            scale = 1.0 if scales is None else 1 / scales[expert - 2]
+            want[src2dst[pair]] = x[pair // top_k].float() * scale
+    want = want.clamp(-448, 448) if to is FP8 else want
+    assert torch.equal(rows.float(), want.to(to).float())
+
+
+@pytest.mark.parametrize("to", [torch.bfloat16, FP8])
+def test_silu_and_mul(to: torch.dtype) -> None:
+    ids = some_ids(21, 1, 6).flatten().sort().values
+    gateup = values(21, 2 * 130, dtype=torch.bfloat16) * 20
+    scales = torch.tensor([0.07, 1.0, 3.0], device=DEVICE) if to is FP8 else None
+    down = torch.full((21, 130), 2.0, device=DEVICE).to(to)
+    silu_and_mul(gateup, down, ids, scales, 2, 4)
+    gate, up = gateup.double().chunk(2, dim=1)
+    scale = torch.ones(21, 1, device=DEVICE)
+    if scales is not None:
+        scale = scales[(ids - 2).clamp(0, 2)][:, None]
+    want = torch.nn.functional.silu(gate) * up / scale
+    here = (ids >= 2) & (ids <= 4)
+    assert 0 < int(here.sum()) < 21
+    assert bool((down[~here].float() == 2.0).all())
+    want, got = want[here].clamp(-448, 448) if to is FP8 else want[here], down[here].double()
+    step = 2.0**-4 if to is FP8 else 2.0**-8  # half a unit in the last place, relative
+    assert bool(((got - want).abs() <= 1.01 * step * want.abs() + 2.0**-10).all())
+    if to is FP8:
+        assert got.abs().max() == 448
+
+
+def test_post_reorder_reads_only_rows_of_its_own() -> None:
+    """A token without a pair here becomes zeros, whatever the rows and weights elsewhere hold."""
+    ids = torch.tensor([[0, 2], [3, -1], [1, 1], [-1, -1]], device=DEVICE)
+    _, src2dst, _ = run_moe_ep_preproess(ids, 4)
+    weights = torch.tensor([[0.5, 0.25], [1, 1], [2, 3], [1, 1]], device=DEVICE)
+    down, out = values(8, 70, dtype=torch.bfloat16), poison(4, 70, dtype=torch.bfloat16)
+    here = [int(row) for row, i in zip(src2dst, ids.flatten(), strict=True) if 0 <= i <= 1]
+    down[[row for row in range(8) if row not in here]] = float("nan")
+    weights[1] = float("nan")
+    post_reorder(down, out, src2dst, ids, weights, 0, 1)
+    one, two, three = (down[src2dst[pair].long()].float() for pair in (0, 4, 5))
+    want = torch.stack([0.5 * one, 0 * one, 2 * two + 3 * three, 0 * one]).to(torch.bfloat16)
+    assert torch.equal(out, want)
+
+
+def test_bad_rows_say_why() -> None:
+    ids = some_ids(6, 2, 4)
+    reorder_ids, src2dst, _ = run_moe_ep_preproess(ids, 4)
+    x, rows = values(6, 48), poison(12, 48)
+    with pytest.raises(ShapeError, match=r"gateup_input: got \(11, 48\), need \(12, 48\)"):
+        pre_reorder(x, rows[:11], src2dst, ids, None, 0, 1)
+    with pytest.raises(ShapeError, match=r"a1_scales: got \(4,\), need \(2,\)"):
+        pre_reorder(x, rows, src2dst, ids, torch.ones(4, device=DEVICE), 0, 1)
+    with pytest.raises(ShapeError, match=r"topk_ids: got \(12,\), need 2 dimensions"):
+        pre_reorder(x, rows, src2dst, ids.flatten(), None, 0, 1)
+    with pytest.raises(DtypeError, match="topk_ids: got float32, need int32 or int64"):
+        run_moe_ep_preproess(ids.float(), 4)
+    with pytest.raises(ConfigurationError, match="num_experts: got 0"):
+        run_moe_ep_preproess(ids, 0)
+    with pytest.raises(LayoutError, match="hidden_states"):
+        pre_reorder(values(48, 6).T, rows, src2dst, ids, None, 0, 1)
+    with pytest.raises(ShapeError, match="gateup_output"):
+        silu_and_mul(poison(12, 90), rows, reorder_ids, None, 0, 1)
+    with pytest.raises(DtypeError, match="topk_weights: got float64, need float32"):
+        post_reorder(rows, x, src2dst, ids, values(6, 2).double(), 0, 1)

@@ -1,0 +1,156 @@
+"""What is said of faults: the matrix and its findings, who is to blame, the last calls."""
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from ep_layers import ALL2ALL, GATHERED, REPLICATED, Layer
+
+from modular_kernel.catalog import make_kernel, this_machine
+from modular_kernel.testing.stress.fault_matrix import (
+    FaultResult,
+    as_json,
+    markdown,
+    parts_to_try,
+    run_matrix,
+    scenarios,
+    summary,
+)
+from modular_kernel.testing.stress.faults import VICTIM, RankReport, Scenario, outcome
+from prepare_finalize.rendezvous.failure_log import FailureBoard, LastCalls, culprits
+
+
+def test_the_matrix_runs_side_by_side_and_says_what_it_found() -> None:
+    other = (("hidden", 64),)
+    wanted = [Scenario(ALL2ALL, "killed", "before combine"), Scenario(ALL2ALL, "overflow"),
+              Scenario(ALL2ALL, "disagrees", other=other)]  # fmt: skip
+    results = run_matrix(wanted, 2, "gloo", lanes=2)
+    assert [result.findings() for result in results] == [[], [], []]
+    lines = markdown(results).splitlines()
+    assert len(lines) == 2 + len(wanted)
+    assert lines[-1].startswith("| TorchAll2All | another hidden | 0.")
+    assert summary(results).startswith("3 scenarios, 0 with findings")
+    assert json.loads(json.dumps(as_json(results)))[2]["scenario"] == "another hidden"
+
+
+def test_every_part_over_gloo_has_its_scenarios() -> None:
+    assert set(parts_to_try(2, "gloo")) >= {REPLICATED, GATHERED, ALL2ALL}
+    wanted = scenarios(ALL2ALL, "gloo")
+    assert len(set(map(str, wanted))) == len(wanted) >= 12
+
+
+def test_a_matrix_whose_time_is_up_begins_nothing() -> None:
+    (result,) = run_matrix([Scenario(ALL2ALL, "overflow")], 2, "gloo", seconds=-1)
+    assert result.findings() == [f"rank {rank}: not begun: the time was up" for rank in (0, 1)]
+
+
+def test_a_call_that_returns_something_else_is_an_error() -> None:
+    layer = Layer(ALL2ALL, (4,))
+    cpu = this_machine(device="cpu")
+    pair = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+    kernel = make_kernel(*pair, layer.problem(0), machine=cpu)
+    given = layer.inputs_of(0)
+    good = kernel(given.x_TH, given.weights, given.routing)
+    right = outcome(kernel, given, good)
+    assert (right.error, right.good) == ("", 2)
+    wrong = outcome(kernel, given, good + 1)
+    assert (wrong.error, wrong.message) == ("AssertionError", "a call returned, and was wrong")
+    assert outcome(kernel, given, None).error == "AssertionError"
+
+
+def test_findings_of_a_part_that_takes_a_fault_badly() -> None:
+    """Each thing that may go wrong is found, one at a time."""
+    killed = Scenario(ALL2ALL, "killed", "in dispatch")
+    good = RankReport("CommunicationError", "m", 2.0, 1, "dispatch", (VICTIM,), serves_again=True)
+    dead = {VICTIM: "died: killed by signal SIGKILL"}
+
+    def findings(scenario: Scenario, lost: dict[int, str], *reports: RankReport) -> list[str]:
+        ranks = [rank for rank in range(3) if rank not in lost]
+        return FaultResult(
+            scenario, 3, dict(zip(ranks, reports, strict=True)), lost, 0.0
+        ).findings()
+
+    assert findings(killed, dead, good, good) == []
+    late = replace(killed, kind="late")
+    assert findings(late, {}, good, good, good) == []
+    bad = {
+        "rank 2: raised nothing": replace(good, error=""),
+        "rank 2: raised AssertionError": replace(good, error="AssertionError"),
+        "rank 2: names (0,)": replace(good, peers=(0,)),
+        "rank 2: in counts": replace(good, phase="counts"),
+        "rank 2: took 3.1 s": replace(good, seconds=3.1),
+    }
+    for text, report in bad.items():
+        (found,) = findings(killed, dead, good, report)
+        assert found.startswith(text)
+    (found,) = findings(late, {}, good, replace(good, error=""), good)
+    assert found == "rank 1: raised nothing"
+    (found,) = findings(late, {}, good, good, replace(good, serves_again=False))
+    assert "does not serve again" in found
+    (found,) = findings(killed, {**dead, 2: "did not answer"}, good)
+    assert found == "rank 2: did not answer"
+    assert findings(late, dead, good, good) == ["rank 1: died: killed by signal SIGKILL"]
+
+
+def failed(step: int, phase: str, waited_s: float) -> dict[str, object]:
+    return {"step": step, "phase": phase, "waited_s": waited_s}
+
+
+@pytest.mark.parametrize(
+    ("rank", "records", "peers", "why"),
+    [
+        (0, {0: (2, "counts", 0.0), 1: (2, "counts", 0.0)}, (2,), "no sign of life"),
+        (0, {0: (2, "counts", 0), 1: (2, "counts", 0), 2: (1, "combine", 0)}, (2,), "earlier"),
+        (0, {0: (2, "combine", 0), 1: (2, "dispatch", 0), 2: (2, "combine", 0)}, (1,), "earlier"),
+        (
+            0,
+            {0: (1, "counts", 1.4), 1: (1, "counts", 1.3), 2: (1, "counts", 0)},
+            (2,),
+            "1.4 s late",
+        ),
+        (2, {0: (1, "counts", 1.4), 1: (1, "counts", 1.3), 2: (1, "counts", 0)}, (0, 1), "gave up"),
+        (0, {0: (1, "counts", 0), 1: (1, "counts", 0), 2: (1, "counts", 0)}, (1, 2), "failed too"),
+    ],
+)
+def test_who_is_to_blame(
+    rank: int, records: dict[int, tuple[int, str, float]], peers: tuple[int, ...], why: str
+) -> None:
+    told = {each: failed(*record) for each, record in records.items()}
+    blamed, reason = culprits(rank, 3, told, deadline_s=1.0)
+    assert blamed == peers
+    assert why in reason
+
+
+class SilentStore:
+    """Its host takes what it is sent, and never answers."""
+
+    def set(self, key: str, value: str) -> None:
+        pass
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(60)
+        return False
+
+
+def test_a_store_that_does_not_answer_holds_nobody_up() -> None:
+    start = time.monotonic()
+    board = FailureBoard(SilentStore(), 0, 2)
+    assert board.post(failed(1, "counts", 0.0), start + 0.8) is None
+    assert time.monotonic() - start < 1.5
+
+
+def test_last_calls_are_json_lines_of_the_latest(tmp_path: Path) -> None:
+    calls = LastCalls(rank=3, most=2)
+    for step in (1, 2, 3):
+        calls.end(calls.begin(step, "dispatch", 100 * step))
+    calls.begin(4, "combine", 7)
+    calls.write(tmp_path / "calls.jsonl")
+    records = [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
+    assert [(r["rank"], r["step"], r["phase"], r["bytes"], r["state"]) for r in records] == [
+        (3, 3, "dispatch", 300, "done"),
+        (3, 4, "combine", 7, "under way"),
+    ]
+    assert records[0]["ended_s"] >= records[0]["started_s"] > 0
+    assert records[1]["ended_s"] is None

@@ -1,0 +1,104 @@
+"""The grouped GEMM of EPMoE over segments of rows: plain, transposed, in float8, and refused."""
+
+import pytest
+import torch
+from ep_moe_steps import DEVICE, FP8, poison, values
+
+from experts.compat.ep_moe import grouped_gemm_triton
+from modular_kernel.errors import ConfigurationError, DtypeError, InputError, ShapeError
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_gemm(dtype: torch.dtype) -> None:
+    """Segments of no row, one, many; experts in any order; rows outside are left alone."""
+    a, b = values(211, 72, dtype=dtype), values(5, 40, 72, seed=1, dtype=dtype)
+    c = poison(211, 40, dtype=dtype)
+    seg_indptr = torch.tensor([3, 3, 4, 4, 150, 190], device=DEVICE)
+    weight_indices = torch.tensor([1, 4, 0, 2, 2], device=DEVICE)
+    got = grouped_gemm_triton(a, b, c, 5, True, seg_indptr, weight_indices)
+    assert got is c
+    want = poison(211, 40).double()
+    for i, expert in enumerate(weight_indices.tolist()):
+        rows = slice(int(seg_indptr[i]), int(seg_indptr[i + 1]))
+        want[rows] = a[rows].double() @ b[expert].double().T
+    assert torch.equal(c.isnan(), want.isnan())
+    inside = c[3:190].double() - want[3:190]
+    step = 2.0**-8 if dtype is torch.bfloat16 else 2.0**-20
+    assert bool((inside.abs() <= step * want[3:190].abs() + 1e-5).all())
+
+
+def test_grouped_gemm_of_transposed_weights() -> None:
+    a, b = values(30, 72), values(2, 72, 40, seed=1).transpose(1, 2)
+    seg_indptr = torch.tensor([0, 17, 30], device=DEVICE)
+    c = grouped_gemm_triton(a, b, poison(30, 40), 2, True, seg_indptr)
+    assert torch.allclose(c[:17], a[:17] @ b[0].T, atol=1e-4)
+    assert torch.allclose(c[17:], a[17:] @ b[1].T, atol=1e-4)
+
+
+@pytest.mark.parametrize("block_shape", [None, [32, 64]])
+def test_grouped_gemm_in_float8(block_shape: list[int] | None) -> None:
+    """One scale a segment and an expert, or one a block; 40 and 96 leave ragged blocks."""
+    a, b = values(33, 96).to(FP8), values(4, 40, 96, seed=1).to(FP8)
+    seg_indptr = torch.tensor([0, 5, 5, 33], device=DEVICE)
+    weight_indices = torch.tensor([3, 0, 1], device=DEVICE)
+    generator = torch.Generator().manual_seed(5)
+    shapes = ((3,), (4,)) if block_shape is None else ((33, 2), (4, 2, 2))
+    scale_a, scale_b = ((torch.rand(s, generator=generator) + 0.5).to(DEVICE) for s in shapes)
+    c = poison(33, 40, dtype=torch.bfloat16)
+    grouped_gemm_triton(
+        a, b, c, 3, True, seg_indptr, weight_indices, True, scale_a, scale_b, block_shape
+    )
+    if block_shape is None:
+        rows = scale_a.repeat_interleave(seg_indptr.diff())[:, None]
+        weights = scale_b[:, None, None]
+    else:
+        rows = scale_a.repeat_interleave(64, 1)[:, :96]
+        weights = scale_b.repeat_interleave(32, 1)[:, :40].repeat_interleave(64, 2)[..., :96]
+    left, right = a.double() * rows, b.double() * weights
+    want = torch.cat([left[:5] @ right[3].T, left[5:] @ right[1].T])
+    size = torch.cat([left[:5].abs() @ right[3].T.abs(), left[5:].abs() @ right[1].T.abs()])
+    # Tensor cores cut fp8 products about 13 bits below the largest of them before they add.
+    cut = 2.0**-13 if DEVICE.type == "cuda" else 0.0
+    bound = 2.0**-8 * want.abs() + cut * size + 1e-4
+    assert bool(((c.double() - want).abs() <= bound).all())
+
+
+@pytest.mark.parametrize(
+    ("change", "raised", "says"),
+    [
+        ({"weight_column_major": False}, ConfigurationError, "weight_column_major: got False"),
+        ({"b": (40, 72)}, ShapeError, r"b: got \(40, 72\), need 3 dimensions"),
+        ({"a": (30, 71)}, ShapeError, r"b: got \(2, 40, 72\)"),
+        ({"c": (30, 41)}, ShapeError, r"c: got \(30, 41\), need \(30, 40\)"),
+        ({"batch_size": 3}, ShapeError, r"seg_indptr: got \(3,\), need \(4,\)"),
+        ({"weight_indices": [0, 1, 1]}, ShapeError, "weight_indices"),
+        ({"block_shape": [32, 32]}, ConfigurationError, "need use_fp8_w8a8 with it"),
+        ({"use_fp8_w8a8": True}, DtypeError, "a: got float32, need float8_e4m3fn"),
+        ({"fp8": True}, ConfigurationError, "scale_a: got None"),
+        ({"fp8": True, "scale_a": (30,)}, ShapeError, r"scale_a: got \(30,\), need \(2,\)"),
+        ({"fp8": True, "scale_a": (2,), "scale_b": (3,)}, ShapeError, "scale_b"),
+        ({"fp8": True, "block_shape": [32, 48]}, ConfigurationError, "a multiple of 32"),
+    ],
+    ids=str,
+)
+def test_a_bad_grouped_gemm_says_why(
+    change: dict[str, object], raised: type[InputError], says: str
+) -> None:
+    options: dict[str, object] = {"batch_size": 2, "weight_column_major": True}
+    shapes = {"a": (30, 72), "b": (2, 40, 72), "c": (30, 40)}
+    for name, value in change.items():
+        if name in ("scale_a", "scale_b"):
+            options[name] = torch.ones(value, device=DEVICE)
+        elif name in shapes:
+            shapes[name] = value
+        elif name == "weight_indices":
+            options[name] = torch.tensor(value, device=DEVICE)
+        elif name != "fp8":
+            options[name] = value
+    options |= {name: values(*shape) for name, shape in shapes.items()}
+    if "fp8" in change:
+        options |= {name: options[name].to(FP8) for name in ("a", "b")}
+        options |= {"use_fp8_w8a8": True, "c": options["c"].to(torch.bfloat16)}
+    seg_indptr = torch.tensor([0, 17, 30], device=DEVICE)
+    with pytest.raises(raised, match=says):
+        grouped_gemm_triton(seg_indptr=seg_indptr, **options)

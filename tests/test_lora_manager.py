@@ -1,0 +1,107 @@
+"""LoRAManager: slots of adapters over several layers, batches by names, and what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from lora_layer_samples import STARTS, R, adapter, base, call
+
+from modular_kernel.errors import (
+    CapacityError,
+    ConfigurationError,
+    ModularKernelError,
+    ShapeError,
+    StateError,
+)
+from modular_kernel.layers.lora import ForwardBatch, FusedMoEWithLoRA, LoRAManager, MoELoRALayer
+
+
+def test_layers_that_an_adapter_has_not_are_zero_and_slots_agree() -> None:
+    layer = base()
+    manager = LoRAManager(layer.problem, "adapters=2,rank=5", [3, 4])
+    assert not manager.has_moe_lora
+    own = MoELoRALayer(adapter(4, 1, halves=2))
+    assert manager.load("one", {4: own}) == 0
+    assert manager.load("two", {3: own, 4: own}) == 1
+    assert manager.has_moe_lora
+    third, fourth = (manager.prepare_moe_lora_batch(ForwardBatch(("one",), STARTS[:2]), n)
+                     for n in (3, 4))  # fmt: skip
+    assert third is not None
+    assert fourth is not None
+    assert (third.lora_ranks.tolist(), fourth.lora_ranks.tolist()) == ([0, 4], [4, 4])
+    x, logits = call()
+    same = FusedMoEWithLoRA(layer, manager)(x[:4], logits[:4], moe_lora_info=third)
+    torch.testing.assert_close(same, layer(x[:4], logits[:4]))
+    ranks = fourth.lora_ranks
+    manager.evict("one")
+    assert ranks.tolist() == [0, 4]  # in place: what a captured graph reads
+    assert manager.load("three", {3: own}) == 0
+    with pytest.raises(CapacityError, match="'four'"):
+        manager.load("four", {3: own})
+
+
+def test_what_fails_in_one_layer_changes_none() -> None:
+    manager = LoRAManager(base().problem, "adapters=2,rank=5", [3, 4])
+    good, bad = (MoELoRALayer(adapter(r, 1, halves=2)) for r in (4, 6))
+    with pytest.raises(ModularKernelError, match="rank: got 6"):
+        manager.load("mine", {3: good, 4: bad})
+    assert not manager.has_moe_lora
+    assert all(not pool.slots for pool in manager.pools.values())
+    assert manager.load("mine", {3: good}) == 0
+
+
+@pytest.mark.parametrize("scaling", [2.0, 1.0])
+def test_a_scaling_is_in_both_b(scaling: float) -> None:
+    whole = adapter(3, 0)
+    folded = MoELoRALayer(whole, scaling).folded()
+    assert torch.equal(folded.lora_b13, whole.lora_b13 * scaling)
+    assert torch.equal(folded.lora_b2, whole.lora_b2 * scaling)
+    assert torch.equal(folded.lora_a13, whole.lora_a13)
+
+
+def two_layers() -> LoRAManager:
+    manager = LoRAManager(base().problem, f"adapters=3,rank={R}", [3, 5])
+    manager.load("a", {3: MoELoRALayer(adapter(3, 1, halves=2))})
+    return manager
+
+
+def test_a_pool_changed_beside_the_manager_is_noticed() -> None:
+    manager, own = two_layers(), adapter(3, 2, halves=2)
+    manager.pools[5].load("mine", own)
+    with pytest.raises(StateError, match=r"slots by layer: got \{3: 1, 5: 2\}"):
+        manager.load("b", {3: MoELoRALayer(own)})
+    assert [dict(pool.slots) for pool in manager.pools.values()] == [{"a": 0}, {"a": 0, "mine": 1}]
+    batch = ForwardBatch(("a",), torch.tensor([0, 12]))
+    manager.prepare_moe_lora_batch(batch, 5)
+    manager.pools[5].evict("a")
+    with pytest.raises(StateError, match="pool of layer 5: got slot None, need slot 0"):
+        manager.prepare_moe_lora_batch(batch, 5)
+    manager.prepare_moe_lora_batch(batch, 3)
+
+
+@pytest.mark.parametrize("layers", [3, [], [3, 3], "ab", [3, "4"], [True]])
+def test_layers_are_numbers_each_once(layers: Any) -> None:
+    with pytest.raises(ConfigurationError, match="layer"):
+        LoRAManager(base().problem, "adapters=3,rank=5", layers)
+
+
+@pytest.mark.parametrize("name", [3, ["a"], None])
+def test_names_are_text(name: Any) -> None:
+    manager = two_layers()
+    with pytest.raises(ConfigurationError, match="name of an adapter"):
+        manager.evict(name)
+    with pytest.raises(ConfigurationError, match="layer"):
+        manager.prepare_moe_lora_batch(ForwardBatch(("a",), torch.tensor([0, 12])), [3])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("names", ["ab", None, ("a", 3), ("a", ["b"])])
+def test_a_batch_names_text_or_nothing(names: Any) -> None:
+    with pytest.raises(ConfigurationError, match="lora_ids"):
+        ForwardBatch(names, torch.tensor([0, 4, 12]))
+
+
+def test_a_batch_has_a_place_for_each_sequence() -> None:
+    with pytest.raises(ShapeError, match=r"seg_indptr: got \(3,\), need \(2,\)"):
+        ForwardBatch(("a",), torch.tensor([0, 4, 12]))
+    with pytest.raises(ConfigurationError, match="seg_indptr: got list"):
+        ForwardBatch(("a",), [0, 12])  # type: ignore[arg-type]

@@ -1,0 +1,124 @@
+"""Layers with adapters on TP and EP ranks: what ranks return adds up, and how adapters are cut."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from lora_layer_samples import BATCH, FLOATS, E, H, I, K, adapter, base, call, filled, made
+
+from modular_kernel import ExpertWeights
+from modular_kernel.adapters import Adapter
+from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
+from modular_kernel.layers.fused_moe import FusedMoE
+from modular_kernel.layers.lora import ForwardBatch, FusedMoEWithLoRA, LoRAManager, MoELoRALayer
+from modular_kernel.layers.parallel import LayerParallel
+
+
+def tp(layer: FusedMoE, rank: int, ranks: int) -> tuple[FusedMoE, slice, Callable[..., Any]]:
+    """One TP rank of a layer: its share of weights."""
+    part = slice(rank * I // ranks, (rank + 1) * I // ranks)
+    its = base(parallel=LayerParallel(tp=(rank, ranks)))
+    w = layer.weights()
+    rows = torch.arange(2 * I).view(2, I)[:, part].flatten()
+    its.set_weights(ExpertWeights(w.w1[:, rows].contiguous(), w.w2[:, :, part].contiguous()))
+    return its, part, lambda a: a.share(rank, ranks)
+
+
+@pytest.mark.parametrize(("mode", "halves"), [("merged", 2), ("parallel_delta", 1)])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_shares_of_tp_ranks_add_up(mode: str, halves: int, ranks: int) -> None:
+    """B of w1 and A of w2 are cut, as the layer is; what ranks return adds up to the whole."""
+    layer = base()
+    whole, manager = made(layer, mode, halves)
+    x, logits = call()
+    want = whole(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(BATCH, 3))
+    got = torch.zeros_like(want)
+    for rank in range(ranks):
+        its, _, share = tp(layer, rank, ranks)
+        lora = str(manager.problem.adapters)
+        own = LoRAManager(its.problem, lora, [3], mode=mode)  # type: ignore[arg-type]
+        for name, r, scaling in (("a", 3, 2.0), ("b", 5, 0.5)):
+            own.load(name, {3: MoELoRALayer(share(adapter(r, r, halves=halves)), scaling)})
+        info = own.prepare_moe_lora_batch(BATCH, 3)
+        got += FusedMoEWithLoRA(its, own)(x, logits, moe_lora_info=info)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_an_adapter_is_cut_as_its_weights_are() -> None:
+    whole = adapter(2, 0, halves=2)
+    part = whole.share(1, 3)
+    assert torch.equal(part.lora_b13[:, :8], whole.lora_b13[:, 8:16])
+    assert torch.equal(part.lora_b13[:, 8:], whole.lora_b13[:, I + 8 : I + 16])
+    assert torch.equal(part.lora_a2, whole.lora_a2[:, :, 8:16])
+    assert part.lora_a13 is whole.lora_a13
+    assert part.lora_b2 is whole.lora_b2
+    one = whole.share(2, 3, gated=False)  # rows that alternate, or without a gate
+    assert torch.equal(one.lora_b13, whole.lora_b13[:, 32:])
+    with pytest.raises(ConfigurationError, match="intermediate size: got 24, need a multiple of 5"):
+        whole.share(0, 5)
+    for rank, ranks in ((3, 3), (-1, 3), (0, 0), (0.0, 1)):
+        with pytest.raises(ConfigurationError, match="rank"):
+            whole.share(rank, ranks)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("mode", "halves"), [("merged", 2), ("parallel_delta", 1)])
+def test_shares_of_ep_ranks_add_up(mode: str, halves: int) -> None:
+    """Every rank has all tokens and half of the experts, of the base and of adapters."""
+    layer = base()
+    whole, manager = made(layer, mode, halves)
+    x, logits = call()
+    want = whole(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(BATCH, 3))
+    got = torch.zeros_like(want)
+    for rank in (0, 1):
+        here = slice(rank * 3, rank * 3 + 3)
+        its = base(parallel=LayerParallel(ep=(rank, 2)))
+        w = layer.weights()
+        its.set_weights(ExpertWeights(w.w1[here].contiguous(), w.w2[here].contiguous()))
+        lora = str(manager.problem.adapters)
+        own = LoRAManager(its.problem, lora, [3], mode=mode)  # type: ignore[arg-type]
+        for name, r, scaling in (("a", 3, 2.0), ("b", 5, 0.5)):
+            every = vars(adapter(r, r, halves=halves))
+            mine = Adapter(**{name: each[here] for name, each in every.items()})
+            own.load(name, {3: MoELoRALayer(mine, scaling)})
+        info = own.prepare_moe_lora_batch(BATCH, 3)
+        got += FusedMoEWithLoRA(its, own)(x, logits, moe_lora_info=info)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_ids_of_no_expert_are_skipped_by_an_ep_rank_s_branch() -> None:
+    """-1 is not the last expert's, and E and beyond are nobody's."""
+    its = filled(FusedMoE(E, H, I, 3, K, parallel=LayerParallel(ep=(1, 2)), **FLOATS))
+    manager = LoRAManager(its.problem, "adapters=1,rank=5,a13=shared", [3], mode="parallel_delta")
+    manager.load("a", {3: MoELoRALayer(adapter(3, 3, experts=3), 2.0)})
+    x, _ = call()
+    ids = torch.full((12, K), -1)
+    ids[:3, 0], ids[3:6, 0], ids[6:9, 0] = E, 1 << 40, 0  # the last: on the other rank
+    ids[9:, 1] = 5
+    batch = ForwardBatch(("a",), torch.tensor([0, 12]))
+    info = manager.prepare_moe_lora_batch(batch, 3)
+    routing = (torch.ones(12, K), ids)
+    got, want = FusedMoEWithLoRA(its, manager)(x, routing, moe_lora_info=info), its(x, routing)
+    assert torch.equal(got[:9], want[:9])
+    assert bool((got[9:] != want[9:]).any(1).all())
+
+
+@pytest.mark.parametrize(
+    ("gated", "rows"), [(True, I), (True, 3 * I), (False, 3 * I), (True, 2 * I + 2)]
+)
+def test_shares_ask_for_the_rows_of_w1(gated: bool, rows: int) -> None:
+    whole = adapter(4, 0)
+    other = replace(whole, lora_b13=torch.zeros(E, rows, 4))
+    with pytest.raises(ShapeError, match=f"got {rows}, need .*gated={gated}"):
+        other.share(0, 2, gated=gated)
+
+
+def test_shares_are_of_tensors() -> None:
+    whole = adapter(4, 0)
+    with pytest.raises(DtypeError, match="lora_a2: got list, need a tensor"):
+        replace(whole, lora_a2=[1.0]).share(0, 2)  # type: ignore[arg-type]
+    with pytest.raises(ShapeError, match=r"lora_b13: got \(3, 4\), need three dimensions"):
+        replace(whole, lora_b13=torch.zeros(3, 4)).share(0, 2)
+    with pytest.raises(ConfigurationError, match="gated: got 'no'"):
+        whole.share(0, 2, gated="no")  # type: ignore[arg-type]

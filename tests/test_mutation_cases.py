@@ -1,0 +1,140 @@
+"""Which cases a mutant is put to, in which order, and what is known of it from other runs."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+from mutation_samples import KERNEL, mutants_in
+
+from modular_kernel.catalog import this_machine
+from modular_kernel.testing.cases.lists import Case, cases_for
+from modular_kernel.testing.mutation import Fate, Mutant, Score, Survey, mutants_of, mutation_score
+from modular_kernel.testing.mutation.attempt import Killers
+from modular_kernel.testing.mutation.coverage import Coverage, Covered, watched
+from modular_kernel.testing.mutation.record import died, record_of
+
+
+def test_what_an_import_executes_is_told_apart_from_what_calls_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first case that needs a module imports it: its constants are not this case's alone."""
+    path = tmp_path / "imported_late.py"
+    path.write_text("def f():\n    return 2\n\n\nTWO = f()\n\n\ndef g():\n    return TWO\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with watched({str(path)}) as (called, loaded):
+        importlib.import_module("imported_late").g()
+    assert loaded[str(path)] - {0} == {1, 2, 5, 8}  # 0: where a module starts
+    assert called[str(path)] == {8, 9}
+
+
+PRIVATE = """_SIZE = 4
+_BOTH = 8
+_TWICE: int = 2 * _BOTH
+PUBLIC = 16
+
+
+def f(x):
+    if x:
+        return (
+            _SIZE)
+    return PUBLIC + _BOTH
+
+
+def g(size=_TWICE):
+    return size
+"""
+
+
+def test_a_private_name_is_told_by_the_statements_that_read_it(tmp_path: Path) -> None:
+    """Others read by what an import executes, or public, are told by the import."""
+    path = tmp_path / "module.py"
+    path.write_text(PRIVATE, encoding="utf-8")
+    found = {m.first: m.readers for m in mutants_of("module", path)}
+    assert found[1] == ((9, 10),)
+    assert {found[line] for line in (2, 3, 4, 8, 11)} == {None}
+    mutant = next(m for m in mutants_of("module", path) if m.first == 1)
+    cases = cases_for("MoEPrepareAndFinalizeNoEP", "TorchExperts", this_machine(), "smoke").cases
+    lines = ({1, 8, 11}, {8, 10})
+    covered = [
+        Covered(case, 1.0, "", {str(path): frozenset(each)})
+        for case, each in zip(cases, lines, strict=False)
+    ]
+    coverage = Coverage({str(path): frozenset({1, 2, 3, 4})}, tuple(covered))
+    assert coverage.executing(mutant) == (covered[1],)
+    assert not coverage.loads(mutant)
+
+
+def test_cases_that_execute_rare_lines_come_first(tmp_path: Path) -> None:
+    mutant = mutants_in(tmp_path, KERNEL)["step lost", "pass"]
+    cases = cases_for("MoEPrepareAndFinalizeNoEP", "TorchExperts", this_machine(), "smoke").cases
+    lines = ({1, 2}, {1, 2}, {1, 2, 3}, {2})
+    covered = [
+        Covered(case, seconds, "", {str(mutant.path): frozenset(each)})
+        for case, seconds, each in zip(cases, (1.0, 2.0, 9.0, 3.0), lines, strict=False)
+    ]
+    killers = Killers()
+    assert [c.seconds for c in killers.ordered(mutant, covered)] == [1.0, 9.0, 2.0, 3.0]
+    for _ in range(3):
+        killers.note(mutant, covered[3].case)
+    assert [c.seconds for c in killers.ordered(mutant, covered)] == [3.0, 1.0, 9.0, 2.0]
+
+
+def test_who_died_before_a_case_of_two_parts_is_run_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant = mutants_in(tmp_path, KERNEL)["step lost", "pass"]
+    pair = "MoEPrepareAndFinalizeNoEP", "TorchExperts"
+    first, second = cases_for(*pair, this_machine(), "smoke").cases[:2]
+    ran = []
+
+    def kill(mutant: Mutant, coverage: Coverage, *_: object, **__: object) -> Fate:
+        ran.append(mutant)
+        return Fate(mutant, "killed", "numeric: far off", coverage.cases[0].case)
+
+    def part(name: str, case: Case) -> Survey:
+        lines = {str(mutant.path): frozenset(range(mutant.first, mutant.last + 1))}
+        coverage = Coverage({}, (Covered(case, 1.0, "", lines),))
+        return Survey(name, (pair,), "smoke", (mutant,), coverage)
+
+    monkeypatch.setattr("modular_kernel.testing.mutation.score.attempt", kill)
+    known: dict[str, Fate] = {}
+    scores = [
+        mutation_score(part(name, case), known=known)
+        for name, case in (("One", first), ("Two", first), ("Three", second))
+    ]
+    assert [fate.shared for score in scores for fate in score.fates] == ["", "One", ""]
+    assert len(ran) == 2
+    records = [record_of(score) for score in scores]
+    assert [record["shared"] for record in records] == [0, 1, 0]
+    assert records[0]["died"] == {mutant.ident: "numeric"}
+    # A later run goes on from a record of the same cases.
+    assert died(records[0], part("One", first)) == records[0]["died"]
+    assert died(records[0], part("Two", first)) == {}
+    again = mutation_score(part("One", first), dead=records[0]["died"])
+    assert record_of(again)["killed_by"] == {"numeric": 1}
+    assert len(ran) == 2
+    assert Fate.before(mutant, "hang").killed
+
+
+def test_a_run_that_is_stopped_leaves_what_it_knew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who died before comes first, and the score so far is told after every mutant."""
+    mutants = tuple(mutants_in(tmp_path, KERNEL).values())
+    case = cases_for("MoEPrepareAndFinalizeNoEP", "TorchExperts", this_machine(), "smoke").cases[0]
+    lines = {str(mutants[0].path): frozenset(range(1, 99))}
+    coverage = Coverage({}, (Covered(case, 1.0, "", lines),))
+    found = Survey("One", (), "smoke", mutants, coverage)
+    monkeypatch.setattr(
+        "modular_kernel.testing.mutation.score.attempt",
+        lambda mutant, *_, **__: Fate(mutant, "killed", "numeric: far off", case),
+    )
+    order = [fate.mutant for fate in mutation_score(found, count=3).fates]
+    told: list[Score] = []
+    mutation_score(found, count=3, dead={order[-1].ident: "hang"}, told=told.append)
+    assert [[fate.mutant for fate in score.fates] for score in told] == [
+        [order[2]],
+        [order[2], order[0]],
+        [order[2], order[0], order[1]],
+    ]
+    assert record_of(told[1])["died"] == {order[2].ident: "hang", order[0].ident: "numeric"}

@@ -1,0 +1,105 @@
+"""adapter_config.json of PEFT: what says more than plain LoRA is refused, by field."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft_samples import PROBLEM, E, Folder, I
+
+from modular_kernel.errors import ConfigurationError, WeightsError
+from modular_kernel.importers.peft import load_adapter
+
+
+def test_layers_that_it_leaves_out_are_zero(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, "down")
+    with pytest.raises(WeightsError, match="got no tensor of layer 7"):
+        folder.load(layer=7)
+    folder.config["layers_to_transform"] = [0, 1]
+    empty = folder.load(layer=7)
+    assert empty.lora_a2.shape == (E, 1, I)
+    assert not empty.lora_a2.any()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("peft_type", "LOHA"), ("peft_type", None), ("use_dora", True), ("bias", "all"),
+        ("modules_to_save", ["lm_head"]), ("lora_bias", True), ("fan_in_fan_out", True),
+        ("layer_replication", [[0, 2]]), ("of_a_later_release", {"a": 1}), ("use_rslora", 1),
+        ("init_lora_weights", "pissa"), ("r", 0), ("r", None), ("lora_alpha", "8"),
+        ("lora_alpha", None), ("lora_alpha", 1 << 2000), ("rank_pattern", {"w2": 0}),
+        ("rank_pattern", ["w2"]), ("rank_pattern", {"(": 2}), ("alpha_pattern", {"(a+)+": 2}),
+        ("rank_pattern", {"a*b*c*d*": 2}), ("layers_to_transform", "all"), ("peft_version", 19),
+        ("rank_pattern", {"(?i)w2": 2}), ("rank_pattern", {"a)|(b": 2}),
+        ("layers_to_transform", True), ("layers_to_transform", -1),
+        ("layers_to_transform", [0, -1]), ("layers_to_transform", [0, "1"]),
+        ("layers_to_transform", 1.0), ("layers_to_transform", {"1": 1}),
+        ("target_modules", 7), ("target_modules", {"w1": 1}), ("target_modules", ["w1", 2]),
+        ("target_modules", True), ("target_parameters", "experts.down_proj"),
+        ("target_parameters", [None]), ("exclude_modules", [1]), ("exclude_modules", 0),
+        ("init_lora_weights", 1), ("init_lora_weights", 0.0), ("init_lora_weights", []),
+        ("init_lora_weights", "True"),
+    ],
+)  # fmt: skip
+def test_a_config_of_more_than_plain_lora_is_refused(
+    tmp_path: Path, field: str, value: object
+) -> None:
+    folder = Folder(tmp_path, "modules")
+    folder.config[field] = value
+    with pytest.raises(ConfigurationError, match=rf"adapter_config.json: {field}: got"):
+        folder.load()
+
+
+def test_fields_that_say_nothing_are_none(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, "down")
+    want = folder.load()
+    folder.config.update(rank_pattern=None, alpha_pattern=None, exclude_modules=["lm_head"])
+    assert torch.equal(folder.load().lora_b2, want.lora_b2)
+
+
+def test_layers_beside_a_pattern_of_modules_are_refused(tmp_path: Path) -> None:
+    """PEFT has no such adapter."""
+    folder = Folder(tmp_path, "modules")
+    folder.config["target_modules"] = "w[123]"
+    assert folder.load().lora_a2.any()
+    folder.config["layers_to_transform"] = [1]
+    with pytest.raises(ConfigurationError, match=r"layers_to_transform: got \[1\], need none bes"):
+        folder.load()
+
+
+@pytest.mark.parametrize(("layers", "mine"), [(1, True), ([1], True), ([0], False), ([], True)])
+def test_no_layers_are_all_of_them(tmp_path: Path, layers: object, mine: bool) -> None:
+    """As PEFT takes a list without any."""
+    folder = Folder(tmp_path, "modules")
+    folder.config["layers_to_transform"] = layers
+    if mine:
+        assert folder.load().lora_a2.any()
+        return
+    with pytest.raises(WeightsError, match="layers_to_transform"):
+        folder.load()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"r": 1, "r": 2}', None])
+def test_what_is_no_config_is_refused(tmp_path: Path, text: str | None) -> None:
+    folder = Folder(tmp_path, "down")
+    path = folder.path / "adapter_config.json"
+    path.unlink() if text is None else path.write_text(text)
+    with pytest.raises(ConfigurationError, match=r"adapter_config.json: got"):
+        load_adapter(folder.path, 1, PROBLEM)
+
+
+def test_a_config_of_more_than_a_mebibyte_is_not_read(tmp_path: Path) -> None:
+    path = Folder(tmp_path, "down").path / "adapter_config.json"
+    text = path.read_text()
+    path.write_text(text + " " * ((1 << 20) - len(text)))
+    assert load_adapter(path.parent, 1, PROBLEM).lora_a2.any()
+    path.write_text(text + " " * ((1 << 20) + 1 - len(text)))
+    with pytest.raises(ConfigurationError, match=r"adapter_config.json: got"):
+        load_adapter(path.parent, 1, PROBLEM)
+
+
+def test_tensors_of_a_layer_that_the_config_leaves_out_are_refused(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, "modules")
+    folder.config["layers_to_transform"] = [0]
+    with pytest.raises(WeightsError, match="got tensors of layer 1, need none: layers_to_tr"):
+        folder.load()

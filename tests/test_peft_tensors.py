@@ -1,0 +1,186 @@
+"""Tensors of PEFT's adapters: names and shapes that do not fit are refused."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft_samples import EXPERT, GOLDEN, PROBLEM, E, Folder, H, I
+from safetensors.torch import load_file
+
+from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
+from modular_kernel.importers.peft import load_adapter
+
+BLOCK = "base_model.model.model.layers.1.mlp.experts"
+
+
+def test_other_modules_are_named_or_refused(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, "down")
+    key = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    folder.tensors[key] = torch.zeros(4, H)
+    with pytest.raises(WeightsError, match=r"got .*self_attn.q_proj.lora_A.weight, need"):
+        folder.load()
+    for elsewhere in (("self_attn",), ["self_attn"]):
+        assert folder.load(elsewhere=elsewhere).lora_a2.any()
+
+
+def test_of_many_names_that_are_nobodys_four_are_told(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, "down")
+    for number in range(6):
+        key = f"base_model.model.model.layers.{number}.self_attn.q_proj.lora_A.weight"
+        folder.tensors[key] = torch.zeros(4, H)
+    with pytest.raises(WeightsError, match=r"layers\.3\.self_attn\S+ and 2 more, need") as caught:
+        folder.load()
+    assert "layers.4" not in str(caught.value)
+
+
+def test_a_name_has_up_to_512_characters(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, "down")
+    longest = max(map(len, folder.tensors))
+    for length, taken in ((512, True), (513, False)):
+        model = "model" + "l" * (length - longest)
+        tensors = {
+            key.replace("model.layers", f"{model}.layers"): value
+            for key, value in load_file(GOLDEN / "down" / "adapter_model.safetensors").items()
+        }
+        assert max(map(len, tensors)) == length
+        folder.tensors = tensors
+        if taken:
+            assert torch.equal(
+                folder.load().lora_a2, load_adapter(GOLDEN / "down", 1, PROBLEM).lora_a2
+            )
+        else:
+            with pytest.raises(WeightsError, match="need LoRA of experts"):
+                folder.load()
+
+
+FIRST, LAST = f"{EXPERT}.0.w1.lora_A.weight", f"{EXPERT}.3.w2.lora_B.weight"
+
+
+@pytest.mark.parametrize(
+    ("key", "tensor", "error", "match"),
+    [
+        (FIRST, None, WeightsError, r"got .*0.w1.lora_B.weight alone, need lora_A, lora_B"),
+        (FIRST, torch.zeros(4, H), ShapeError, r"0.w1.lora_A.weight: got \(4, 16\), need \(3, 1"),
+        (FIRST, torch.zeros(3, H, 1), ShapeError, r"got \(3, 16, 1\), need \(3, 16\)|dimensions"),
+        (FIRST, torch.zeros(3, H).int(), DtypeError, r"0.w1.lora_A.weight: got torch.int32"),
+        (LAST, torch.full((H, 2), torch.inf), WeightsError, r"3.w2.lora_B.weight: got values that"),
+        (f"{EXPERT}.4.w1.lora_A.weight", torch.zeros(3, H), WeightsError, "alone"),
+        (f"{EXPERT}.0.w4.lora_A.weight", torch.zeros(3, H), WeightsError, r"got .*\.w4\."),
+        (f"{EXPERT}.0.gate_proj.lora_A.weight", torch.zeros(3, H), WeightsError, "alone"),
+        (FIRST.replace("lora_A", "lora_magnitude_vector"), torch.zeros(3), WeightsError, "magnit"),
+    ],
+)  # fmt: skip
+def test_tensors_that_do_not_fit_are_refused_by_name(
+    tmp_path: Path,
+    key: str,
+    tensor: torch.Tensor | None,
+    error: type[Exception],
+    match: str,
+) -> None:
+    folder = Folder(tmp_path, "modules")
+    folder.tensors.pop(key, None)
+    if tensor is not None:
+        folder.tensors[key] = tensor
+    with pytest.raises(error, match=match):
+        folder.load()
+
+
+@pytest.mark.parametrize("number", ["01", "\N{ARABIC-INDIC DIGIT ONE}"])
+def test_an_expert_is_not_written_twice(tmp_path: Path, number: str) -> None:
+    folder = Folder(tmp_path, "modules")
+    folder.tensors[f"{EXPERT}.{number}.w1.lora_A.weight"] = torch.ones(3, H)
+    with pytest.raises(WeightsError, match=rf"experts\.{number}\.w1\.lora_A"):
+        folder.load()
+
+
+@pytest.mark.parametrize("elsewhere", [None, "self_attn", (1,)])
+def test_elsewhere_is_names(elsewhere: Any) -> None:
+    with pytest.raises(ConfigurationError, match="elsewhere: got"):
+        load_adapter(GOLDEN / "modules", 1, PROBLEM, elsewhere=elsewhere)
+
+
+def test_two_blocks_of_experts_in_a_layer_are_refused(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, "down")
+    for side, shape in (("A", (4 * E, H)), ("B", (2 * I, 4 * E))):
+        other = BLOCK.replace("model.layers", "other.layers")
+        folder.tensors[f"{other}.lora_{side}.weight"] = torch.zeros(shape)
+    with pytest.raises(WeightsError, match=r"model.layers.1.mlp.experts and .*other.layers"):
+        folder.load()
+
+
+def test_experts_and_projections_are_whole(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, "modules")
+    pairs = {key: folder.tensors[key] for key in folder.tensors if f"{EXPERT}.3.w3" in key}
+    for key, value in pairs.items():
+        del folder.tensors[key]
+        folder.tensors[key.replace(".3.w3", ".4.w3")] = value
+    with pytest.raises(WeightsError, match=r"got .*\.4\.w3\..*, need experts 0 to 3"):
+        folder.load()
+    for key in pairs:
+        del folder.tensors[key.replace(".3.w3", ".4.w3")]
+    with pytest.raises(WeightsError, match=r"layer 1: got up without experts \[3\]"):
+        folder.load()
+    for key in [key for key in folder.tensors if ".w3." in key]:
+        del folder.tensors[key]
+    with pytest.raises(WeightsError, match=r"layer 1: got no w3, need what adapter_config.json"):
+        folder.load()
+    folder.config["target_modules"] = ["w1", "w2"]
+    assert folder.load().lora_a13.any()
+
+
+def test_two_layouts_at_once_are_refused(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, "fused")
+    for side, shape in (("A", (3, H)), ("B", (I, 3))):
+        for expert in range(E):
+            folder.tensors[f"{BLOCK}.{expert}.gate_proj.lora_{side}.weight"] = torch.zeros(shape)
+    with pytest.raises(WeightsError, match="gate and up fused and apart"):
+        folder.load()
+    twice = Folder(tmp_path / "twice", "down")
+    for side in "AB":
+        value = twice.tensors[f"{BLOCK}.lora_{side}.weight"]
+        twice.tensors[f"{BLOCK}.base_layer.lora_{side}.weight"] = value.clone()
+    with pytest.raises(WeightsError, match="down once more"):
+        twice.load()
+
+
+@pytest.mark.parametrize("sizes", [{"hidden": 24}, {"intermediate": 6}, {"experts": 8}])
+@pytest.mark.parametrize("kind", ["fused", "modules"])
+def test_another_base_models_sizes_are_refused(kind: str, sizes: dict[str, int]) -> None:
+    problem = replace(PROBLEM, **sizes)  # type: ignore[arg-type]
+    with pytest.raises((ShapeError, WeightsError), match="got"):
+        load_adapter(GOLDEN / kind, 1, problem)
+
+
+def test_fused_factors_that_may_lie_either_way_need_the_release(tmp_path: Path) -> None:
+    """Up to PEFT 0.18 A had a fused weight's rows; where H = I nothing else tells."""
+    problem = replace(PROBLEM, intermediate=H)
+    folder = Folder(tmp_path, "down")
+    for key, value in folder.tensors.items():
+        folder.tensors[key] = value if "lora_B" in key else torch.ones(len(value), H)
+    assert folder.load(problem).lora_a2.any()
+    for version in ("0.18.1", None, "new"):
+        folder.config["peft_version"] = version
+        with pytest.raises(ConfigurationError, match=r"peft_version: got .*, need 0.19 or newer"):
+            folder.load(problem)
+
+
+def test_a_problem_without_adapters_and_values_too_large_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="lora: got none"):
+        load_adapter(GOLDEN / "down", 1, replace(PROBLEM, lora="none"))
+    with pytest.raises(ConfigurationError, match="problem: got None"):
+        load_adapter(GOLDEN / "down", 1, None)  # type: ignore[arg-type]
+
+
+def test_values_beyond_the_problems_dtype_are_refused(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, "down")
+    folder.config["lora_alpha"] = 1e7
+    half = replace(PROBLEM, dtype=torch.float16)
+    assert folder.load().lora_b2.isfinite().all()
+    with pytest.raises(WeightsError, match=r"lora_B.weight: got values .* in torch.float16"):
+        folder.load(half)
+    folder.config["lora_alpha"] = 8
+    folder.tensors |= {k: 1e7 * a for k, a in folder.tensors.items() if "lora_A" in k}
+    with pytest.raises(WeightsError, match=r"lora_A.weight: got values .* in torch.float16"):
+        folder.load(half)

@@ -1,0 +1,87 @@
+"""Layers that prepare their weights: kept as long as their parameters, copied without them."""
+
+import copy
+import gc
+import pickle
+import weakref
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from prepared_samples import CPU, NO_GPU, launched_tiles, made_layer
+
+from experts.triton.grouped_w4.path import GroupedW4Path
+from modular_kernel.errors import WeightsError
+from modular_kernel.layers import fused_moe
+
+pytestmark = NO_GPU
+launched = launched_tiles()
+
+
+def test_a_layer_keeps_them_until_its_parameters_are_exchanged(launched: list[int]) -> None:
+    layer, i = made_layer()
+    layer.prepare_weights()
+    assert layer.weights() is layer.weights()
+    got = layer(i.x_TH, i.routing)
+    assert launched == [64, 64]
+    layer.set_weights(i.weights)
+    assert layer.weights().w1_tiles is None
+    plain = layer(i.x_TH, i.routing)
+    assert len(launched) == 2
+    assert float((got - plain).float().norm() / plain.float().norm()) < 0.01
+    layer.prepare_weights()
+    layer.get_parameter("w2_weight").data.view(-1)[0] += 1  # unseen by torch, so by us
+    layer.get_parameter("w13_weight").view(-1)[0] += 1
+    with pytest.raises(WeightsError, match="w1_tile"):
+        layer(i.x_TH, i.routing)
+
+
+@pytest.mark.parametrize("moved", ["to", "set_weights", "assign", "prepare_weights"])
+def test_a_layer_lets_them_go_with_its_parameters(moved: str) -> None:
+    layer, i = made_layer()
+    layer.prepare_weights()
+    tiles = layer.weights().w1_tiles
+    assert tiles is not None
+    layer.to("cpu")
+    assert layer.weights().w1_tiles is tiles  # nothing moved
+    gone, alive = weakref.ref(tiles), []
+    del tiles
+    if moved == "to":
+        layer.to("meta")
+    elif moved == "set_weights":
+        layer.set_weights(i.weights)
+    elif moved == "assign":
+        state = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+        layer.load_state_dict(state, assign=True)
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            right = GroupedW4Path.prepare
+            patch.setattr(GroupedW4Path, "prepare", lambda *a: (alive.append(gone()), right(*a))[1])
+            layer.prepare_weights()
+        assert alive == [None]
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_copy_of_a_layer_has_no_copy_of_them() -> None:
+    layer, _ = made_layer()
+    size = len(pickle.dumps(layer))
+    layer.prepare_weights()
+    assert len(pickle.dumps(layer)) == size
+    assert copy.deepcopy(layer).weights().w1_tiles is None
+
+
+def test_a_layer_prepares_where_its_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On its own GPU, whichever is the current one: kernels are launched on that."""
+    right, current, inside = GroupedW4Path.prepare, MagicMock(), list[int]()
+    manager = current.return_value
+
+    def prepare(*given: Any) -> None:
+        inside.append(manager.__enter__.call_count - manager.__exit__.call_count)
+        right(*given)
+
+    monkeypatch.setattr(fused_moe, "current", current)
+    monkeypatch.setattr(GroupedW4Path, "prepare", prepare)
+    made_layer()[0].prepare_weights()
+    assert inside == [1]
+    current.assert_called_once_with(CPU)

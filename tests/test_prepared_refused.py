@@ -1,0 +1,167 @@
+"""Prepared weights that are not those of the call: written, copied, another kernel's, no tensor."""
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from prepared_samples import NO_GPU, PAIR, called, launched_tiles, made
+
+from experts.triton.contiguous import TritonExperts
+from modular_kernel import make_kernel
+from modular_kernel.contracts import PermuteExpertsUnpermute
+from modular_kernel.errors import (
+    ConfigurationError,
+    DeviceError,
+    DtypeError,
+    ShapeError,
+    WeightsError,
+)
+from modular_kernel.prepared import MADE_OF, reader
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.workspace import BufferSpec
+
+pytestmark = NO_GPU
+launched = launched_tiles()
+
+
+@pytest.mark.parametrize("of", ["w1", "w1_scale", "w2", "w2_scale"])
+def test_a_call_after_weights_were_written_is_refused(of: str) -> None:
+    kernel, i = made()
+    plan, weights = kernel.plan(), kernel.prepare_weights(i.weights)
+    for _ in range(2):
+        plan(i.x_TH, weights, i.routing)
+        called(kernel, i, weights)
+    tensor: torch.Tensor = getattr(i.weights, of)
+    tensor.view(-1)[0] += 1
+    for run in (plan, kernel):
+        with pytest.raises(WeightsError, match=rf"{of[:2]}_tile\w+.*prepare_weights"):
+            run(i.x_TH, weights, i.routing)
+    called(kernel, i)  # without them all is well
+    called(kernel, i, kernel.prepare_weights(weights))
+
+
+def test_others_weights_beside_them_are_refused() -> None:
+    kernel, i = made()
+    weights = kernel.prepare_weights(i.weights)
+    turned = i.weights.w2.as_strided(i.weights.w2.shape, (0, 0, 0))
+    for w2 in (i.weights.w2.clone(), turned):
+        with pytest.raises(WeightsError, match="other values"):
+            called(kernel, i, replace(weights, w2=w2))
+
+
+def test_other_memory_at_the_same_address_is_noticed() -> None:
+    """As where parameters leave a GPU and others take their place, so does its allocator."""
+    kernel, i = made()
+    memory = i.weights.w1.clone().numpy()
+    w1 = torch.from_numpy(memory)
+    weights, plan = kernel.prepare_weights(replace(i.weights, w1=w1)), kernel.plan()
+    for run in (plan, plan, kernel):
+        run(i.x_TH, weights, i.routing)
+    place = w1.data_ptr(), w1._version
+    w1.data = torch.empty(0, dtype=torch.uint8)
+    gc.collect()  # what the interpreter may hold
+    memory[:] ^= 1
+    w1.data = torch.from_numpy(memory)
+    assert (w1.data_ptr(), w1._version) == place
+    for run, given in ((plan, weights), (kernel, weights), (kernel, replace(weights))):
+        with pytest.raises(WeightsError, match="other values"):
+            run(i.x_TH, given, i.routing)
+
+
+@pytest.mark.parametrize("copied_by", [copy.deepcopy, lambda w: pickle.loads(pickle.dumps(w))])
+def test_copies_that_do_not_know_what_they_are_made_of_are_refused(
+    copied_by: Callable[[ExpertWeights], ExpertWeights],
+) -> None:
+    kernel, i = made()
+    copied = copied_by(kernel.prepare_weights(i.weights))
+    with pytest.raises(WeightsError, match="a tensor that no kernel prepared"):
+        called(kernel, i, copied)
+    called(kernel, i, kernel.prepare_weights(copied))
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"quant": "mxfp4_w4a16:repacked=true"},
+        {"activation": "silu:interleaved=true"},
+    ],
+    ids=str,
+)
+def test_those_of_a_kernel_that_reads_weights_otherwise_are_refused(
+    others: dict[str, Any],
+) -> None:
+    kernel, i = made()
+    other, _ = made(**others)
+    assert other.experts.prepared_specs() == kernel.experts.prepared_specs()
+    weights = other.prepare_weights(i.weights)
+    with pytest.raises(WeightsError, match="w1_tiles: got made for TritonExperts of mxfp4"):
+        called(kernel, i, weights)
+
+
+@pytest.mark.parametrize("others", [{"tokens": 80}, {"lora": "adapters=2,rank=8"}], ids=str)
+def test_those_of_a_kernel_of_the_same_layer_are_taken(
+    others: dict[str, Any], launched: list[int]
+) -> None:
+    (kernel, i), (other, j) = made(), made(**others)
+    given = {n: t for n, t in vars(kernel.prepare_weights(i.weights)).items() if t is not None}
+    routing = replace(j.routing, adapters_T="none" if "lora" in others else None)
+    other(j.x_TH, replace(j.weights, **given), routing)
+    assert launched == [64, 64]
+    mine = type("Mine", (TritonExperts,), {})
+    assert reader(mine, kernel.problem) == reader(TritonExperts, other.problem)
+
+
+@pytest.mark.parametrize("w1", [None, [1], torch.empty(1, device="meta")], ids=str)
+def test_what_is_no_tensor_here_is_refused(w1: Any) -> None:
+    kernel, i = made()
+    with pytest.raises((DtypeError, DeviceError), match="w1: got"):
+        kernel.prepare_weights(replace(i.weights, w1=w1))
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"w2_tiles": None}, WeightsError),
+        ({"w1_tiles": torch.zeros(1, dtype=torch.int32)}, WeightsError),
+        ({"w1_tile_scales": "copy"}, WeightsError),
+        ({"w1_tiles": "of w2"}, WeightsError),
+        ({"w2_tile_scales": 3}, DtypeError),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused(change: dict[str, Any], error: type[Exception]) -> None:
+    kernel, i = made()
+    weights = kernel.prepare_weights(i.weights)
+    ((name, value),) = change.items()
+    if value == "copy":
+        value = getattr(weights, name).clone()
+    elif value == "of w2":
+        value = weights.w2_tiles
+    with pytest.raises(error, match=name):
+        called(kernel, i, replace(weights, **{name: value}))
+
+
+def test_experts_that_prepare_nothing_return_the_weights_and_read_nothing_else() -> None:
+    triton, i = made()
+    kernel = make_kernel(PAIR[0], "TorchExperts", triton.problem)
+    assert kernel.prepare_weights(i.weights) is i.weights
+    assert torch.equal(called(kernel, i, triton.prepare_weights(i.weights)), called(kernel, i))
+    beside = {name: torch.zeros(1, dtype=torch.int32) for name in MADE_OF}
+    with pytest.raises(WeightsError, match="w1_tiles: got a tensor that no kernel"):
+        called(kernel, i, replace(i.weights, **beside))
+    with pytest.raises(ShapeError, match="w1"):
+        kernel.prepare_weights(replace(i.weights, w1=i.weights.w1[:, 1:]))
+    assert PermuteExpertsUnpermute.prepared_specs(kernel.experts) == {}
+
+
+def test_a_part_that_declares_no_field_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, i = made()
+    specs = {"w3_tiles": BufferSpec((1,), torch.int32)}
+    monkeypatch.setattr(TritonExperts, "prepared_specs", lambda _: specs)
+    with pytest.raises(ConfigurationError, match="prepared_specs: got w3_tiles, need some of w1_t"):
+        kernel.prepare_weights(i.weights)

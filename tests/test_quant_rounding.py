@@ -1,0 +1,146 @@
+"""Quantising weights: to the nearest values, each tile by its own scale, expert by expert."""
+
+from dataclasses import replace
+from unittest.mock import Mock
+
+import pytest
+import torch
+from quant_samples import each_scheme, made, parts, plain_weights, problem_of
+
+from modular_kernel import quant
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.quant import dequantise, quantise_weights
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.types import Problem
+
+# Largest error of a weight relative to its tile's largest weight: half a step.
+STEPS = {
+    "float8_e4m3fn": 16 / 448,
+    "int8": 0.5 / 127,
+    "uint8": 0.5 / 127,
+    "uint4": 0.5 / 7,
+    "float4_e2m1": 1 / 3.5,  # a scale is a power of two, so half of the range may be unused
+}
+
+
+@each_scheme
+def test_round_trip_is_the_nearest_value(text: str) -> None:
+    problem, weights = made(text)
+    scheme = problem.scheme
+    for name in ("w1", "w2"):
+        plain = getattr(plain_weights(problem), name)
+        error = (dequantise(*parts(weights, name), scheme) - plain).abs()
+        assert 0 < float(error.max()) <= 1.001 * STEPS[scheme.weight] * float(plain.abs().max())
+
+
+@each_scheme
+def test_experts_are_quantised_in_pieces(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, whole = made(text)
+    some = Mock(wraps=quant._quantise)
+    monkeypatch.setattr(quant, "_quantise", some)
+    monkeypatch.setattr(quant, "_WEIGHTS_AT_ONCE", 2 * 40 * 24)
+    pieces = quantise_weights(plain_weights(problem), problem)
+    taken = [len(call.args[0]) for call in some.call_args_list]
+    assert taken == [1, 1, 1, 2, 1]  # w1 has twice as many weights as w2
+    for name, one in vars(whole).items():
+        other = getattr(pieces, name)
+        assert (one is None) == (other is None), name
+        assert one is None or torch.equal(one.view(torch.uint8), other.view(torch.uint8)), name
+
+
+@each_scheme
+def test_what_was_rounded_once_stays(text: str) -> None:
+    problem, weights = made(text, dtype=torch.float32)
+    values = {n: dequantise(*parts(weights, n), problem.scheme) for n in ("w1", "w2")}
+    again = quantise_weights(replace(plain_weights(problem), **values), problem)
+    for name, first in values.items():
+        second = dequantise(*parts(again, name), problem.scheme)
+        torch.testing.assert_close(second, first, rtol=1e-6, atol=1e-6)
+
+
+@each_scheme
+def test_each_tile_has_a_scale_of_its_own(text: str) -> None:
+    """Weights of a thousandth beside those of one: no tile's scale may serve another's."""
+    problem = problem_of(text)
+    plain = plain_weights(problem)
+    small = plain.w1.clone()
+    granularity = problem.scheme.granularity
+    bn, bk = {"channel": (1, 40), "block": problem.scheme.group, "tensor": (48, 40)}.get(
+        granularity, (1, (*problem.scheme.group, 0)[0])
+    )
+    small[1, :bn, :bk] *= 1e-3  # exactly the first tile of expert 1
+    weights = quantise_weights(replace(plain, w1=small), problem)
+    got = dequantise(*parts(weights, "w1"), problem.scheme)
+    tile, want = got[1, :bn, :bk], small[1, :bn, :bk]
+    assert float((tile - want).norm() / want.norm()) < 0.2
+    other = quantise_weights(plain, problem)
+    rest = dequantise(*parts(other, "w1"), problem.scheme)
+    rest[1, :bn, :bk] = tile
+    assert torch.equal(got, rest)
+
+
+@each_scheme
+@pytest.mark.parametrize("value", [0.0, 1e-20])
+def test_nothing_is_divided_by_zero(text: str, value: float) -> None:
+    problem = problem_of(text)
+    plain = plain_weights(problem)
+    flat = replace(plain, w1=torch.full_like(plain.w1, value))
+    weights = quantise_weights(flat, problem)
+    got = dequantise(*parts(weights, "w1"), problem.scheme)
+    assert float(got.abs().max()) <= 1e-10
+
+
+def test_e2m1_rounds_ties_to_the_even_code() -> None:
+    ties = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
+    want = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
+    row = torch.tensor([6.0, *ties, *(-t for t in ties), *([0.0] * 17)])
+    problem = Problem(1, 32, 32, 1, 1, quant="mxfp4_w4a16", activation="relu2")
+    w = row.expand(1, 32, 32)
+    got = dequantise(*parts(quantise_weights(ExpertWeights(w, w), problem), "w1"), problem.scheme)
+    assert got[0, 0].tolist() == [6.0, *want, *(-v for v in want), *([0.0] * 17)]
+
+
+def test_e8m0_is_the_least_power_of_two_that_reaches() -> None:
+    problem = Problem(1, 32, 32, 1, 1, quant="mxfp4_w4a16", activation="relu2")
+    for largest, byte in (
+        (6.0, 127),
+        (7.0, 127),
+        (7.01, 128),
+        (3.5, 126),
+        (3.4, 126),
+        (896.0, 134),
+    ):
+        w = torch.zeros(1, 32, 32)
+        w[0, :, 5] = -largest
+        weights = quantise_weights(ExpertWeights(w, w), problem)
+        assert weights.w1_scale is not None
+        assert weights.w1_scale.unique().tolist() == [byte], largest
+
+
+def test_zero_points_cover_lopsided_groups() -> None:
+    """Weights in [0, 1] use all sixteen values; a symmetric scheme would use nine of them."""
+    problem, symmetric = (
+        problem_of(f"int4_w4a16_group:group=16{zeros}") for zeros in (",zero_points=true", "")
+    )
+    plain = plain_weights(problem)
+    plain = replace(plain, w1=plain.w1.abs())
+    errors = []
+    for each in (problem, symmetric):
+        got = dequantise(*parts(quantise_weights(plain, each), "w1"), each.scheme)
+        errors.append(float((got - plain.w1).norm()))
+    assert errors[0] < 0.6 * errors[1]
+
+
+@pytest.mark.parametrize("text", ["int8_w8a16_channel", "int4_w4a16_group:group=16"])
+def test_scales_of_the_problems_dtype(text: str) -> None:
+    problem = problem_of(text, dtype=torch.float16)
+    weights = quantise_weights(plain_weights(problem), problem, scale_dtype=torch.float16)
+    assert weights.w1_scale is not None
+    assert weights.w1_scale.dtype == torch.float16
+    got = dequantise(*parts(weights, "w1"), problem.scheme)
+    step = STEPS[problem.scheme.weight] * 1.01
+    assert float((got - plain_weights(problem).w1).abs().max()) <= step * float(
+        plain_weights(problem).w1.abs().max()
+    )
+    with pytest.raises(ConfigurationError, match="scale_dtype: got bfloat16, need float32 or"):
+        quantise_weights(plain_weights(problem), problem, scale_dtype=torch.bfloat16)

@@ -1,0 +1,131 @@
+"""What dispatchers hand over to MoeRunner, and what it hands back, by formats."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from fused_samples import BASE, E, H, T, close, layer
+from runner_calls import OUT, info_of
+
+from modular_kernel.errors import ConfigurationError, DtypeError, IncompatibleError, ShapeError
+from modular_kernel.integrations.moe_runner import MoeRunner, MoeRunnerConfig
+from modular_kernel.integrations.runner_formats import (
+    DeepEPLLCombineInput,
+    DeepEPLLDispatchOutput,
+    DeepEPNormalCombineInput,
+    DeepEPNormalDispatchOutput,
+    StandardCombineInput,
+    StandardDispatchOutput,
+    format_is_deepep_ll,
+    format_is_deepep_normal,
+    format_is_standard,
+)
+from modular_kernel.ops.quantise import quantised
+from modular_kernel.quant import quantise_weights
+from modular_kernel.reference import oracle
+from modular_kernel.tensors import Routing
+
+
+def test_formats_are_told_apart() -> None:
+    x = torch.zeros(1)
+    of = {
+        format_is_standard: (StandardDispatchOutput(x, (x, x)), StandardCombineInput(x)),
+        format_is_deepep_normal: (
+            DeepEPNormalDispatchOutput(x, None, x, x), DeepEPNormalCombineInput(x, x, x),
+        ),
+        format_is_deepep_ll: (
+            DeepEPLLDispatchOutput(x, None, x, x, x), DeepEPLLCombineInput(x, x, x),
+        ),
+    }  # fmt: skip
+    for is_format, values in of.items():
+        for other, theirs in of.items():
+            assert [is_format(value) for value in theirs] == [is_format is other] * 2  # type: ignore[operator]
+        assert values[0].format == values[1].format
+
+
+def test_a_wrong_format_raises_with_both_names() -> None:
+    x_TH, weights, routing = layer(BASE)
+    given = DeepEPLLDispatchOutput(x_TH, None, *vars(routing).values(), torch.zeros(E))
+    with pytest.raises(ConfigurationError) as caught:
+        MoeRunner("triton", OUT, fused=False).run(given, info_of(weights))
+    assert (caught.value.got, caught.value.need) == ("deepep_ll", "standard")
+    with pytest.raises(ConfigurationError, match="got tuple, no dispatch output, need standard"):
+        MoeRunner("torch", OUT).run((x_TH, routing), info_of(weights))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel", "fp8_w8a8_block:block=32x32"])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_received_rows_are_weighted_and_summed(backend: str, quant: str) -> None:
+    """By local ids, -1 elsewhere: a rank's share of the whole layer."""
+    problem = replace(BASE, quant=quant)
+    x_TH, weights, routing = layer(problem)
+    ids = torch.where(routing.topk_ids_TK == 1, -1, routing.topk_ids_TK).to(torch.int32)
+    local = Routing(routing.topk_weights_TK, ids)
+    rows, scale = x_TH, None
+    if problem.scheme.quantised:
+        rows, scale = quantised(x_TH, problem.scheme)
+    config = MoeRunnerConfig(
+        num_experts=16, num_local_experts=E, routed_scaling_factor=2.0, inplace=False
+    )
+    runner = MoeRunner(backend, config, dtype=torch.float32)
+    got = runner.run(
+        DeepEPNormalDispatchOutput(rows, scale, local.topk_ids_TK, local.topk_weights_TK),
+        info_of(weights, quant=quant),
+    )
+    assert isinstance(got, DeepEPNormalCombineInput)
+    assert got.topk_ids is local.topk_ids_TK
+    want = oracle(x_TH, weights, local, replace(problem, routed_scaling_factor=2.0))
+    close(got.hidden_states, want, 0.1 if scale is not None else 1e-6)
+
+
+@pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel"])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_batches_come_back_unweighted_with_ids_and_weights(backend: str, quant: str) -> None:
+    problem = replace(BASE, quant=quant)
+    x_TH, weights, routing = layer(problem)
+    counts = torch.tensor([2, 0, 3, 1], dtype=torch.int32)
+    x_eCH = torch.full((E, 4, H), torch.nan)
+    for expert, count in enumerate(counts.tolist()):
+        x_eCH[expert, :count] = x_TH[:count]
+    rows, scale = x_eCH, None
+    if problem.scheme.quantised:
+        rows, scale = quantised(x_eCH.nan_to_num().flatten(0, 1), problem.scheme)
+        rows, scale = rows.view(E, 4, H), scale.view(E, 4, 1)
+    runner = MoeRunner(backend, MoeRunnerConfig(routed_scaling_factor=2.5), dtype=torch.float32)
+    given = DeepEPLLDispatchOutput(
+        rows, scale, routing.topk_ids_TK, routing.topk_weights_TK, counts, 2
+    )
+    got = runner.run(given, info_of(weights, quant=quant))
+    assert isinstance(got, DeepEPLLCombineInput)
+    assert got.topk_ids is routing.topk_ids_TK
+    assert torch.equal(got.topk_weights, routing.topk_weights_TK * 2.5)
+    for expert, count in enumerate(counts.tolist()):
+        if count:
+            one = Routing(torch.ones(count, 1), torch.full((count, 1), expert))
+            alone = replace(problem, tokens=count, top_k=1)
+            want = oracle(x_TH[:count], weights, one, alone)
+            close(got.hidden_states[expert, :count], want, 0.1 if scale is not None else 1e-6)
+
+
+def test_what_a_dispatcher_cannot_have_is_refused() -> None:
+    x_TH, weights, routing = layer(BASE)
+    ids, gates = routing.topk_ids_TK, routing.topk_weights_TK
+    normal = DeepEPNormalDispatchOutput(x_TH, None, ids, gates)
+    rows, counts = x_TH[None].repeat(E, 1, 1), torch.zeros(E, dtype=torch.int32)
+    batches = DeepEPLLDispatchOutput(rows, None, ids, gates, counts)
+    with pytest.raises(ConfigurationError, match="no_combine of deepep_normal"):
+        MoeRunner("torch", replace(OUT, no_combine=True)).run(normal, info_of(weights))
+    on_input = MoeRunner("torch", replace(OUT, apply_router_weight_on_input=True))
+    with pytest.raises(IncompatibleError, match="ReceivedBatches x NaiveBatchedExperts"):
+        on_input.run(batches, info_of(weights))
+    placed = replace(weights, expert_map=torch.arange(E, dtype=torch.int32))
+    with pytest.raises(ConfigurationError, match="expert_map of deepep_ll"):
+        MoeRunner("torch", OUT).run(batches, info_of(placed))
+    quantised_info = info_of(quantise_weights(weights, replace(BASE, quant="fp8_w8a8_channel")),
+                             quant="fp8_w8a8_channel")  # fmt: skip
+    with pytest.raises(DtypeError, match="hidden_states for fp8_w8a8_channel"):
+        MoeRunner("torch", OUT).run(batches, quantised_info)
+    eight = batches._replace(hidden_states=batches.hidden_states.to(torch.float8_e4m3fn))
+    for scale in (None, torch.ones(E, T, 2)):
+        with pytest.raises(ShapeError, match="hidden_states_scale"):
+            MoeRunner("torch", OUT).run(eight._replace(hidden_states_scale=scale), quantised_info)

@@ -1,0 +1,127 @@
+"""The router's formats as MoeRunner's backends take them, and vendors' backends by stand-ins."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from fused_samples import BASE, DEVICES, E, H, K, T, close, layer
+from runner_calls import OUT, info_of, standard
+from vendor_stand_in import BatchedDeepGemm, DeepGemm, TritonKernels
+
+from modular_kernel.composer import random_inputs
+from modular_kernel.errors import ConfigurationError, IncompatibleError
+from modular_kernel.integrations.moe_runner import MoeRunner
+from modular_kernel.integrations.runner_formats import (
+    DeepEPLLDispatchOutput,
+    DeepEPNormalDispatchOutput,
+    StandardDispatchOutput,
+)
+from modular_kernel.ops.quantise import quantised
+from modular_kernel.ops.routing_data import by_experts, by_tokens
+from modular_kernel.reference import oracle
+from modular_kernel.routers import RoutingData, StandardTopKOutput
+from modular_kernel.types import Problem
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_routing_by_experts_and_back(device: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(-1, E, (9, 3), generator=g, dtype=torch.int32).to(device)
+    weights = torch.rand(9, 3, generator=g).to(device)
+    found = by_experts(StandardTopKOutput(weights, ids, None), E)
+    data, gather, scatter = found
+    assert isinstance(data, RoutingData)
+    assert (data.n_expts_act, data.n_expts_tot) == (3, E)
+    assert data.expt_hist.tolist() == [int((ids == e).sum()) for e in range(E)]  # type: ignore[union-attr]
+    pairs = gather.src_indx[gather.src_indx >= 0].long()
+    assert ids.flatten()[pairs].tolist() == sorted(ids[ids >= 0].tolist())
+    assert torch.equal(data.gate_scal[: len(pairs)], weights.flatten()[pairs])
+    assert not data.gate_scal[len(pairs) :].any()
+    assert torch.equal(gather.dst_indx[pairs], torch.arange(len(pairs), device=device).int())
+    assert (scatter.src_indx, scatter.dst_indx) == (gather.dst_indx, gather.src_indx)
+    back = by_tokens(found)
+    assert torch.equal(back.topk_ids, ids)
+    assert torch.equal(back.topk_weights, weights.masked_fill(ids < 0, 0))
+
+
+def test_both_metadata_types_are_made_of_a_plain_tuple() -> None:
+    one, two = torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int32)
+    weights, ids, logits = StandardTopKOutput(*(one, two, None))
+    assert (weights, ids, logits) == (one, two, None)
+    data = RoutingData(*(1, one.flatten()))
+    assert (data.n_expts_act, data.gate_scal.shape) == (1, (2,))
+    with pytest.raises(ConfigurationError, match="expt_hist"):
+        by_tokens(by_experts((one, two), 1)._replace(routing_data=data))  # type: ignore[arg-type]
+
+
+def test_a_backend_takes_one_format_of_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    x_TH, weights, routing = layer(BASE)
+    plain = standard(x_TH, routing)
+    found = StandardDispatchOutput(x_TH, by_experts(plain.topk_output, E))  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError) as caught:
+        MoeRunner("torch", OUT).run(found, info_of(weights))
+    assert (caught.value.got, caught.value.need) == (
+        "TritonKernelTopKOutput", "StandardTopKOutput",
+    )  # fmt: skip
+    runner = MoeRunner("torch", OUT)
+    runner.runner_backend = "triton_kernel"  # the part of that name may not be here
+    with pytest.raises(ConfigurationError, match="need TritonKernelTopKOutput"):
+        runner.run(plain, info_of(weights))
+    got = runner.run(found, info_of(weights))
+    close(got.hidden_states, oracle(x_TH, weights, routing, BASE), 1e-6)
+
+
+@pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block"])
+@pytest.mark.parametrize("format", ["standard", "deepep_normal", "deepep_ll"])
+def test_deep_gemm_by_its_stand_in(format: str, quant: str) -> None:
+    """Rows by expert or in a row, with scales of 128 values as a dispatcher leaves them."""
+    problem = Problem(T, 128, 128, E, K, dtype=torch.bfloat16, quant=quant)
+    x_TH, weights, routing = random_inputs(problem, torch.device("cpu"))
+    runner = MoeRunner("deep_gemm", replace(OUT, activation="silu"))
+    runner._parts = {
+        "standard": DeepGemm, "deepep_normal": DeepGemm, "deepep_ll": BatchedDeepGemm,
+    }  # fmt: skip
+    info = info_of(weights, quant=quant)
+    ids, gates = routing.topk_ids_TK, routing.topk_weights_TK
+    want = oracle(x_TH, weights, routing, problem)
+    if format == "standard":
+        got = runner.run(standard(x_TH, routing), info)
+        close(got.hidden_states, want, 0.1)
+        return
+    rows, scale = x_TH, None
+    if quant != "none":
+        rows, scale = quantised(x_TH.float(), problem.scheme)
+    if format == "deepep_normal":
+        got = runner.run(DeepEPNormalDispatchOutput(rows, scale, ids, gates), info)
+        close(got.hidden_states, want, 0.1)
+        return
+    counts = torch.full((E,), T, dtype=torch.int32)
+    few = DeepEPLLDispatchOutput(_by_expert(rows, T), _by_expert(scale, T), ids, gates, counts)
+    with pytest.raises(IncompatibleError, match="a multiple of 128"):
+        runner.run(few, info)
+    rows, scale = _by_expert(rows, 128), _by_expert(scale, 128)
+    batches = DeepEPLLDispatchOutput(rows, scale, ids, gates, counts, T)
+    given = runner.run(batches, info)
+    token = torch.arange(T)[:, None].expand(T, K)
+    got_TH = (given.hidden_states[ids.long(), token].float() * gates[..., None]).sum(1)
+    close(got_TH, want, 0.1)
+
+
+def _by_expert(rows: torch.Tensor | None, capacity: int) -> torch.Tensor | None:
+    """The same rows for each expert, and what nobody may use behind them."""
+    if rows is None:
+        return None
+    whole = torch.full((E, capacity, rows.shape[1]), torch.nan).to(rows.dtype)
+    whole.view(torch.uint8)[:, : len(rows)] = rows.contiguous().view(torch.uint8)
+    return whole
+
+
+def test_triton_kernels_by_its_stand_in() -> None:
+    problem = Problem(T, H, 48, E, K, dtype=torch.bfloat16)
+    x_TH, weights, routing = random_inputs(problem, torch.device("cpu"))
+    runner = MoeRunner("triton_kernel", OUT)
+    runner._parts = {"standard": TritonKernels}
+    topk = by_experts(StandardTopKOutput(routing.topk_weights_TK, routing.topk_ids_TK, None), E)
+    stored = replace(weights, w1=weights.w1.mT.contiguous(), w2=weights.w2.mT.contiguous())
+    got = runner.run(StandardDispatchOutput(x_TH, topk), info_of(stored, use_triton_kernels=True))
+    close(got.hidden_states, oracle(x_TH, weights, routing, problem), 0.02)

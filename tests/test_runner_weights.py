@@ -1,0 +1,89 @@
+"""MoeRunner's weights: how they say their scheme, with padding and transposed."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fused_samples import BASE, E, H, I, close, layer
+from runner_calls import OUT, info_of, ran, standard
+
+from modular_kernel.errors import ConfigurationError, ShapeError, UnsupportedError
+from modular_kernel.integrations.moe_runner import MoeQuantInfo, MoeRunner
+from modular_kernel.reference import oracle
+
+FLAGS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"use_fp8_w8a8": True}, "fp8_w8a8_tensor"),
+    ({"use_fp8_w8a8": True}, "fp8_w8a8_tensor:static=true"),
+    ({"use_fp8_w8a8": True, "per_channel_quant": True}, "fp8_w8a8_channel"),
+    ({"use_fp8_w8a8": True, "block_shape": [32, 32]}, "fp8_w8a8_block:block=32x32"),
+    ({"use_int8_w8a8": True, "per_channel_quant": True}, "int8_w8a8_channel"),
+    ({"use_int8_w8a16": True}, "int8_w8a16_channel"),
+    ({"use_int4_w4a16": True, "block_shape": [0, 32]}, "int4_w4a16_group:group=32"),
+    ({"quant": "mxfp4_w4a16"}, "mxfp4_w4a16"),
+    ({"quant": "nvfp4_w4a16"}, "nvfp4_w4a16"),
+)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize(("flags", "quant"), FLAGS, ids=[quant for _, quant in FLAGS])
+def test_flags_or_a_name_say_the_scheme(flags: dict[str, Any], quant: str, backend: str) -> None:
+    problem = replace(BASE, quant=quant)
+    x_TH, weights, routing = layer(problem)
+    want = oracle(x_TH, weights, routing, problem)
+    for fused in {True, backend == "torch"}:
+        got = ran(MoeRunner(backend, OUT, fused=fused), problem, **flags)
+        close(got, want, 0.1 if "w8a8" in quant else 1e-5)
+
+
+def test_contradicting_schemes_are_refused() -> None:
+    _, weights, _ = layer(BASE)
+    for flags, words in (
+        ({"use_fp8_w8a8": True, "quant": "mxfp4_w4a16"}, "quant: got mxfp4_w4a16 and fp8"),
+        ({"use_fp8_w8a8": True, "use_int8_w8a8": True}, "one use_"),
+        ({"quant": "fp9"}, "quant: got fp9"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            info_of(weights, **flags).scheme()
+    with pytest.raises(ConfigurationError, match=r"MoeQuantInfo\.w13_weight: got 7"):
+        MoeQuantInfo(7, weights.w2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("quant", ["none", "fp8_w8a8_tensor"])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_padded_weights_give_the_same_result(backend: str, quant: str) -> None:
+    problem = replace(BASE, quant=quant)
+    x_TH, weights, routing = layer(problem)
+    flags = {"use_fp8_w8a8": True} if quant != "none" else {}
+    wide = replace(weights, w1=_padded(weights.w1), w2=_padded(weights.w2))
+    plain = MoeRunner(backend, OUT).run(standard(x_TH, routing), info_of(weights, **flags))
+    runner = MoeRunner(backend, OUT, padding=True)
+    got = runner.run(standard(x_TH, routing), info_of(wide, **flags))
+    assert torch.equal(got.hidden_states, plain.hidden_states)
+    if quant != "none":
+        with pytest.raises(UnsupportedError, match="padding: got int4"):
+            runner.run(standard(x_TH, routing), info_of(wide, quant="int4_w4a16_group:group=32"))
+        return
+    with pytest.raises(ShapeError, match="padded weights"):
+        runner.run(standard(x_TH, routing), info_of(replace(wide, w1=weights.w1[:, :, 1:])))
+    with pytest.raises(ShapeError):
+        MoeRunner(backend, OUT).run(standard(x_TH, routing), info_of(wide, **flags))
+
+
+def _padded(weight: torch.Tensor) -> torch.Tensor:
+    filler = torch.full((*weight.shape[:2], 128), torch.nan, dtype=torch.float32)
+    return torch.cat([weight.float(), filler], 2).to(weight.dtype)
+
+
+def test_transposed_storage_is_the_same_layer() -> None:
+    x_TH, weights, routing = layer(BASE)
+    stored = replace(
+        weights,
+        w1=weights.w1.transpose(1, 2).contiguous(),
+        w2=weights.w2.transpose(1, 2).contiguous(),
+    )
+    assert stored.w1.shape == (E, H, 2 * I)
+    got = MoeRunner("torch", OUT).run(
+        standard(x_TH, routing), info_of(stored, use_triton_kernels=True)
+    )
+    close(got.hidden_states, oracle(x_TH, weights, routing, BASE), 1e-6)

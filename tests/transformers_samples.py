@@ -1,0 +1,17 @@
+"""What tests of models of transformers share."""
+
+import pytest
+import torch
+
+import modular_kernel as mk
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NO_EP = "MoEPrepareAndFinalizeNoEP"
+CONTIGUOUS = ((NO_EP, "TorchExperts"), (NO_EP, "TritonExperts"))
+
+
+def skip_if_refused(pair: tuple[str, str]) -> None:
+    problem = mk.Problem(tokens=16, hidden=64, intermediate=96, experts=8, top_k=2)
+    verdict = mk.check(*pair, problem)
+    if not verdict.ok:
+        pytest.skip("; ".join(map(str, verdict.rejections)))

@@ -1,0 +1,18 @@
+"""`mk` straight from a checkout, for scripts that stand for one verb each; importing finds it."""
+
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+if not entry_points(group="modular_kernel.parts"):  # not installed: write metadata beside the code
+    subprocess.run([sys.executable, "setup.py", "-q", "egg_info"], cwd=ROOT, check=True)
+
+from modular_kernel.cli.main import run
+
+
+def run_verb(verb):
+    """Run a verb of `mk` with this process's arguments."""
+    run([verb, *sys.argv[1:]])
