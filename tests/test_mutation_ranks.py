@@ -9,7 +9,15 @@ import pytest
 from modular_kernel.catalog import this_machine
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
-from modular_kernel.testing.mutation import Coverage, Fate, Mutant, Survey, attempt, survey
+from modular_kernel.testing.mutation import (
+    Coverage,
+    Fate,
+    Mutant,
+    OneProcess,
+    Survey,
+    attempt,
+    survey,
+)
 from modular_kernel.testing.mutation.bits import compare_bits, drawn_problems
 from modular_kernel.testing.mutation.defects import read_defects
 from modular_kernel.testing.mutation.over_ranks import OverRanks, Ranks
@@ -73,7 +81,7 @@ def test_a_case_that_the_rules_here_refuse_is_judged_by_the_ranks() -> None:
     machine = this_machine(device="cpu")
     case, verdict = rank_cases_for(*BATCHED, machine, 2, "full").refused[0]
     assert not verdict.ok
-    with Ranks(2) as ranks:
+    with Ranks(2, None) as ranks:
         failure, _ = ranks.first_failure(case, machine)
     assert failure is not None
     assert failure.startswith("refused: ")
@@ -121,5 +129,6 @@ def test_valid_cases_that_are_turned_away_kill(coverage: Coverage, tmp_path: Pat
     ],
 )
 def test_a_part_without_cases_there_is_refused(part: str, world_size: int, need: str) -> None:
+    where = OneProcess() if world_size == 1 else OverRanks(world_size)
     with pytest.raises(ConfigurationError, match=need):
-        survey(part, level="smoke", where=OverRanks(world_size))
+        survey(part, level="smoke", where=where)
