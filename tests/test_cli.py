@@ -331,6 +331,10 @@ def test_compile(
     assert ("other_kernel" in ended.out) is (reason is not None)
     assert ("NO CASE LAUNCHES IT" in ended.out) is (reason == "")
     assert asked == [("sm_100", 1, ""), ("sm_90", 2, "bf16")]
+    assert "; no other case than those with 'bf16' was compiled" in ended.out
+    assert " left out" not in ended.out.splitlines()[-1]  # nothing was counted against all kernels
+    record = mk("compile", "--check", "--only", "bf16", "--json").json
+    assert record["only"] == "bf16"
     assert mk("compile", "--workers", "0").code == 2
     done.rows = []
     assert "--only: got 'nothing', need a piece" in mk("compile", "--only", "nothing").err

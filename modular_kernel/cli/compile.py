@@ -48,8 +48,8 @@ def compile_kernels(
         need = "a piece of a case's name, such as TritonExperts or router"
         raise ConfigurationError("--only", got=repr(only[:80]), need=need)
     rows = [_record(row) for row in done.rows]
-    record = {"kernels": rows, "left_out": done.left_out}
-    output.answer(record, as_json, lambda: _print_text(done, check=check))
+    record = {"kernels": rows, "left_out": done.left_out, "only": only}
+    output.answer(record, as_json, lambda: _print_text(done, check=check, only=only))
     missing = any(not kernel.reason for kernel in done.left_out)
     if check and (missing or any(row.violations for row in done.rows)):
         raise typer.Exit(1)
@@ -59,7 +59,7 @@ def _record(row: "CompiledRow") -> dict[str, object]:
     return {"case": row.case, "record": row.record, "violations": row.violations}
 
 
-def _print_text(done: "Compiled", *, check: bool) -> None:
+def _print_text(done: "Compiled", *, check: bool, only: str) -> None:
     rows = done.rows
     counts = [_instructions(row, check=check) for row in rows]
     columns = ("case", "kernel", "config", "regs", "shared", "spills", "instructions", "verdict")
@@ -72,8 +72,12 @@ def _print_text(done: "Compiled", *, check: bool) -> None:
     output.table(("left out", "of", "because"), left_out)
     kernels = len({row.record.kernel for row in rows})
     forms = f"{counted(kernels, 'kernel')} compiled in {counted(len(rows), 'form')}"
-    limits = f"{len(broken)} break a limit; {len(left_out)} left out"
-    output.line(f"triton {version('triton')}: {forms}, {limits}")
+    rest = (
+        f"no other case than those with {only!r} was compiled"
+        if only
+        else f"{len(left_out)} left out"
+    )
+    output.line(f"triton {version('triton')}: {forms}, {len(broken)} break a limit; {rest}")
 
 
 def _instructions(row: "CompiledRow", *, check: bool) -> str:
