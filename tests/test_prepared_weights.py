@@ -14,8 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from experts.triton.configs.select import choose_config, override_config
 from experts.triton.contiguous import paths_of
 from experts.triton.grouped_w4 import config as grouped_w4_config
-from experts.triton.grouped_w4.layout import rows_of_tiles, tile_weights
+from experts.triton.grouped_w4.layout import Form, rows_of_tiles
 from experts.triton.grouped_w4.path import GroupedW4Path
+from experts.triton.grouped_w4.twin import tile_weights
 from modular_kernel import make_kernel
 from modular_kernel.prepared import MADE_OF
 from modular_kernel.tensors import ExpertWeights, Routing
@@ -30,6 +31,9 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"bias": True, "activation": OAI},
     {"intermediate": 320, "activation": "relu2"},
     {"expert_map": True, "local_experts": 3, "experts": 7},
+    {"quant": "int4_w4a16_group:group=32", "bias": True},
+    {"quant": "int4_w4a16_group:group=64,zero_points=true", "activation": OAI},
+    {"quant": "nvfp4_w4a16", "hidden": 320},
 )
 
 
@@ -48,7 +52,7 @@ def test_what_is_made_is_what_the_layout_says_and_all_else_is_given_back() -> No
         assert name in MADE_OF or getattr(weights, name) is tensor
     rows = rows_of_tiles(problem.intermediate, 1, problem.intermediate, gated=True)
     assert i.weights.w1_scale is not None
-    want = tile_weights(i.weights.w1, i.weights.w1_scale, rows)
+    want = tile_weights(i.weights.w1, i.weights.w1_scale, rows, Form("e2m1"))
     for name, tensor in zip(("w1_tiles", "w1_tile_scales"), want, strict=True):
         assert torch.equal(getattr(weights, name), tensor)
     assert kernel.prepare_weights(weights).w1_tiles is not weights.w1_tiles  # anew

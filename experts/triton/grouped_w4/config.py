@@ -12,9 +12,11 @@ from experts.triton.grouped_w4.layout import (
     LINE,
     LINES,
     SCALE_LINE,
-    SCALE_LINES,
+    Form,
+    form_of,
 )
 from experts.triton.launch_config import Device, Gemm, LaunchConfig, MoEConfig, Violation
+from experts.triton.operands import scale_group
 from modular_kernel.types import Problem
 
 NAME = "grouped_w4"
@@ -33,7 +35,7 @@ _LEAST_PREPARED, _SHORT_PREPARED = 12, 56
 _COLUMNS = BLOCK * BLOCKS  # weight rows of a tile
 _MOST_BYTES = 1 << 30  # of tiled weights at a time, unless one expert has more
 _WORD = 4
-_BOXES = _WORD * (LINES * LINE + SCALE_LINES * SCALE_LINE)  # bytes of a step of a tile's weights
+_SCHEMES = ("mxfp4_w4a16", "nvfp4_w4a16", "int4_w4a16_group")
 _SIXTEEN = 2  # bytes of a value of tokens and results
 _PARTS = 2  # warpgroups, each of which stages results
 _BARRIERS = 1 << 10  # bytes, at most
@@ -46,13 +48,27 @@ _ENTRIES: ByBlock = {
 
 
 def serves(problem: Problem, device: Device) -> bool:
-    """Whether the kernels of this path can compute `problem` on `device`: mxfp4 in bf16."""
-    if problem.scheme.name != "mxfp4_w4a16" or not dequantised.serves(problem, device):
+    """Whether the kernels of this path can compute `problem` on `device`: 4 bits in bf16."""
+    scheme, depths = problem.scheme, (problem.hidden, problem.intermediate)
+    if scheme.name not in _SCHEMES or not dequantised.serves(problem, device):
         return False
-    return problem.hidden % GROUP == 0 and problem.intermediate % GROUP == 0
+    groups = (0,) if scheme.matrix_scales else (scale_group(scheme, k)[1] for k in depths)
+    return all(k % GROUP == 0 for k in (*depths, *groups))
 
 
-def violations(tile: LaunchConfig, gemm: Gemm, device: Device) -> Iterator[Violation]:
+def forms(problem: Problem) -> tuple[Form, Form]:
+    """Return how words and scales of w1 and w2 lie; those of float32 scales are the same size."""
+    return form_of(problem.scheme, problem.hidden), form_of(problem.scheme, problem.intermediate)
+
+
+def box_bytes(form: Form) -> int:
+    """Return the bytes of words and scales of a step of a tile."""
+    return _WORD * (LINES * LINE + form.lines * SCALE_LINE)
+
+
+def violations(
+    tile: LaunchConfig, gemm: Gemm, problem: Problem, device: Device
+) -> Iterator[Violation]:
     """Every reason not to launch `tile` for this GEMM on this path."""
     if tile.block_m not in _HEIGHTS:
         yield Violation("block_m", tile.block_m, f"one of {_HEIGHTS} on the {NAME} path")
@@ -64,20 +80,20 @@ def violations(tile: LaunchConfig, gemm: Gemm, device: Device) -> Iterator[Viola
     for name, got, need in fixed:
         if got != need:
             yield Violation(name, got, f"{need} on the {NAME} path")
-    shared = _shared(tile, 1)
+    shared = _shared(tile, 1, forms(problem)[gemm.index - 1])
     if shared > device.shared:
         yield Violation("bytes of shared memory", shared, f"<= {device.shared}")
 
 
-def _shared(tile: LaunchConfig, slots: int) -> int:
+def _shared(tile: LaunchConfig, slots: int, form: Form) -> int:
     """Bytes of shared memory with so many boxes of results a warpgroup, at most."""
     box = tile.block_m * BLOCK * _SIXTEEN  # of tokens or of results
-    return tile.num_stages * (box + _BOXES) + _PARTS * slots * box + _BARRIERS
+    return tile.num_stages * (box + box_bytes(form)) + _PARTS * slots * box + _BARRIERS
 
 
-def staging_slots(tile: LaunchConfig, *, gated: bool) -> int:
+def staging_slots(tile: LaunchConfig, form: Form, *, gated: bool) -> int:
     """How many boxes of results a warpgroup keeps until they are stored: 2 if it has 2 that fit."""
-    return 1 if gated or _shared(tile, 2) > Device().shared else 2
+    return 1 if gated or _shared(tile, 2, form) > Device().shared else 2
 
 
 def short_rows(tile: LaunchConfig) -> int:
@@ -95,7 +111,9 @@ def boxes_of(problem: Problem) -> tuple[int, int]:
 
 def experts_at_once(problem: Problem) -> int:
     """How many experts' matrices are tiled and multiplied before the next ones are."""
-    parts = -(-problem.e // max(1, _MOST_BYTES // (max(boxes_of(problem)) * _BOXES)))
+    both = zip(boxes_of(problem), forms(problem), strict=True)
+    one = max(boxes * box_bytes(form) for boxes, form in both)
+    parts = -(-problem.e // max(1, _MOST_BYTES // one))
     return -(-problem.e // parts)
 
 
