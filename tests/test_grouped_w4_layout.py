@@ -20,7 +20,9 @@ def _come_back(quant: str, depth: int, gated: bool, step: int, **kinds: object) 
     got = untiled(s.tiled(rows), s.form)
     taken = rows.flatten()
     there = taken >= 0
-    assert torch.equal(got[:, there, :depth], s.values[:, taken[there]])
+    other = got[:, there, :depth] != s.values[:, taken[there]]
+    # Beside a zero point a float32 scale has room for 20 bits.
+    assert other.float().mean() < (5e-4 if s.form.zero and s.form.scale == "float32" else 1e-9)
     assert not got[:, ~there].any()
     assert s.form.kind == "integer" or not got[..., depth:].any()
     assert sorted(taken[there].tolist()) == list(range(s.w.shape[1]))
@@ -36,7 +38,7 @@ def test_mxfp4_comes_back_bit_by_bit(
 
 
 @pytest.mark.parametrize("quant", SCHEMES[2:])
-@pytest.mark.parametrize("scales", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scales", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("depth", [64, 160, 192])
 @pytest.mark.parametrize(("gated", "step"), [(False, 1), (True, 2)])
 def test_others_come_back_bit_by_bit(
@@ -45,24 +47,14 @@ def test_others_come_back_bit_by_bit(
     _come_back(quant, depth, gated, step, scales=scales)
 
 
-@pytest.mark.parametrize("quant", INTEGERS)
-def test_float32_scales_round_few_weights_otherwise(quant: str) -> None:
-    s = sample(quant, 1, 128, 512, scales=torch.float32)
-    rows = rows_of_tiles(128, 1, 0, gated=False)
-    got = untiled(s.tiled(rows), s.form)[0, rows.flatten() >= 0]
-    other = got != s.values[0]
-    assert 0 < other.float().mean() < 0.005
-    assert (got - s.values[0])[other].abs().le(s.values[0][other].abs() * 2**-7).all()
-
-
 def test_forms() -> None:
     parse = QuantScheme.parse
     assert form_of(parse("mxfp4_w4a16"), 64) == form_of(parse("mxfp4_w4a16:repacked=true"), 64)
     assert form_of(parse("nvfp4_w4a16"), 64).lines == 16
     int4 = parse("int4_w4a16_group:group=96")
-    assert form_of(int4, 96, torch.bfloat16) == Form("integer", 1, 1)  # one group is all
-    assert form_of(int4, 192) == Form("integer", 2, 2)
-    assert form_of(parse("int4_w4a16_group:zero_points=true"), 512) == Form("integer", 1, 2, True)
+    assert form_of(int4, 96, torch.bfloat16) == Form("integer", 1, "bfloat16")  # one group is all
+    assert form_of(int4, 192) == Form("integer", 2, "float32")
+    assert form_of(parse("int4_w4a16_group:zero_points=true"), 512) == Form("integer", 1, zero=True)
 
 
 def test_what_is_no_number_stays_none() -> None:

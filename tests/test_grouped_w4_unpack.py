@@ -78,8 +78,8 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return _joined([x * y for x, y in zip(_halves(a), _halves(b), strict=True)])
 
 
-def _difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return _joined([x - y for x, y in zip(_halves(a), _halves(b), strict=True)])
+def _sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return _joined([x + y for x, y in zip(_halves(a), _halves(b), strict=True)])
 
 
 def _fused(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
@@ -116,6 +116,10 @@ def _lop3(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, table: torch.Tensor
     return (a ^ b) & c
 
 
+def _scaled(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (_single(a) * _single(b)).view(torch.int32).long() & _MASK
+
+
 _OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "and.b32": lambda a, b: a & b,
     "shl.b32": lambda a, b: a << b & _MASK,
@@ -125,10 +129,11 @@ _OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "mov.b32": lambda a: a,
     "mad.lo.u32": lambda a, b, c: a * b + c & _MASK,
     "mul.bf16x2": _product,
-    "sub.bf16x2": _difference,
+    "add.bf16x2": _sum,
     "fma.rn.bf16x2": _fused,
     "cvt.rn.bf16x2.f32": _both,
     "sub.f32": _lacking,
+    "mul.f32": _scaled,
 }
 
 
@@ -174,7 +179,7 @@ def _as_python(name: str) -> Callable[..., Any]:
     [
         ("mxfp4_w4a16", None),
         ("nvfp4_w4a16", None),
-        *product(INTEGERS, (torch.float32, torch.bfloat16)),
+        *product(INTEGERS, (torch.float32, torch.float16, torch.bfloat16)),
     ],
 )
 def test_unpacked_weights_are_those_that_were_tiled(quant: str, scales: torch.dtype | None) -> None:

@@ -61,7 +61,7 @@ def sample(
     high: int = 150,
     scales: torch.dtype = torch.float16,
 ) -> Sample:
-    """Every code, and scales of all kinds; those of integers as float32 or bf16 hold `scales`.
+    """Every code, and scales of all kinds; those of integers are of dtype `scales`.
 
     low, high: of mxfp4's exponents. nvfp4 has scales of both signs, of zero, and no NaN.
     """
@@ -77,7 +77,6 @@ def sample(
         scale = torch.randint(low, high, shape, generator=draw, dtype=torch.uint8)
     else:
         scale = (torch.rand(shape, generator=draw) * 0.02 + 1e-4).to(scales)
-        scale = scale if scales is torch.bfloat16 else scale.float()
         if scheme.zero_points:
             zero = torch.randint(
                 256, (experts, rows // 2, shape[2]), generator=draw, dtype=torch.uint8

@@ -38,6 +38,14 @@ ALL_CHANGES: tuple[dict[str, object], ...] = (
 CHANGED = ((LARGE, "zipf"), (LARGE, "uniform"), (SMALL, "skips"))
 CASES = cases_on("grouped_w4", of_quantised_weights(QUANTS, ALL_CHANGES, CHANGED))
 OTHER_CASES = cases_on("grouped_w4", of_quantised_weights(OTHERS, ALL_CHANGES, CHANGED[1:2]))
+# bf16 scales, and float16 ones with a bias.
+INTEGERS = [case for case in OTHER_CASES if case.problem.scheme.weight == "uint4"]
+SHORT_SCALES = [
+    replace(case, manner=replace(case.manner, own_scales=True), problem=problem)
+    for case in INTEGERS[::3]
+    for problem in (case.problem, replace(case.problem, top_k=3, bias=True))
+]
+OTHER_CASES += SHORT_SCALES
 
 
 def test_there_are_cases_where_the_path_runs() -> None:

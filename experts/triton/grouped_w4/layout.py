@@ -20,8 +20,10 @@ e2m1 codes are in words as `modular_kernel.repacked` has pairs; of integers pair
               the step: five bits of an exponent and three of a significand, less by 2^19. Codes
               have their scale's sign; those of a scale of zero are zero.
     integers  by warpgroup; of each of its blocks a word for each row, or, of groups that no 64
-              divides, for each row and half of the step: float32 bits, but for the last four,
-              which are the zero point. An infinite scale gives no number.
+              divides, for each row and half of the step: 2^83 times the scale in float32, of which
+              the last four bits are the zero point, if there is one. Products take codes as they
+              read at the low end of bf16's fields, times 2^-133, so that weights are less by 2^50.
+              A scale from 2^44 on gives no number.
 """
 
 from typing import NamedTuple
@@ -30,6 +32,7 @@ import torch
 
 from experts.triton.operands import scale_group, word_format
 from modular_kernel.schemes import QuantScheme
+from modular_kernel.types import dtype_name
 
 BLOCK = 64  # rows of a block, and the depth of a step
 BLOCKS = 4  # of a tile
@@ -37,19 +40,20 @@ GROUP = 32  # of the depth that a word covers, with three others
 LINES, LINE = 16 * BLOCKS, 32  # words of a step of a tile
 QUADS = 8  # lines of scales, of one word for each of 128 rows
 SCALE_LINE = 16  # words of a line of scales
-_LOWERED = {"e2m1": 50, "nvfp4": 19, "integer": 0}
+_LOWERED = {"e2m1": 50, "nvfp4": 19, "integer": 50}
 
 
 class Form(NamedTuple):
     """What words and scales hold. Its text tells kernels so.
 
-    kind: "e2m1", "nvfp4" or "integer". groups: words of scales that a row has in a step of the
-    depth. terms: how many bf16 numbers a scale is the sum of. zero: whether each has a zero point.
+    kind: "e2m1", "nvfp4" or "integer". Of integers: groups: words of scales that a row has in a
+    step of the depth. scale: what was rounded to float32's bits. zero: whether there are zero
+    points.
     """
 
     kind: str
     groups: int = 1
-    terms: int = 1
+    scale: str = "float32"
     zero: bool = False
 
     @property
@@ -64,20 +68,17 @@ class Form(NamedTuple):
 
     def __str__(self) -> str:
         zero = "zero" if self.zero else "middle"
-        return f"{self.kind} {self.groups} {self.terms} {zero}"
+        return f"{self.kind} {self.groups} {self.scale} {zero}"
 
 
 def form_of(scheme: QuantScheme, depth: int, scale: torch.dtype = torch.float32) -> Form:
     """Return how weights of this scheme and depth lie whose scales are of this dtype.
-
-    A float32 scale is taken as two terms: float16's scales are so, to the bit.
     """
     kind = word_format(scheme)
     if kind != "integer":
         return Form("nvfp4" if kind == "nvfp4" else "e2m1")
     _, group = scale_group(scheme, depth)
-    terms = 1 if scale is torch.bfloat16 else 2
-    return Form(kind, 2 if group % BLOCK else 1, terms, scheme.zero_points)
+    return Form(kind, 2 if group % BLOCK else 1, dtype_name(scale), scheme.zero_points)
 
 
 class Tiled(NamedTuple):

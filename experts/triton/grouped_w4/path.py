@@ -14,8 +14,13 @@ from experts.triton.dequantised.path import DequantisedPath
 from experts.triton.grouped.base import Rows
 from experts.triton.grouped_w4 import config
 from experts.triton.grouped_w4.config import short_rows, violations
-from experts.triton.grouped_w4.layout import LINE, LINES, SCALE_LINE, Tiled, form_of
-from experts.triton.grouped_w4.product import multiply_tiled, tile_experts, tiled_shapes
+from experts.triton.grouped_w4.layout import LINE, LINES, SCALE_LINE, Tiled
+from experts.triton.grouped_w4.product import (
+    form_of_product,
+    multiply_tiled,
+    tile_experts,
+    tiled_shapes,
+)
 from experts.triton.launch_config import Device, Gemm, Launch, LaunchConfig, MoEConfig, Violation
 from experts.triton.operands import TMA_BYTES, Product, first_product, second_product
 from experts.triton.path import PathCall
@@ -122,11 +127,10 @@ class GroupedW4Path(DequantisedPath):
             zero = product.zero_point
             zero = None if zero is None else zero.contiguous()
             product = replace(product, w=w, scale=scale, zero_point=zero, scheme=self._scheme)
-            form = form_of(self._scheme, product.depth, scale.dtype)
             tiled = out[f"{name}_tiles"], out[f"{name}_tile_scales"]
             for first in range(0, self.problem.e, self._at_once):
                 some = Tiled(*(part[first : first + self._at_once] for part in tiled))
-                tile_experts(product, starts, some, first, form)
+                tile_experts(product, starts, some, first)
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Whether weights lie as they are read: prepared ones do."""
@@ -153,12 +157,11 @@ class GroupedW4Path(DequantisedPath):
         self, product: Product, first: int, count: int, order: Sorted, workspace: Workspace
     ) -> Product:
         """Return the product of these experts with words and scales in order."""
-        assert product.scale is not None
-        form = form_of(product.scheme, product.depth, product.scale.dtype)
+        form = form_of_product(product)
         gated = bool(product.constants["GATED"])
         shapes = tiled_shapes(count, product.columns, product.depth, form, gated=gated)
         tiled = Tiled(*map(workspace.take, ("tiled_words", "tiled_scales"), shapes))
-        tile_experts(product, order.starts, tiled, first, form)
+        tile_experts(product, order.starts, tiled, first)
         whole = product.global_scale
         whole = None if whole is None else whole[first : first + count]
         return replace(product, tiles=tiled.words, tile_scales=tiled.scales, global_scale=whole)
@@ -167,9 +170,7 @@ class GroupedW4Path(DequantisedPath):
         self, rows: Rows, product: Product, tile: LaunchConfig, order: Sorted, out: torch.Tensor
     ) -> None:
         """One product with weights in order."""
-        assert product.scale is not None
         assert product.tiles is not None
         assert product.tile_scales is not None
-        form = form_of(product.scheme, product.depth, product.scale.dtype)
         tiled = Tiled(product.tiles, product.tile_scales)
-        multiply_tiled(rows.values, tiled, product, tile, order, out, form, short=short_rows(tile))
+        multiply_tiled(rows.values, tiled, product, tile, order, out, short=short_rows(tile))

@@ -11,6 +11,7 @@ from experts.triton.grouped_w4.layout import (
     SCALE_LINE,
     Form,
     Tiled,
+    form_of,
 )
 from experts.triton.launch_config import LaunchConfig
 from experts.triton.operands import Product, scale_group, word_format
@@ -20,6 +21,12 @@ from modular_kernel.ops.sort import Sorted
 _STEPS = 4  # of the depth that a program tiles: 128 bytes of a row
 
 
+def form_of_product(product: Product) -> Form:
+    """Return how the weights of a product lie, whose scheme, depth and scales it has."""
+    assert product.scale is not None
+    return form_of(product.scheme, product.depth, product.scale.dtype)
+
+
 def multiply_tiled(
     x_RK: torch.Tensor,
     weights: Tiled,
@@ -27,18 +34,18 @@ def multiply_tiled(
     tile: LaunchConfig,
     order: Sorted,
     out: torch.Tensor,
-    form: Form,
     *,
     short: int = 0,
 ) -> None:
     """Write act(x_RK @ W^T) of every row of `order`, in tiles of tile.block_m rows, to `out`.
 
-    short: rows up to which a tile is multiplied as one of so many, or 0. Of `product` all but its
-    weights, scales and zero points is read.
+    short: rows up to which a tile is multiplied as one of so many, or 0. Of `product`'s weights,
+    scales and zero points only shapes and dtypes are read.
     """
     from experts.triton.grouped_w4.kernels.gemm import grouped_gemm_w4_tma_kernel
     from experts.triton.kernels.tma_descriptors import multiprocessors, tma_descriptor
 
+    form = form_of_product(product)
     bias, whole = product.bias, product.global_scale
     launch(
         grouped_gemm_w4_tma_kernel,
@@ -80,9 +87,7 @@ def tiled_shapes(
     return (*boxes, LINES, LINE), (*boxes, form.lines, SCALE_LINE)
 
 
-def tile_experts(
-    product: Product, starts: torch.Tensor, out: Tiled, first: int, form: Form
-) -> None:
+def tile_experts(product: Product, starts: torch.Tensor, out: Tiled, first: int) -> None:
     """Tile the weights of experts `first` and on that have rows: as many as `out` has.
 
     product: its w, scale and zero_point, contiguous, of all experts. starts: (experts + 1,) int32,
@@ -91,6 +96,7 @@ def tile_experts(
     from experts.triton.grouped_w4.kernels.tile import tile_weights_kernel
 
     words, scale, zero = product.w.view(torch.int32), product.scale, product.zero_point
+    form = form_of_product(product)
     assert scale is not None
     if form.kind == "nvfp4":
         scale = scale.view(torch.uint8)

@@ -22,6 +22,7 @@ from modular_kernel.types import dtype_name
 
 _WORD = 0xFFFFFFFF
 _RAISED = 126 - 50  # of an exponent of mxfp4, whose codes read as their value times 2^-126
+_RAISED_INTEGERS = 133 - 50  # of a scale of integers, which read as q times 2^-133
 _INFINITE = 255  # such an exponent
 _SIXTEENTH = 16  # of the depth, of a scale of nvfp4
 _BELOW = (127 - 10) << 3  # of an exponent and three bits of a significand, of nvfp4
@@ -79,9 +80,9 @@ def tile_weights(
             made = bits.clamp(0, 255).to(torch.uint8).view(len(taken), steps, 4).view(torch.int32)
             made = _in_fours(made[..., 0], tiles, steps, form)
         else:
-            bits = scale.float().view(torch.int32) & ~15
+            bits = (scale.float() * 2.0**_RAISED_INTEGERS).view(torch.int32)
             if zero_point is not None:
-                bits = bits | unpack_pairs(zero_point[expert], 0).int()
+                bits = (bits + 8 & ~15) | unpack_pairs(zero_point[expert], 0).int()
             made = _in_fours(of_groups(bits, BLOCK // form.groups), tiles, steps, form)
         # row: warp, half, row; byte: step, half of it, pair, lane
         split = codes.view(tiles, BLOCKS, 4, 2, 8, steps, 2, 4, 4)
@@ -162,11 +163,13 @@ def _values(
         of_rows = _out_of_fours(scales, tiles, steps, form).reshape(len(codes), -1)
         of_rows = of_rows.repeat_interleave(BLOCK // form.groups, 1)
         zero = (of_rows & 15).double() if form.zero else 8.0
-        whole = (of_rows & ~15).view(torch.float32)
-        high = whole.bfloat16().double()
-        low = (whole - high.float()).bfloat16().double() if form.terms > 1 else 0.0 * high
-        count = codes - zero
-        made = _rounded(count * high + (count * low).float().bfloat16().double())
+        rest = (of_rows & ~15 if form.zero else of_rows).view(torch.float32)
+        count = (codes - zero) * 2.0**-133
+        made = (count.float() * rest).bfloat16().double()
+        if form.scale != "float32":
+            high = rest.bfloat16()
+            low = (rest - high.float()).bfloat16().double()
+            made = _rounded(count * high.double() + _rounded(count * low))
     return (made * 2.0**form.lowered).float()
 
 

@@ -198,7 +198,8 @@ def _compute(
 def grouped_gemm_w4_tma_kernel(
     x_desc, w_desc, scale_desc, out_desc, factor_ptr, bias_ptr, out_ptr, tiles_ptr,
     max_tiles, columns, num_n, steps, stride_bias, up_row, FORM: gl.constexpr,
-    FACTOR: gl.constexpr, MATRICES: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
+    FACTOR: gl.constexpr, MATRICES: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
     KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, SHORT: gl.constexpr,
     STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -206,19 +207,22 @@ def grouped_gemm_w4_tma_kernel(
 
     x_desc: (rows, depth) bf16 in boxes of a tile's rows and 64 of the depth. w_desc, scale_desc:
     int32 words and scales in boxes of (64, 32) and (form.lines, 16): a step of a tile of four
-    blocks each. FORM: layout.Form, of which FACTOR is what scales are less by. factor_ptr: float32
-    (experts, MATRICES), of gate and up results or of all, unless MATRICES is 0. out_desc: (rows, columns) of out in boxes of
-    a tile's rows and 64 columns. tiles_ptr: as ops.sort has them. num_n: tiles of an expert's
-    weights, whose blocks are gate and up rows by turns if GATED; steps: of the depth. STEP, up_row:
-    where a column's bias is, and up's behind it. SHORT: 0, or tiles of as many rows and fewer are
-    multiplied by so many. SLOTS: boxes of results that a warpgroup keeps until they are stored.
+    blocks each. FORM: the text of a layout.Form, whose weights are less by FACTOR. factor_ptr:
+    float32 (experts, MATRICES), of gate and up results or of all, unless MATRICES is 0. out_desc:
+    (rows, columns) of out in boxes of a tile's rows and 64 columns. tiles_ptr: as ops.sort has
+    them. num_n: tiles of an expert's weights, whose blocks are gate and up rows by turns if GATED;
+    steps: of the depth. STEP, up_row: where a column's bias is, and up's behind it. SHORT: 0, or
+    tiles of as many rows and fewer are multiplied by so many. SLOTS: boxes of results that a
+    warpgroup keeps until they are stored.
     """
     TOKENS: gl.constexpr = x_desc.block_type.shape[0]
     LINES: gl.constexpr = w_desc.block_type.shape[0]
     SCALE_LINES: gl.constexpr = scale_desc.block_type.shape[0]
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TOKENS, BLOCK], x_desc.layout)
     w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, LINES, 32], w_desc.layout)
-    scale_ring = gl.allocate_shared_memory(scale_desc.dtype, [STAGES, SCALE_LINES, 16], scale_desc.layout)
+    scale_ring = gl.allocate_shared_memory(
+        scale_desc.dtype, [STAGES, SCALE_LINES, 16], scale_desc.layout
+    )
     staging = gl.allocate_shared_memory(out_desc.dtype, [SLOTS, TOKENS, BLOCK], out_desc.layout)
     other = gl.allocate_shared_memory(out_desc.dtype, [SLOTS, TOKENS, BLOCK], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

@@ -77,15 +77,17 @@ def _words(w0, w1, w2, w3, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _stored(scale, inside, FORMAT: tl.constexpr):
-    """Scales as products read them, but for integers' zero points; 0 where none is."""
-    if FORMAT == "integer":
-        made = scale.to(tl.float32).to(tl.int32, bitcast=True) & ~15
+def _stored(scale, inside, FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr):
+    """Scales as products read them, with room for integers' zero points; 0 where none is."""
+    if FORMAT == "integer":  # raised by what codes read too low, less what weights are lowered
+        made = (scale.to(tl.float32) * 2.0 ** (133 - 50)).to(tl.int32, bitcast=True)
+        if HAS_ZERO:
+            made = (made + 8) & ~15
     elif FORMAT == "nvfp4":  # of the value's bits five of the exponent and three below them
         value = scale.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         made = tl.minimum(tl.maximum((bits >> 20) - ((127 - 10) << 3), 0), 255)
-    else:  # an exponent, raised by what the codes are read too low, less what weights are lowered
+    else:  # an exponent, raised likewise
         made = tl.minimum(scale.to(tl.int32) + (126 - 50), 255)
     return tl.where(inside, made, 0)
 
@@ -150,7 +152,7 @@ def tile_weights_kernel(
     group = (k // GROUP_K if GROUP_K > 0 else k * 0)[None, :]
     inside = here & (k < row_words * 8)[None, :]
     scale = tl.load(scale_ptr + group, mask=inside, other=0.0)
-    stored = _stored(scale, inside, FORMAT)
+    stored = _stored(scale, inside, FORMAT, HAS_ZERO)
     if HAS_ZERO:
         pair = expert * (rows // 2) + row // 2
         zero = tl.load(zero_ptr + pair[:, None] * scale_groups + group, mask=inside, other=0)

@@ -21,13 +21,11 @@ _PAIRS = (
     f"shl.b32 t, W, 6; shl.b32 u, W, 1; lop3.b32 t, t, u, {_FIELDS}, 0x28; ",
     f"shr.u32 t, W, 3; shl.b32 u, W, 2; lop3.b32 t, t, u, {_FIELDS}, 0x28; ",
 )
-# Pair i of word W, nibbles i and i + 4, as 128 + q: bf16 counts from 128 on in ones.
-_COUNTS = tuple(
-    (f"shr.u32 t, W, {4 * i}; " if i else "mov.b32 t, W; ")
-    + "lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; "
-    for i in range(4)
-)
-_MIDDLE = "0x43084308"  # 128 + 8 twice
+# Pair i of integers, as they read at the low end of bf16: q 2^-133, or 16 q 2^-133. Below 2^8 these
+# bits count on from the subnormal numbers into the least normal ones.
+_COUNTS = tuple(f"and.b32 t, {w}, {mask}; " for w in "Ww" for mask in ("0x000F000F", "0x00F000F0"))
+_MIDDLE = "0x80088008"  # -8 2^-133 twice
+_SIXTEENTH = "0x3D803D80"  # twice
 
 
 def _e2m1() -> str:
@@ -56,40 +54,59 @@ def _nvfp4() -> str:
     return code
 
 
-def _integers(groups: int, terms: int, zero: bool) -> str:
-    """Write (q - zero) scale, rounded once, of integers q whose scales are $20 and on.
+def _scale(word: str, scale: str, zero: bool) -> str:
+    """Take a scale of integers from its word: float32 f, bf16 h, what it lacks l; -zero to m."""
+    code = f"and.b32 f, {word}, 0xFFFFFFF0; " if zero else f"mov.b32 f, {word}; "
+    if scale != "float32":
+        code += "cvt.rn.bf16x2.f32 h, f, f; "
+    if scale == "float16":
+        code += "and.b32 u, h, 0xFFFF0000; sub.f32 l, f, u; cvt.rn.bf16x2.f32 l, l, l; "
+    if zero:
+        code += f"lop3.b32 m, {word}, 15, 0x8000, 0xEA; prmt.b32 m, m, 0, 0x1010; "
+    elif scale == "bfloat16":
+        code += "mul.bf16x2 l, h, e; mul.bf16x2 k, h, m; "
+    return code
 
-    Each is float32 but for its last four bits: the zero point. Its bf16 is h, of two terms l is
-    what h lacks.
+
+# (q - zero) scale, rounded once, of what t holds, to TO. float16's scales are the sum of two bf16
+# terms, the second of which has so few bits that its product with t is exact.
+_SCALED = {
+    "bfloat16": "mul.bf16x2 TO, t, h; ",
+    "float16": "mul.bf16x2 u, t, l; fma.rn.bf16x2 TO, t, h, u; ",
+    "float32": "shl.b32 u, t, 16; and.b32 t, t, 0xFFFF0000; mul.f32 u, u, f; mul.f32 t, t, f; "
+    "cvt.rn.bf16x2.f32 TO, t, u; ",
+}
+
+
+def _integers(groups: int, scale: str, zero: bool) -> str:
+    """Write (q - zero) scale of integers q whose scales are $20 and on.
+
+    Each is float32, but for its last four bits if these are the zero point. 8 times a bf16 scale is
+    exact: such a product needs no difference before.
     """
-    code = ""
+    code = f"mov.b32 m, {_MIDDLE}; mov.b32 e, {_SIXTEENTH}; "
     for q in range(_WORDS):
         if q % 2 == 0 or groups == 2:
-            scale = f"${20 + (q if groups == 2 else q // 2)}"
-            code += f"and.b32 l, {scale}, 0xFFFFFFF0; cvt.rn.bf16x2.f32 h, l, l; "
-            if terms == 2:
-                code += "and.b32 u, h, 0xFFFF0000; sub.f32 l, l, u; cvt.rn.bf16x2.f32 l, l, l; "
-            if zero:
-                code += f"lop3.b32 z, {scale}, 15, 0x4300, 0xEA; prmt.b32 z, z, 0, 0x1010; "
+            code += _scale(f"${20 + (q if groups == 2 else q // 2)}", scale, zero)
+        code += f"shr.u32 w, ${16 + q}, 8; "
         for i, pair in enumerate(_COUNTS):
             to = f"${4 * q + i}"
             code += pair.replace("W", f"${16 + q}")
-            code += f"sub.bf16x2 t, t, {'z' if zero else 'm'}; "
-            if terms == 2:
-                code += f"mul.bf16x2 u, t, l; fma.rn.bf16x2 {to}, t, h, u; "
+            if scale == "bfloat16" and not zero:
+                code += f"fma.rn.bf16x2 {to}, t, {'l' if i % 2 else 'h'}, k; "
             else:
-                code += f"mul.bf16x2 {to}, t, h; "
-    return code if zero else f"mov.b32 m, {_MIDDLE}; " + code
+                less = "fma.rn.bf16x2 t, t, e, m; " if i % 2 else "add.bf16x2 t, t, m; "
+                code += less + _SCALED[scale].replace("TO", to)
+    return code
 
 
 def _codes() -> dict[str, str]:
     """Assembler by form: words $16 to $19 and their scales from $20 on, to pairs $0 to $15."""
     found = {str(Form("e2m1")): _e2m1(), str(Form("nvfp4")): _nvfp4()}
-    for groups, terms, zero in product((1, 2), (1, 2), (False, True)):
-        found[str(Form("integer", groups, terms, zero))] = _integers(groups, terms, zero)
-    return {
-        form: "{ .reg .b32 s, t, u, h, l, m, z; " + code + "}" for form, code in found.items()
-    }
+    for groups, scale, zero in product((1, 2), _SCALED, (False, True)):
+        found[str(Form("integer", groups, scale, zero))] = _integers(groups, scale, zero)
+    registers = "{ .reg .b32 s, t, u, w, f, h, l, k, m, e; "
+    return {form: registers + code + "}" for form, code in found.items()}
 
 
 _CODES = gl.constexpr(_codes())
