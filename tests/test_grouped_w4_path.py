@@ -70,6 +70,26 @@ def test_calls_of_some_rows_an_expert_take_it(rows: int, taken: int) -> None:
     assert (config.gemm1.block_m if config.path == "grouped_w4" else 0) == taken
 
 
+@pytest.mark.parametrize(
+    ("quant", "rows", "taken"),
+    [
+        ("int4_w4a16_group:group=32", 39, 0),
+        ("int4_w4a16_group:group=32", 40, 64),
+        ("int4_w4a16_group:group=32", 320, 128),
+        ("int4_w4a16_group:group=32", 321, 0),
+        ("int4_w4a16_group:group=32,zero_points=true", 23, 0),
+        ("int4_w4a16_group:group=32,zero_points=true", 24, 64),
+        ("nvfp4_w4a16", 40, 64),
+        ("nvfp4_w4a16", 128, 128),
+        ("nvfp4_w4a16", 129, 0),
+    ],
+)
+def test_calls_of_integers_and_nvfp4(quant: str, rows: int, taken: int) -> None:
+    problem = replace(MXFP4, experts=6, top_k=3, quant=quant)
+    config = heuristics(problem, H200).choose(2 * rows)
+    assert (config.gemm1.block_m if config.path == "grouped_w4" else 0) == taken
+
+
 @pytest.mark.parametrize("experts", [5, 7, 128])
 def test_the_first_and_last_number_of_tokens(experts: int) -> None:
     problem = replace(MXFP4, experts=experts, top_k=3)

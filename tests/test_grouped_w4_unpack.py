@@ -88,8 +88,8 @@ def _fused(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
 
 
 def _single(register: torch.Tensor) -> torch.Tensor:
-    return torch.where(register > _MASK >> 1, register - _MASK - 1, register).int().view(
-        torch.float32
+    return (
+        torch.where(register > _MASK >> 1, register - _MASK - 1, register).int().view(torch.float32)
     )
 
 

@@ -74,6 +74,36 @@ def test_calls_take_them_by_rows_whatever_files_say(
         assert plain.path != "grouped_w4"
 
 
+@pytest.mark.parametrize(
+    ("quant", "scales", "rows", "block_m"),
+    [
+        ("int4_w4a16_group:group=32", torch.float32, 7, 0),
+        ("int4_w4a16_group:group=32", torch.float32, 8, 64),
+        ("int4_w4a16_group:group=32", torch.float32, 512, 128),
+        ("int4_w4a16_group:group=32", torch.float32, 513, 0),
+        ("int4_w4a16_group:group=32", torch.float16, 1024, 128),
+        ("int4_w4a16_group:group=32", torch.float16, 1025, 0),
+        ("int4_w4a16_group:group=32", torch.bfloat16, 2049, 128),
+        ("int4_w4a16_group:group=32,zero_points=true", torch.bfloat16, 2049, 0),
+        ("nvfp4_w4a16", None, 8, 64),
+        ("nvfp4_w4a16", None, 2049, 0),
+    ],
+)
+def test_rows_up_to_which_prepared_weights_are_read(
+    quant: str, scales: torch.dtype | None, rows: int, block_m: int, launched: list[int]
+) -> None:
+    kernel, i = made(tokens=rows, experts=2, top_k=2, hidden=32, intermediate=32, quant=quant)
+    weights = i.weights
+    if scales is not None:
+        assert weights.w1_scale is not None
+        assert weights.w2_scale is not None
+        both = weights.w1_scale.to(scales), weights.w2_scale.to(scales)
+        weights = replace(weights, w1_scale=both[0], w2_scale=both[1])
+    config = kernel.experts._config(i.x_TH, kernel.prepare_weights(weights))  # type: ignore[attr-defined]
+    assert (config.gemm1.block_m if config.path == "grouped_w4" else 0) == block_m
+    assert not launched
+
+
 def test_strided_weights_are_prepared_too(launched: list[int]) -> None:
     kernel, i = made()
     spaced = torch.empty(*i.weights.w1.shape, 2, dtype=torch.uint8)[..., 0].copy_(i.weights.w1)

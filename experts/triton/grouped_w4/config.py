@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+import torch
+
 from experts.triton.candidates import ByBlock, Groups, Rows, groups, worth
 from experts.triton.dequantised import config as dequantised
 from experts.triton.dequantised.config import plain
@@ -17,21 +19,30 @@ from experts.triton.grouped_w4.layout import (
 )
 from experts.triton.launch_config import Device, Gemm, LaunchConfig, MoEConfig, Violation
 from experts.triton.operands import scale_group
-from modular_kernel.types import Problem
+from modular_kernel.types import Problem, dtype_name
 
 NAME = "grouped_w4"
 
 # Rows of a tile: float32 sums of both its blocks are half a thread's registers.
 _HEIGHTS = (64, 128)
 # Mean rows of an expert for which the path is taken, and below which tiles have 64 rows. Measured
-# on one H200 (2026-11-26, triton 3.6.0) on Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss, in both
-# orders: 0.73 to 0.83 x what was launched before with 48 rows, 0.87 to 0.96 x with 512, 0.90 to
-# 1.04 x with 768; 0.99 to 1.32 x with 32.
-_LEAST_ROWS, _SHORT_ROWS, _MOST_ROWS = 40, 56, 640
-# The same of calls whose weights were prepared, on the same day and layers: 0.88 to 0.99 x the
-# time of calls without with 12 rows, 0.91 to 1.08 x with 8; tiles of 128 rows take 0.79 to 0.96 x
-# the time of those of 64 from 64 rows on.
+# on one H200 (2026-11-26, triton 3.6.0) on Mixtral, DeepSeek-V3 EP8, Qwen3-30B and, of mxfp4,
+# gpt-oss. mxfp4, in both orders: 0.73 to 0.83 x what was launched before with 48 rows, 0.87 to 0.96
+# with 512, 0.90 to 1.04 with 768; 0.99 to 1.32 with 32. Integers: 0.78 to 0.87 with 48; with 256
+# 0.84 to 0.98, 0.77 to 0.91 and 0.69 to 0.84 with scales of float32, float16 and bf16; with zero
+# points 0.77 with 24. nvfp4: 0.74 with 48, 0.90 to 1.04 with 128.
+_LEAST_ROWS, _LEAST_WITH_ZEROS, _SHORT_ROWS = 40, 24, 56
+_MOST_ROWS = {"mxfp4_w4a16": 640, "nvfp4_w4a16": 128, "int4_w4a16_group": 320}
+# The same of calls whose weights were prepared: 0.88 to 0.99 x the time of calls without with 12
+# rows, of integers and nvfp4 0.61 to 0.97 with 8 (float32 scales: 1.06); tiles of 128 rows take
+# 0.79 to 0.96 x the time of those of 64 from 64 rows on.
 _LEAST_PREPARED, _SHORT_PREPARED = 12, 56
+_LEAST_PREPARED_YOUNGER = 8
+# With more rows calls launch what they would without: 1.04 x with 640 rows and float32 scales, 0.97
+# to 1.09 with 1024 and float16, 1.04 to 1.08 with 4096, bf16 scales and zero points, and of nvfp4.
+# mxfp4 and plain integers with bf16 scales are as fast then.
+_MOST_PREPARED = {"float32": 512, "float16": 1024}
+_MOST_WITH_ZEROS = 2048
 _COLUMNS = BLOCK * BLOCKS  # weight rows of a tile
 _MOST_BYTES = 1 << 30  # of tiled weights at a time, unless one expert has more
 _WORD = 4
@@ -119,12 +130,23 @@ def experts_at_once(problem: Problem) -> int:
 
 def least_tokens(problem: Problem) -> int:
     """Return the fewest tokens of a call that takes this path without a tuned file."""
-    return -(-_LEAST_ROWS * problem.experts // problem.top_k)
+    rows = _LEAST_WITH_ZEROS if problem.scheme.zero_points else _LEAST_ROWS
+    return -(-rows * problem.experts // problem.top_k)
 
 
 def most_tokens(problem: Problem) -> int:
     """Return the most tokens of a call that takes this path without a tuned file."""
-    return _MOST_ROWS * problem.experts // problem.top_k
+    return _MOST_ROWS[problem.scheme.name] * problem.experts // problem.top_k
+
+
+def most_prepared(problem: Problem, scale: torch.dtype) -> int | None:
+    """Return the most tokens of a call that reads prepared weights of such scales; None for all."""
+    scheme, most = problem.scheme, None
+    if scheme.matrix_scales or scheme.zero_points:
+        most = _MOST_WITH_ZEROS
+    if scheme.weight == "uint4":
+        most = _MOST_PREPARED.get(dtype_name(scale), most)
+    return None if most is None else most * problem.experts // problem.top_k
 
 
 def turns(problem: Problem) -> tuple[int, ...]:
@@ -137,7 +159,9 @@ def turns_of_prepared(problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
     """Return from how many tokens on calls with prepared weights launch what."""
     if problem.batch_invariant:  # tiles of every call are the same
         return ()
-    ends = zip((_LEAST_PREPARED, _SHORT_PREPARED), _HEIGHTS, strict=True)
+    mxfp4 = problem.scheme.name == "mxfp4_w4a16"
+    least = _LEAST_PREPARED if mxfp4 else _LEAST_PREPARED_YOUNGER
+    ends = zip((least, _SHORT_PREPARED), _HEIGHTS, strict=True)
     return tuple(
         (-(-rows * problem.experts // problem.top_k), default(problem, height))
         for rows, height in ends

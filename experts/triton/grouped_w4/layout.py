@@ -67,13 +67,13 @@ class Form(NamedTuple):
         return _LOWERED[self.kind]
 
     def __str__(self) -> str:
-        zero = "zero" if self.zero else "middle"
-        return f"{self.kind} {self.groups} {self.scale} {zero}"
+        if self.kind != "integer":
+            return self.kind
+        return f"{self.kind} {self.groups} {self.scale}{' zero' * self.zero}"
 
 
 def form_of(scheme: QuantScheme, depth: int, scale: torch.dtype = torch.float32) -> Form:
-    """Return how weights of this scheme and depth lie whose scales are of this dtype.
-    """
+    """Return how weights of this scheme and depth lie whose scales are of this dtype."""
     kind = word_format(scheme)
     if kind != "integer":
         return Form("nvfp4" if kind == "nvfp4" else "e2m1")

@@ -78,7 +78,7 @@ class GroupedW4Path(DequantisedPath):
 
     @classmethod
     def turns_of_prepared(cls, problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
-        """Return both tiles: weights in order cost nothing, however many rows there are."""
+        """Return both tiles: weights in order cost nothing."""
         return config.turns_of_prepared(problem)
 
     def __init__(self, problem: Problem) -> None:
@@ -87,6 +87,8 @@ class GroupedW4Path(DequantisedPath):
         # nvfp4's are exact in bf16 without the scale of their matrix, which multiplies results.
         self.roundings = Roundings(weights=not problem.scheme.matrix_scales)
         self._prepares = bool(config.turns_of_prepared(problem))
+        floats = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
+        self._most_prepared = {scale: config.most_prepared(problem, scale) for scale in floats}
         self._at_once = config.experts_at_once(problem)
         self._forms = config.forms(problem)
         self._boxes = max(config.boxes_of(problem)) * self._at_once
@@ -110,6 +112,12 @@ class GroupedW4Path(DequantisedPath):
             found[f"{name}_tiles"] = BufferSpec(words, torch.int32)
             found[f"{name}_tile_scales"] = BufferSpec(scales, torch.int32)
         return found if self._prepares else {}
+
+    def reads_prepared(self, weights: ExpertWeights, tokens: int) -> bool:
+        """Return whether unpacking in every product costs less than writing bf16 once."""
+        assert weights.w1_scale is not None
+        most = self._most_prepared.get(weights.w1_scale.dtype)
+        return most is None or tokens <= most
 
     def specs_of_prepared(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
         """Return the buffers of grouped GEMMs alone: all weights are in order."""

@@ -9,8 +9,6 @@ from itertools import product
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from experts.triton.grouped_w4.layout import Form
-
 BLOCK = gl.constexpr(64)  # weight rows of one product, and the depth of a step
 _WORDS = 4  # of a thread and block
 _FIELDS = "0x81C081C0"
@@ -102,9 +100,9 @@ def _integers(groups: int, scale: str, zero: bool) -> str:
 
 def _codes() -> dict[str, str]:
     """Assembler by form: words $16 to $19 and their scales from $20 on, to pairs $0 to $15."""
-    found = {str(Form("e2m1")): _e2m1(), str(Form("nvfp4")): _nvfp4()}
+    found = {"e2m1": _e2m1(), "nvfp4": _nvfp4()}
     for groups, scale, zero in product((1, 2), _SCALED, (False, True)):
-        found[str(Form("integer", groups, scale, zero))] = _integers(groups, scale, zero)
+        found[f"integer {groups} {scale}{' zero' * zero}"] = _integers(groups, scale, zero)
     registers = "{ .reg .b32 s, t, u, w, f, h, l, k, m, e; "
     return {form: registers + code + "}" for form, code in found.items()}
 
@@ -120,8 +118,7 @@ def _code_of(form: str) -> str:
 @gluon.constexpr_function
 def _scales_of_a_thread(form: str) -> int:
     """Return how many words of scales four threads have for a block."""
-    kind, groups, *_ = form.split()
-    return 1 if kind == "e2m1" else 2 * int(groups)
+    return {"e2m1": 1, "nvfp4": 2}.get(form, 4 if form.startswith("integer 2") else 2)
 
 
 @gluon.constexpr_function
