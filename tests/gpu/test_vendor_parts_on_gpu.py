@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from modular_kernel.catalog import check, load_catalog, make_kernel, this_machine
-from modular_kernel.composer import random_inputs
 from modular_kernel.row_order import up_rows_first
 from modular_kernel.rules import unavailable
 from modular_kernel.testing import Case, prove
+from modular_kernel.testing.cases.inputs import make_inputs
 from modular_kernel.testing.cases.row_order import in_row_order
 from modular_kernel.types import Combine, Problem
 
@@ -70,18 +70,18 @@ def test_proven(name: str, quant: str, change: dict[str, Any], routing: str) -> 
 @pytest.mark.parametrize("tokens", [64, 2048])
 @pytest.mark.parametrize(("name", "quant"), ALL)
 def test_a_layer_of_a_published_size_is_as_triton_s(name: str, quant: str, tokens: int) -> None:
-    """Qwen3-30B's experts: 128 of 768 columns, top-8. Weights are drawn on the GPU: 600 million."""
+    """Qwen3-30B's experts: 128 of 768 columns, top-8."""
     available(name)
     prepare, _ = PARTS[name]
     problem = Problem(tokens, 2048, 768, 128, 8, quant=quant)
     other = "TritonExperts" if prepare == NO_EP else "BatchedTritonExperts"
-    x_TH, plain, routing = random_inputs(problem, torch.device("cuda"))
-    weights, ordered = plain, problem
+    given = make_inputs(problem, "uniform", torch.device("cuda"))
+    weights, ordered = given.weights, problem
     if load_catalog().experts(name).requires.up_first:
         weights, ordered = up_rows_first(weights, problem)
     ours, theirs = (
-        make_kernel(prepare, part, layer)(x_TH, its, routing).float()
-        for part, layer, its in ((name, ordered, weights), (other, problem, plain))
+        make_kernel(prepare, part, layer)(given.x_TH, its, given.routing).float()
+        for part, layer, its in ((name, ordered, weights), (other, problem, given.weights))
     )
     assert ours.isfinite().all()
     assert ((ours - theirs).norm() / theirs.norm()).item() < 0.02

@@ -38,10 +38,11 @@ _MOST_ROWS = {"mxfp4_w4a16": 640, "nvfp4_w4a16": 128, "int4_w4a16_group": 320}
 # 0.79 to 0.96 x the time of those of 64 from 64 rows on.
 _LEAST_PREPARED, _SHORT_PREPARED = 12, 56
 _LEAST_PREPARED_YOUNGER = 8
-# With more rows calls launch what they would without: 1.04 x with 640 rows and float32 scales, 0.97
-# to 1.09 with 1024 and float16, 1.04 to 1.08 with 4096, bf16 scales and zero points, and of nvfp4.
+# With more rows calls launch what they would without: 1.04 x with 640 rows and float32 scales, 0.94
+# with 640 and 0.97 to 1.09 with 1024 and float16, 1.04 to 1.08 with 4096, bf16 scales and zero
+# points, and of nvfp4.
 # mxfp4 and plain integers with bf16 scales are as fast then.
-_MOST_PREPARED = {"float32": 512, "float16": 1024}
+_MOST_PREPARED = {"float32": 512, "float16": 768}
 _MOST_WITH_ZEROS = 2048
 _COLUMNS = BLOCK * BLOCKS  # weight rows of a tile
 _MOST_BYTES = 1 << 30  # of tiled weights at a time, unless one expert has more
