@@ -130,6 +130,6 @@ class BatchedDeepGemmExperts(BatchedRowsExperts):
 def _align_without_memory() -> None:
     meta = torch.device("meta")
     ids, invalid = (torch.empty(s, dtype=torch.int32, device=meta) for s in ((64, 8), (1,)))
-    routing = DispatchedRouting(ids, None, None, IdSpace.LOCAL, 32, invalid)
+    routing = DispatchedRouting(None, ids, IdSpace.LOCAL, 32, None, invalid)
     workspace = Workspace(aligned_specs(64, 8, 32), meta)
     aligned_rows(routing, TILE_M, num_local=32, workspace=workspace)
