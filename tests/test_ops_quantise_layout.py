@@ -50,14 +50,16 @@ def test_scales_along_rows_and_streamed_tiles(
     monkeypatch.setattr(quantise_tiles, "_TILE", 256)
     scheme = QuantScheme.parse("fp8_w8a8_block:block=8x32")
     spec = ActivationSpec("silu")
-    counts_e = torch.tensor([7, 0, 11], dtype=torch.int32, device=DEVICE)
-    live = [i * 11 + c for i, count in enumerate([7, 0, 11]) for c in range(count)]
+    counts = [7, 0, 11] if streamed else [25]
+    segments, capacity = len(counts), 33 // len(counts)
+    counts_e = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+    live = [i * capacity + c for i, count in enumerate(counts) for c in range(count)]
     x = torch.full((33, columns * (1 if act == "none" else 2)), torch.nan, dtype=torch.bfloat16)
-    x[live] = random(18, x.shape[1], dtype=torch.bfloat16).cpu()
+    x[live] = random(len(live), x.shape[1], dtype=torch.bfloat16).cpu()
     x = x.to(DEVICE)
     made = []
     for along_rows in (False, True):
-        out = zeros(scheme, 33, columns, 3, along_rows)
+        out = zeros(scheme, 33, columns, segments, along_rows)
         with monkeypatch.context() as within:
             within.setattr(quantise_tiles, "_STREAMED", streamed if along_rows else 1 << 23)
             if act == "none":
@@ -67,9 +69,10 @@ def test_scales_along_rows_and_streamed_tiles(
         made.append(out)
     plain, along = made
     assert torch.equal(along.q_RK.view(torch.uint8), plain.q_RK.view(torch.uint8))
-    assert along.scale_of_rows.shape == (3, 11, -(-columns // 32))
-    assert along.scale_of_rows.stride() == (11 * -(-columns // 32), 1, 11)
-    assert torch.equal(along.scale_of_rows.flatten(0, 1), plain.scale_of_rows)
+    scales, groups = along.scale_of_rows, -(-columns // 32)
+    assert scales.shape == ((3, 11, groups) if streamed else (33, groups))
+    assert scales.stride()[-2:] == (1, capacity)
+    assert torch.equal(scales.reshape(33, groups), plain.scale_of_rows)
 
 
 def test_segments_of_scales_along_rows_are_those_of_the_rows() -> None:
@@ -85,12 +88,18 @@ def test_segments_of_scales_along_rows_are_those_of_the_rows() -> None:
 def test_tiles_of_large_layers() -> None:
     """What a program has is whole; an H200 holds all programs at once."""
     for rows, columns, shares in ((9216, 14336, 14), (135168, 2048, 2), (49152, 768, 3)):
-        tiles = quantise_tiles.group_tiles(1, rows, columns, 128, 8192)
+        tiles = large(rows, columns)
         assert tiles.block_r * tiles.block_g * tiles.block_c == 2048
         assert columns == shares * tiles.block_g * tiles.block_c
         assert 1000 < tiles.parts * shares <= 1056
         assert tiles.num_warps == 4
-    few = quantise_tiles.group_tiles(1, 16, 7168, 128, 16)
+    few = large(16, 7168)
     assert (few.block_r, few.block_g, few.stages) == (16, 1, 1)
-    odd = quantise_tiles.group_tiles(1, 4096, 2880, 128, 4096)
+    assert large(49152, 768, segments=2).stages == 1
+    odd = large(4096, 2880)
     assert (odd.block_r, odd.block_g, odd.stages) == (16, 1, 3)
+
+
+def large(rows: int, columns: int, segments: int = 1) -> quantise_tiles.Tiles:
+    plain = quantise_tiles.row_tiles(segments, rows, 128, 8192)
+    return quantise_tiles.group_tiles(plain, columns, 128)

@@ -233,7 +233,9 @@ def _launch_quantise(
     num_partials: int,
     arguments: dict[str, object],
 ) -> None:
-    tiles, programs = tile_arguments(scheme, out, live)
+    # Only such rows are copied asynchronously, and leave a multiprocessor room for 8 programs.
+    streams = arguments["STEP"] == 1 and x.element_size() == 2 and x.stride(0) % 8 == 0
+    tiles, programs = tile_arguments(scheme, out, live, streams=streams)
     launch(
         quantise_rows_kernel,
         (programs,),
@@ -247,9 +249,12 @@ def _launch_quantise(
 
 
 def tile_arguments(
-    scheme: QuantScheme, out: Quantised, live: Live
+    scheme: QuantScheme, out: Quantised, live: Live, *, streams: bool = False
 ) -> tuple[dict[str, object], int]:
-    """Kernel arguments that say where to and in what tiles, num_warps among them; and programs."""
+    """Kernel arguments that say where to and in what tiles, num_warps among them; and programs.
+
+    streams: whether many values may be streamed (`group_tiles`).
+    """
     rows, columns = out.q_RK.shape
     computed = scheme.activation_granularity != "tensor"
     group = _group(scheme, columns) if computed else min(columns, _CHUNK)
@@ -257,7 +262,9 @@ def tile_arguments(
     groups = -(-columns // group)
     most = _MAX_PROGRAMS if isinstance(live, BatchedRows) else rows
     segments, capacity = segments_of(rows, live)
-    tiles = group_tiles(segments, capacity, columns, group, most)
+    tiles = row_tiles(segments, capacity, group, most)
+    if streams:
+        tiles = group_tiles(tiles, columns, group)
     if out.along_rows and len(out.scale) != segments:
         raise ShapeError("segments of scales", got=len(out.scale), need=segments)
     return {

@@ -54,16 +54,18 @@ def row_tiles(segments: int, capacity: int, group: int, most: int) -> Tiles:
     return Tiles(segments, capacity, parts, block_r, block_c)
 
 
-def group_tiles(segments: int, capacity: int, columns: int, group: int, most: int) -> Tiles:
-    """Return tiles of rows of `columns`, of which `group` share a scale."""
-    plain = row_tiles(segments, capacity, group, most)
-    groups = -(-columns // group)
-    few = segments * capacity * columns < _STREAMED
-    if few or groups == 1 or group != plain.block_c or group > _STREAM_COLUMNS:
+def group_tiles(plain: Tiles, columns: int, group: int) -> Tiles:
+    """Return what streams rows of `columns`, of which `group` share a scale.
+
+    `plain` if they are few, or come in segments, of which one may have all that there are.
+    """
+    capacity, groups = plain.capacity, -(-columns // group)
+    few = groups == 1 or capacity * columns < _STREAMED
+    whole = group == plain.block_c <= _STREAM_COLUMNS
+    if few or not whole or plain.segments > 1:
         return plain
     # As many as divide the groups, so that no lane idles.
     wide = min(groups & -groups, _STREAM_COLUMNS // group)
     block_r = max(1, _TILE // (wide * group))
-    shares = segments * (groups // wide)
-    parts = max(1, min(-(-capacity // block_r), _STREAM_PROGRAMS // shares))
-    return Tiles(segments, capacity, parts, block_r, group, wide, _STREAM_STAGES)
+    parts = max(1, min(-(-capacity // block_r), _STREAM_PROGRAMS * wide // groups))
+    return Tiles(1, capacity, parts, block_r, group, wide, _STREAM_STAGES)
