@@ -35,7 +35,8 @@ def aligned_rows(
     rows: (T, K) int32; inside an expert pairs keep their order. ends: (e,) int32; expert i begins
     at ends[i - 1] rounded up to `tile`. Three launches on a GPU: count, scan, place.
     """
-    specs = aligned_specs(*routing.topk_ids_TK.shape, num_local)
+    tokens, top_k = routing.topk_ids_TK.shape
+    specs = aligned_specs(tokens, top_k, num_local)
     rows_TK, ends, scratch = (workspace.take(name, spec.shape) for name, spec in specs.items())
     if not use_triton(rows_TK):
         aligned_rows_ref(routing, tile, rows_TK=rows_TK, ends=ends)
