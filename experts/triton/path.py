@@ -114,7 +114,8 @@ class Path(ABC):
     def turns_of_prepared(cls, problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
         """Return from how many tokens on calls with prepared weights launch what, ascending.
 
-        Such calls take this path whatever a tuned file says. () of a path that prepares nothing.
+        Such calls take this path unless a file tuned with prepared weights, or an override, says
+        another. () of a path that prepares nothing.
         """
         return ()
 
