@@ -49,6 +49,13 @@ class Tunable(ABC):
 
     stages: tuple[str, ...] = ()
 
+    def of_prepared(self, device_name: str | None = None) -> "Tunable | None":
+        """Return those of calls with prepared weights, kept apart; None where none can be prepared.
+
+        device_name: on this GPU, of which the result can explain; None means this machine's.
+        """
+        return None
+
     @abstractmethod
     def untuned(self, tokens: int) -> Choice:
         """Return what the part launches where nothing was tuned."""

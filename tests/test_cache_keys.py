@@ -154,6 +154,7 @@ TILE_CHANGES: dict[str, Any] = {
     "dtype": "int8_w8a8",
     "block_shape": (64, 128),
     "per_channel": True,
+    "prepared": True,
     "down": True,
 }
 
@@ -169,7 +170,7 @@ def test_a_tile_file_is_named_by_every_field_and_lies_by_triton() -> None:
 
 
 def test_tiles_that_were_chosen_are_kept_by_all_that_decides() -> None:
-    """Problem, tokens, the device described, an override, and the paths of the caller."""
+    """Problem, tokens, the device described, an override, the caller's paths, prepared weights."""
     large = replace(BASE, hidden=512, intermediate=512)
     hopper, ampere = Device("one", tma=True), Device("two", shared=101_376, warpgroups=False)
     both = ("aligned", "grouped_tma")
@@ -189,6 +190,13 @@ def test_tiles_that_were_chosen_are_kept_by_all_that_decides() -> None:
         with tiles.on_device(ampere):
             assert chosen(large, 4096).path == "aligned"
         assert chosen(large, 4096) == many
+        packed = replace(large, dtype=torch.bfloat16, quant="mxfp4_w4a16")
+        tokens, paths = 20 * packed.experts // packed.top_k, ("aligned", "grouped_w4")
+        found = [
+            tiles.choose_config(packed, tokens, paths, prepared=prepared).path
+            for prepared in (False, True, False)
+        ]
+        assert found == ["aligned", "grouped_w4", "aligned"]
 
 
 # ------------------------------------------------------------------------------------- replay

@@ -23,6 +23,7 @@ KEYS = st.builds(
     dtype=st.sampled_from(["", "float32", "fp8_w8a8", "int4_w4a16", "int8_w8a8"]),
     block_shape=st.none() | st.tuples(st.integers(0, 512), st.integers(1, 512)),
     per_channel=st.booleans(),
+    prepared=st.booleans(),
     down=st.booleans(),
 )
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations
 
 import torch
@@ -63,9 +64,8 @@ class TritonExperts(PermuteExpertsUnpermute):
         super().__init__(problem)
         self._paths = {name: BY_NAME[name](problem) for name in paths_of(problem)}
         self._choices = _choices(tuple(self._paths))
-        self._prepared = tuple(
-            turn for name in self._paths for turn in BY_NAME[name].turns_of_prepared(problem)
-        )
+        prepares = any(BY_NAME[name].turns_of_prepared(problem) for name in self._paths)
+        self._with_and_without = (False, True) if prepares else (False,)  # prepared weights
         self._rooms = Rooms()
         # Calls whose tokens have no adapters take the paths, and the launches, of a layer without.
         plain = None if problem.adapters is None else replace(problem, lora="none")
@@ -88,7 +88,8 @@ class TritonExperts(PermuteExpertsUnpermute):
         assert isinstance(shape, ContiguousShape)
         if not self.problem.scheme.quantises_activations:
             return False
-        return all(BY_NAME[path].quantises_input for path, _ in self._kinds(shape.tokens))
+        kinds = [kind for own in self._with_and_without for kind in self._kinds(shape.tokens, own)]
+        return all(BY_NAME[path].quantises_input for path, _ in kinds)
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         """Room for any call up to shape.tokens: fewer tokens can need more of a buffer, because
@@ -99,28 +100,21 @@ class TritonExperts(PermuteExpertsUnpermute):
 
     def _kinds_of_calls(self, tokens: int) -> tuple["_Kind", ...]:
         own = (
-            _Kind(self._paths[path], block_m, most)
-            for (path, block_m), most in self._kinds(tokens).items()
+            _Kind(self._paths[path], block_m, most, prepared)
+            for prepared in self._with_and_without
+            for (path, block_m), most in self._kinds(tokens, prepared).items()
         )
         without = () if self._without is None else self._without._kinds_of_calls(tokens)
-        return (*own, *self._prepared_kinds(tokens), *without)
+        return (*own, *without)
 
-    def _kinds(self, tokens: int) -> dict[tuple[str, int], int]:
+    def _kinds(self, tokens: int, prepared: bool) -> dict[tuple[str, int], int]:
         """Return by (path, block_m) the most tokens of a call that meets it, as tensors may lie."""
         found: dict[tuple[str, int], int] = {}
         for paths in self._choices:
-            for most, path, block_m in kinds_up_to(self.problem, tokens, paths):
+            kinds = kinds_up_to(self.problem, tokens, paths, prepared=prepared)
+            for most, path, block_m in kinds:
                 found[path, block_m] = max(most, found.get((path, block_m), 0))
         return found
-
-    def _prepared_kinds(self, tokens: int) -> tuple["_Kind", ...]:
-        """Return the kinds of calls with prepared weights, which need no room for weights."""
-        ends = [*(least - 1 for least, _ in self._prepared[1:]), tokens]
-        return tuple(
-            _Kind(self._paths[config.path], config.gemm1.block_m, min(end, tokens), prepared=True)
-            for (least, config), end in zip(self._prepared, ends, strict=bool(self._prepared))
-            if least <= tokens and not overridden()
-        )
 
     def prepared_specs(self) -> dict[str, BufferSpec]:
         own = [path.prepared_specs() for path in self._paths.values()]
@@ -156,30 +150,39 @@ class TritonExperts(PermuteExpertsUnpermute):
         config = self._config(tokens.x_TH, weights)
         self._paths[config.path].run(PathCall(tokens, weights, workspace, output, config))
 
+    @cached_property
+    def _tuned_prepared(self) -> bool:
+        return this_store().source(self.problem, prepared=True).prepared
+
+    def _reads_prepared(self, weights: ExpertWeights, tokens: int) -> bool:
+        """Whether a call reads what was prepared: as was tuned or forced, else if it gains."""
+        if weights.w1_tiles is None or len(self._with_and_without) == 1:
+            return False
+        if overridden() or self._tuned_prepared:
+            return True
+        return all(path.reads_prepared(weights, tokens) for path in self._paths.values())
+
     def _config(self, x_TH: torch.Tensor, weights: ExpertWeights) -> MoEConfig:
         """Return what a call of these tensors launches."""
-        if self._prepared and weights.w1_tiles is not None and not overridden():
-            tokens = len(x_TH)
-            for least, config in reversed(self._prepared):
-                path = self._paths[config.path]
-                reads = tokens >= least and path.reads_prepared(weights, tokens)
-                if reads and path.takes(weights, x_TH):
-                    return config
-        config = choose_config(self.problem, len(x_TH), tuple(self._paths))
+        prepared = self._reads_prepared(weights, len(x_TH))
+        config = choose_config(self.problem, len(x_TH), tuple(self._paths), prepared=prepared)
         if self._paths[config.path].takes(weights, x_TH):
             return config
         paths = tuple(name for name, path in self._paths.items() if path.takes(weights, x_TH))
-        return choose_config(self.problem, len(x_TH), paths)
+        return choose_config(self.problem, len(x_TH), paths, prepared=prepared)
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """A kind of call that takes its own room: at most `most` tokens, in blocks of block_m rows."""
+    """A kind of call that takes its own room: at most `most` tokens, in blocks of block_m rows.
+
+    prepared: with prepared weights, which need no room of their own.
+    """
 
     path: Path
     block_m: int
     most: int
-    prepared: bool = False
+    prepared: bool
 
     def specs(self) -> dict[str, BufferSpec]:
         specs = self.path.specs_of_prepared if self.prepared else self.path.specs

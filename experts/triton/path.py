@@ -114,7 +114,8 @@ class Path(ABC):
     def turns_of_prepared(cls, problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
         """Return from how many tokens on calls with prepared weights launch what, ascending.
 
-        Such calls take this path whatever a tuned file says. () of a path that prepares nothing.
+        Such calls take this path unless a file tuned with prepared weights, or an override, says
+        another. () of a path that prepares nothing.
         """
         return ()
 
@@ -123,7 +124,7 @@ class Path(ABC):
         return {}
 
     def reads_prepared(self, weights: ExpertWeights, tokens: int) -> bool:
-        """Return whether a call of so many tokens is faster with what was prepared than without."""
+        """Return whether a call of so many tokens gains by what was prepared, if nothing is tuned."""
         return True
 
     def specs_of_prepared(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:

@@ -45,6 +45,7 @@ from modular_kernel.errors import IncompatibleError
 from modular_kernel.kernel import Plan
 from modular_kernel.machine import torch_twins
 from modular_kernel.measure.cases import quantised
+from modular_kernel.measure.prepared_weights import declared_bytes, declared_specs
 from modular_kernel.measure.records import BASELINE, OURS, PEER
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.support import Verdict
@@ -70,6 +71,10 @@ class Layer(ABC):
         """Why it cannot run this problem; None if it can."""
         return None
 
+    def kept_bytes(self, problem: Problem) -> int:
+        """Bytes that `setup` keeps of one set of weights, beside them in the scheme's format."""
+        return 0
+
     @abstractmethod
     def setup(self, problem: Problem, weights: ExpertWeights) -> None:
         """Take the weights; problem.tokens is the most tokens of a call. Untimed."""
@@ -81,31 +86,53 @@ class Layer(ABC):
 
 @dataclass(frozen=True)
 class BenchOffer:
-    """A layer that can be made as often as needed."""
+    """A layer that can be made as often as needed. prepared: its weights are, in `setup`."""
 
     name: str
     quant: str
     origin: str
     make: Callable[[], Layer]
+    prepared: bool = False
 
 
 class PairLayer(Layer):
-    """One of our pairings, planned for the number of tokens at hand."""
+    """One of our pairings, planned for the number of tokens at hand.
 
-    def __init__(self, prepare_finalize: str, experts: str, quant: str, machine: Machine) -> None:
-        self.pair = (prepare_finalize, experts)
+    prepared: with weights that the kernel prepares once, in `setup`.
+    """
+
+    def __init__(
+        self,
+        prepare_finalize: str,
+        experts: str,
+        quant: str,
+        machine: Machine,
+        prepared: bool = False,
+    ) -> None:
+        self.pair, self.prepared = (prepare_finalize, experts), prepared
         self.name, self.quant, self.machine = f"{prepare_finalize}+{experts}", quant, machine
         self.interpreted = machine.interpreter and needs_triton(prepare_finalize, experts)
         self._as_torch = machine.interpreter and not self.interpreted
 
     def refusal(self, problem: Problem) -> str | None:
-        verdict = check(*self.pair, replace(problem, quant=self.quant), self.machine)
+        own = replace(problem, quant=self.quant)
+        verdict = check(*self.pair, own, self.machine)
+        if verdict.ok and self.prepared and not self.kept_bytes(problem):
+            return f"{self.pair[1]} prepares nothing of these weights"
         return "; ".join(map(str, verdict.rejections)) or None
+
+    def kept_bytes(self, problem: Problem) -> int:
+        own = replace(problem, quant=self.quant)
+        return declared_bytes(self.pair[1], own) if self.prepared else 0
 
     def setup(self, problem: Problem, weights: ExpertWeights) -> None:
         self.problem = replace(problem, quant=self.quant)
         self.graph = check(*self.pair, replace(self.problem, graph=True), self.machine).ok
         self.weights = quantised(weights, self.problem)
+        if self.prepared:
+            kernel = make_kernel(*self.pair, self.problem, machine=self.machine)
+            with torch_twins(wanted=self._as_torch):
+                self.weights = kernel.prepare_weights(self.weights)
         self._plan: Plan | None = None
 
     def call(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
@@ -175,10 +202,13 @@ def pair_offers(
     experts: str | None,
     problems: Sequence[Problem],
     machine: Machine,
+    *,
+    prepared: bool = False,
 ) -> list[BenchOffer]:
     """Every pairing that the names, where given, leave and that is valid for a problem.
 
-    problems: their `quant` says in which schemes. Called by its experts where no other pairing
+    problems: their `quant` says in which schemes. prepared: behind each whose experts prepare
+    weights of a problem, the same with prepared ones. Called by its experts where no other pairing
     has those. IncompatibleError with every reason if both names are given and never fit.
     """
     catalog = load_catalog()
@@ -189,26 +219,38 @@ def pair_offers(
     if experts is not None:
         all_experts = (catalog.experts(experts).__name__,)
     found: list[tuple[str, str, str]] = []
+    preparing: set[tuple[str, str]] = set()
     refused: list[Verdict] = []
     for pf, ex in itertools.product(pfs, all_experts):
         for problem in problems:
             verdict = check(pf, ex, problem, machine)
             if not verdict.ok:
                 refused.append(verdict)
-            elif (pf, ex, problem.quant) not in found:
+                continue
+            if (pf, ex, problem.quant) not in found:
                 found.append((pf, ex, problem.quant))
+            if prepared and (ex, problem.quant) not in preparing and declared_specs(ex, problem):
+                preparing.add((ex, problem.quant))
     if prepare_finalize is not None and experts is not None and not found and refused:
         raise IncompatibleError(refused[0].pairing, refused[0].rejections)
     hosts = Counter(ex for _, ex in {(pf, ex) for pf, ex, _ in found})
     return [
         BenchOffer(
-            ex if hosts[ex] == 1 else f"{pf}+{ex}",
+            with_prepared(name) if once else name,
             quant,
             OURS,
-            partial(PairLayer, pf, ex, quant, machine),
+            partial(PairLayer, pf, ex, quant, machine, once),
+            once,
         )
         for pf, ex, quant in found
+        for name in [ex if hosts[ex] == 1 else f"{pf}+{ex}"]
+        for once in ([False, True] if (ex, quant) in preparing else [False])
     ]
+
+
+def with_prepared(name: str) -> str:
+    """Name the row of a pairing whose weights are prepared."""
+    return f"{name} prepared"
 
 
 def baseline_offers() -> list[BenchOffer]:

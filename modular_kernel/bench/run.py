@@ -237,7 +237,7 @@ class _Run:
             return made, load_of(made.routing, cell.problem, expert_map)
 
         first, load = given(0)
-        turns = self._rotation(cell, work_of(cell.problem, scheme, [load]), scheme)
+        turns = self._rotation(cell, work_of(cell.problem, scheme, [load]), team)
         inputs, loads = zip((first, load), *map(given, range(1, turns.calls)), strict=True)
         layers = [team.layer(index) for index in range(turns.sets)]
         calls = tuple(
@@ -257,11 +257,13 @@ class _Run:
             checks.append((call, self._answer(cell, team, one, (index, at))))
         return _Trial(calls, layers[0], turns, loads, tuple(checks))
 
-    def _rotation(self, cell: LayerCase, work: Work, scheme: QuantScheme) -> Rotation:
+    def _rotation(self, cell: LayerCase, work: Work, team: _Team) -> Rotation:
         memory = 0
         if self.device.type == "cuda":
             memory = torch.cuda.get_device_properties(self.device).total_memory
+        scheme = QuantScheme.parse(team.offer.quant)
         whole = cell.problem.e * expert_bytes(cell.problem, scheme)
+        whole += team.first.kept_bytes(cell.problem)
         if (spec := cell.problem.adapters) is not None:
             whole += spec.adapters * adapter_bytes(cell.problem)
         l2 = l2_bytes(self.device)
@@ -381,5 +383,6 @@ def blank_row(cell: LayerCase, offer: BenchOffer) -> Row:
         layer=offer.name,
         origin=offer.origin,
         quant=offer.quant,
+        prepared=offer.prepared,
         operands=operands(problem, QuantScheme.parse(offer.quant)),
     )

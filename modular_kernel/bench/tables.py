@@ -28,6 +28,8 @@ METHOD = """\
   output of the timed replays was compared as well.\
 """
 
+PREPARED = "prepared: kernel.prepare_weights was called once, before, and is not in the time"
+
 
 def label(row: Row) -> str:
     """Name the layer as a column's head: with its scheme, if it has one."""
@@ -80,6 +82,7 @@ def markdown(report: Report) -> str:
     """One table for each kind of operands and routing, with what it was measured on."""
     lines = [f"# Layers on {report.environment.get('device')}", "", *_where(report), ""]
     lines += METHOD.splitlines()
+    lines += [f"- {PREPARED}."] if any(row.prepared for row in report.rows) else []
     kinds = dict.fromkeys((row.operands, row.routing) for row in report.rows)
     for operands, routing in kinds:
         rows = [row for row in report.rows if (row.operands, row.routing) == (operands, routing)]
@@ -143,8 +146,11 @@ def ratios(report: Report) -> list[tuple[str, str]]:
 
 
 def summary(report: Report) -> list[str]:
-    """Per kind of operands: how our best compares with the floor and with the best peer."""
-    lines = []
+    """Per kind of operands: how our best compares with the floor and with the best peer.
+
+    And what `prepared` means, where a row is.
+    """
+    lines = [PREPARED] if any(row.prepared for row in report.rows) else []
     for operands, found in _compared(report):
         parts = [
             f"{_mean(values):.2f} x {what} in geometric mean over {counted(len(values), 'cell')} "

@@ -14,7 +14,7 @@ from modular_kernel.cli import output
 from modular_kernel.cli.bench_model import WholeModel, bench_model, refuse_others
 from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.lists import schemes, token_numbers
-from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptions
+from modular_kernel.cli.options import AsJson, ExpertsType, PfType, Prepared, ProblemOptions
 from modular_kernel.cli.presets import BASELINE_SHAPES, SHAPES, facts, known, shown, unknown
 from modular_kernel.cli.ranks import ranks_asked
 from modular_kernel.errors import ConfigurationError
@@ -49,6 +49,7 @@ class Method:
     eager: Annotated[
         bool, typer.Option("--eager", help="Time eager calls, not replays of CUDA graphs.")
     ] = False
+    prepared: Prepared = False
     peer: Annotated[
         list[Path] | None,
         typer.Option(help="A file with layers() to measure beside ours; may be repeated."),
@@ -110,6 +111,8 @@ def bench(
     A --peer file defines layers(), which returns modular_kernel.bench.candidates.Layer objects,
     each with name, quant, setup(problem, weights) and call(x, routing); see that module and
     docs/benchmarks/README.md.
+
+    --prepared times each of our pairs that prepare weights a second time, with prepared ones.
 
     --load FILE.json shows, and draws, what was measured elsewhere.
 
@@ -261,8 +264,27 @@ def _offers(
     for offer in others:
         if offer.origin == PEER and kind(offer.quant) not in kinds:
             output.note(f"left out: {offer.name}, without --quant {offer.quant} or its like")
-    pairs = pair_offers(pf, experts, problems, machine)
+    pairs = pair_offers(pf, experts, problems, machine, prepared=wanted.method.prepared)
+    if wanted.method.prepared:
+        _tell_unprepared(pairs, quants)
     return pairs + [offer for offer in others if kind(offer.quant) in kinds]
+
+
+def _tell_unprepared(pairs: "list[BenchOffer]", quants: list[str]) -> None:
+    """Name on stderr what has no prepared row; ConfigurationError if nothing has one."""
+    from modular_kernel.bench.candidates import with_prepared
+
+    having = {(offer.name, offer.quant) for offer in pairs if offer.prepared}
+    if not having:
+        got = f"{', '.join(quants)}, of which no pair here prepares anything"
+        raise ConfigurationError("--prepared", got=got, need="weights that are (docs/compose.md)")
+    without = [
+        f"{offer.name} {offer.quant}"
+        for offer in pairs
+        if not offer.prepared and (with_prepared(offer.name), offer.quant) not in having
+    ]
+    if without:
+        output.note(f"only timed as they are, nothing is prepared of: {', '.join(without)}")
 
 
 def _check_files(files: BenchFiles) -> None:

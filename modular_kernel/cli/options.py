@@ -27,6 +27,12 @@ DEFAULTS: dict[str, object] = {
 
 PfType = Annotated[str | None, typer.Option(help="Name of a PrepareAndFinalize (see mk list).")]
 ExpertsType = Annotated[str | None, typer.Option(help="Name of an experts part (see mk list).")]
+Prepared = Annotated[
+    bool,
+    typer.Option(
+        "--prepared", help="With weights that experts prepared once: kernel.prepare_weights."
+    ),
+]
 AsJson = Annotated[
     str | None,
     typer.Option(

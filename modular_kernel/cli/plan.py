@@ -8,7 +8,7 @@ import typer
 
 from modular_kernel.cli import output
 from modular_kernel.cli.lists import token_numbers
-from modular_kernel.cli.options import AsJson, ProblemOptions
+from modular_kernel.cli.options import AsJson, Prepared, ProblemOptions
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.printable import counted
 
@@ -48,6 +48,7 @@ class World:
     bandwidth: Annotated[float, typer.Option(help="TB/s of a GPU's memory.")] = 4.8
     groups: Annotated[int, typer.Option(help="Groups of experts, of group-limited routing.")] = 1
     topk_groups: Annotated[int, typer.Option(help="Groups that a token's experts are in.")] = 1
+    prepared: Prepared = False
     peak: Annotated[
         float | None,
         typer.Option(help="TFLOP/s in 16 bits, twice that in 8.  [default: an H200 as measured]"),
@@ -95,7 +96,8 @@ def plan(
     """Estimate a layer's time over 1 to 4096 ranks, for each pairing; nothing is run.
 
     An analytic model: experts by what they move and compute, at a measured efficiency; exchanges by
-    latency and bytes over links. --tokens counts those of one rank. Formulas, what was fitted to
+    latency and bytes over links. --tokens counts those of one rank. --prepared counts the memory of
+    prepared weights. Formulas, what was fitted to
     which rows and how far off it is: docs/sizing.md. To print the errors: `mk plan --compare
     docs/benchmarks/h200-layers.json --compare docs/benchmarks/h200-exchange.json`.
 
@@ -106,6 +108,7 @@ def plan(
         _compare(compare, as_json=as_json)
         return
     from modular_kernel.perf_model.estimate import in_world, size
+    from modular_kernel.perf_model.experts_time import PART
     from modular_kernel.perf_model.load import Groups
 
     cluster, plain = world.cluster(), replace(options, world_size=None).problem()
@@ -119,11 +122,16 @@ def plan(
             routing=world.routing,
             others=True,
             groups=groups,
+            prepared=world.prepared,
         )
         for ranks in world.sizes(options)
         for tokens in world.tokens(options)
     ]
-    rows = [_row(estimate, cluster) for one in sized for estimate in one.estimates]
+    estimates = [estimate for one in sized for estimate in one.estimates]
+    if world.prepared and estimates and not any(estimate.prepared for estimate in estimates):
+        got = f"{plain.quant}, of which {PART} prepares nothing"
+        raise ConfigurationError("--prepared", got=got, need="weights that are (docs/compose.md)")
+    rows = [_row(estimate, cluster) for estimate in estimates]
     record = {"cluster": cluster, "routing": world.routing, "estimates": rows}
     output.answer(record, as_json, lambda: _print(sized, cluster, world.routing))
     if not any(one.estimates for one in sized):
@@ -144,7 +152,8 @@ def _row(estimate: "Estimate", cluster: "Cluster") -> dict[str, Any]:
         "bound": estimate.experts.bound,
         "tokens_per_second": estimate.tokens_per_second,
         "weights_bytes": estimate.weights,
-        "fits": estimate.weights <= cluster.gpu.memory,
+        "prepared_bytes": estimate.prepared,
+        "fits": estimate.held <= cluster.gpu.memory,
         "network_rows": estimate.network_rows,
         "caveat": estimate.caveat,
         "exchange_source": estimate.source,
@@ -161,7 +170,7 @@ def _print(sized: "list[Sized]", cluster: "Cluster", routing: str) -> None:
             row = _row(estimate, cluster)
             times = [row[f"{name}_us"] for name in ("dispatch", "experts", "combine", "layer")]
             name = row["pairing"] if row["ours"] else f"({row['pairing']})"
-            gigabytes = f"{row['weights_bytes'] / _GIGA:.1f}"
+            gigabytes = f"{estimate.held / _GIGA:.1f}"
             rate = f"{row['tokens_per_second'] / 1e6:.2f}"
             head = row["ranks"], row["tokens"], name
             sent = f"{row['network_rows']:.2f}"
@@ -198,10 +207,28 @@ def _assumptions(sized: "list[Sized]", cluster: "Cluster", routing: str) -> list
         "rows out: of a token, expected, that leave the host in a dispatch",
         "dispatch, experts and combine follow one another: nothing overlaps",
         "planned calls in CUDA graphs; router, shared experts and attention are not in it",
+        *_of_prepared(estimates),
         *(f"experts' efficiency: {source}" for source in efficiencies),
         *(f"{name}: {source}" for name, source in sources),
         "pairings in parentheses: a library's own exchange beside our experts",
         "Replicated parts have one set of tokens in the whole world, the others one for each rank",
+    ]
+
+
+def _of_prepared(estimates: "list[Estimate]") -> list[str]:
+    """Say that prepared weights are counted, where they are."""
+    by_ranks = {
+        estimate.problem.parallel.world_size: f"{estimate.prepared / _GIGA:.1f}"
+        for estimate in estimates
+        if estimate.prepared
+    }
+    if not by_ranks:
+        return []
+    sizes = ", ".join(f"{size} on each of {ranks}" for ranks, size in by_ranks.items())
+    counted_too = f"GB counts prepared weights, {sizes}; w1 and w2 must stay beside them"
+    return [
+        f"{counted_too}: some calls read these",
+        "times are those without prepared weights: what makes them in each call is in no estimate",
     ]
 
 

@@ -13,7 +13,7 @@ import typer
 
 from modular_kernel.cli import output
 from modular_kernel.cli.host import prepare_host
-from modular_kernel.cli.options import AsJson, ProblemOptions
+from modular_kernel.cli.options import AsJson, Prepared, ProblemOptions
 from modular_kernel.cli.ranks import Backend, Host, host_of, launched
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 
@@ -47,6 +47,7 @@ class Wanted:
         typer.Option(help="Calls in a trace.  [default: 5, or 1 on a CPU]", show_default=False),
     ] = None
     out: Annotated[Path, typer.Option(help="Folder for the traces and reports.")] = Path("out")
+    prepared: Prepared = False
 
 
 def profile(
@@ -96,8 +97,11 @@ def profile(
     with host_of(options.world_size, backend) as host:
         for pair in pairs:
             refuse_unless_valid(*pair, problem, host.machine)
+        if wanted.prepared:
+            refuse_unprepared([experts for _, experts in pairs], problem)
         wanted.out.mkdir(parents=True, exist_ok=True)
-        files, on_gpu = _Files(pairs, problem, wanted.out), host.machine.device == "cuda"
+        files = _Files(pairs, problem, wanted.out, wanted.prepared)
+        on_gpu = host.machine.device == "cuda"
         job = ProfileJob(
             pairs=pairs,
             problem=problem,
@@ -106,6 +110,7 @@ def profile(
             calls=calls or (_CALLS if on_gpu else _CALLS_ON_CPU),
             traces=tuple(files.out / files.stem(pair) for pair in pairs),
             command=shlex.join(["mk", *sys.argv[1:]]),
+            prepared=wanted.prepared,
         )
         found = _read(job, _recorded(job, host), files, host)
         record = as_record(found) | host.facts | {"report": str(files.report("html"))}
@@ -131,6 +136,18 @@ def refuse_unless_valid(pf: str, experts: str, problem: "Problem", machine: "Mac
         raise IncompatibleError(verdict.pairing, verdict.rejections)
 
 
+def refuse_unprepared(experts: list[str], problem: "Problem") -> None:
+    """ConfigurationError unless some of the experts prepare something; note those that do not."""
+    from modular_kernel.measure.prepared_weights import declared_specs
+
+    without = [name for name in experts if not declared_specs(name, problem)]
+    if len(without) == len(experts):
+        got = f"{problem.quant}, of which {' and '.join(experts)} prepare nothing"
+        raise ConfigurationError("--prepared", got=got, need="weights that are (docs/compose.md)")
+    for name in without:
+        output.note(f"profiled as it is, nothing is prepared of: {name} {problem.quant}")
+
+
 def file_stem(what: str, problem: "Problem") -> str:
     """Begin a file name: one of its own for everything that is profiled."""
     case = f"{what.replace(' ', '')}-{problem}"
@@ -148,9 +165,14 @@ class _Files:
     pairs: tuple[tuple[str, str], ...]
     problem: "Problem"
     out: Path
+    prepared: bool = False
 
     def stem(self, pair: tuple[str, str]) -> str:
-        return file_stem(" x ".join(pair), self.problem)
+        return file_stem(" x ".join(pair) + self._more, self.problem)
+
+    @property
+    def _more(self) -> str:
+        return "-prepared" if self.prepared else ""
 
     def merged(self, pair: tuple[str, str]) -> Path:
         """All ranks' traces in one."""
@@ -158,7 +180,7 @@ class _Files:
 
     def report(self, kind: str) -> Path:
         names = " against ".join(" x ".join(pair) for pair in self.pairs)
-        return self.out / f"{file_stem(names, self.problem)}.profile.{kind}"
+        return self.out / f"{file_stem(names + self._more, self.problem)}.profile.{kind}"
 
     def write(self, found: "Profile", record: dict[str, Any]) -> None:
         """Write the report as JSON and as HTML."""

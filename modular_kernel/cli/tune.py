@@ -12,13 +12,14 @@ import typer
 from modular_kernel.cli import output
 from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.lists import schemes, token_numbers
-from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptions
+from modular_kernel.cli.options import AsJson, ExpertsType, PfType, Prepared, ProblemOptions
 from modular_kernel.cli.presets import SHAPES, shown
 from modular_kernel.cli.tune_output import Bar, TunedLayer, TuneRecorder, print_text, record
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.foreign import reason
 
 if TYPE_CHECKING:
+    from modular_kernel.tunable import Tunable
     from modular_kernel.tuning.compiled import Compiler, Pair
     from modular_kernel.tuning.search import Tuned
     from modular_kernel.types import Machine, Problem
@@ -64,6 +65,7 @@ class Search:
     times: Annotated[
         Path | None, typer.Option(help="Append every choice's time here, a line of JSON each cell.")
     ] = None
+    prepared: Prepared = False
 
     def tokens(self, options: ProblemOptions) -> tuple[int, ...]:
         """Return the numbers of tokens asked for, or all."""
@@ -96,6 +98,9 @@ def tune(
     phi_3_5_moe. A config.json counts as a name. --quant takes several schemes; without it a layer
     has its file's, or none. Of several layers, those refused are left out.
 
+    --prepared tunes calls with prepared weights, in files of their own; with --explain it says what
+    calls launch without and with them.
+
     Every choice is checked against a float64 oracle before it is timed. Results are saved after
     each number of tokens; the same command continues.
 
@@ -116,7 +121,11 @@ def tune(
     from modular_kernel.catalog import this_machine
 
     if explain:
-        _explain([problem for _, problem in problems], tokens, experts_type, device_name, as_json)
+        if search.prepared:
+            problems = _preparing(problems, experts_type, device_name)
+        layers = [problem for _, problem in problems]
+        texts = _explanations(layers, tokens, experts_type, device_name, search.prepared)
+        output.answer({"explanations": texts}, as_json, lambda: output.line("\n\n".join(texts)))
         return
     machine = this_machine()
     if machine.device != "cuda":
@@ -124,8 +133,10 @@ def tune(
         if as_json is not None:
             output.print_json({"ok": False, "reason": _NO_GPU}, as_json)
         raise typer.Exit(1)
+    if search.prepared:
+        problems = _preparing(problems, experts_type)
     most = [(name, problem.with_tokens(max(tokens))) for name, problem in problems]
-    chosen = _valid(most, machine, pf_type, experts_type)
+    chosen = _valid(most, machine, pf_type, experts_type, search.prepared)
     _run(chosen, tokens, search, as_json)
 
 
@@ -147,13 +158,22 @@ def _problems(options: ProblemOptions) -> "list[tuple[str, Problem]]":
     return found
 
 
-def _tunable_parts(problem: "Problem", experts: str | None) -> list[str]:
-    """Names of the experts parts that can be tuned: the one named, or all."""
+def _spaces(
+    problem: "Problem",
+    experts: str | None,
+    *,
+    prepared: bool = False,
+    device_name: str | None = None,
+) -> "dict[str, Tunable]":
+    """By name what can be tuned of the experts part that is named, or of all.
+
+    prepared: of calls with prepared weights, here or on that GPU; {} where no part prepares any.
+    """
     from modular_kernel.catalog import load_catalog
 
     catalog = load_catalog()
     names = catalog.names("experts") if experts is None else (experts,)
-    found = []
+    found = {}
     for name in names:
         try:
             space = catalog.experts(name).tunable(problem)
@@ -162,21 +182,51 @@ def _tunable_parts(problem: "Problem", experts: str | None) -> list[str]:
                 raise
             output.note(f"not tuned: {name}: {reason(error)}")  # another package's, say
         else:
-            found += [name] if space is not None else []
+            if space is not None:
+                found[name] = space
     if not found:
         need = "an experts part whose launches can be tuned"
         raise ConfigurationError("--experts-type", got=experts or "no such part", need=need)
+    if not prepared:
+        return found
+    with_them = {name: space.of_prepared(device_name) for name, space in found.items()}
+    return {name: space for name, space in with_them.items() if space is not None}
+
+
+def _preparing(
+    problems: "Sequence[tuple[str, Problem]]", experts: str | None, device_name: str | None = None
+) -> "list[tuple[str, Problem]]":
+    """Those whose weights some tunable part prepares; the others are named on stderr.
+
+    ConfigurationError if there is none.
+    """
+    found = []
+    for name, problem in problems:
+        if _spaces(problem, experts, prepared=True, device_name=device_name):
+            found.append((name, problem))
+        elif len(problems) > 1:
+            layer = f"{name} {problem.quant}".strip()
+            output.note(f"left out: {layer}: nothing is prepared of its weights")
+    if not found:
+        quants = ", ".join(dict.fromkeys(problem.quant for _, problem in problems))
+        where = f" on {device_name}" if device_name else " here"
+        need = "weights of which tunable experts prepare something (docs/compose.md)"
+        raise ConfigurationError("--prepared", got=f"{quants}{where}", need=need)
     return found
 
 
 def _valid(
-    problems: "Sequence[tuple[str, Problem]]", machine: "Machine", pf: str | None, ex: str | None
+    problems: "Sequence[tuple[str, Problem]]",
+    machine: "Machine",
+    pf: str | None,
+    ex: str | None,
+    prepared: bool = False,
 ) -> "list[tuple[str, Problem, Pair]]":
     """Those with a pair; of several, the others are named on stderr."""
     found = []
     for name, problem in problems:
         try:
-            found.append((name, problem, _pair(problem, machine, pf, ex)))
+            found.append((name, problem, _pair(problem, machine, pf, ex, prepared)))
         except IncompatibleError as refusal:
             if len(problems) == 1:
                 raise
@@ -187,7 +237,13 @@ def _valid(
     return found
 
 
-def _pair(problem: "Problem", machine: "Machine", pf: str | None, experts: str | None) -> "Pair":
+def _pair(
+    problem: "Problem",
+    machine: "Machine",
+    pf: str | None,
+    experts: str | None,
+    prepared: bool = False,
+) -> "Pair":
     """Return the first valid pair that the names leave.
 
     Raise IncompatibleError with all reasons if none is.
@@ -196,32 +252,34 @@ def _pair(problem: "Problem", machine: "Machine", pf: str | None, experts: str |
     from modular_kernel.tuning.compiled import Pair
 
     pfs = load_catalog().names("prepare_finalize") if pf is None else (pf,)
-    names = [(p, e) for e in _tunable_parts(problem, experts) for p in pfs]
+    names = [(p, e) for e in _spaces(problem, experts, prepared=prepared) for p in pfs]
     verdicts = [check(*pair, problem, machine) for pair in names]
     for pair, verdict in zip(names, verdicts, strict=True):
         if verdict.ok:
-            return Pair(*pair, machine)
+            return Pair(*pair, machine, prepared)
     reasons = [r for verdict in verdicts for r in verdict.rejections]
     title = verdicts[0].pairing if len(verdicts) == 1 else f"every pairing for {problem}"
     raise IncompatibleError(title, reasons)
 
 
-def _explain(
+def _explanations(
     problems: "Sequence[Problem]",
     tokens: Sequence[int],
     experts: str | None,
     device_name: str | None,
-    as_json: str | None,
-) -> None:
-    from modular_kernel.catalog import load_catalog
-
+    prepared: bool,
+) -> list[str]:
+    """Return a text for each problem and number of tokens, and another with prepared weights."""
     texts = []
     for problem in problems:
-        part = _tunable_parts(problem, experts)[0]
-        space = load_catalog().experts(part).tunable(problem)
-        assert space is not None
-        texts += [space.explain(number, device_name) for number in tokens]
-    output.answer({"explanations": texts}, as_json, lambda: output.line("\n\n".join(texts)))
+        plain = _spaces(problem, experts)
+        spaces = [next(iter(plain.values()))]
+        if prepared:
+            with_them = _spaces(problem, experts, prepared=True, device_name=device_name)
+            name = next(iter(with_them))
+            spaces = [plain[name], with_them[name]]
+        texts += [space.explain(number, device_name) for number in tokens for space in spaces]
+    return texts
 
 
 def _run(

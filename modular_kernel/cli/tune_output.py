@@ -29,7 +29,8 @@ class TunedLayer:
     @property
     def title(self) -> str:
         quant = self.problem.quant
-        return self.name if quant == "none" else f"{self.name} {quant}"
+        title = self.name if quant == "none" else f"{self.name} {quant}"
+        return f"{title} prepared" if self.pair.prepared else title
 
 
 class Bar:
@@ -81,9 +82,9 @@ class Bar:
 class TuneRecorder:
     """Appends to a file of JSON lines what every choice took, one line for a number of tokens.
 
-    A line: layer, sizes, quant, tokens, best (with us and untuned_us), for every choice that was
-    right us (of a whole call) and stages (of those that the part tells apart), and why the others
-    were refused.
+    A line: layer, sizes, quant, whether weights were prepared, tokens, best (with us and
+    untuned_us), for every choice that was right us (of a whole call) and stages (of those that the
+    part tells apart), and why the others were refused.
     """
 
     def __init__(self, layer: TunedLayer, path: Path | None) -> None:
@@ -106,6 +107,7 @@ class TuneRecorder:
             "hidden": problem.hidden,
             "intermediate": problem.intermediate,
             "quant": problem.quant,
+            "prepared": self._layer.pair.prepared,
             "tokens": tuned.tokens,
             "best": {
                 **kept(best.choice),
@@ -147,6 +149,7 @@ def record(layer: TunedLayer, done: "Sequence[Tuned]", left: Sequence[int]) -> d
         "layer": layer.name,
         "problem": layer.problem,
         "pairing": f"{layer.pair.prepare_finalize} x {layer.pair.experts}",
+        "prepared": layer.pair.prepared,
         "file": str(done[-1].file) if done and done[-1].file else None,
         "left": list(left),
         "tuned": [

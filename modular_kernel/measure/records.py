@@ -21,8 +21,8 @@ class Row:
 
     status: ok; wrong (its error is beyond error_bound, so it was not timed); failed (it raised);
     refused (it cannot run this problem); skipped (the deadline had passed). note: why.
-    origin: ours, baseline or peer. operands: what its products multiply; rows of one cell and one
-    kind of operands compete.
+    origin: ours, baseline or peer. prepared: its weights were, once, before. operands: what its
+    products multiply; rows of one cell and one kind of operands compete.
     us, us_min, spread: of one call, see method.Timing. over_floor, over_best_peer: us divided by
     the floor, and by the fastest ok row of its kind that is not ours.
     touched, skew: experts with a token, and the fullest one's pairs over the mean; averages.
@@ -43,6 +43,7 @@ class Row:
     origin: str
     quant: str
     operands: str
+    prepared: bool = False
     status: str = SKIPPED
     note: str = ""
     error: float | None = None

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from modular_kernel.catalog import check_all, load_catalog, packages_of
 from modular_kernel.measure.adapter_work import adapter_bytes
+from modular_kernel.measure.prepared_weights import declared_bytes
 from modular_kernel.measure.roofline import expert_bytes
 from modular_kernel.measure.routing import RoutingKind
 from modular_kernel.perf_model.exchange_time import (
@@ -26,8 +27,9 @@ _HOPPER = (9, 0)
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of one layer. weights: bytes of one rank's experts. network_rows: of a token, that
-    leave the host in a dispatch. ours: whether it is a pairing of installed parts; otherwise a
+    """Seconds of one layer. weights: bytes of one rank's experts. prepared: bytes that are kept
+    beside these where weights are prepared. network_rows: of a token, that leave the host in a
+    dispatch. ours: whether it is a pairing of installed parts; otherwise a
     library's exchange with our experts. caveat: what that library is not made for."""
 
     pairing: str
@@ -39,6 +41,12 @@ class Estimate:
     network_rows: float
     ours: bool = True
     caveat: str = ""
+    prepared: int = 0
+
+    @property
+    def held(self) -> float:
+        """Bytes of one rank's experts with what was prepared of them: it replaces nothing."""
+        return self.weights + self.prepared
 
     @property
     def seconds(self) -> float:
@@ -82,14 +90,17 @@ def size(
     routing: str = "uniform",
     others: bool = False,
     groups: Groups = ONE_GROUP,
+    prepared: bool = False,
 ) -> Sized:
     """Estimate every pairing for problem.tokens tokens on each of its ranks.
 
-    others: exchanges of libraries by themselves, too. groups: of group-limited routing.
+    others: exchanges of libraries by themselves, too. groups: of group-limited routing. prepared:
+    count what the experts prepare of weights; the time is that without, see experts_time.
     """
     machine = _described(cluster)
     kind, found, without = RoutingKind.parse(routing), list[Estimate](), list[tuple[str, str]]()
-    asked = Asked(problem, cluster, kind, groups)
+    kept = declared_bytes(PART, problem, machine) if prepared else 0
+    asked = Asked(problem, cluster, kind, groups, kept)
     for verdict in check_all(problem, machine):
         traffic = traffic_of(verdict.prepare_finalize)
         if not verdict.ok:
@@ -139,6 +150,7 @@ class Asked:
     cluster: Cluster
     kind: RoutingKind
     groups: Groups
+    prepared: int = 0
 
     def estimate(self, pairing: str, traffic: Traffic) -> Estimate:
         problem, cluster = self.problem, self.cluster
@@ -164,6 +176,7 @@ class Asked:
             held * expert_bytes(problem, problem.scheme) + slots * adapter_bytes(problem),
             traffic.source,
             network_rows(problem, traffic, load, cluster),
+            prepared=self.prepared,
         )
 
 

@@ -10,6 +10,9 @@ numbers for each number format.
     a   microseconds of launches and of their first bytes, whatever is computed
     em, ec   the parts of the bandwidth and of the peak that are reached
 
+No launch that unpacks or orders weights of 4 bits in each call is in it, so that prepared weights
+change nothing here.
+
 p lies between a sum (nothing overlaps) and a maximum (all does). a, em and ec were fitted to 12
 cells of each format (FITTED shapes, 1 to 16384 tokens, one H200, planned kernels in CUDA graphs;
 docs/benchmarks/h200-layers.json); p is the one of 2, 2.5 and 3 that fits all formats best.

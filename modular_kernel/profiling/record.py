@@ -37,6 +37,7 @@ from modular_kernel.plan import Plan
 from modular_kernel.profiling.chrome import BARRIER
 from modular_kernel.profiling.inputs import ProfileInputs, make_inputs
 from modular_kernel.profiling.stderr import without_own_lines
+from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Machine, Problem, dtype_name
 
 _CYCLES_PER_S = 2.0e9  # of a GPU, or fewer
@@ -53,7 +54,8 @@ _REPLAYS, _REPLAYS_ON_CPU = 40, 4  # fixed: ranks that wait for each other make 
 class ProfileJob:
     """What to profile. pairs: (PrepareAndFinalize, experts), one or two. calls: traced ones.
 
-    traces: for each pair how its traces' paths begin. command: how to repeat it.
+    traces: for each pair how its traces' paths begin. command: how to repeat it. prepared: each
+    pair has weights that its kernel prepared once, before, where it prepares any.
     """
 
     pairs: tuple[tuple[str, str], ...]
@@ -63,6 +65,7 @@ class ProfileJob:
     calls: int
     traces: tuple[Path, ...]
     command: str = ""
+    prepared: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,10 +90,12 @@ class Total:
 @dataclass(frozen=True)
 class Memory:
     """Bytes. workspace: what the plan holds, its output apart. peak: most that torch's allocator
-    gave out above what the inputs take, buffers included; None on a CPU."""
+    gave out above what the inputs take, buffers included; None on a CPU. prepared: of weights that
+    were prepared, which are among the inputs."""
 
     workspace: int
     peak: int | None
+    prepared: int = 0
 
 
 @dataclass(frozen=True)
@@ -184,6 +189,7 @@ class _Bench:
         self.on_gpu = device.type == "cuda"
         self.wipe: Wiper = wiper_of(device)
         self.clock = clock_of(device)
+        self.weights: dict[str, ExpertWeights] = {}  # prepared ones, by the pairing
 
     def run(self) -> tuple[tuple[Recorded, ...], list[torch.Tensor]]:
         """Record each pairing; return what was recorded, and its output."""
@@ -203,11 +209,22 @@ class _Bench:
         return tuple(recorded), outputs
 
     def _call(self, plan: Plan) -> torch.Tensor:
-        given = self.inputs
+        given, weights = self.inputs, self._weights_of(_kernel_of(plan))
         if self.on_gpu:
-            return plan(given.x_TH, given.weights, given.routing)
+            return plan(given.x_TH, weights, given.routing)
         with self._as_users_run(_kernel_of(plan)):
-            return plan(given.x_TH, given.weights, given.routing)
+            return plan(given.x_TH, weights, given.routing)
+
+    def _weights_of(self, kernel: FusedMoEModularKernel) -> ExpertWeights:
+        return self.weights.get(kernel.pairing, self.inputs.weights)
+
+    def _prepared(self, kernel: FusedMoEModularKernel) -> int:
+        """Prepare the weights of a pairing, and return how many bytes that takes."""
+        if not self.job.prepared:
+            return 0
+        with self._as_users_run(kernel):
+            self.weights[kernel.pairing] = kernel.prepare_weights(self.inputs.weights)
+        return sum(spec.nbytes for spec in kernel.experts.prepared_specs().values())
 
     def _as_users_run(self, kernel: FusedMoEModularKernel) -> AbstractContextManager[None]:
         """Operations beside parts of plain torch are not interpreted, either."""
@@ -221,16 +238,19 @@ class _Bench:
         """
         before = self._allocated(reset=True)
         kernel = make_kernel(pf, experts, self.problem, group=self.group, machine=self.job.machine)
+        prepared = self._prepared(kernel)
         plan, given = kernel.plan(), self.inputs
         x_TH = self.x_TH.clone() if self.problem.inplace else self.x_TH
         with self._as_users_run(kernel):
-            output = plan(x_TH, given.weights, given.routing).clone()
+            output = plan(x_TH, self._weights_of(kernel), given.routing).clone()
         for _ in range(_WARM_CALLS if self.on_gpu else 0):
             self._call(plan)
         self.clock.wait()
         kernel.prepare_finalize.check()
-        peak = torch.cuda.max_memory_allocated(self.device) - before if self.on_gpu else None
-        return plan, Memory(plan.nbytes, peak), output
+        peak = None
+        if self.on_gpu:
+            peak = torch.cuda.max_memory_allocated(self.device) - before - prepared
+        return plan, Memory(plan.nbytes, peak, prepared), output
 
     def _allocated(self, *, reset: bool) -> int:
         if not self.on_gpu:
@@ -348,7 +368,8 @@ class _Bench:
         for _ in range(2):  # the kernel's own calls: a plan's would be replayed
             self._barrier()
             start = time.perf_counter()
-            _kernel_of(plan)(given.x_TH, given.weights, given.routing)
+            kernel = _kernel_of(plan)
+            kernel(given.x_TH, self._weights_of(kernel), given.routing)
             seconds = time.perf_counter() - start
         wanted = _SPARE * self._largest(seconds) * self.job.calls
         return min(max(wanted, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)

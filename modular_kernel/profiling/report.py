@@ -294,6 +294,7 @@ def _rank_record(rank: RankProfile) -> dict[str, Any]:
         "load": rank.load,
         "workspace_bytes": rank.memory.workspace,
         "peak_bytes": rank.memory.peak,
+        "prepared_bytes": rank.memory.prepared,
     }
 
 

@@ -140,6 +140,9 @@ def _furthest(rank: RankProfile) -> str:
 def _memory(rank: RankProfile) -> str:
     memory = rank.memory
     text = f"Workspace: {number(memory.workspace / 2**20)} MiB held by the plan"
+    if memory.prepared:
+        once = f"{number(memory.prepared / 2**20)} MiB of weights prepared once, before"
+        text = f"{once}, beside the others. {text}"
     if memory.peak is None:
         return text + "."
     return text + f"; {number(memory.peak / 2**20)} MiB at the peak, with outputs."

@@ -6,7 +6,7 @@ tensors have the shapes and strides of real calls, and no memory.
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, TimeoutError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
@@ -33,17 +33,21 @@ _LONGEST = 300.0  # seconds to wait for one choice, those before it in the queue
 
 @dataclass(frozen=True)
 class Pair:
-    """What is tuned, by name, and the machine it runs on."""
+    """What is tuned, by name, and the machine it runs on. prepared: calls have prepared weights."""
 
     prepare_finalize: str
     experts: str
     machine: Machine
+    prepared: bool = False
 
     def space(self, problem: Problem) -> Tunable:
         """Return what the experts part offers; ConfigurationError if it has nothing to tune."""
         space = load_catalog().experts(self.experts).tunable(problem)
+        if space is not None and self.prepared:
+            space = space.of_prepared()
         if space is None:
-            need = "a part whose launches can be tuned"
+            with_them = " with prepared weights" if self.prepared else ""
+            need = f"a part whose launches can be tuned{with_them}"
             raise ConfigurationError(f"experts part {self.experts}", got="no choice", need=need)
         return space
 
@@ -74,20 +78,29 @@ def compile_choice(task: CompileTask, choice: Choice) -> str:
     try:
         with task.space.using(choice):
             names = pair.prepare_finalize, pair.experts
-            records = records_of(make_kernel(*names, problem, machine=pair.machine), target)
+            kernel = make_kernel(*names, problem, machine=pair.machine)
+            records = records_of(kernel, target, prepared=pair.prepared)
     # The compiler fails in many ways; none of them may end the search.
     except Exception as error:  # noqa: BLE001
         return f"does not compile: {type(error).__name__}: {str(error)[:200]}"
     return "; ".join(reason for record in records for reason in check(record))
 
 
-def records_of(kernel: FusedMoEModularKernel, target: str) -> "list[CompileRecord]":
-    """Compile for `target` what one call of `kernel` launches; nothing runs."""
+def records_of(
+    kernel: FusedMoEModularKernel, target: str, *, prepared: bool = False
+) -> "list[CompileRecord]":
+    """Compile for `target` what one call of `kernel` launches; nothing runs.
+
+    prepared: of a call with prepared weights.
+    """
     from modular_kernel.testing.compile.report import record_compiles
 
     problem = kernel.problem
     workspace = Workspace(kernel.workspace_specs(problem.tokens), _META)
     x_TH, weights, routing = meta_inputs(problem)
+    if prepared:
+        made = kernel.experts.prepared_specs().items()
+        weights = replace(weights, **{n: _empty(spec.shape, spec.dtype) for n, spec in made})
     out = torch.empty(problem.output_shape, dtype=problem.dtype, device=_META)
     with record_compiles(target) as records:
         kernel.start_checked(x_TH, weights, routing, out, workspace).finish()
@@ -96,20 +109,20 @@ def records_of(kernel: FusedMoEModularKernel, target: str) -> "list[CompileRecor
 
 def meta_inputs(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:
     """Return x, weights and routing of a call, of the right shapes, on the meta device."""
-
-    def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=_META)
-
-    tensors = {n: empty(spec.shape, spec.dtypes[0]) for n, spec in weight_specs(problem).items()}
+    tensors = {n: _empty(spec.shape, spec.dtypes[0]) for n, spec in weight_specs(problem).items()}
     if problem.bias:
-        tensors["b1"] = empty((problem.e, problem.w1_rows), problem.dtype)
-        tensors["b2"] = empty((problem.e, problem.hidden), problem.dtype)
+        tensors["b1"] = _empty((problem.e, problem.w1_rows), problem.dtype)
+        tensors["b2"] = _empty((problem.e, problem.hidden), problem.dtype)
     if problem.expert_map:
-        tensors["expert_map"] = empty((problem.experts,), torch.int32)
+        tensors["expert_map"] = _empty((problem.experts,), torch.int32)
     pairs = (problem.tokens, problem.top_k)
-    routing = Routing(empty(pairs, torch.float32), empty(pairs, problem.ids_dtype or torch.int32))
-    x_TH = empty((problem.tokens, problem.hidden), problem.dtype)
+    routing = Routing(_empty(pairs, torch.float32), _empty(pairs, problem.ids_dtype or torch.int32))
+    x_TH = _empty((problem.tokens, problem.hidden), problem.dtype)
     return x_TH, ExpertWeights(**tensors), routing
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=_META)
 
 
 class Compiler:

@@ -20,7 +20,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.measure.routing import RoutingKind
 from modular_kernel.measure.timing import Call, capture, clock_of, samples_ms, wiper_of
-from modular_kernel.tensors import Routing
+from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.tunable import Choice, Took, Tunable
 from modular_kernel.tuning.clock import StageClock, middle
 from modular_kernel.tuning.compiled import Compiler, Pair
@@ -64,9 +64,15 @@ class TimedSearch(Bench):
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._clock = StageClock(self.space.stages, self.device)
-        self.weights = tuning_weights(problem, self.device)
-        situations = Situations(problem, self.weights, tokens, self.routing)
+        weights = tuning_weights(problem, self.device)
+        situations = Situations(problem, weights, tokens, self.routing)
+        self.weights = self._prepared(weights) if pair.prepared else weights
         self._situation = lru_cache(maxsize=1)(situations.at)
+
+    def _prepared(self, weights: ExpertWeights) -> ExpertWeights:
+        """Return weights that every kernel of the search takes: they differ in tokens alone."""
+        names = self.pair.prepare_finalize, self.pair.experts
+        return make_kernel(*names, self.problem, machine=self.pair.machine).prepare_weights(weights)
 
     def compile_ahead(self, tokens: int, choices: Sequence[Choice]) -> None:
         problem = self.problem.with_tokens(tokens)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from experts.triton.configs.select import override_config
+from experts.triton.contiguous import TritonExperts
 from experts.triton.launch_config import (
     Device,
     LaunchConfig,
@@ -88,3 +89,24 @@ def launches(problem: Problem, pair: MoEConfig) -> Iterator[CompileRecord]:
     with override_config(pair):
         kernel = make_kernel(PAIR.prepare_finalize, PAIR.experts, problem, machine=MACHINE)
         yield from compiled.records_of(kernel, "sm_90")
+
+
+@pytest.mark.parametrize("tokens", [30, 200])
+def test_with_prepared_weights_no_launch_makes_them(tokens: int) -> None:
+    pair, problem = replace(PAIR, prepared=True), replace(PROBLEM, quant="mxfp4_w4a16")
+    problem, names = problem.with_tokens(tokens), (PAIR.prepare_finalize, PAIR.experts)
+    with TritonExperts.described(MACHINE):
+        space = pair.space(problem)
+        choice = space.untuned(tokens)
+        assert compile_choice(CompileTask(pair, space, problem, (choice,)), choice) == ""
+        with space.using(choice):
+            kernel = make_kernel(*names, problem, machine=MACHINE)
+            without, with_them = (
+                [
+                    record.kernel
+                    for record in compiled.records_of(kernel, "sm_90", prepared=prepared)
+                ]
+                for prepared in (False, True)
+            )
+    assert without.count("tile_weights_kernel") == 2
+    assert with_them == [kernel for kernel in without if kernel != "tile_weights_kernel"]

@@ -16,7 +16,7 @@ _NAME = re.compile(
     rf"E=(?P<experts>{_NUMBER}),N=(?P<intermediate>{_NUMBER}),device_name=(?P<device>{_WORD}+?)"
     r"(,dtype=(?P<dtype>[a-z0-9_]+?))?"
     rf"(,block_shape=\[(?P<bn>0|{_NUMBER}), ?(?P<bk>{_NUMBER})\])?"
-    r"(?P<per_channel>,per_channel_quant=True)?(?P<down>_down)?\.json",
+    r"(?P<per_channel>,per_channel_quant=True)?(?P<prepared>,prepared=True)?(?P<down>_down)?\.json",
     re.ASCII,
 )
 _LONGEST_DEVICE = 100  # file systems allow 255 bytes a name
@@ -38,7 +38,7 @@ class ConfigKey:
     experts: on this rank, w2.shape[0]. intermediate: the logical I, w2.shape[2] where two values
     do not share a byte. device: as device_key gives it. dtype: "fp8_w8a8", "float32", ..., "" for
     float16 and bfloat16. block_shape: rows and depth of one weight scale, (0, g) for groups of g.
-    down: SGLang's file for GEMM 2 alone.
+    prepared: of calls with prepared weights alone. down: SGLang's file for GEMM 2 alone.
     `ConfigKey.parse(key.file_name) == key` for every key.
     """
 
@@ -48,6 +48,7 @@ class ConfigKey:
     dtype: str = ""
     block_shape: tuple[int, int] | None = None
     per_channel: bool = False
+    prepared: bool = False
     down: bool = False
 
     def __post_init__(self) -> None:
@@ -62,9 +63,10 @@ class ConfigKey:
         dtype = f",dtype={self.dtype}" if self.dtype else ""
         block = f",block_shape={list(self.block_shape)}" if self.block_shape else ""
         channel = ",per_channel_quant=True" if self.per_channel else ""
+        prepared = ",prepared=True" if self.prepared else ""
         down = "_down" if self.down else ""
         sizes = f"E={self.experts},N={self.intermediate},device_name={self.device}"
-        return f"{sizes}{dtype}{block}{channel}{down}.json"
+        return f"{sizes}{dtype}{block}{channel}{prepared}{down}.json"
 
     @classmethod
     def parse(cls, name: str) -> "ConfigKey":
@@ -75,13 +77,13 @@ class ConfigKey:
             raise ConfigurationError(
                 "name of a config file",
                 got=repr(name),
-                need=f"{need}[,per_channel_quant=True].json",
+                need=f"{need}[,per_channel_quant=True][,prepared=True].json",
             )
         return cls(**_values(match))
 
     @classmethod
-    def of(cls, problem: Problem, device_name: str) -> "ConfigKey":
-        """Return the name under which tiles for `problem` are kept."""
+    def of(cls, problem: Problem, device_name: str, *, prepared: bool = False) -> "ConfigKey":
+        """Return the name under which tiles for `problem` are kept; of prepared weights another."""
         scheme = problem.scheme
         dtype = "float32" if problem.dtype is torch.float32 else ""
         if scheme.quantised:
@@ -96,6 +98,7 @@ class ConfigKey:
             dtype=dtype,
             block_shape=block,
             per_channel=scheme.granularity == "channel" and scheme.quantises_activations,
+            prepared=prepared,
         )
 
 
@@ -108,18 +111,22 @@ def _values(match: re.Match[str]) -> dict[str, Any]:
         "dtype": match["dtype"] or "",
         "block_shape": (int(match["bn"]), int(match["bk"])) if match["bk"] else None,
         "per_channel": match["per_channel"] is not None,
+        "prepared": match["prepared"] is not None,
         "down": match["down"] is not None,
     }
 
 
-def names_for(problem: Problem, device_name: str) -> tuple[str, ...]:
+def names_for(problem: Problem, device_name: str, *, prepared: bool = False) -> tuple[str, ...]:
     """Every name to look `problem` up under, best first.
 
-    Its own; vLLM's, which writes no space in the block shape and knows neither groups nor
+    Of calls with prepared weights its own alone, which no other library writes. Of others:
+    its own; vLLM's, which writes no space in the block shape and knows neither groups nor
     per_channel_quant; and, for 4-bit weights, SGLang's, which counts the bytes of a packed row:
     N = I / 2.
     """
-    key = ConfigKey.of(problem, device_name)
+    key = ConfigKey.of(problem, device_name, prepared=prepared)
+    if prepared:
+        return (key.file_name,)
     keys = list(_spellings(key))
     if problem.scheme.packed and problem.intermediate % 2 == 0:
         keys += _spellings(replace(key, intermediate=problem.intermediate // 2))

@@ -1,5 +1,8 @@
 """Which tuned file serves a problem, and the configurations it gives.
 
+Calls with prepared weights have files of their own, and without one take what others take but for
+the paths that prepare.
+
 Order: an override in force > the user's folder (MK_CONFIG_DIR) > the packaged files in data/ > the
 nearest layers that have a packaged file (`nearest`) > `heuristics`, where no file is for this
 device and number format. In a folder a file may lie under
@@ -22,7 +25,7 @@ from pathlib import Path
 from experts.triton.configs.filenames import ConfigKey, names_for
 from experts.triton.configs.files import VERSION, Recipe, read_recipe
 from experts.triton.configs.former import MEANT, named_now, path_meant, replaced
-from experts.triton.configs.heuristics import heuristics
+from experts.triton.configs.heuristics import heuristics, with_prepared
 from experts.triton.configs.limits import require_config
 from experts.triton.configs.nearest import Known, borrow, steps_of
 from experts.triton.configs.steps import Steps
@@ -62,6 +65,7 @@ class Source:
     origin: "override_config", a file, "nearest", "heuristics" or FIXED. keys: numbers of tokens
     that the file has. whose: of each of the steps, the layer it is from. notes: what else a reader
     should know. looked_in: places without a file, in order. former: files of version 1 say so.
+    prepared: it says what calls with prepared weights launch.
     """
 
     steps: Steps
@@ -71,15 +75,21 @@ class Source:
     notes: tuple[str, ...] = ()
     looked_in: tuple[str, ...] = ()
     former: bool = False
+    prepared: bool = False
 
-    def launched(self, problem: Problem, device: Device, paths: Collection[str]) -> Steps:
-        """Return what is launched by these paths where this decides."""
+    def launched(
+        self, problem: Problem, device: Device, paths: Collection[str], *, prepared: bool = False
+    ) -> Steps:
+        """Return what is launched by these paths where this decides; prepared: weights are."""
         steps = self.steps
         if self.former:
             steps = replaced(steps, problem, device, paths)
-        if all(config.path in paths for config in steps.configs):
-            return steps
-        return steps.within(paths, heuristics(problem, device, paths))
+        if not all(config.path in paths for config in steps.configs):
+            own = heuristics(problem, device, paths, prepared=prepared)
+            steps = steps.within(paths, own)
+        if prepared and not self.prepared:
+            return with_prepared(steps, problem, device, paths)
+        return steps
 
 
 @dataclass(frozen=True)
@@ -93,33 +103,39 @@ class ConfigLookup:
     device: Device
     triton: str | None = None
 
-    def source(self, problem: Problem) -> Source:
+    def source(self, problem: Problem, *, prepared: bool = False) -> Source:
         """Return what the first file there is has, or the heuristics. Reads files.
 
+        prepared: for calls with prepared weights; that of other calls where these have no file.
         ConfigurationError names a file that cannot be read, is malformed or, being ours, does not
         fit. Warns, once for each file, where one of another triton is used or was clamped.
         """
         if problem.batch_invariant:  # files are by the number of tokens
             return Source(heuristics(problem, self.device), FIXED)
         looked_in: list[str] = []
+        names = names_for(problem, self.device.name, prepared=prepared)
         for title, folder in self.folders if self.device.name else ():
-            path = self._first(folder, problem)
+            path = self._first(folder, names)
             if path is None:
                 there = "no file" if folder.is_dir() else "no such folder"
-                looked_in.append(f"{title} {folder}: {there}")
+                of = " of prepared weights" if prepared and folder.is_dir() else ""
+                looked_in.append(f"{title} {folder}: {there}{of}")
                 continue
             recipe = _with_down(path)
             if not _same_rows(recipe, problem):
                 why = "tuned for rows that start on 16 elements"
                 looked_in.append(f"{title} {path}: {why}")
                 continue
-            found = fit(recipe, problem, self.device)
+            found = fit(recipe, problem, self.device, prepared=prepared)
             notes = (*self._foreign_triton(path, recipe), *found.notes)
             if notes:
                 _warn(f"{path}: {'; '.join(notes)}")
             if recipe.tuned_for is not None:
                 notes = (*notes, *_other_layer(recipe, problem))
             return replace(found, notes=notes, looked_in=tuple(looked_in))
+        if prepared:
+            others = self.source(problem)
+            return replace(others, looked_in=(*dict.fromkeys((*looked_in, *others.looked_in)),))
         known = self._known(problem)
         if not known:
             steps = heuristics(problem, self.device)
@@ -147,9 +163,8 @@ class ConfigLookup:
                     known.append(Known.of(key, read_recipe(path)))
         return known
 
-    def _first(self, folder: Path, problem: Problem) -> Path | None:
+    def _first(self, folder: Path, names: Sequence[str]) -> Path | None:
         places = [folder / name for name in self._subfolders(folder)]
-        names = names_for(problem, self.device.name)
         paths = (place / name for name in names for place in places)
         # A dangling link or a folder of that name is met by `read_recipe`, which refuses it.
         return next((path for path in paths if path.exists() or path.is_symlink()), None)
@@ -220,12 +235,12 @@ def nearest(keys: Sequence[int], tokens: int) -> int:
     return min(keys, key=lambda key: (abs(key - tokens), key))
 
 
-def fit(recipe: Recipe, problem: Problem, device: Device) -> Source:
-    """Return the recipe's configurations for `problem`.
+def fit(recipe: Recipe, problem: Problem, device: Device, *, prepared: bool = False) -> Source:
+    """Return the recipe's configurations for `problem`, of calls with prepared weights or without.
 
     Raise ConfigurationError if they cannot be launched.
     """
-    tops = {tokens: _top(path, tokens, recipe, problem, device) for tokens, path in recipe.paths}
+    tops = {t: _top(path, t, recipe, problem, device, prepared) for t, path in recipe.paths}
     one, two = _lasts(recipe.gemm1, tops), _lasts(recipe.gemm2, tops)
     lasts = sorted({last for last, _ in (*one, *two)})
     configs, notes = [], dict[str, None]()
@@ -247,21 +262,27 @@ def fit(recipe: Recipe, problem: Problem, device: Device) -> Source:
     keys = tuple(tokens for tokens, _ in recipe.gemm1)
     former = recipe.version < VERSION
     steps = Steps(tuple(lasts), tuple(configs))
-    return Source(steps, recipe.origin, keys, notes=_few(list(notes)), former=former)
+    return Source(
+        steps, recipe.origin, keys, notes=_few(list(notes)), former=former, prepared=prepared
+    )
 
 
 def _until(last: int, choices: Sequence[tuple[int, tuple[int, Launch]]]) -> tuple[int, Launch]:
     return next(choice for end, choice in choices if last <= end)
 
 
-def _top(name: str, tokens: int, recipe: Recipe, problem: Problem, device: Device) -> int:
+def _top(
+    name: str, tokens: int, recipe: Recipe, problem: Problem, device: Device, prepared: bool
+) -> int:
     """Return the most tokens that what was tuned for `tokens` on this path may serve.
 
     A path of a few tokens reads weights once for every pair: what was tuned for fewer tokens than
-    it pays for says nothing about more.
+    it pays for says nothing about more. What it prepares pays for any number.
     """
     former = recipe.version < VERSION
     path = path_meant(name, problem, device) if former else BY_NAME[name]
+    if prepared and path.turns_of_prepared(problem):
+        return ENDLESS
     most = path.most_tokens(problem)
     return ENDLESS if most is None else max(tokens, most)
 

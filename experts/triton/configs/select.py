@@ -31,26 +31,35 @@ _device: ContextVar[Device | None] = ContextVar("tile device", default=None)
 
 
 def choose_config(
-    problem: Problem, tokens: int, paths: tuple[str, ...] = (BASE.name,)
+    problem: Problem,
+    tokens: int,
+    paths: tuple[str, ...] = (BASE.name,),
+    *,
+    prepared: bool = False,
 ) -> MoEConfig:
     """Return what a call of `tokens` tokens launches. Files are read at the first call.
 
     tokens: of this rank; in the batched format the rows reserved for an expert. paths: those the
-    caller can take; where a file says another, the heuristics decide. A gated GEMM 1 computes
+    caller can take; where a file says another, the heuristics decide. prepared: of calls with
+    prepared weights. A gated GEMM 1 computes
     block_n gate and block_n up columns. ConfigurationError where a file or an override is malformed
     or does not fit. A repeated call takes about a microsecond.
     """
-    return _chosen(problem, tokens, _Where(_override.get(), _device.get(), paths))
+    return _chosen(problem, tokens, _Where(_override.get(), _device.get(), paths, prepared))
 
 
 def kinds_up_to(
-    problem: Problem, tokens: int, paths: tuple[str, ...] = (BASE.name,)
+    problem: Problem,
+    tokens: int,
+    paths: tuple[str, ...] = (BASE.name,),
+    *,
+    prepared: bool = False,
 ) -> list[tuple[int, str, int]]:
     """Return (most tokens, path, block_m) for each path and block_m that a call can meet.
 
-    The call has at most `tokens` tokens.
+    The call has at most `tokens` tokens. prepared: and prepared weights.
     """
-    return list(_kinds(problem, tokens, _Where(_override.get(), _device.get(), paths)))
+    return list(_kinds(problem, tokens, _Where(_override.get(), _device.get(), paths, prepared)))
 
 
 @contextmanager
@@ -68,11 +77,6 @@ def override_config(config: MoEConfig | Mapping[str, object] | None) -> Iterator
         _override.reset(token)
 
 
-def overridden() -> bool:
-    """Tell whether `override_config` decides in this thread."""
-    return _override.get() is not None
-
-
 @contextmanager
 def on_device(device: Device) -> Iterator[None]:
     """Inside the block, in this thread, tiles are those for `device`: it need not be here."""
@@ -88,33 +92,43 @@ def explain(
     tokens: int,
     device_name: str | None = None,
     paths: tuple[str, ...] = (BASE.name,),
+    *,
+    prepared: bool = False,
 ) -> str:
     """Say what a call of `tokens` tokens launches, where that comes from, and why.
 
     device_name: as if on this GPU; None means this machine's. paths: those the caller can take
-    there. Weights and tokens lie as the importers leave them. One fact per line.
+    there. prepared: with prepared weights. Weights and tokens lie as the importers leave them. One
+    fact per line.
     """
     store = this_store()
     recipe = _override.get()
     if device_name is not None:
         store = replace(store, device=Device.named(device_name))
-    source = fit(recipe, problem, store.device) if recipe else store.source(problem)
+    source = _source(store, recipe, problem, prepared)
     said = source.steps.choose(tokens)
-    config = source.launched(problem, store.device, paths).choose(tokens)
+    plain = source.launched(problem, store.device, paths).choose(tokens)
+    config = source.launched(problem, store.device, paths, prepared=prepared).choose(tokens)
+    where = f"{tokens} tokens{', prepared weights' if prepared else ''}"
+    why = _why(source, problem, tokens)
+    if prepared and not source.prepared and config != plain:
+        why = f"heuristics of prepared weights, in place of {why}"
     lines = [
-        f"{problem}, {tokens} tokens, on {store.device.name or 'no GPU'}",
-        f"  from {_why(source, problem, tokens)}",
-        *([f"  not launched as it says, {said}"] if said.path != config.path else []),
+        f"{problem}, {where}, on {store.device.name or 'no GPU'}",
+        f"  from {why}",
+        *([f"  not launched as it says, {said}"] if said.path != plain.path else []),
         f"  path: {config.path}",
         f"  GEMM 1: {config.gemm1}{' (gate, and as many up columns)' if problem.act.gated else ''}",
         f"  GEMM 2: {config.gemm2}",
         *(f"  note: {note}" for note in (*_of_adapters(problem, store.device), *source.notes)),
         *(f"  looked in {place}" for place in source.looked_in),
     ]
-    if source.origin in ("heuristics", "nearest"):
-        named = names_for(problem, store.device.name)[0] if store.device.name else ""
-        need = f"`mk tune` writes one: {named}" if named else "tuned files are for a GPU"
-        lines.append(f"  no tuned file; {need}")
+    if source.origin in ("heuristics", "nearest") or (prepared and not source.prepared):
+        here = store.device.name
+        named = names_for(problem, here, prepared=prepared)[0] if here else ""
+        verb = "mk tune --prepared" if prepared else "mk tune"
+        need = f"`{verb}` writes one: {named}" if named else "tuned files are for a GPU"
+        lines.append(f"  no tuned file{' of prepared weights' if prepared else ''}; {need}")
     return "\n".join(lines)
 
 
@@ -154,6 +168,11 @@ def reread() -> None:
         function.cache_clear()
 
 
+def overridden() -> bool:
+    """Return whether an `override_config` decides here."""
+    return _override.get() is not None
+
+
 def this_store() -> ConfigLookup:
     """Return the folders and the GPU of this machine, or the GPU of `on_device`."""
     store, device = _machine_s_store(), _device.get()
@@ -179,14 +198,22 @@ class _Where(NamedTuple):
     recipe: Recipe | None
     device: Device | None  # of `on_device`
     paths: tuple[str, ...]
+    prepared: bool
 
 
 @lru_cache(maxsize=1 << 10)
 def _steps(problem: Problem, where: _Where) -> Steps:
     """problem: with tokens = 0, which decide nothing here."""
-    store, recipe = this_store(), where.recipe
-    source = store.source(problem) if recipe is None else fit(recipe, problem, store.device)
-    return source.launched(problem, store.device, where.paths)
+    store, prepared = this_store(), where.prepared
+    source = _source(store, where.recipe, problem, prepared)
+    return source.launched(problem, store.device, where.paths, prepared=prepared)
+
+
+def _source(store: ConfigLookup, recipe: Recipe | None, problem: Problem, prepared: bool) -> Source:
+    """Return what decides: an override, or what the store has."""
+    if recipe is None:
+        return store.source(problem, prepared=prepared)
+    return fit(recipe, problem, store.device, prepared=prepared)
 
 
 @lru_cache(maxsize=1 << 16)

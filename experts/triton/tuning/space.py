@@ -28,6 +28,7 @@ from experts.triton.configs.select import (
     reread,
     this_store,
 )
+from experts.triton.configs.steps import Steps
 from experts.triton.launch_config import Device, Gemm, Launch, MoEConfig, gemms
 from experts.triton.path import Path as LaunchPath
 from experts.triton.paths import BASE, BY_NAME
@@ -43,16 +44,21 @@ class ConfigSpace(Tunable):
     """Configurations. A choice is a MoEConfig, and its GEMMs are told apart by their stages.
 
     experts_part: name of the part, noted in the file. paths: those it has; what they serve of
-    `problem` depends on the device. Hand it to another process, and `using` pretends this one's GPU
-    there.
+    `problem` depends on the device. prepared: of calls with prepared weights, in a file of their
+    own. Hand it to another process, and `using` pretends this one's GPU there.
     """
 
     stages = (stages.GEMM1, stages.GEMM2)
 
     def __init__(
-        self, problem: Problem, experts_part: str, paths: Sequence[type[LaunchPath]] = (BASE,)
+        self,
+        problem: Problem,
+        experts_part: str,
+        paths: Sequence[type[LaunchPath]] = (BASE,),
+        *,
+        prepared: bool = False,
     ) -> None:
-        self.problem = problem
+        self.problem, self.prepared = problem, prepared
         self.experts_part = experts_part
         self._all = tuple(paths)
         self._gemms = gemms(problem)
@@ -69,8 +75,19 @@ class ConfigSpace(Tunable):
     def _serving(self, device: Device) -> tuple[str, ...]:
         return tuple(path.name for path in self._all if path.serves(self.problem, device))
 
+    def of_prepared(self, device_name: str | None = None) -> "ConfigSpace | None":
+        device = self._device if device_name is None else Device.named(device_name)
+        serving = (BY_NAME[name] for name in self._serving(device))
+        if not any(path.turns_of_prepared(self.problem) for path in serving):
+            return None
+        return ConfigSpace(self.problem, self.experts_part, self._all, prepared=True)
+
+    @property
+    def _untuned_steps(self) -> Steps:
+        return heuristics(self.problem, self._device, self.paths, prepared=self.prepared)
+
     def untuned(self, tokens: int) -> Choice:
-        return heuristics(self.problem, self._device, self.paths).choose(tokens)
+        return self._untuned_steps.choose(tokens)
 
     @contextmanager
     def using(self, choice: Choice) -> Iterator[None]:
@@ -80,7 +97,8 @@ class ConfigSpace(Tunable):
 
     def candidates(self, tokens: int) -> Sequence[Choice]:
         """GEMM 1 and GEMM 2 are tried at once: their times are told apart."""
-        now = choose_config(self.problem, tokens, self.paths)  # of a file, if there is one
+        # Of a file, if there is one.
+        now = choose_config(self.problem, tokens, self.paths, prepared=self.prepared)
         found = [now] if self._sound_both(now) else []
         for path in self.paths:
             for block_m, (one, two) in BY_NAME[path].candidates(self.problem, tokens).items():
@@ -88,8 +106,9 @@ class ConfigSpace(Tunable):
         return list(dict.fromkeys(found))
 
     def _untuned_of(self, path: str, block_m: int) -> list[MoEConfig]:
-        steps = heuristics(self.problem, self._device, self.paths)
-        return [c for c in steps.configs if c.path == path and c.gemm1.block_m == block_m]
+        return [
+            c for c in self._untuned_steps.configs if c.path == path and c.gemm1.block_m == block_m
+        ]
 
     def _diagonal(
         self, path: str, block_m: int, tried: tuple[Sequence[Launch], Sequence[Launch]]
@@ -178,14 +197,14 @@ class ConfigSpace(Tunable):
     def explain(self, tokens: int, device_name: str | None = None) -> str:
         device = self._device if device_name is None else Device.named(device_name)
         paths = self._serving(device)
-        return explain(self.problem, tokens, device_name, paths)
+        return explain(self.problem, tokens, device_name, paths, prepared=self.prepared)
 
     def _tuned_for(self) -> TunedFor:
         return TunedFor(self.experts_part, self.problem.hidden, self.problem.top_k)
 
     def _path(self, folder: Path) -> Path:
         store = this_store()
-        name = ConfigKey.of(self.problem, store.device.name).file_name
+        name = ConfigKey.of(self.problem, store.device.name, prepared=self.prepared).file_name
         return folder / subfolder(store.triton) / name
 
 

@@ -1,0 +1,35 @@
+"""What `kernel.prepare_weights` adds to a layer's weights, by what its experts declare."""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+
+from modular_kernel.catalog import load_catalog
+from modular_kernel.contracts import PermuteExpertsUnpermute
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.types import Machine, Problem
+from modular_kernel.workspace import BufferSpec
+
+
+def declared_specs(
+    experts: str, problem: Problem, described: Machine | None = None
+) -> Mapping[str, BufferSpec]:
+    """Return what these experts prepare of one rank's weights, by fields of ExpertWeights.
+
+    {} of experts that prepare nothing of such weights. described: as on that machine; None means
+    this one. Experts that may prepare something are made: ConfigurationError where their packages
+    are not here.
+    """
+    part = load_catalog().experts(experts)
+    if part.prepared_specs is PermuteExpertsUnpermute.prepared_specs:
+        return {}
+    with nullcontext() if described is None else part.described(described):
+        try:
+            return part(problem).prepared_specs()
+        except ImportError as error:
+            need = "its packages here, to be asked"
+            raise ConfigurationError(f"what {experts} prepares", got=error, need=need) from error
+
+
+def declared_bytes(experts: str, problem: Problem, described: Machine | None = None) -> int:
+    """Return the bytes of `declared_specs`."""
+    return sum(spec.nbytes for spec in declared_specs(experts, problem, described).values())

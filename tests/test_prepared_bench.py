@@ -1,0 +1,152 @@
+"""`mk bench --prepared`: rows of layers whose weights were prepared once, beside others."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from grouped_products import MXFP4
+from prepared_samples import NO_GPU, PAIR, launched_tiles
+from run_mk import Mk, runs_mk
+from test_bench import _small_peaks  # noqa: F401  the fixture: before each test here
+
+from experts.triton.contiguous import TritonExperts
+from modular_kernel.bench import run as run_module
+from modular_kernel.bench import tables
+from modular_kernel.bench.candidates import pair_offers
+from modular_kernel.bench.run import BenchJob, run
+from modular_kernel.catalog import this_machine
+from modular_kernel.contracts import PermuteExpertsUnpermute
+from modular_kernel.measure.cases import LayerCase
+from modular_kernel.measure.prepared_weights import declared_bytes, declared_specs
+from modular_kernel.measure.records import Report
+from modular_kernel.measure.routing import RoutingKind
+from modular_kernel.types import Machine
+
+pytestmark = NO_GPU
+launched = launched_tiles()
+mk = runs_mk("bench", "--ms", "0.01")
+SIZES = {"hidden": 32, "intermediate": 32, "experts": 2, "top_k": 1}
+LAYER = replace(MXFP4, tokens=26, **SIZES)  # 13 rows an expert: with prepared weights alone a path
+CELL = LayerCase("small", replace(LAYER, quant="none"), RoutingKind("uniform"))
+WORDS = (
+    *("--pf-type", PAIR[0], "--experts-type", PAIR[1], "--tokens", "26", "--prepared"),
+    *(word for name, size in SIZES.items() for word in (f"--{name.replace('_', '-')}", str(size))),
+)
+
+
+@pytest.fixture(name="machine")
+def interpreted() -> Machine:
+    machine = this_machine()
+    if not machine.interpreter:
+        pytest.skip("no Triton here")
+    return machine
+
+
+def test_a_prepared_row_stands_beside_that_of_the_same_pair(
+    machine: Machine, launched: list[int]
+) -> None:
+    offers = pair_offers(*PAIR, [LAYER], machine, prepared=True)
+    assert [(o.name, o.prepared) for o in offers] == [
+        ("TritonExperts", False),
+        ("TritonExperts prepared", True),
+    ]
+    before: list[int] = []
+    report = run(
+        BenchJob((CELL,), tuple(offers), machine, target_ms=0.01),
+        lambda found: before.append(len(launched)),
+    )
+    assert before[0] == 0 < before[1]
+    assert set(launched) == {64}
+    only_plain = replace(report, rows=report.rows[:1])
+    plain, prepared = report.rows
+    assert (plain.status, prepared.status) == ("ok", "ok")
+    assert prepared.group == plain.group
+    assert (plain.prepared, prepared.prepared) == (False, True)
+    assert prepared.floor_us == plain.floor_us
+    assert tables.label(prepared) == "TritonExperts prepared mxfp4_w4a16"
+    assert "TritonExperts prepared mxfp4_w4a16:" in tables.one_line(prepared)
+    assert Report.from_json(report.to_json()) == report
+    for text in ("\n".join(tables.summary(report)), tables.markdown(report)):
+        assert tables.PREPARED in text
+    assert tables.PREPARED not in tables.summary(only_plain)
+    assert tables.PREPARED not in tables.markdown(only_plain)
+
+
+def test_wrongly_prepared_weights_are_wrong(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def zeros(self: object, weights: Any, out: dict[str, torch.Tensor]) -> None:
+        for tensor in out.values():
+            tensor.zero_()
+
+    monkeypatch.setattr(TritonExperts, "prepare", zeros)
+    offers = pair_offers(*PAIR, [LAYER], machine, prepared=True)
+    (row,) = run(BenchJob((CELL,), tuple(offers[1:]), machine, target_ms=0.01)).rows
+    assert (row.status, row.us) == ("wrong", None)
+
+
+def test_a_layer_of_which_nothing_is_prepared_has_a_row_without_a_time(machine: Machine) -> None:
+    cells = (replace(CELL, problem=replace(CELL.problem, dtype=torch.float16)),)
+    offers = pair_offers(*PAIR, [LAYER], machine, prepared=True)
+    (refused,) = run(BenchJob(cells, tuple(offers[1:]), machine, target_ms=0.01)).rows
+    assert (refused.status, refused.prepared, refused.us) == ("refused", True, None)
+    assert refused.note == "TritonExperts prepares nothing of these weights"
+
+
+def test_sets_of_weights_count_what_is_prepared(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They rotate while memory allows."""
+    sizes: list[float] = []
+
+    def rotation(call_bytes: float, weight_bytes: float, *others: Any, **more: Any) -> Any:
+        sizes.append(weight_bytes)
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(run_module, "rotation", rotation)
+    offers = pair_offers(*PAIR, [LAYER], machine, prepared=True)
+    run(BenchJob((CELL,), tuple(offers), machine, target_ms=0.01))
+    plain, prepared = sizes
+    assert prepared - plain == declared_bytes(PAIR[1], LAYER) > 0
+
+
+def test_what_is_declared_is_asked_of_parts_that_may_declare_something(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    h200 = Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H200")
+    assert declared_specs(PAIR[1], LAYER, h200) == declared_specs(PAIR[1], LAYER) != {}
+    a100 = Machine("cuda", (8, 0), frozenset({"triton"}), name="NVIDIA A100")
+    assert declared_specs(PAIR[1], LAYER, a100) == {}
+    assert declared_bytes(PAIR[1], replace(LAYER, quant="none")) == 0
+    made: list[object] = []
+    monkeypatch.setattr(PermuteExpertsUnpermute, "__init__", lambda *_: made.append(0))
+    assert declared_specs("DeepGemmExperts", LAYER) == {}
+    assert not made
+
+
+def test_the_command(mk: Mk, machine: Machine, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    done = mk(*WORDS, "--quant", "mxfp4_w4a16,none", "--json", str(path))
+    assert done.code == 0, done.err
+    assert "TritonExperts prepared mxfp4_w4a16" in done.out
+    assert tables.PREPARED in done.out
+    assert "only timed as they are, nothing is prepared of: TritonExperts none" in done.err
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    assert {(row["layer"], row["prepared"], row["quant"]) for row in rows} == {
+        ("TritonExperts", False, "none"),
+        ("TritonExperts", False, "mxfp4_w4a16"),
+        ("TritonExperts prepared", True, "mxfp4_w4a16"),
+        ("torch_grouped_mm", False, "none"),
+    }
+
+
+def test_the_command_refuses_what_prepares_nothing(mk: Mk, machine: Machine) -> None:
+    done = mk(*WORDS, "--quant", "none,fp8_w8a8_block")
+    assert (done.code, done.out) == (2, "")
+    assert "--prepared: got none, fp8_w8a8_block, of which no pair here prepares" in done.err
+    other = mk("--prepared", "--hf", "x.json")
+    assert other.code == 2
+    assert "prepared" in other.err

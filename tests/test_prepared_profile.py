@@ -1,0 +1,57 @@
+"""`mk profile --prepared`: calls with weights that their kernel prepared once, before."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from grouped_products import MXFP4
+from prepared_samples import NO_GPU, PAIR, launched_tiles
+from run_mk import Mk, runs_mk
+
+from modular_kernel.catalog import this_machine
+from modular_kernel.cli.profile import _Files
+from modular_kernel.measure.prepared_weights import declared_bytes
+
+pytestmark = NO_GPU
+launched = launched_tiles()
+mk = runs_mk("profile", "--prepared")
+SIZES = {"tokens": 26, "hidden": 32, "intermediate": 32, "experts": 2, "top_k": 1}
+WORDS = tuple(
+    word for name, size in SIZES.items() for word in (f"--{name.replace('_', '-')}", str(size))
+)
+TORCH = ("--pf-type", PAIR[0], "--experts-type", "TorchExperts")
+
+
+def test_calls_have_prepared_weights_and_the_report_their_bytes(
+    mk: Mk, tmp_path: Path, launched: list[int]
+) -> None:
+    if not this_machine().interpreter:
+        pytest.skip("no Triton here")
+    words = ("--pf-type", PAIR[0], "--experts-type", PAIR[1], "--quant", "mxfp4_w4a16", *WORDS)
+    against = ("--against", PAIR[0], "TorchExperts")
+    done = mk(*words, *against, "--out", str(tmp_path), "--json")
+    assert done.code == 0, done.err
+    assert set(launched) == {64}, "13 rows an expert: with prepared weights alone"
+    assert "nothing is prepared of: TorchExperts mxfp4_w4a16" in done.err
+    first, second = (pair["ranks"][0] for pair in done.json["pairs"])
+    problem = replace(MXFP4, **SIZES)
+    assert first["prepared_bytes"] == declared_bytes(PAIR[1], problem) > 0
+    assert second["prepared_bytes"] == 0
+    assert done.json["output_difference"] < 0.05
+    (page,) = tmp_path.glob("*.profile.html")
+    assert "MiB of weights prepared once, before" in page.read_text(encoding="utf-8")
+    assert len(list(tmp_path.glob("*.trace.json"))) == 2
+
+
+def test_files_of_calls_without_are_not_overwritten(mk: Mk, tmp_path: Path) -> None:
+    plain, prepared = (_Files((PAIR,), MXFP4, tmp_path, each) for each in (False, True))
+    assert plain.stem(PAIR) != prepared.stem(PAIR)
+    assert plain.report("json") != prepared.report("json")
+
+
+@pytest.mark.parametrize("quant", ["none", "mxfp4_w4a16"])
+def test_what_prepares_nothing_is_refused(mk: Mk, quant: str, tmp_path: Path) -> None:
+    done = mk(*TORCH, *WORDS, "--quant", quant, "--out", str(tmp_path / "new"))
+    assert (done.code, done.out) == (2, "")
+    assert f"--prepared: got {quant}, of which TorchExperts prepare nothing" in done.err
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,244 @@
+"""Launches of calls with prepared weights: said, tuned, kept in files of their own, found again."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from grouped_products import MXFP4
+from prepared_samples import NO_GPU, PAIR, called, launched_tiles, made
+from run_mk import Mk, runs_mk
+from tile_samples import here_an_h200, ours, write
+from tune_samples import Fake, only
+
+from experts.triton.configs import select as tiles
+from experts.triton.configs.filenames import ConfigKey, names_for
+from experts.triton.configs.files import config_as_json
+from experts.triton.configs.heuristics import heuristics
+from experts.triton.configs.select import choose_config, explain, override_config, this_store
+from experts.triton.contiguous import TritonExperts, paths_of
+from experts.triton.launch_config import MoEConfig
+from experts.triton.paths import BASE, BY_NAME
+from experts.triton.tuning.space import ConfigSpace
+from modular_kernel.catalog import this_machine
+from modular_kernel.cli import tune as verb
+from modular_kernel.cli.tune_output import TunedLayer, TuneRecorder, record
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.tunable import Best, Choice, Took
+from modular_kernel.tuning.compiled import Pair
+from modular_kernel.tuning.measured import TimedSearch
+from modular_kernel.tuning.search import Tuned
+from modular_kernel.types import Problem
+
+pytestmark = NO_GPU
+here = here_an_h200()
+launched = launched_tiles()
+mk = runs_mk("tune")
+SIZES = {"experts": 6, "top_k": 3, "hidden": 64, "intermediate": 64}
+LAYER = replace(MXFP4, tokens=8192, **SIZES)
+ON_H200 = ("--device-name", "NVIDIA H200", "--explain", "--prepared", "--model", "mixtral")
+
+
+def space(problem: Problem = LAYER) -> ConfigSpace:
+    plain = TritonExperts.tunable(problem)
+    assert plain is not None
+    found = plain.of_prepared()
+    assert isinstance(found, ConfigSpace)
+    return found
+
+
+def rows(number: int) -> int:
+    """Tokens of LAYER of which an expert has so many rows on average."""
+    return number * LAYER.experts // LAYER.top_k
+
+
+def preparing(problem: Problem) -> set[str]:
+    """Paths that prepare weights of `problem` here."""
+    return {name for name in paths_of(problem) if BY_NAME[name].turns_of_prepared(problem)}
+
+
+# ---------------------------------------------------------------------------- kept and found again
+
+
+def test_what_is_tuned_is_launched_with_prepared_weights_alone(
+    here: Path, launched: list[int]
+) -> None:
+    def times(tokens: int, choice: Choice) -> float:
+        assert isinstance(choice, MoEConfig)
+        return 1.0 if choice.path in preparing(LAYER) and choice.gemm1.block_m == 64 else 100.0
+
+    own = space()
+    (kernel, i), tokens = made(tokens=rows(60), **SIZES), rows(60)
+    plain = choose_config(LAYER, tokens, own.paths)
+    called(kernel, i, kernel.prepare_weights(i.weights))
+    called(kernel, i)
+    assert launched == [128, 128, 128, 128]
+    tuned = only(own, Fake(times), tokens=(tokens,), folder=here)
+    assert tuned.best is not None
+    assert tuned.best.untuned_seconds == 100.0, "tiles of 128 rows are untuned"
+    assert tuned.file == here / "triton_3_6_0" / names_for(LAYER, "NVIDIA H200", prepared=True)[0]
+    launched.clear()
+    kernel, i = made(tokens=tokens, **SIZES)
+    called(kernel, i, kernel.prepare_weights(i.weights))
+    assert launched == [64, 64]
+    called(kernel, i)
+    assert launched == [64, 64, 128, 128]
+    assert choose_config(LAYER, tokens, own.paths) == plain
+    assert choose_config(LAYER, tokens, own.paths, prepared=True) == tuned.best.choice
+    assert own.saved(here)[tokens].choice == tuned.best.choice
+    text = own.explain(tokens)
+    assert f"from {tuned.file}: tokens {tokens} is" in text
+    assert "no tuned file" not in text
+    assert str(tuned.file) not in explain(LAYER, tokens, paths=own.paths)
+
+
+def test_files_of_other_calls_do_not_tell_prepared_ones(here: Path) -> None:
+    """Those of before, too: where the path takes over is told by its own numbers."""
+    own = space()
+    other = BASE.default_config(LAYER, 1, this_store().device)
+    before = {t: choose_config(LAYER, t, own.paths, prepared=True) for t in (rows(12), rows(700))}
+    for name in names_for(LAYER, "NVIDIA H200"):
+        entries = {"1": config_as_json(other), "9999": config_as_json(other)}
+        path = write(here / name, {**ours(), **entries})
+        tiles.reread()
+        assert choose_config(LAYER, rows(700), own.paths) == other
+        for tokens, config in before.items():
+            assert config.path in preparing(LAYER)
+            assert choose_config(LAYER, tokens, own.paths, prepared=True) == config
+        # With fewer rows nothing is said of prepared weights, and they are as others.
+        assert choose_config(LAYER, rows(11), own.paths, prepared=True) == other
+        path.unlink()
+    assert own.saved(here) == {}
+
+
+def test_a_file_of_prepared_weights_decides_all_of_their_calls(here: Path) -> None:
+    own = space()
+    wide = heuristics(LAYER, this_store().device, own.paths, prepared=True).choose(rows(12))
+    other = BASE.default_config(LAYER, 1, this_store().device)
+    assert wide.path in preparing(LAYER)
+    own.save({2: Best(other, 1.0, None), 100: Best(wide, 1.0, None)}, here)
+    own.save(
+        {2: Best(other, 1.0, None), 100: Best(wide, 1.0, None), 90_000: Best(other, 1.0, None)},
+        here,
+    )
+    found = {t: choose_config(LAYER, t, own.paths, prepared=True) for t in (1, 50, 200, 40_000)}
+    assert found[1] == found[50] == other
+    assert found[200] == found[40_000] == wide, "what is prepared pays for any number of rows"
+    assert choose_config(LAYER, 50_000, own.paths, prepared=True) == other
+    kernel, _ = made(tokens=rows(20), **SIZES)
+    assert "tiled_words" not in kernel.workspace_specs(kernel.problem.tokens)
+
+
+def test_an_override_decides_before_such_a_file(here: Path, launched: list[int]) -> None:
+    own = space()
+    tile = heuristics(LAYER, this_store().device, own.paths, prepared=True)
+    own.save({1: Best(tile.choose(rows(12)), 1.0, None)}, here)
+    with override_config(tile.choose(rows(60))):
+        kernel, i = made(tokens=9, **SIZES)
+        called(kernel, i, kernel.prepare_weights(i.weights))
+    called(kernel, i, kernel.prepare_weights(i.weights))
+    assert launched == [128, 128, 64, 64]
+
+
+def test_names_of_prepared_weights_are_ours_alone() -> None:
+    key = ConfigKey.of(LAYER, "NVIDIA H200", prepared=True)
+    assert names_for(LAYER, "NVIDIA H200", prepared=True) == (key.file_name,)
+    assert ConfigKey.parse(key.file_name) == key
+    assert key.file_name not in names_for(LAYER, "NVIDIA H200")
+    assert replace(key, prepared=False) == ConfigKey.of(LAYER, "NVIDIA H200")
+
+
+# ------------------------------------------------------------------------------ what is tried
+
+
+def test_what_prepares_nothing_has_nothing_to_tune() -> None:
+    for problem in (replace(LAYER, quant="none"), replace(LAYER, dtype=torch.float16)):
+        plain = TritonExperts.tunable(problem)
+        assert plain is not None
+        assert plain.of_prepared() is None
+    with pytest.raises(ConfigurationError, match="can be tuned with prepared weights"):
+        Pair(*PAIR, this_machine(), prepared=True).space(replace(LAYER, quant="none"))
+
+
+@pytest.mark.parametrize("number", [4, 12, 60, 3000])
+def test_launches_that_are_tried_are_those_of_the_rows(here: Path, number: int) -> None:
+    own, tokens = space(), rows(number)
+    tried = {choice.path for choice in own.candidates(tokens) if isinstance(choice, MoEConfig)}
+    untuned = own.untuned(tokens)
+    assert isinstance(untuned, MoEConfig)
+    assert (untuned.path in preparing(LAYER)) is (number >= 12)
+    assert bool(tried & preparing(LAYER)) is (number >= 12)
+    assert tried - preparing(LAYER), "others may be faster"
+
+
+def test_choices_are_timed_with_weights_that_were_prepared(launched: list[int]) -> None:
+    machine = this_machine()
+    if not machine.interpreter:
+        pytest.skip("no Triton here")
+    problem, nothing = replace(LAYER, tokens=40), SimpleNamespace()
+    pair = Pair(*PAIR, machine, prepared=True)
+    search: Any = TimedSearch(pair, problem, nothing, tokens=(40,), target_ms=1.0)  # type: ignore[arg-type]
+    given = search.weights
+    assert given.w1_tiles is not None
+    choice = search.space.untuned(40)
+    took = search.screen(40, choice)
+    assert isinstance(took, Took), took
+    assert set(launched) == {64}
+    (seconds,) = search.compare(40, [choice]).values()
+    assert isinstance(seconds, float)
+    # Were they not read, words of zeros would give the same numbers.
+    given.w1_tiles.zero_()
+    assert search.screen(40, choice).wrong
+
+
+# ------------------------------------------------------------------------------ the command
+
+
+def test_the_command_says_what_is_launched_without_and_with(mk: Mk, here: Path) -> None:
+    words = ("--quant", "mxfp4_w4a16,none", "--tokens-list", "4,64,4096,32768")
+    done = mk(*ON_H200, *words)
+    assert done.code == 0
+    assert done.err.strip() == "left out: mixtral none: nothing is prepared of its weights"
+    said = [
+        ("prepared weights" in text.splitlines()[0], text.partition("path: ")[2].split()[0])
+        for text in done.out.split("\n\n")
+    ]
+    paths = [path for with_them, path in said if not with_them]
+    assert [with_them for with_them, _ in said] == [False, True] * 4
+    assert len(set(paths)) > 1
+    with_them = [path for prepared, path in said if prepared]
+    assert with_them == [paths[0], "grouped_w4", "grouped_w4", "grouped_w4"]
+    assert paths[1] != "grouped_w4" != paths[3]
+    assert "from heuristics of prepared weights, in place of" in done.out
+    assert "`mk tune --prepared` writes one: E=8,N=14336,device_name=NVIDIA_H200,dtype=" in done.out
+    texts = json.loads(mk(*ON_H200, *words, "--json").out)["explanations"]
+    assert "\n\n".join(texts).strip() == done.out.strip()
+
+
+@pytest.mark.parametrize(
+    "words", [("--quant", "none"), ("--quant", "mxfp4_w4a16", "--dtype", "float16")]
+)
+def test_the_command_refuses_what_prepares_nothing(mk: Mk, words: tuple[str, ...]) -> None:
+    done = mk(*ON_H200, *words, "--tokens", "64")
+    assert (done.code, done.out) == (2, "")
+    assert "--prepared: got" in done.err
+    assert "need weights of which tunable experts prepare something" in done.err
+
+
+def test_pairs_and_records_say_that_weights_were_prepared(tmp_path: Path) -> None:
+    machine = replace(this_machine(), device="cpu")
+    if not machine.interpreter:
+        pytest.skip("no Triton here")
+    plain, *_ = verb._valid([("a", LAYER)], machine, None, "TritonExperts")
+    ((name, problem, pair),) = verb._valid([("a", LAYER)], machine, None, None, prepared=True)
+    assert (pair.experts, pair.prepared, plain[2].prepared) == ("TritonExperts", True, False)
+    layer = TunedLayer(name, problem, pair, space(), (64,), tmp_path)
+    assert layer.title == "a mxfp4_w4a16 prepared"
+    choice = layer.space.untuned(64)
+    tuned = Tuned(64, Best(choice, 1e-5, 2e-5), {}, {}, finished=True)
+    TuneRecorder(layer, tmp_path / "times.jsonl").keep(tuned)
+    assert json.loads((tmp_path / "times.jsonl").read_text())["prepared"] is True
+    assert record(layer, [tuned], [])["prepared"] is True
