@@ -124,7 +124,7 @@ class Path(ABC):
         return {}
 
     def reads_prepared(self, weights: ExpertWeights, tokens: int) -> bool:
-        """Return whether a call of so many tokens gains by what was prepared, if nothing is tuned."""
+        """Return whether so many tokens gain by what was prepared, if nothing is tuned."""
         return True
 
     def specs_of_prepared(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
