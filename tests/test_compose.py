@@ -368,6 +368,9 @@ def test_the_verb_chooses_explains_and_reuses(
 ) -> None:
     code, out, err = ended(capsys, *SMALL, "--explain")
     assert code == 0
+    with_it = replace(CPU, packages=frozenset({"triton", "ml_dtypes"}), interpreter=True)
+    many = len(choose(PROBLEM, with_it, terms=Terms(budget=0)).candidates.order)
+    assert f" pairings are valid without Triton's interpreter ({many} with it, untimed)" in out
     assert "0 to 2 " in out
     assert "timed 2 token counts in " in out
     assert "not measured, they need a GPU: MoEPrepareAndFinalizeNoEP x TritonExperts" in out
