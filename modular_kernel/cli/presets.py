@@ -29,13 +29,22 @@ def facts(model: str) -> dict[str, object]:
     ConfigurationError if it is not known.
     """
     if is_file(model) and (Path(model).exists() or not _is_hub_id(model)):
-        return facts_of_file(model)
+        found = facts_of_file(model)
+        return found if "dtype" in found else found | _dtype_of_files(model)
     if model in SHAPES:
         return {**SHAPES[model], "activation": "silu", "bias": False}
-    found = model_named(model)
-    if found is None:
+    published = model_named(model)
+    if published is None:
         raise unknown(model)
-    return found.facts()
+    return published.facts()
+
+
+def _dtype_of_files(model: str) -> dict[str, object]:
+    """Return the dtype that a folder's safetensors have, where they tell it."""
+    from modular_kernel.importers.examine import dtype_of_files
+
+    stored = dtype_of_files(model) if Path(model).is_dir() else None
+    return {} if stored is None else {"dtype": stored}
 
 
 def known(model: str) -> bool:
