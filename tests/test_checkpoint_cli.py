@@ -100,3 +100,5 @@ def test_an_assumed_dtype_is_told(
     assert ended.err.count(told) == 1
     asked = run_mk(capsys, "check", *PAIR, "--model", str(given), "--dtype", "float32")
     assert "assumed" not in asked.err
+    named = run_mk(capsys, "check", *PAIR, "--model", "Qwen/Qwen3-30B-A3B")  # no file
+    assert "assumed" not in named.err

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeGuard, get_type_h
 import typer
 
 from modular_kernel.cli.output import note
-from modular_kernel.cli.presets import facts
+from modular_kernel.cli.presets import facts, of_file
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.models.config_file import is_file
 
 if TYPE_CHECKING:
     from modular_kernel.placement import Placement
@@ -109,7 +108,7 @@ class ProblemOptions:
         from modular_kernel.types import Parallel, Problem
 
         settled = facts(self.model) if self.model else {}
-        if self.model and is_file(self.model) and self.dtype is None and "dtype" not in settled:
+        if self.model and of_file(self.model) and self.dtype is None and "dtype" not in settled:
             note(f"{self.model} states no dtype: {DEFAULTS['dtype']} is assumed (--dtype)")
         values: dict[str, Any] = DEFAULTS | settled
         given = {f.name: getattr(self, f.name) for f in fields(self)}

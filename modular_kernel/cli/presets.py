@@ -28,7 +28,7 @@ def facts(model: str) -> dict[str, object]:
 
     ConfigurationError if it is not known.
     """
-    if is_file(model) and (Path(model).exists() or not _is_hub_id(model)):
+    if of_file(model):
         found = facts_of_file(model)
         return found if "dtype" in found else found | _dtype_of_files(model)
     if model in SHAPES:
@@ -37,6 +37,11 @@ def facts(model: str) -> dict[str, object]:
     if published is None:
         raise unknown(model)
     return published.facts()
+
+
+def of_file(model: str) -> bool:
+    """Tell whether `facts` reads a file: a name of the hub gives way to a file there."""
+    return is_file(model) and (Path(model).exists() or not _is_hub_id(model))
 
 
 def _dtype_of_files(model: str) -> dict[str, object]:
