@@ -1,6 +1,7 @@
 """Layer sizes of published models, for `--model NAME`."""
 
 import difflib
+import re
 from pathlib import Path
 
 from modular_kernel.errors import ConfigurationError
@@ -31,6 +32,7 @@ def facts(model: str) -> dict[str, object]:
     if of_file(model):
         found = facts_of_file(model)
         return found if "dtype" in found else found | _dtype_of_files(model)
+    model = _spelled(model)
     if model in SHAPES:
         return {**SHAPES[model], "activation": "silu", "bias": False}
     published = model_named(model)
@@ -54,7 +56,20 @@ def _dtype_of_files(model: str) -> dict[str, object]:
 
 def known(model: str) -> bool:
     """Tell whether `model` is a name that facts() takes, without reading a file."""
+    model = _spelled(model)
     return model in SHAPES or model_named(model) is not None
+
+
+def _spelled(model: str) -> str:
+    """Return the name of `mk models` that is `model` but for case, "-", "_" and "."; or `model`."""
+    if model in SHAPES or model_named(model) is not None:
+        return model
+    names = {_plain(name): name for name in (*SHAPES, *ALIASES, *PUBLISHED)}
+    return names.get(_plain(model), model)
+
+
+def _plain(name: str) -> str:
+    return re.sub("[-_.]", "", name.lower())
 
 
 def unknown(model: str, *more: str) -> ConfigurationError:
