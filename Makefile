@@ -18,6 +18,9 @@ PIP_FLAGS  := --disable-pip-version-check -qq
 EXTRAS     := test,dev,transformers,bench
 
 TORCH      ?= $(shell grep '^torch==' constraints-cpu.txt)
+# A release may have a build for CPUs alone; of a file, or of a build that is named, there is one.
+RELEASE    := $(foreach one,$(filter torch==%,$(TORCH)),$(if $(findstring +,$(one)),,$(one)))
+COMMA      := ,
 
 # One thread for each process: kernels under test run in many small steps, side by side.
 export OPENBLAS_NUM_THREADS := 1
@@ -195,8 +198,8 @@ $(STAMP): setup.py constraints-cpu.txt
 	@echo "setting up $(VENV) (about a minute, 2 GB)"
 	@mkdir -p $(VENV) && touch $(MARK)
 	@[ -x $(VENV)/bin/python ] || $(PYTHON) -m venv $(VENV)
-	@$(VENV)/bin/python -m pip install $(PIP_FLAGS) '$(TORCH)+cpu' 2>/dev/null \
-	  || { echo "pip finds no CPU-only build: taking $(TORCH), on Linux with gigabytes of CUDA"; \
+	@{ $(if $(RELEASE),$(VENV)/bin/python -m pip install $(PIP_FLAGS) '$(RELEASE)+cpu' 2>/dev/null,false); } \
+	  || { $(if $(RELEASE),echo "pip finds no CPU-only build: taking $(TORCH)$(COMMA) on Linux with gigabytes of CUDA";) \
 	       $(VENV)/bin/python -m pip install $(PIP_FLAGS) '$(TORCH)'; }
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -c constraints-cpu.txt setuptools wheel
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -c constraints-cpu.txt --no-build-isolation -e '.[$(EXTRAS)]'

@@ -64,6 +64,24 @@ def usual_experts(prepare: PrepareFinalize, problem: Problem, device: torch.devi
     return "TritonExperts" if served else "TorchExperts"
 
 
+def pairing_told(
+    pairing: tuple[PrepareFinalize, Experts | None], problem: Problem, device: torch.device
+) -> str:
+    """Name both parts; experts that are None as `usual_experts` chooses them, with the device."""
+    prepare, experts = pairing
+    if experts is not None:
+        told = _name(experts)
+    elif device.type == "meta":
+        told = "experts not chosen yet (by device, and parameters are on meta)"
+    else:
+        told = f"{_name(usual_experts(prepare, problem, device))} (default on {device.type})"
+    return f"{_name(prepare)}, {told}"
+
+
+def _name(part: PrepareFinalize | Experts) -> str:
+    return part if isinstance(part, str) else part.__name__
+
+
 class Planned:
     """Kernels of pairings, problems and devices, and plans of their small calls.
 

@@ -1,11 +1,14 @@
 """`mk check --model FOLDER` judges what is in a checkpoint, not only what its config.json says."""
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 from run_mk import run_mk
 from safetensors.torch import load_file, save_file
 
+from modular_kernel.importers.checkpoint import load_experts
 from modular_kernel.importers.examine import inspect
 from modular_kernel.testing.checkpoints.samples import write
 
@@ -60,3 +63,42 @@ def test_a_folder_with_a_config_json_alone_is_judged_by_it(
     ended = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path))
     assert ended.code == 0
     assert "as its config.json says" not in ended.out
+
+
+def without_dtype(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    del config["torch_dtype"]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_without_a_dtype_of_the_config_that_of_the_files_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, "mixtral", "fp32", shards=2)
+    without_dtype(tmp_path)
+    ended = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path))
+    assert "-float32" in ended.out
+    assert "dtype" not in ended.err
+    assert inspect(tmp_path).problem_fields["dtype"] == "float32"
+    assert load_experts(tmp_path, 0).weights.w1.dtype == torch.float32
+    asked = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path), "--dtype", "float16")
+    assert "-float16" in asked.out
+
+
+@pytest.mark.parametrize("kind", ["fp32", "deepseek fp8"])
+def test_an_assumed_dtype_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """Where the config.json alone is given, or files are quantised, nothing tells it."""
+    write(tmp_path, "deepseek_v3", kind)
+    given = tmp_path / ("config.json" if kind == "fp32" else ".")
+    told = f"{given} states no dtype: bfloat16 is assumed (--dtype)"
+    assert told not in run_mk(capsys, "check", *PAIR, "--model", str(given)).err
+    without_dtype(tmp_path)
+    ended = run_mk(capsys, "check", *PAIR, "--model", str(given))
+    assert "-bfloat16" in ended.out
+    assert ended.err.count(told) == 1
+    asked = run_mk(capsys, "check", *PAIR, "--model", str(given), "--dtype", "float32")
+    assert "assumed" not in asked.err
+    named = run_mk(capsys, "check", *PAIR, "--model", "Qwen/Qwen3-30B-A3B")  # no file
+    assert "assumed" not in named.err

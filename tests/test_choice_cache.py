@@ -54,7 +54,7 @@ def test_other_versions_are_told_and_kept_beside(cache: Cache, tmp_path: Path) -
     newer = Cache(tmp_path, IDENTITY, VERSIONS | {"torch": "2"})
     found = newer.load()
     assert found.record is None
-    assert found.notes == ("times of before are not used: torch was 1, is 2",)
+    assert found.notes == ("ignoring cached timings: torch 1 -> 2",)
     newer.keep([ONE])
     assert newer.load().record is not None
     assert cache.load().record is not None

@@ -118,8 +118,8 @@ def test_other_versions_are_measured_anew_and_say_so(
     monkeypatch.setattr(torch, "__version__", "99.0")
     choice = choose(PROBLEM, CPU, terms=Terms(tokens=(8,)))
     assert choice.timed == 1
-    assert "torch was" in choice.notes[0]
-    assert "is 99.0" in choice.notes[0]
+    assert choice.notes[0].startswith("ignoring cached timings: torch ")
+    assert choice.notes[0].endswith(" -> 99.0")
 
 
 def test_a_corrupt_file_is_measured_anew_and_says_so(folder: Path, clock: dict) -> None:
@@ -278,6 +278,41 @@ def test_two_at_once_time_once(folder: Path, clock: dict) -> None:
     assert sorted(found) == [0, 4]
 
 
+def test_what_was_timed_when_the_budget_ended_is_kept(
+    folder: Path, clock: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, timed, alone = [0.0], list[tuple[int, tuple[str, str]]](), Stopwatch._alone
+    monkeypatch.setattr(choosing.time, "monotonic", lambda: now[0])
+
+    def slow(self: Stopwatch, pair: tuple[str, str]) -> TimedOutcome:
+        now[0] += 6
+        timed.append((self.situation.problem.tokens, pair))
+        return alone(self, pair)
+
+    monkeypatch.setattr(Stopwatch, "_alone", slow)
+    told = []
+    terms = Terms(tokens=(1, 8), budget=5, tell=told.append)
+    begun = choose(PROBLEM, CPU, terms=terms)
+    assert timed == [(8, TORCH)]
+    assert (begun.picks, begun.timed, told) == ({8: TORCH}, 1, [])
+    left, of = begun.notes
+    assert "left 2 of 2 numbers of tokens unmeasured" in left
+    assert of.startswith("of 8 tokens 1 of 2 pairings were timed")
+    read = choose(PROBLEM, CPU, terms=replace(terms, budget=0))
+    assert (read.picks, read.timed, read.notes) == ({8: TORCH}, 0, (of,))
+    whole = choose(PROBLEM, CPU, terms=terms)
+    assert timed[1:] == [(8, NAIVE)]  # what is known is not timed again
+    assert (whole.picks, whole.timed, whole.missing) == ({8: TORCH}, 1, (1,))
+    assert set(whole.buckets[0].times) == {TORCH, NAIVE}
+    assert [bucket.tokens for bucket in told] == [8]
+    rest = choose(PROBLEM, CPU, terms=terms)  # 1 token is begun: what is whole counts alone
+    assert (timed[3:], rest.timed, rest.picks) == ([], 0, {8: TORCH})
+    again = choose(PROBLEM, CPU, terms=replace(terms, fresh=True))  # begins 8, which is whole
+    assert timed[3:] == [(8, TORCH)]
+    assert again.buckets == ()
+    assert choose(PROBLEM, CPU, terms=replace(terms, budget=0)).picks == {8: TORCH}
+
+
 @pytest.mark.parametrize(
     "terms",
     [
@@ -333,6 +368,9 @@ def test_the_verb_chooses_explains_and_reuses(
 ) -> None:
     code, out, err = ended(capsys, *SMALL, "--explain")
     assert code == 0
+    with_it = replace(CPU, packages=frozenset({"triton", "ml_dtypes"}), interpreter=True)
+    many = len(choose(PROBLEM, with_it, terms=Terms(budget=0)).candidates.order)
+    assert f" pairings are valid without Triton's interpreter ({many} with it, untimed)" in out
     assert "0 to 2 " in out
     assert "timed 2 token counts in " in out
     assert "not measured, they need a GPU: MoEPrepareAndFinalizeNoEP x TritonExperts" in out

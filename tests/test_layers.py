@@ -150,10 +150,17 @@ def test_describe_tells_where_experts_are() -> None:
         "TP rank 0 of 1: 48 of 48 intermediate values",
         "0 -> -1, 1 -> -1, 2 -> 0, 3 -> 1, 4 -> -1",
         "router: RouterSpec(top_k=3",
-        "MoEPrepareAndFinalizeNoEP, the usual experts; output not summed over ranks here",
+        "parts: MoEPrepareAndFinalizeNoEP, TorchExperts (default on cpu); ",
+        "output not summed over ranks here",
     ):
         assert piece in text, text
     assert "layer_id=5, ep=(1, 4), tp=(0, 1)" in repr(layer)
+    given = layer_of(Sample(), experts="NaiveBatchedExperts")
+    assert "MoEPrepareAndFinalizeNoEP, NaiveBatchedExperts; output" in given.describe()
+    layer.to("meta")
+    assert (
+        "NoEP, experts not chosen yet (by device, and parameters are on meta); " in layer.describe()
+    )
 
 
 # -------------------------------------------------------------------------------------- routing

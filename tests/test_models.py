@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from run_mk import run_mk
 
-from modular_kernel.cli.presets import SHAPES, facts
+from modular_kernel.cli.presets import SHAPES, facts, known
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.families import FAMILIES
 from modular_kernel.models.registry import ALIASES, MODELS
@@ -45,6 +45,20 @@ def test_every_name_is_one_layer() -> None:
 )
 def test_a_name_means_its_layer(name: str, expected: str) -> None:
     assert str(Problem(tokens=1, **facts(name))) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("glm-4.5-air", "glm_4_5_air"),
+        ("gptoss-20b", "gpt-oss-20b"),
+        ("Mixtral_8x7B", "mixtral-8x7b"),
+        ("qwen3_30b", "qwen3_30b"),
+    ],
+)
+def test_a_name_is_found_whatever_joins_its_words(typed: str, name: str) -> None:
+    assert facts(typed) == facts(name)
+    assert known(typed)
 
 
 @pytest.mark.parametrize(

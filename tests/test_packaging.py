@@ -181,3 +181,31 @@ def test_entry_points(wheel: zipfile.ZipFile) -> None:
 def test_wheel_carries_the_licence(wheel: zipfile.ZipFile) -> None:
     (path,) = (n for n in wheel.namelist() if n.endswith("/LICENSE"))
     assert "Apache License" in wheel.read(path).decode()
+
+
+@pytest.mark.parametrize(
+    ("torch_given", "installs", "warns"),
+    [
+        ("torch==2.13.0", ["torch==2.13.0+cpu", "torch==2.13.0"], True),
+        ("torch==2.13.0+cu130", ["torch==2.13.0+cu130"], False),
+        ("/tmp/torch-2.13.0+cpu-cp311.whl", ["/tmp/torch-2.13.0+cpu-cp311.whl"], False),
+    ],
+)
+def test_make_warns_of_cuda_only_where_pip_chooses_the_build(
+    tmp_path: Path, torch_given: str, installs: list[str], warns: bool
+) -> None:
+    """`make demo TORCH=...` in an environment of its own, whose pip finds no CPU-only build."""
+    log, python = tmp_path / "log", tmp_path / "bin" / "python"
+    (tmp_path / ".made-by-make").touch()
+    python.parent.mkdir()
+    python.write_text(
+        f'#!/bin/sh\necho "$@" >> {log}\ncase "$*" in *torch==*+cpu*) exit 1;; esac\n'
+    )
+    python.chmod(0o755)
+    words = ["make", f"VENV={tmp_path}", f"TORCH={torch_given}", f"PYTHON={sys.executable}"]
+    done = subprocess.run(
+        [*words, f"{tmp_path}/.installed"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    asked = [line.split()[-1] for line in log.read_text().splitlines()]
+    assert [word for word in asked if "torch" in word] == installs
+    assert ("gigabytes of CUDA" in done.stdout) is warns

@@ -51,6 +51,9 @@ def test_replay_says_that_it_is_off_and_why(monkeypatch: pytest.MonkeyPatch) -> 
     from modular_kernel.states import replay
 
     monkeypatch.setattr(launch.triton.knobs.runtime, "interpret", True)
+    monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: False)  # mk has set it
+    assert str(replay()) == "off: there is no GPU of NVIDIA's"
+    monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: True)
     assert str(replay()) == "off: TRITON_INTERPRET is 1: nothing is compiled"
     monkeypatch.setattr(launch.triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: False)

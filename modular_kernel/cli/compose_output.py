@@ -1,6 +1,7 @@
 """What `mk compose` prints."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from modular_kernel.cli import output
@@ -31,7 +32,8 @@ def print_text(choice: "Choice", took: float) -> None:
     candidates = choice.candidates
     valid = len(candidates.order)
     count = valid + len(candidates.refused)
-    output.line(f"{choice.problem} on {choice.machine}: {valid} of {count} pairings are valid")
+    told = f"{choice.problem} on {choice.machine}: {valid} of {count} pairings are valid"
+    output.line(f"{told}{_with_interpreter(choice)}")
     output.table(
         ("tokens", "pairing", "us (first .. last)", "next best"),
         [_segment_row(choice, segment) for segment in choice.segments],
@@ -54,6 +56,19 @@ def print_text(choice: "Choice", took: float) -> None:
         output.line("no pairing has a time here: the first valid one is taken, in the parts' order")
     for note in choice.notes:
         output.note(f"note: {note}")
+
+
+def _with_interpreter(choice: "Choice") -> str:
+    """Say how many more are valid where Triton's interpreter, which is not timed, may run them."""
+    from modular_kernel.machine import importable
+    from modular_kernel.select.candidates import find
+
+    here, wanted = choice.machine, ("triton", "ml_dtypes")
+    if here.device != "cpu" or here.interpreter or importable(wanted) != frozenset(wanted):
+        return ""
+    tokens, machine = (choice.problem.tokens,), replace(here, interpreter=True)
+    more = find(choice.problem, machine, tokens, replicated=choice.replicated)
+    return f" without Triton's interpreter ({len(more.order)} with it, untimed)"
 
 
 def _needs(verdict: "Verdict", machine: "Machine") -> str:

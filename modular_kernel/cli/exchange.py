@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from modular_kernel.bench.all2all.run import ExchangeOffer
     from modular_kernel.types import Machine
 
+_LINK_OF_A_GPU = 393  # GB/s
 _FEW = 128  # tokens up to which one set of buffers serves; more have another
 _LIBRARIES = ("torch", "triton", "nvidia-nccl-cu13", "deep_ep", "pplx_kernels")
 _METHOD = (
@@ -108,7 +109,10 @@ class ExchangeManner:
     rounds: Annotated[
         int | None, _usual("Rounds; the median of their medians counts.", "rounds")
     ] = None
-    link: Annotated[float, typer.Option(help="GB/s into one GPU, for the floor.")] = 393
+    link: Annotated[
+        float,
+        typer.Option(help="GB/s into one GPU, for the floor; a table of a CPU has none without."),
+    ] = _LINK_OF_A_GPU
     latency: Annotated[float, typer.Option(help="Microseconds of the floor beside bytes.")] = 6
     deadline: Annotated[float | None, typer.Option(help="Seconds after which nothing begins.")] = (
         None
@@ -285,12 +289,14 @@ def _joined(paths: Sequence[Path]) -> "ExchangeReport":
 
 
 def _tell(rows: "Sequence[ExchangeRow]") -> None:
+    """Say what became of a transport: times and reasons follow in tables."""
     from modular_kernel.bench.all2all.records import one_line
 
-    for name in dict.fromkeys(row.transport for row in rows if row.status == "refused"):
-        output.note(f"{name}: refused")  # the reasons follow the tables
+    name, fates = rows[0].transport, [row.status for row in rows]
+    counts = ", ".join(f"{fates.count(fate)} {fate}" for fate in dict.fromkeys(fates))
+    output.note(f"{name}: {'refused' if {*fates} == {'refused'} else counts}")
     for row in rows:
-        if row.status != "refused":
+        if row.status in ("wrong", "failed"):
             output.note(one_line(row))
 
 
@@ -315,11 +321,14 @@ def _print_text(report: "ExchangeReport") -> None:
     from modular_kernel.bench.all2all import records
     from modular_kernel.measure.records import INTERPRETER
 
+    env = report.environment
+    bare = env.get("device") == "cpu" and env.get("link_gbs") == _LINK_OF_A_GPU
     for title, columns, cells in records.tables(report.rows):
-        output.table(columns, cells, title=title, optional=records.OPTIONAL)
+        shown = [i for i, name in enumerate(columns) if not (bare and name in ("floor", "GB/s"))]
+        rows = [[row[i] for i in shown] for row in cells]
+        columns = tuple(columns[i] for i in shown)
+        output.table(columns, rows, title=title, optional=records.OPTIONAL)
     output.interpreted(row.transport for row in report.rows if row.mode == INTERPRETER)
     refused = {row.transport: row.note for row in report.rows if row.status == "refused"}
     for name, note in refused.items():
         output.line(f"refused: {name}: {note}")
-    for title, short, lines in records.short_tables(report.rows):
-        output.table(short, lines, title=title)

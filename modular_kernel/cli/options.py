@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeGuard, get_type_h
 
 import typer
 
-from modular_kernel.cli.presets import facts
+from modular_kernel.cli.output import note
+from modular_kernel.cli.presets import facts, of_file
 from modular_kernel.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -112,7 +113,10 @@ class ProblemOptions:
         """
         from modular_kernel.types import Parallel, Problem
 
-        values: dict[str, Any] = DEFAULTS | (facts(self.model) if self.model else {})
+        settled = facts(self.model) if self.model else {}
+        if self.model and of_file(self.model) and self.dtype is None and "dtype" not in settled:
+            note(f"{self.model} states no dtype: {DEFAULTS['dtype']} is assumed (--dtype)")
+        values: dict[str, Any] = DEFAULTS | settled
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         values |= {name: value for name, value in given.items() if value is not None}
         values.pop("model", None)

@@ -1,6 +1,7 @@
 """Layer sizes of published models, for `--model NAME`."""
 
 import difflib
+import re
 from pathlib import Path
 
 from modular_kernel.errors import ConfigurationError
@@ -28,19 +29,47 @@ def facts(model: str) -> dict[str, object]:
 
     ConfigurationError if it is not known.
     """
-    if is_file(model) and (Path(model).exists() or not _is_hub_id(model)):
-        return facts_of_file(model)
+    if of_file(model):
+        found = facts_of_file(model)
+        return found if "dtype" in found else found | _dtype_of_files(model)
+    model = _spelled(model)
     if model in SHAPES:
         return {**SHAPES[model], "activation": "silu", "bias": False}
-    found = model_named(model)
-    if found is None:
+    published = model_named(model)
+    if published is None:
         raise unknown(model)
-    return found.facts()
+    return published.facts()
+
+
+def of_file(model: str) -> bool:
+    """Tell whether `facts` reads a file: a name of the hub gives way to a file there."""
+    return is_file(model) and (Path(model).exists() or not _is_hub_id(model))
+
+
+def _dtype_of_files(model: str) -> dict[str, object]:
+    """Return the dtype that a folder's safetensors have, where they tell it."""
+    from modular_kernel.importers.examine import dtype_of_files
+
+    stored = dtype_of_files(model) if Path(model).is_dir() else None
+    return {} if stored is None else {"dtype": stored}
 
 
 def known(model: str) -> bool:
     """Tell whether `model` is a name that facts() takes, without reading a file."""
+    model = _spelled(model)
     return model in SHAPES or model_named(model) is not None
+
+
+def _spelled(model: str) -> str:
+    """Return the name of `mk models` that is `model` but for case, "-", "_" and "."; or `model`."""
+    if model in SHAPES or model_named(model) is not None:
+        return model
+    names = {_plain(name): name for name in (*SHAPES, *ALIASES, *PUBLISHED)}
+    return names.get(_plain(model), model)
+
+
+def _plain(name: str) -> str:
+    return re.sub("[-_.]", "", name.lower())
 
 
 def unknown(model: str, *more: str) -> ConfigurationError:

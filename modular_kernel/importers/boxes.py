@@ -94,6 +94,14 @@ class LayerSource:
         self._check_extra(seen)
         return {role: frozenset(found) for role, found in dtypes.items()}
 
+    def dtype(self) -> torch.dtype | None:
+        """Return the dtype of its first matrix; None where that is quantised or missing."""
+        stored = next(each for each in self.format.stored if each.role == "w")
+        key = self.key(next(self.places()), stored)
+        if self.format.method != "none" or key is None:
+            return None
+        return self.files.facts(key)[1]
+
     def nbytes(self) -> int:
         """Return the bytes of all tensors of the layer's experts."""
         keys = {self.key(place, stored) for place in self.places() for stored in self.stored()}

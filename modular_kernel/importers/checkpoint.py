@@ -101,7 +101,8 @@ def load_experts(  # noqa: PLR0913 (each is one question)
     safetensors file. layer: its number, from 0. ep, tp: (rank, ranks) of expert and tensor
     parallelism; placement says which experts a rank holds. A tensor-parallel share is one of the
     intermediate size, in whole groups; b2 is on the first of these ranks, the others have zeros.
-    dtype: of the layer, and of what is not quantised; None is the config.json's, or bfloat16.
+    dtype: of the layer, and of what is not quantised; None is the config.json's, else that of
+    files that are not quantised, else bfloat16.
     prefix: what stands in front of "layers.N" in names of tensors, where a checkpoint has several
     models. config: another config.json than the one beside the tensors. quantise_inputs: of nvfp4
     files whose recipe rounds activations too, nvfp4_w4a4 with their input scales, instead of

@@ -17,11 +17,11 @@ from modular_kernel.errors import (
     WeightsError,
 )
 from modular_kernel.importers.boxes import LayerSource, find_layers, find_source
-from modular_kernel.importers.files import Tensors, open_tensors
+from modular_kernel.importers.files import Tensors, has_tensors, open_tensors
 from modular_kernel.importers.formats import Format, fit, format_of
 from modular_kernel.importers.layouts import LAYOUTS, ExpertLayout
 from modular_kernel.models.config_file import config_of_file, facts_of_config
-from modular_kernel.types import ActivationSpec
+from modular_kernel.types import ActivationSpec, dtype_name
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,12 @@ class Examined:
         return find_source(self.files, self.format, self.layers[layer], sizes, self.facts["bias"])
 
     def problem_fields(self, source: LayerSource, world: int = 1) -> dict[str, Any]:
-        """Return what the checkpoint settles of a Problem, on each of `world` ranks of tp."""
-        facts = dict(self.facts)
+        """Return what the checkpoint settles of a Problem, on each of `world` ranks of tp.
+
+        dtype: the config.json's, else that of the files where they are not quantised.
+        """
+        facts, stored = dict(self.facts), None if "dtype" in self.facts else source.dtype()
+        facts |= {} if stored is None else {"dtype": dtype_name(stored)}
         act = ActivationSpec.parse(facts["activation"])
         if act.gated:
             act = replace(act, interleaved=source.layer.layout.interleaved)
@@ -99,6 +103,19 @@ def inspect(checkpoint: str | Path) -> Inspected:
             nbytes += source.nbytes()
             fields = fields or found.problem_fields(source)
         return Inspected(tuple(sorted(found.layers)), found.format, nbytes, fields)
+
+
+def dtype_of_files(checkpoint: str | Path) -> str | None:
+    """Return the dtype of experts that are not quantised, by headers; None where none tells it."""
+    if not has_tensors(Path(checkpoint)):
+        return None
+    try:
+        with open_tensors(Path(checkpoint)) as files:
+            found = examine(files)
+            stored = found.source(min(found.layers)).dtype()
+    except InputError:
+        return None
+    return None if stored is None else dtype_name(stored)
 
 
 def raise_what_headers_tell(checkpoint: Path, error: Exception) -> None:

@@ -43,6 +43,7 @@ from modular_kernel.planned import (
     PrepareFinalize,
     current,
     machine_of,
+    pairing_told,
     usual_experts,
     with_ids_of,
 )
@@ -208,6 +209,8 @@ class FusedMoE(ExpertParameters):
         slots = ", ".join(f"{e} -> {self.local_expert(e)}" for e in range(self.num_experts))
         name, spec = "?" if self.layer_id is None else self.layer_id, spec_of(self.router)
         after = "summed over ranks here" if self._groups else "not summed over ranks here"
+        kernel, device = self._own_kernel, next(self.parameters()).device
+        pairing = self.prepare_finalize, self.experts if kernel is None else type(kernel.experts)
         return "\n".join(
             [
                 f"layer {name}: {self.problem}",
@@ -215,7 +218,7 @@ class FusedMoE(ExpertParameters):
                 f"TP rank {tp_rank} of {tp_size}: {share}",
                 f"global -> local: {slots}",
                 f"router: {'none, routing is given' if spec is None else spec}",
-                f"parts: {_name(self.prepare_finalize)}, {_name(self.experts)}; output {after}",
+                f"parts: {pairing_told(pairing, self.problem, device)}; output {after}",
             ]
         )
 
@@ -390,7 +393,3 @@ def _loader_of(
 
 def _over_ranks(part: PrepareFinalize) -> bool:
     return load_catalog().prepare_finalize(part).requires.world_sizes[0] > 1
-
-
-def _name(part: object) -> str:
-    return "the usual experts" if part is None else getattr(part, "__name__", str(part))

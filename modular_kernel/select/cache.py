@@ -76,7 +76,7 @@ class Cache:
         mine = next((r for r in records if r.versions == self.versions), None)
         if mine is not None or not records:
             return Found(mine)
-        return Found(None, (f"times of before are not used: {self._changes(records[0])}",))
+        return Found(None, (f"ignoring cached timings: {self._changes(records[0])}",))
 
     def keep(self, buckets: Sequence[Bucket]) -> tuple[str, ...]:
         """Add times taken just now to what is there; notes if that was not possible."""
@@ -138,7 +138,7 @@ class Cache:
     def _changes(self, record: StoredChoice) -> str:
         names = sorted({*record.versions, *self.versions})
         changed = [
-            f"{name} was {record.versions.get(name, 'none')[:60]}, is {self.versions.get(name)}"
+            f"{name} {record.versions.get(name, 'none')[:60]} -> {self.versions.get(name, 'none')}"
             for name in names
             if record.versions.get(name) != self.versions.get(name)
         ]

@@ -32,7 +32,7 @@ from modular_kernel.select.choice import Choice
 from modular_kernel.select.inputs import make_weights, plain, situation, weight_bytes
 from modular_kernel.select.kernel import ComposedKernel, build
 from modular_kernel.select.memory import free_bytes, gigabytes
-from modular_kernel.select.record import Bucket, bucket_tokens, in_halves
+from modular_kernel.select.record import Bucket, Pair, TimedOutcome, bucket_tokens, in_halves
 from modular_kernel.select.team import Team, team_of
 from modular_kernel.select.timing import Stopwatch
 from modular_kernel.settings import read_settings
@@ -157,18 +157,32 @@ class _Search:
     def run(self) -> tuple[tuple[Bucket, ...], int, tuple[str, ...]]:
         """Buckets from the cache and from the clock, how many were timed, and notes."""
         end = time.monotonic() + self.terms.budget
-        buckets, notes = self._cached()
+        found, notes = self._cached()
+        kept = {bucket.tokens for bucket in found if self._whole(bucket)}
         if self.terms.fresh:
-            buckets = ()
-        if not self._missing(buckets) or not self._wanted(end):
-            return buckets, 0, notes
+            found = ()
+        if not self._missing(found) or not self._wanted(end):
+            buckets, more = self._used(found)
+            return buckets, 0, notes + more
         with ExitStack() as stack:
             notes += self._in_turn(stack, end)
             if not self.terms.fresh:  # another process may have measured while this one waited
-                buckets = self._cached()[0]
-            new, more = self._measure(self._missing(buckets), end)
-        made = {b.tokens: b for b in (*buckets, *new)}
-        return tuple(made[t] for t in self.tokens if t in made), len(new), notes + more
+                found = self._cached()[0]
+            new, more = self._measure(found, kept, end)
+        made = {b.tokens: b for b in (*found, *new)}
+        buckets, begun = self._used([made[t] for t in self.tokens if t in made])
+        return buckets, sum(bucket in new for bucket in buckets), notes + more + begun
+
+    def _used(self, buckets: Sequence[Bucket]) -> tuple[tuple[Bucket, ...], tuple[str, ...]]:
+        """Return the whole ones; without any what was begun, and notes that say so."""
+        whole = tuple(bucket for bucket in buckets if self._whole(bucket))
+        notes = (
+            f"of {bucket.tokens} tokens {len(bucket.outcomes)} of "
+            f"{len(self.candidates.valid[bucket.tokens])} pairings were timed: a longer budget "
+            "times the others"
+            for bucket in buckets
+        )
+        return (whole, ()) if whole else (tuple(buckets), tuple(notes))
 
     def _wanted(self, end: float) -> bool:
         """Whether there is anything to time, and time for it."""
@@ -183,17 +197,20 @@ class _Search:
         if found.record is None:
             return (), found.notes
         have = (found.record.at(t) for t in self.tokens)
-        whole = [self._trusted(bucket) for bucket in have if bucket is not None]
-        return tuple(b for b in whole if b is not None), found.notes
+        trusted = [self._trusted(bucket) for bucket in have if bucket is not None]
+        return tuple(bucket for bucket in trusted if bucket.outcomes), found.notes
 
-    def _trusted(self, bucket: Bucket) -> Bucket | None:
-        """Without pairings that are not valid now; None where a valid one has no outcome."""
+    def _trusted(self, bucket: Bucket) -> Bucket:
+        """Without pairings that are not valid now."""
         valid = self.candidates.valid[bucket.tokens]
-        kept = tuple(o for o in bucket.outcomes if o.pair in valid)
-        return Bucket(bucket.tokens, kept) if {o.pair for o in kept} == set(valid) else None
+        return Bucket(bucket.tokens, tuple(o for o in bucket.outcomes if o.pair in valid))
+
+    def _whole(self, bucket: Bucket) -> bool:
+        """Whether every valid pairing has an outcome."""
+        return {o.pair for o in bucket.outcomes} == set(self.candidates.valid[bucket.tokens])
 
     def _missing(self, buckets: Sequence[Bucket]) -> tuple[int, ...]:
-        have = {b.tokens for b in buckets}
+        have = {b.tokens for b in buckets if self._whole(b)}
         return tuple(t for t in in_halves(self.tokens) if t not in have)
 
     def _in_turn(self, stack: ExitStack, end: float) -> tuple[str, ...]:
@@ -210,9 +227,11 @@ class _Search:
         return ("another process may be timing the same: these times may be disturbed",)
 
     def _measure(
-        self, missing: Sequence[int], end: float
+        self, found: Sequence[Bucket], kept: set[int], end: float
     ) -> tuple[tuple[Bucket, ...], tuple[str, ...]]:
+        """Time what `found` lacks. kept: where a bucket that was begun must not replace a whole."""
         problem, new, notes = plain(self.problem), list[Bucket](), list[str]()
+        missing, begun = self._missing(found), {b.tokens: b.outcomes for b in found}
 
         def late() -> bool:
             return self.team.leader(time.monotonic() >= end)
@@ -220,33 +239,44 @@ class _Search:
         weights, why = self._weights(problem, late) if missing else (None, "")
         if weights is None:
             return (), (why,) if why else ()
-        kind = RoutingKind.parse(self.terms.routing)
+        left = len(missing)
         for tokens in missing:
-            bucket = (
-                None if late() else self._bucket(problem.with_tokens(tokens), weights, kind, late)
-            )
-            if bucket is None:
-                count = len(missing) - len(new)
-                notes.append(
-                    f"the budget of {self.terms.budget:g} s left {count} of "
-                    f"{len(self.tokens)} numbers of tokens unmeasured"
-                )
+            if late():
                 break
-            new.append(bucket)
-            if self.team.rank == 0:
-                notes += [n for n in self.cache.keep([bucket]) if n not in notes]
-                if self.terms.tell is not None:
-                    self.terms.tell(bucket)
+            known = {o.pair: o for o in begun.get(tokens, ())}
+            bucket = self._bucket(problem.with_tokens(tokens), weights, known, late)
+            whole = self._whole(bucket)
+            if whole or (bucket.outcomes and tokens not in kept):
+                new.append(bucket)
+                if self.team.rank == 0:
+                    notes += [n for n in self.cache.keep([bucket]) if n not in notes]
+            if not whole:
+                break
+            left -= 1
+            if self.team.rank == 0 and self.terms.tell is not None:
+                self.terms.tell(bucket)
+        if left:
+            notes.append(
+                f"the budget of {self.terms.budget:g} s left {left} of "
+                f"{len(self.tokens)} numbers of tokens unmeasured"
+            )
         del weights
         _free(self.machine)
         return tuple(new), self.team.leader(tuple(notes))
 
     def _bucket(
-        self, problem: Problem, weights: ExpertWeights, kind: RoutingKind, late: Callable[[], bool]
-    ) -> Bucket | None:
+        self,
+        problem: Problem,
+        weights: ExpertWeights,
+        known: dict[Pair, TimedOutcome],
+        late: Callable[[], bool],
+    ) -> Bucket:
+        kind = RoutingKind.parse(self.terms.routing)
         with torch.no_grad():
             given = situation(problem, weights, kind, replicated=self.terms.replicated)
-            return Stopwatch(given, self.candidates, self.machine, self.team, late).bucket()
+            watch = Stopwatch(given, self.candidates, self.machine, self.team, late)
+            watch.outcomes.update(known)
+            return watch.bucket()
 
     def _weights(
         self, problem: Problem, late: Callable[[], bool]

@@ -61,7 +61,7 @@ class _Ready:
 class Stopwatch:
     """Times the candidates of one situation. late: whether the budget is spent, alike on all ranks;
     asked before each candidate. near: how far from the fastest one may be, times the fastest, to be
-    timed by turns; infinity times all of them so."""
+    timed by turns; infinity times all of them so. outcomes: begin with those that are known."""
 
     situation: SelectSituation
     candidates: Candidates
@@ -76,17 +76,17 @@ class Stopwatch:
         self._clock = clock_of(self._device)
         self._wipe = wiper_of(self._device) if self.situation.flush else None
 
-    def bucket(self) -> Bucket | None:
-        """Every valid pairing's outcome; None if the budget ended before that."""
+    def bucket(self) -> Bucket:
+        """Every valid pairing's outcome; where the budget ends before that, those so far."""
         tokens = self.situation.problem.tokens
         for pair in self.candidates.order:
-            if pair not in self.candidates.valid[tokens]:
+            if pair not in self.candidates.valid[tokens] or pair in self.outcomes:
                 continue
             if pair in self.candidates.silent:
                 self.outcomes[pair] = TimedOutcome(pair, why=self.candidates.silent[pair])
                 continue
             if self.late():
-                return None
+                return Bucket(tokens, tuple(self.outcomes.values()))
             self.outcomes[pair] = self._alone(pair)
         self._by_turns()
         if self._device.type == "cuda":

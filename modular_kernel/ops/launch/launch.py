@@ -19,6 +19,7 @@ if HAS_TRITON:
     import triton
     from triton.runtime.jit import JITFunction
 
+_NO_GPU = "there is no GPU of NVIDIA's"
 # Triton ships no annotations.
 Foreign = Any
 
@@ -43,11 +44,12 @@ def why_not_replayed() -> str:
     if not HAS_TRITON:
         return "there is no triton"
     if triton.knobs.runtime.interpret:
-        return "TRITON_INTERPRET is 1: nothing is compiled"
+        gpu = torch.cuda.is_available()  # without one `mk` has set the variable, not its user
+        return "TRITON_INTERPRET is 1: nothing is compiled" if gpu else _NO_GPU
     from modular_kernel.ops.launch import triton_versions
 
     if triton_versions.RELEASE not in triton_versions.REPLAYED:
         return f"launchers of triton {triton.__version__} are unknown"
     if not torch.cuda.is_available():
-        return "there is no GPU of NVIDIA's"
+        return _NO_GPU
     return cuda_replay.why_no_module()
