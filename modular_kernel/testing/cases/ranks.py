@@ -151,7 +151,8 @@ class Variant:
     """What a case is made of besides its pairing and its ranks.
 
     tokens: of each rank, repeated from the start where there are more ranks; where every rank
-    passes the same, the most of them. fault, manner: as in a RankCase.
+    passes the same, the most of them. fault, manner: as in a RankCase. most: tokens that the
+    problem allows, where no rank passes as many.
     """
 
     problem: Problem
@@ -160,6 +161,7 @@ class Variant:
     routing: str
     fault: str = ""
     manner: Manner = ORDINARY
+    most: int = 0
 
     def case(self, prepare_finalize: str, experts: str, world_size: int) -> RankCase:
         place = PLACEMENTS[self.placement]
@@ -170,7 +172,8 @@ class Variant:
         part = load_catalog().prepare_finalize(prepare_finalize)
         if part.requires.replicated_input:
             tokens = (max(tokens),) * world_size
-        problem = replace(self.problem, tokens=max(tokens), parallel=Parallel(world_size, placed))
+        most, parallel = max(*tokens, self.most), Parallel(world_size, placed)
+        problem = replace(self.problem, tokens=most, parallel=parallel)
         return RankCase(
             prepare_finalize,
             experts,
@@ -365,6 +368,9 @@ def _quantised(base: Problem, world_size: int) -> Iterator[Variant]:
     ragged = replace(few, hidden=160, intermediate=136)
     yield _variant(ragged, quant="int8_w8a8_block:block=32x96", dtype=_FP16)
     yield _variant(few, hidden=2080, intermediate=16, quant="fp8_w8a8_block:block=32x32")
+    if world_size == 2:  # room for so many tokens that programs take more of a row; few are passed
+        roomy = replace(few, hidden=2080, intermediate=16)
+        yield Variant(roomy, "linear", (3, 1), "uniform", most=513)
     peaks, faint = Manner(values="peaks"), Manner(values="faint")
     wide = replace(few, hidden=1040, intermediate=16, quant="fp8_w8a8_tensor", dtype=_FP16)
     yield Variant(wide, "linear", (2, 5), "all_to_one", manner=peaks)
