@@ -374,8 +374,9 @@ def _quantised(base: Problem, world_size: int) -> Iterator[Variant]:
     peaks, faint = Manner(values="peaks"), Manner(values="faint")
     wide = replace(few, hidden=1040, intermediate=16, quant="fp8_w8a8_tensor", dtype=_FP16)
     yield Variant(wide, "linear", (2, 5), "all_to_one", manner=peaks)
-    long = replace(few, hidden=_LONG_ROWS, intermediate=16, quant="fp8_w8a8_channel")
-    yield Variant(long, "linear", (2, 1), "uniform", manner=peaks)
+    long = replace(few, hidden=_LONG_ROWS, intermediate=16)
+    for quant in ("fp8_w8a8_channel", f"fp8_w8a8_block:block=16x{_LONG_ROWS}"):
+        yield Variant(replace(long, quant=quant), "linear", (2, 1), "uniform", manner=peaks)
     # The only token of all ranks is zero: so is what their one scale is made from.
     nothing = replace(few, intermediate=16, bias=True, quant="fp8_w8a8_tensor")
     yield Variant(nothing, "linear", (1, 0), "uniform", manner=Manner(values="zero_rows"))
