@@ -16,9 +16,8 @@ GROUP = 16
 LARGEST = 6.0  # of e2m1
 LARGEST_SCALE = 448.0  # of e4m3
 
-# The eight values of e2m1 by code, bit 3 being the sign, and the midpoints between them.
+# The eight values of e2m1 by code; bit 3 is the sign.
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 def e2m1_values(codes: torch.Tensor) -> torch.Tensor:
@@ -28,12 +27,17 @@ def e2m1_values(codes: torch.Tensor) -> torch.Tensor:
 
 
 def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
-    """Return the uint8 codes nearest to float values: ties to the even code, at most 6."""
-    midpoints = torch.tensor(_MIDPOINTS, device=values.device)
-    below = torch.bucketize(values.abs(), midpoints)
-    above = torch.bucketize(values.abs(), midpoints, right=True)
-    code = torch.where(below % 2 == 0, below, above)
-    return torch.where(values < 0, code + 8, code).to(torch.uint8)
+    """Return the uint8 codes nearest to float values: ties to the even code, at most 6; so is NaN.
+
+    Codes count steps of 1/2 up to 2, of 1 up to 4 and of 2 from there on. Each count is right in
+    its own range and no less than the right one elsewhere. What is added to a rounded count is
+    even, so halves that are rounded to even give even codes.
+    """
+    size = values.abs().nan_to_num_(LARGEST).clamp_(max=LARGEST)
+    halves, ones = (2 * size).round_(), size.round().add_(2)
+    twos = size.div_(2).round_().add_(4)
+    code = torch.minimum(torch.minimum(halves, ones), twos).to(torch.uint8)
+    return code | (values < 0).to(torch.uint8) << 3
 
 
 def quantise(x: torch.Tensor, inverse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

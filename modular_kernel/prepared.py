@@ -31,9 +31,9 @@ from modular_kernel.workspace import BufferSpec
 # Fields of ExpertWeights, and of which others they are made.
 MADE_OF = {
     "w1_tiles": ("w1", "w1_scale"),
-    "w1_tile_scales": ("w1", "w1_scale"),
+    "w1_tile_scales": ("w1", "w1_scale", "w1_zero_point"),
     "w2_tiles": ("w2", "w2_scale"),
-    "w2_tile_scales": ("w2", "w2_scale"),
+    "w2_tile_scales": ("w2", "w2_scale", "w2_zero_point"),
 }
 _AGAIN = "what kernel.prepare_weights returns, made anew after weights were written or copied"
 

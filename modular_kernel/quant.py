@@ -178,6 +178,8 @@ def _scale_dtypes(problem: Problem) -> tuple[torch.dtype, ...]:
         return (torch.float8_e4m3fn if scheme.matrix_scales else torch.uint8,)
     if scheme.quantises_activations or problem.dtype is torch.float32:
         return (torch.float32,)
+    if scheme.weight in MIDDLE:  # 16-bit files have either, whatever the layer computes in
+        return (torch.float32, torch.float16, torch.bfloat16)
     return (torch.float32, problem.dtype)
 
 

@@ -18,7 +18,8 @@ class QuantScheme:
     activation: element type of the products' left operands ("none": the problem's dtype).
     granularity: what one weight scale covers: tensor (an expert's matrix), channel (a row of it),
         block (group[0] rows by group[1] columns), group (group[0] columns of a row) or none.
-    scale: element type of weight scales: "float" is float32 or the problem's dtype. Where it is
+    scale: element type of weight scales: "float" is float32 or the problem's dtype, of integers
+        float16 or bfloat16 whichever of these the problem has. Where it is
         float8_e4m3fn, each matrix (gate, up, down) has a float32 scale beside them.
     zero_points: unsigned weights with a zero point per group; without, the middle of the range.
     act_order: columns of w1 and w2 lie in the order of their groups, not in that of x and h

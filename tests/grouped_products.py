@@ -9,8 +9,9 @@ import torch
 
 from experts.triton.configs.select import on_device
 from experts.triton.grouped.base import Rows
-from experts.triton.grouped_w4.layout import Tiled, rows_of_tiles, untiled
+from experts.triton.grouped_w4.layout import Tiled, form_of, rows_of_tiles
 from experts.triton.grouped_w4.path import GroupedW4Path
+from experts.triton.grouped_w4.twin import untiled
 from experts.triton.launch_config import Device, LaunchConfig
 from experts.triton.operands import Product
 from modular_kernel.ops.activation import activation_constants
@@ -66,11 +67,14 @@ def multiply_w4(
     order: Sorted,
     out: torch.Tensor,
 ) -> None:
-    """Multiply by the tiled weights of mxfp4 that the kernel would unpack in registers."""
-    assert product.scale is not None
+    """Multiply by the tiled weights that the kernel would unpack in registers."""
     assert rows.tokens is None
+    assert product.scale is not None
+    assert product.tiles is not None
+    assert product.tile_scales is not None
     gated, depth = bool(product.constants["GATED"]), rows.values.shape[1]
-    tiled = Tiled(product.w, product.scale)
+    form = form_of(product.scheme, depth, product.scale.dtype)
+    tiled = Tiled(product.tiles, product.tile_scales)
     taken = rows_of_tiles(product.columns, product.step, product.up_row, gated=gated).flatten()
     there = (taken >= 0).nonzero()[:, 0]
     spec = None if product.constants["KIND"] == "identity" else self.problem.act
@@ -79,7 +83,10 @@ def multiply_w4(
     def weight_of(expert: int) -> torch.Tensor:
         one = Tiled(*(part[expert : expert + 1] for part in tiled))
         w = torch.empty(len(there), depth)
-        w[taken[there]] = untiled(one)[0, there, :depth]
+        w[taken[there]] = untiled(one, form)[0, there, :depth]
+        if product.global_scale is not None:
+            up = torch.arange(len(w)) // max(1, product.up_row) % product.global_scale.shape[1]
+            w *= product.global_scale[expert, up][:, None]
         return w
 
     multiply_tiles(rows, weight_of, product.bias, spec, tile, order, out)

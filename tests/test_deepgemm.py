@@ -20,13 +20,16 @@ from vendor_stand_in import (
 )
 
 from experts.deepgemm import library
-from experts.deepgemm.aligned_rows import aligned_rows, aligned_rows_ref, most_aligned
+from experts.deepgemm.aligned_rows import aligned_rows, aligned_specs, most_aligned
 from experts.deepgemm.either import LEAST_ROWS, least_tokens
 from modular_kernel.catalog import make_kernel
 from modular_kernel.errors import ConfigurationError, StateError
-from modular_kernel.ops.sort import Sorted
+from modular_kernel.machine import torch_twins
+from modular_kernel.ops.launch import launch
+from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.testing.cases.inputs import Manner, make_inputs
-from modular_kernel.types import Combine, Machine, Problem
+from modular_kernel.types import Combine, IdSpace, Machine, Problem
+from modular_kernel.workspace import Workspace
 
 BLOCK = "fp8_w8a8_block"
 BASE = Problem(tokens=17, hidden=128, intermediate=128, experts=5, top_k=2)
@@ -91,6 +94,14 @@ def test_either(quant: str, tokens: int, many: bool) -> None:
     assert bool(deep_gemm_2.launched) is many
 
 
+@pytest.mark.parametrize("layout", ["plain", "shifted"])
+def test_either_quantises_what_is_tritons_after_all(layout: str) -> None:
+    problem = replace(FEW, tokens=129, quant=BLOCK, hidden=256)
+    proof = proven(TritonOrDeepGemm, problem, manner=Manner(layout=layout))
+    assert proof.passed, str(proof)
+    assert bool(deep_gemm_2.launched) is (layout == "plain")
+
+
 @pytest.mark.parametrize(("experts", "many"), [(2, True), (5, False)])
 def test_either_of_batched(experts: int, many: bool) -> None:
     proof = proven(BatchedTritonOrDeepGemm, replace(FEW, experts=experts, tokens=40))
@@ -127,6 +138,34 @@ def test_room_is_declared_for_either() -> None:
 
 
 CPU = Machine("cpu", None, frozenset({"triton", "ml_dtypes"}), interpreter=True)
+AROUND = [
+    *("count_pairs_kernel", "scan_counts_kernel", "aligned_rows_kernel"),
+    *("permute_and_quantise_kernel", "quantise_rows_kernel", "weight_and_sum_kernel"),
+]
+
+
+def test_what_is_launched_around_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our own kernels, interpreted: x is quantised where it is moved, and scales lie as the
+    library takes them."""
+    names: list[str] = []
+    whole = launch.launch
+
+    def noted(kernel: Any, grid: Any, **arguments: Any) -> None:
+        names.append(kernel.fn.__name__)
+        whole(kernel, grid, **arguments)
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("modular_kernel.ops.", "experts.")) and hasattr(module, "launch"):
+            monkeypatch.setattr(module, "launch", noted)
+    problem = replace(BASE, quant=BLOCK, hidden=256, intermediate=384)
+    given = make_inputs(problem, "skips", torch.device("cpu"))
+    kernel = make_kernel("MoEPrepareAndFinalizeNoEP", DeepGemm, problem, machine=CPU)
+    plan = kernel.plan()
+    found = plan(given.x_TH, given.weights, given.routing)
+    assert names == AROUND
+    with torch_twins():
+        want = kernel(given.x_TH, given.weights, given.routing)
+    assert torch.allclose(found.float(), want.float(), rtol=2**-6, atol=2**-10)
 
 
 # ------------------------------------------------------------------------------------ where it is
@@ -188,23 +227,38 @@ def test_a_foreign_alignment_is_refused() -> None:
 # ----------------------------------------------------------------------------------- aligned rows
 
 
-def test_aligned_rows_and_their_twin() -> None:
-    counts = torch.tensor([0, 129, 0, 1, 128, 0], dtype=torch.int32)
-    starts = torch.cat((counts[:1] * 0, counts.cumsum(0).int()))
-    rows = torch.randperm(258).int()
-    rows_TK = torch.cat((rows, torch.full((2,), -1, dtype=torch.int32))).view(130, 2)
-    order = Sorted(rows_TK, starts, starts, starts)
-    out, ends = torch.empty_like(rows_TK), torch.empty(6, dtype=torch.int32)
-    aligned_rows_ref(order, 128, rows_TK=out, ends=ends)
+@pytest.mark.parametrize("space", [IdSpace.LOCAL, IdSpace.GLOBAL])
+def test_aligned_rows_and_their_twin(space: IdSpace) -> None:
+    counts = [0, 129, 0, 1, 128, 0]
+    ids = torch.arange(6).repeat_interleave(torch.tensor(counts))
+    ids = torch.cat((ids, torch.tensor([-1, 7])))[torch.randperm(260)].view(130, 2)
+    expert_map, named = None, ids
+    if space is IdSpace.GLOBAL:  # backwards, and two that are elsewhere
+        expert_map = torch.tensor([5, 4, 3, 2, 1, 0, -1], dtype=torch.int32)
+        named = torch.where((ids >= 0) & (ids < 6), 5 - ids, ids)
+    found = []
+    for aligned in (aligned_rows, aligned_in_torch):
+        invalid = torch.zeros(1, dtype=torch.int32)
+        routing = DispatchedRouting(None, named, space, 7, expert_map, invalid)
+        workspace = Workspace(aligned_specs(130, 2, 6), torch.device("cpu"), poison=True)
+        found.append((*aligned(routing, 128, num_local=6, workspace=workspace), invalid))
+        workspace.check_red_zones()
+    for kernels, twins in zip(*found, strict=True):
+        assert torch.equal(kernels, twins)
+    rows_TK, ends, invalid = found[0]
+    assert int(invalid) == 1  # the 7
     assert ends.tolist() == [0, 129, 256, 257, 512, 512]
-    moved = torch.where(rows_TK < 129, rows_TK, torch.where(rows_TK == 129, 256, rows_TK + 254))
-    assert torch.equal(out, torch.where(rows_TK < 0, -1, moved).int())
-    again, ends_again = torch.empty_like(out), torch.empty_like(ends)
-    aligned_rows(order, 128, rows_TK=again, ends=ends_again)
-    assert torch.equal(again, out)
-    assert torch.equal(ends_again, ends)
+    for expert, first in ((1, 0), (3, 256), (4, 384)):
+        want = torch.arange(first, first + counts[expert], dtype=torch.int32)
+        assert torch.equal(rows_TK[ids == expert], want)
+    assert bool((rows_TK[(ids < 0) | (ids > 5)] == -1).all())
     assert most_aligned(258, 6, 128) == 8 * 128
     assert most_aligned(3, 6, 128) == 3 * 128
+
+
+def aligned_in_torch(*given: Any, **named: Any) -> Any:
+    with torch_twins():
+        return aligned_rows(*given, **named)
 
 
 # ---------------------------------------------------------------------------------------- planted

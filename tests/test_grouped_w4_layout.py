@@ -1,57 +1,83 @@
-"""e2m1 weights in the order of products from registers: the same values, bit by bit."""
+"""4-bit weights in the order of products from registers: the same values, bit by bit."""
 
 import pytest
 import torch
+from w4_samples import INTEGERS, SCHEMES, sample
 
-from experts.triton.grouped_w4.layout import rows_of_tiles, tile_weights, untiled
+from experts.triton.grouped_w4.layout import Form, form_of, rows_of_tiles
+from experts.triton.grouped_w4.twin import tile_weights, untiled
 from modular_kernel.errors import DtypeError, ShapeError
+from modular_kernel.schemes import QuantScheme
 
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+COLUMNS = 200
+MXFP4 = Form("e2m1")
 
 
-def weights(experts: int, rows: int, depth: int, low: int = 100, high: int = 150):
-    """Return bytes, exponents and float32 values of random weights."""
-    draw = torch.Generator().manual_seed(0)
-    shape = (experts, rows, depth // 2)
-    w = torch.randint(256, shape, generator=draw, dtype=torch.uint8)
-    groups = (experts, rows, depth // 32)
-    scale = torch.randint(low, high, groups, generator=draw, dtype=torch.uint8)
-    codes = torch.stack((w & 15, w >> 4), -1).flatten(-2).long()
-    factor = torch.exp2(scale.double() - 127).repeat_interleave(32, -1)
-    return w, scale, (E2M1[codes].double() * factor).float()
+def _come_back(quant: str, depth: int, gated: bool, step: int, **kinds: object) -> None:
+    up_row = 1 if step == 2 else COLUMNS
+    s = sample(quant, 2, 2 * COLUMNS if gated else COLUMNS, depth, **kinds)  # type: ignore[arg-type]
+    rows = rows_of_tiles(COLUMNS, step, up_row, gated=gated)
+    got = untiled(s.tiled(rows), s.form)
+    taken = rows.flatten()
+    there = taken >= 0
+    other = got[:, there, :depth] != s.values[:, taken[there]]
+    # Beside a zero point a float32 scale has room for 20 bits.
+    assert other.float().mean() < (5e-4 if s.form.zero and s.form.scale == "float32" else 1e-9)
+    assert not got[:, ~there].any()
+    assert s.form.kind == "integer" or not got[..., depth:].any()
+    assert sorted(taken[there].tolist()) == list(range(s.w.shape[1]))
 
 
 @pytest.mark.parametrize(("low", "high"), [(46, 127), (100, 129), (129, 179)])
 @pytest.mark.parametrize("depth", [64, 160, 192])
 @pytest.mark.parametrize(("gated", "step"), [(False, 1), (True, 1), (True, 2)])
-def test_weights_come_back_bit_by_bit(
+def test_mxfp4_comes_back_bit_by_bit(
     low: int, high: int, depth: int, gated: bool, step: int
 ) -> None:
-    columns = 200
-    w, scale, values = weights(2, 2 * columns if gated else columns, depth, low, high)
-    up_row = 1 if step == 2 else columns
-    rows = rows_of_tiles(columns, step, up_row, gated=gated)
-    got = untiled(tile_weights(w, scale, rows))
-    taken = rows.flatten()
-    expected = torch.zeros_like(got)
-    expected[:, taken >= 0, :depth] = values[:, taken[taken >= 0]]
-    assert torch.equal(got, expected)
-    assert sorted(taken[taken >= 0].tolist()) == list(range(w.shape[1]))
+    _come_back("mxfp4_w4a16", depth, gated, step, low=low, high=high)
+
+
+@pytest.mark.parametrize("quant", SCHEMES[2:])
+@pytest.mark.parametrize("scales", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("depth", [64, 160, 192])
+@pytest.mark.parametrize(("gated", "step"), [(False, 1), (True, 2)])
+def test_others_come_back_bit_by_bit(
+    quant: str, scales: torch.dtype, depth: int, gated: bool, step: int
+) -> None:
+    _come_back(quant, depth, gated, step, scales=scales)
+
+
+def test_forms() -> None:
+    parse = QuantScheme.parse
+    assert form_of(parse("mxfp4_w4a16"), 64) == form_of(parse("mxfp4_w4a16:repacked=true"), 64)
+    assert form_of(parse("nvfp4_w4a16"), 64).lines == 16
+    int4 = parse("int4_w4a16_group:group=96")
+    assert form_of(int4, 96, torch.bfloat16) == Form("integer", 1, "bfloat16")  # one group is all
+    assert form_of(int4, 192) == Form("integer", 2, "float32")
+    assert form_of(parse("int4_w4a16_group:zero_points=true"), 512) == Form("integer", 1, zero=True)
 
 
 def test_what_is_no_number_stays_none() -> None:
-    w, scale, _ = weights(1, 64, 64)
-    scale[0, 3, 1] = 255
-    got = untiled(tile_weights(w, scale, rows_of_tiles(64, 1, 0, gated=False)))
-    assert not got[0, 3, 32:].isfinite().any()
-    assert got[0, 3, :32].isfinite().all()
-    assert got[0, :3].isfinite().all()
+    rows = rows_of_tiles(64, 1, 0, gated=False)
+    for quant, each in (("mxfp4_w4a16", 32), ("nvfp4_w4a16", 16), (INTEGERS[1], 32)):
+        s = sample(quant, 1, 64, 64)
+        first = {"mxfp4_w4a16": 255, "nvfp4_w4a16": 127}.get(quant)
+        if first is None:
+            s.scale[0, 3, 1] = torch.nan
+        else:
+            s.scale.view(torch.uint8)[0, 3, 1] = first
+        got = untiled(s.tiled(rows), s.form)
+        assert not got[0, 3, each : 2 * each].isfinite().any()
+        assert got[0, 3, :each].isfinite().all()
+        assert got[0, :3].isfinite().all()
 
 
 def test_other_tensors_are_refused() -> None:
-    w, scale, _ = weights(1, 64, 64)
+    s = sample("mxfp4_w4a16", 1, 64, 64)
     rows = rows_of_tiles(64, 1, 0, gated=False)
     with pytest.raises(DtypeError):
-        tile_weights(w.int(), scale, rows)
+        tile_weights(s.w.int(), s.scale, rows, MXFP4)
+    with pytest.raises(DtypeError):
+        tile_weights(s.w, s.scale.float(), rows, MXFP4)
     with pytest.raises(ShapeError):
-        tile_weights(w, scale[:, :, :1], rows)
+        tile_weights(s.w, s.scale[:, :, :1], rows, MXFP4)

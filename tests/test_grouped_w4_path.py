@@ -36,6 +36,11 @@ _there_are_boxes = products_by(GroupedW4Path, multiply_w4)
         ({"expert_map": True, "local_experts": 3, "experts": 5}, "uniform", 2),
         ({"combine": Combine.TOPK_UNWEIGHTED, "top_k": 3}, "skips", 64),
         ({"tokens": 300, "top_k": 2}, "zipf", 3),
+        ({"quant": "int4_w4a16_group:group=32"}, "uniform", 3),
+        ({"quant": "int4_w4a16_group:zero_points=true", "activation": OAI}, "uniform", 3),
+        ({"quant": "int4_w4a16_group:group=96,zero_points=true"}, "skips", 64),
+        ({"quant": "nvfp4_w4a16", "bias": True}, "uniform", 3),
+        ({"quant": "nvfp4_w4a16", "activation": OAI}, "skips", 64),
     ],
 )
 def test_proven(
@@ -61,6 +66,26 @@ def test_proven(
 )
 def test_calls_of_some_rows_an_expert_take_it(rows: int, taken: int) -> None:
     problem = replace(MXFP4, experts=6, top_k=3)
+    config = heuristics(problem, H200).choose(2 * rows)
+    assert (config.gemm1.block_m if config.path == "grouped_w4" else 0) == taken
+
+
+@pytest.mark.parametrize(
+    ("quant", "rows", "taken"),
+    [
+        ("int4_w4a16_group:group=32", 39, 0),
+        ("int4_w4a16_group:group=32", 40, 64),
+        ("int4_w4a16_group:group=32", 320, 128),
+        ("int4_w4a16_group:group=32", 321, 0),
+        ("int4_w4a16_group:group=32,zero_points=true", 23, 0),
+        ("int4_w4a16_group:group=32,zero_points=true", 24, 64),
+        ("nvfp4_w4a16", 40, 64),
+        ("nvfp4_w4a16", 128, 128),
+        ("nvfp4_w4a16", 129, 0),
+    ],
+)
+def test_calls_of_integers_and_nvfp4(quant: str, rows: int, taken: int) -> None:
+    problem = replace(MXFP4, experts=6, top_k=3, quant=quant)
     config = heuristics(problem, H200).choose(2 * rows)
     assert (config.gemm1.block_m if config.path == "grouped_w4" else 0) == taken
 
@@ -93,8 +118,9 @@ def test_files_of_version_1_came_before_it(tokens: int, path: str) -> None:
     "changes",
     [
         {"quant": "none"},
-        {"quant": "int4_w4a16_group:group=32"},
-        {"quant": "nvfp4_w4a16"},
+        {"quant": "int4_w4a16_group:group=48"},
+        {"quant": "int4_w4a16_act_order"},
+        {"quant": "int8_w8a16_group"},
         {"dtype": torch.float16},
         {"hidden": 152},
         {"intermediate": 104},
@@ -132,9 +158,9 @@ def test_weights_in_order_are_a_bounded_buffer() -> None:
 def test_other_launches_are_refused(change: dict[str, int], field: str) -> None:
     pair = grouped_w4_config.default(MXFP4)
     for gemm, tile in zip(gemms(MXFP4), (pair.gemm1, pair.gemm2), strict=True):
-        assert not list(grouped_w4_config.violations(tile, gemm, H200))
+        assert not list(grouped_w4_config.violations(tile, gemm, MXFP4, H200))
         other = replace(tile, **change)
-        found = list(grouped_w4_config.violations(other, gemm, H200))
+        found = list(grouped_w4_config.violations(other, gemm, MXFP4, H200))
         assert [violation.what for violation in found] == [field]
 
 
@@ -145,5 +171,5 @@ def test_launches_worth_timing_can_be_launched() -> None:
             assert tiles
             for tile in tiles:
                 assert tile.block_m == block_m
-                assert not list(grouped_w4_config.violations(tile, gemm, H200))
+                assert not list(grouped_w4_config.violations(tile, gemm, MXFP4, H200))
     assert len(grouped_w4_config.candidates(problem, 256)) == 2

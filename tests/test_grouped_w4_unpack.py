@@ -6,20 +6,17 @@ the compiler proves (tests/compile/test_grouped_w4_compile.py): they claim no da
 
 import re
 from collections.abc import Callable
+from itertools import product
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
-from test_grouped_w4_layout import weights
+from w4_samples import INTEGERS, sample
 
-from experts.triton.grouped_w4.kernels import gemm
-from experts.triton.grouped_w4.layout import (
-    BLOCK,
-    LOWERED,
-    rows_of_tiles,
-    tile_weights,
-    untiled,
-)
+from experts.triton.grouped_w4.kernels import unpack as kernels
+from experts.triton.grouped_w4.layout import BLOCK, rows_of_tiles
+from experts.triton.grouped_w4.twin import _rounded, untiled
 
 _MASK = 0xFFFFFFFF
 
@@ -60,19 +57,48 @@ class _Place:
     def load(self, layout: object) -> _Values:
         return _Values(self.value)
 
+    def slice(self, start: int, length: int, dim: int) -> "_Place":
+        return _Place(self.value.narrow(dim, start, length))
+
 
 def _halves(word: torch.Tensor) -> list[torch.Tensor]:
     halves = ((word << 16) & _MASK, word & 0xFFFF0000)
     return [half.to(torch.int32).view(torch.float32).double() for half in halves]
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """mul.bf16x2."""
+def _joined(halves: list[torch.Tensor]) -> torch.Tensor:
+    """float64 halves, each rounded once, in a register."""
     low, high = (
-        (x * y).to(torch.bfloat16).view(torch.int16).long() & 0xFFFF
-        for x, y in zip(_halves(a), _halves(b), strict=True)
+        _rounded(half).to(torch.bfloat16).view(torch.int16).long() & 0xFFFF for half in halves
     )
     return low | high << 16
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return _joined([x * y for x, y in zip(_halves(a), _halves(b), strict=True)])
+
+
+def _sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return _joined([x + y for x, y in zip(_halves(a), _halves(b), strict=True)])
+
+
+def _fused(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    parts = zip(_halves(a), _halves(b), _halves(c), strict=True)
+    return _joined([x * y + z for x, y, z in parts])
+
+
+def _single(register: torch.Tensor) -> torch.Tensor:
+    return (
+        torch.where(register > _MASK >> 1, register - _MASK - 1, register).int().view(torch.float32)
+    )
+
+
+def _both(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    return _joined([_single(low).double(), _single(high).double()])
+
+
+def _lacking(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (_single(a) - _single(b)).view(torch.int32).long() & _MASK
 
 
 def _prmt(a: torch.Tensor, _zero: torch.Tensor, selector: torch.Tensor) -> torch.Tensor:
@@ -84,8 +110,14 @@ def _prmt(a: torch.Tensor, _zero: torch.Tensor, selector: torch.Tensor) -> torch
 
 
 def _lop3(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    if int(table) == (0xF0 & 0xCC) | 0xAA:
+        return (a & b) | c
     assert int(table) == (0xF0 ^ 0xCC) & 0xAA
     return (a ^ b) & c
+
+
+def _scaled(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (_single(a) * _single(b)).view(torch.int32).long() & _MASK
 
 
 _OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -94,16 +126,23 @@ _OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "shr.u32": lambda a, b: a >> b,
     "lop3.b32": _lop3,
     "prmt.b32": _prmt,
+    "mov.b32": lambda a: a,
+    "mad.lo.u32": lambda a, b, c: a * b + c & _MASK,
     "mul.bf16x2": _product,
+    "add.bf16x2": _sum,
+    "fma.rn.bf16x2": _fused,
+    "cvt.rn.bf16x2.f32": _both,
+    "sub.f32": _lacking,
+    "mul.f32": _scaled,
 }
 
 
 def _assembled(code: Any, constraints: Any, args: list[_Values], **_: Any) -> list[_Values]:
     """Run the assembler text over whole tensors."""
-    count = constraints.value.count("=")
+    count = constraints.count("=")
     known = {f"${count + i}": arg.value.long() & _MASK for i, arg in enumerate(args)}
     shape = torch.broadcast_shapes(*(value.shape for value in known.values()))
-    for line in code.value.strip("{} ").split(";"):
+    for line in code.strip("{} ").split(";"):
         words = re.split(r"[ ,]+", line.strip())
         if words[0] in ("", ".reg"):
             continue
@@ -129,22 +168,31 @@ _GL = SimpleNamespace(
 
 
 def _as_python(name: str) -> Callable[..., Any]:
-    plain = {**vars(gemm), "gl": _GL}
-    plain["_four"] = FunctionType(gemm._four.fn.__code__, plain)
-    return FunctionType(getattr(gemm, name).fn.__code__, plain)
+    plain = {**vars(kernels), "gl": _GL}
+    for each in ("_four", "_quads"):
+        plain[each] = FunctionType(getattr(kernels, each).fn.__code__, plain)
+    return FunctionType(getattr(kernels, name).fn.__code__, plain)
 
 
-def test_unpacked_weights_are_those_that_were_tiled() -> None:
-    w, scale, _ = weights(1, 256, 128)
-    tiled = tile_weights(w, scale, rows_of_tiles(256, 1, 0, gated=False))
-    expected = untiled(tiled)[0].double() * 2.0**-LOWERED
-    unpack, scales = _as_python("_unpack"), _as_python("_scales")
+@pytest.mark.parametrize(
+    ("quant", "scales"),
+    [
+        ("mxfp4_w4a16", None),
+        ("nvfp4_w4a16", None),
+        *product(INTEGERS, (torch.float32, torch.float16, torch.bfloat16)),
+    ],
+)
+def test_unpacked_weights_are_those_that_were_tiled(quant: str, scales: torch.dtype | None) -> None:
+    s = sample(quant, 1, 256, 128, scales=scales or torch.float32)
+    tiled, form = s.tiled(rows_of_tiles(256, 1, 0, gated=False)), s.form
+    expected = untiled(tiled, form)[0].double() * 2.0**-form.lowered
+    unpack, scales_of_blocks = _as_python("unpack"), _as_python("scales_of_blocks")
     for step in range(2):
         places = _Place(tiled.scales[0, 0, step])
         words = tiled.words[0, 0, step].view(4, 16, 32)
         for part in range(2):
-            for block, of_block in enumerate(scales(places, part)):
+            for block, of_block in enumerate(scales_of_blocks(places, part, str(form))):
                 at = 2 * part + block
-                got = unpack(_Place(words[at]), of_block, None).value.double()
+                got = unpack(_Place(words[at]), of_block, None, str(form)).value.double()
                 rows, depth = slice(at * BLOCK, (at + 1) * BLOCK), slice(step * BLOCK, None)
                 assert torch.equal(got, expected[rows, depth][:, :BLOCK])

@@ -154,6 +154,22 @@ def test_the_quantiser_is_that_of_a_search() -> None:
             assert int(codes[row, group * 16 + place]) == code
 
 
+def test_codes_on_both_sides_of_every_midpoint() -> None:
+    """Each midpoint and its neighbours in float32; what is no number is the largest."""
+    midpoints = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(MAGNITUDES)])
+    near = torch.stack(
+        [(midpoints.view(torch.int32) + step).view(torch.float32) for step in (-1, 0, 1)]
+    ).flatten()
+    for size in (*near.tolist(), *MAGNITUDES, 1e-45, 5.9, 7.0, 3e38):
+        code = searched(size, list(MAGNITUDES))
+        got = nvfp4.e2m1_codes(torch.tensor([size, -size])).tolist()
+        assert got == [code, code + 8 * (size > 0)]
+    others = torch.tensor([float("inf"), -float("inf"), float("nan"), -0.0])
+    before = others.clone()
+    assert nvfp4.e2m1_codes(others).tolist() == [7, 15, 7, 0]
+    assert torch.equal(bits(others), bits(before))
+
+
 def test_zeros_and_what_is_too_large() -> None:
     codes, scale = nvfp4.quantise(torch.zeros(1, 16), torch.ones(1, 1))
     assert not codes.any()

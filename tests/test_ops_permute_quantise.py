@@ -145,3 +145,32 @@ def test_bad_input_and_no_tokens() -> None:
     out = buffers(scheme, ROWS, 45)
     permute_and_quantise(x_TH[:0], places[:0], None, scheme, out=out)
     assert_same(out, buffers(scheme, ROWS, 45))
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("columns", [32, 100])
+def test_scales_along_rows(columns: int) -> None:
+    """Of tokens quantised on the way, and of those that come quantised: the same places."""
+    scheme, places = QuantScheme.parse("fp8_w8a8_block:block=8x32"), PLACES.int().to(DEVICE)
+    x_TH = random(5, columns, dtype=torch.bfloat16)
+    want, plain = in_turn(x_TH, places, scheme, ROWS), buffers(scheme, ROWS, columns)
+    groups = want.scale.shape[1]
+    out = Quantised(plain.q_RK, torch.full((1, groups, ROWS), -3.0, device=DEVICE), None, True)
+    permute_and_quantise(x_TH, places, None, scheme, out=out)
+    assert out.scale_of_rows.stride() == (1, ROWS)
+    assert torch.equal(out.scale_of_rows, want.scale)
+    assert torch.equal(out.q_RK.view(torch.uint8), want.q_RK.view(torch.uint8))
+    one = buffers(scheme, 5, columns)
+    quantise_rows(x_TH, scheme, out=one)
+    moved = torch.full((groups, ROWS), -3.0, device=DEVICE).T
+    rows, bytes_TH = out.q_RK.view(torch.uint8), one.q_RK.view(torch.uint8)
+    permute_tokens(bytes_TH, places, None, rows_RH=rows, scale_TG=one.scale, scale_rows_RG=moved)
+    assert torch.equal(moved, want.scale)
+
+
+def test_scales_along_the_rows_of_two_segments_are_refused() -> None:
+    scheme, places = QuantScheme.parse("fp8_w8a8_block:block=8x32"), PLACES.int().to(DEVICE)
+    out = buffers(scheme, ROWS, 64)
+    out = Quantised(out.q_RK, out.scale.view(2, 2, ROWS // 2), None, True)
+    with pytest.raises(ShapeError, match="segments of scales: got 2, need 1"):
+        permute_and_quantise(random(5, 64), places, None, scheme, out=out)

@@ -10,10 +10,9 @@ import torch
 from ops_samples import DEVICE, kernel_and_twin, random
 
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
-from modular_kernel.ops import activation, permute, quantise
+from modular_kernel.ops import activation, permute, quantise, quantise_tiles
+from modular_kernel.ops.live_rows import BatchedRows, PairRows
 from modular_kernel.ops.quantise import (
-    BatchedRows,
-    PairRows,
     Quantised,
     activation_and_quantise,
     quantise_rows,
@@ -171,7 +170,7 @@ def test_rows_are_the_loops(text: str, dtype: torch.dtype, shape: tuple[int, int
 @each_scheme
 def test_long_rows_are_read_in_pieces(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More columns in a scale's group than a program holds."""
-    monkeypatch.setattr(quantise, "_MAX_BLOCK", 16)
+    monkeypatch.setattr(quantise_tiles, "_MAX_BLOCK", 16)
     monkeypatch.setattr(quantise, "_CHUNK", 16)
     scheme, x = QuantScheme.parse(text), random(7, 91)
     assert_rows_are_the_loops(x, scheme)
@@ -182,7 +181,7 @@ def test_long_rows_are_read_in_pieces(text: str, monkeypatch: pytest.MonkeyPatch
 def test_few_programs_share_many_rows(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each looks for the largest value in several blocks of rows."""
     monkeypatch.setattr(quantise, "_MAX_PARTIALS", 3)
-    monkeypatch.setattr(quantise, "_TILE", 64)
+    monkeypatch.setattr(quantise_tiles, "_TILE", 64)
     scheme, x = QuantScheme.parse(text), random(29, 30)
     x[27, 29] = 9.0  # in the last block of all
     assert_rows_are_the_loops(x, scheme)
@@ -255,7 +254,7 @@ def poisoned(rows: int, columns: int, live: list[int], dtype: torch.dtype) -> to
 def test_skipped_pairs_are_neither_read_nor_written(
     text: str, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantise, "_TILE", tile)
+    monkeypatch.setattr(quantise_tiles, "_TILE", tile)
     scheme = QuantScheme.parse(text)
     routing = pairs([[0, -1, 2], [3, 9, 1], [-1, -1, -1], [1, 1, -7], [0, 3, 2]], 4, [1, -1, 0, 5])
     live = [0, 2, 12, 14]  # global 0 and 2 are here, as locals 1 and 0; 3's local is too large
@@ -274,7 +273,7 @@ def test_rows_past_a_count_are_neither_read_nor_written(
 ) -> None:
     monkeypatch.setattr(quantise, "_MAX_PROGRAMS", programs)
     monkeypatch.setattr(quantise, "_MAX_PARTIALS", programs)
-    monkeypatch.setattr(quantise, "_TILE", 128)
+    monkeypatch.setattr(quantise_tiles, "_TILE", 128)
     scheme = QuantScheme.parse(text)
     counts, capacity = [3, 0, 11, 1, 10], 11
     live = [i * capacity + c for i, count in enumerate(counts) for c in range(count)]

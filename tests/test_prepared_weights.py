@@ -14,8 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from experts.triton.configs.select import choose_config, override_config
 from experts.triton.contiguous import paths_of
 from experts.triton.grouped_w4 import config as grouped_w4_config
-from experts.triton.grouped_w4.layout import rows_of_tiles, tile_weights
+from experts.triton.grouped_w4.layout import Form, rows_of_tiles
 from experts.triton.grouped_w4.path import GroupedW4Path
+from experts.triton.grouped_w4.twin import tile_weights
 from modular_kernel import make_kernel
 from modular_kernel.prepared import MADE_OF
 from modular_kernel.tensors import ExpertWeights, Routing
@@ -30,6 +31,9 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"bias": True, "activation": OAI},
     {"intermediate": 320, "activation": "relu2"},
     {"expert_map": True, "local_experts": 3, "experts": 7},
+    {"quant": "int4_w4a16_group:group=32", "bias": True},
+    {"quant": "int4_w4a16_group:group=64,zero_points=true", "activation": OAI},
+    {"quant": "nvfp4_w4a16", "hidden": 320},
 )
 
 
@@ -48,7 +52,7 @@ def test_what_is_made_is_what_the_layout_says_and_all_else_is_given_back() -> No
         assert name in MADE_OF or getattr(weights, name) is tensor
     rows = rows_of_tiles(problem.intermediate, 1, problem.intermediate, gated=True)
     assert i.weights.w1_scale is not None
-    want = tile_weights(i.weights.w1, i.weights.w1_scale, rows)
+    want = tile_weights(i.weights.w1, i.weights.w1_scale, rows, Form("e2m1"))
     for name, tensor in zip(("w1_tiles", "w1_tile_scales"), want, strict=True):
         assert torch.equal(getattr(weights, name), tensor)
     assert kernel.prepare_weights(weights).w1_tiles is not weights.w1_tiles  # anew
@@ -68,6 +72,36 @@ def test_calls_take_them_by_rows_whatever_files_say(
     else:
         assert not launched
         assert plain.path != "grouped_w4"
+
+
+@pytest.mark.parametrize(
+    ("quant", "scales", "rows", "block_m"),
+    [
+        ("int4_w4a16_group:group=32", torch.float32, 7, 0),
+        ("int4_w4a16_group:group=32", torch.float32, 8, 64),
+        ("int4_w4a16_group:group=32", torch.float32, 512, 128),
+        ("int4_w4a16_group:group=32", torch.float32, 513, 0),
+        ("int4_w4a16_group:group=32", torch.float16, 768, 128),
+        ("int4_w4a16_group:group=32", torch.float16, 769, 0),
+        ("int4_w4a16_group:group=32", torch.bfloat16, 2049, 128),
+        ("int4_w4a16_group:group=32,zero_points=true", torch.bfloat16, 2049, 0),
+        ("nvfp4_w4a16", None, 8, 64),
+        ("nvfp4_w4a16", None, 2049, 0),
+    ],
+)
+def test_rows_up_to_which_prepared_weights_are_read(
+    quant: str, scales: torch.dtype | None, rows: int, block_m: int, launched: list[int]
+) -> None:
+    kernel, i = made(tokens=rows, experts=2, top_k=2, hidden=32, intermediate=32, quant=quant)
+    weights = i.weights
+    if scales is not None:
+        assert weights.w1_scale is not None
+        assert weights.w2_scale is not None
+        both = weights.w1_scale.to(scales), weights.w2_scale.to(scales)
+        weights = replace(weights, w1_scale=both[0], w2_scale=both[1])
+    config = kernel.experts._config(i.x_TH, kernel.prepare_weights(weights))  # type: ignore[attr-defined]
+    assert (config.gemm1.block_m if config.path == "grouped_w4" else 0) == block_m
+    assert not launched
 
 
 def test_strided_weights_are_prepared_too(launched: list[int]) -> None:

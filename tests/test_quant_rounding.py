@@ -142,5 +142,5 @@ def test_scales_of_the_problems_dtype(text: str) -> None:
     assert float((got - plain_weights(problem).w1).abs().max()) <= step * float(
         plain_weights(problem).w1.abs().max()
     )
-    with pytest.raises(ConfigurationError, match="scale_dtype: got bfloat16, need float32 or"):
-        quantise_weights(plain_weights(problem), problem, scale_dtype=torch.bfloat16)
+    with pytest.raises(ConfigurationError, match="scale_dtype: got float64, need float32 or"):
+        quantise_weights(plain_weights(problem), problem, scale_dtype=torch.float64)

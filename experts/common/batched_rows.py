@@ -40,9 +40,12 @@ class BatchedRowsExperts(UnweightedRowsExperts):
     """A part whose two products are a library's, over (e, C, K) rows.
 
     keeps_results: the library returns its results in memory of its own; GEMM 2's are then copied.
+    scales_along_rows: scales of GEMM 2's rows lie along the rows of each expert, (e, C, groups)
+    with a stride of 1 between rows.
     """
 
     keeps_results: ClassVar[bool] = False
+    scales_along_rows: ClassVar[bool] = False
 
     @abstractmethod
     def product(
@@ -95,9 +98,10 @@ class BatchedRowsExperts(UnweightedRowsExperts):
             w1 = weights.w1, weights.w1_scale
             gate_up_eCN = self.product(x, w1, counts_e, workspace, out)
         flat_RN = gate_up_eCN.flatten(0, 1)
-        h_RI, scale = hidden_rows(flat_RN, problem, counts_e, weights, workspace)
+        along = self.scales_along_rows
+        h_RI, scale = hidden_rows(flat_RN, problem, counts_e, weights, workspace, along_rows=along)
         if scale is not None and scale.dim() == 2:
-            scale = scale.view(*room, -1)
+            scale = scale.T[None].mT if along else scale.view(*room, -1)
         with stages.stage(stages.GEMM2):
             h = h_RI.view(*room, -1), scale
             w2 = weights.w2, weights.w2_scale

@@ -6,8 +6,8 @@ import torch
 
 from modular_kernel import stages
 from modular_kernel.ops.activation import gated_activation
+from modular_kernel.ops.live_rows import BatchedRows
 from modular_kernel.ops.quantise import (
-    BatchedRows,
     Quantised,
     activation_and_quantise,
     quantise_rows,
@@ -39,11 +39,13 @@ def hidden_rows(
     counts_e: torch.Tensor,
     weights: ExpertWeights,
     workspace: Workspace,
+    *,
+    along_rows: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return GEMM 2's rows (R, I) and their scales, as `Quantised` has them; None in 16 bits.
+    """Return GEMM 2's rows (R, I) and `Quantised.scale_of_rows` of them; None in 16 bits.
 
     gate_up_RN: (R, N), of which the first counts_e[i] rows of segment i stand for tokens; others
-    hold anything, and what is made of them does too.
+    hold anything, and what is made of them does too. along_rows: scales of rows or groups do.
     """
     rows, scheme = len(gate_up_RN), problem.scheme
     shape = (rows, problem.intermediate)
@@ -53,8 +55,15 @@ def hidden_rows(
         with stages.stage(stages.GEMM1):
             gated_activation(gate_up_RN, problem.act, h_RI)
         return h_RI, None
-    segments, static = counts_e.numel(), weights.a2_scale
-    out = take_quantised(workspace, "h", scheme, shape, segments=segments, static_scale=static)
+    out = take_quantised(
+        workspace,
+        "h",
+        scheme,
+        shape,
+        segments=counts_e.numel(),
+        static_scale=weights.a2_scale,
+        along_rows=along_rows,
+    )
     if not _in_two_steps(problem):
         with stages.stage(stages.fused(stages.GEMM1, stages.QUANTISE)):
             activation_and_quantise(gate_up_RN, problem.act, scheme, out=out, live=live)
@@ -68,7 +77,7 @@ def hidden_rows(
 
 
 def _rows(out: Quantised) -> tuple[torch.Tensor, torch.Tensor]:
-    return out.q_RK, out.scale
+    return out.q_RK, out.scale_of_rows
 
 
 def _in_two_steps(problem: Problem) -> bool:

@@ -1,6 +1,7 @@
 """Contiguous tokens through a library's products over rows in the order of experts.
 
-Launches: count, scan, place; permute; GEMM 1; activation [and quantise]; GEMM 2; sum.
+Launches: count, scan, place; permute [and quantise]; GEMM 1; activation [and quantise]; GEMM 2;
+sum.
 """
 
 from abc import abstractmethod
@@ -15,7 +16,8 @@ from experts.triton.path import room_for
 from modular_kernel import stages
 from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
 from modular_kernel.ops.permute import permute_tokens
-from modular_kernel.ops.quantise import scale_shape
+from modular_kernel.ops.permute_quantise import permute_and_quantise
+from modular_kernel.ops.quantise import Quantised, scale_shape
 from modular_kernel.ops.reduce import gather_rows, gather_weight_and_sum
 from modular_kernel.ops.sort import sort_pairs, sort_specs
 from modular_kernel.quant import STORAGE
@@ -81,10 +83,12 @@ class SortedRowsExperts(SummedRowsExperts):
     """A part whose two products are a library's, over rows that lie expert by expert.
 
     No row stands for a pair of another rank's expert. keeps_results: the library returns its
-    results in memory of its own, instead of writing to the workspace.
+    results in memory of its own, instead of writing to the workspace. scales_along_rows: scales of
+    rows, or of groups of them, lie along the rows: (R, groups) with a stride of 1 between rows.
     """
 
     keeps_results: ClassVar[bool] = False
+    scales_along_rows: ClassVar[bool] = False
 
     @abstractmethod
     def product(
@@ -116,6 +120,12 @@ class SortedRowsExperts(SummedRowsExperts):
     def product_specs(self, rows: int) -> Mapping[str, BufferSpec]:
         """Return the buffers that `product` takes besides its results."""
         return {}
+
+    def takes_unquantised(self, shape: DispatchShape) -> bool:
+        """Where a token is quantised for itself: it then is where it is moved to its rows."""
+        scheme = self.problem.scheme
+        alone = scheme.static or scheme.activation_granularity != "tensor"
+        return scheme.quantises_activations and alone
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, ContiguousShape)
@@ -154,13 +164,15 @@ class SortedRowsExperts(SummedRowsExperts):
         with stages.stage(stages.SORT):
             order = self.order(routing, workspace)
         rows = self.most_rows(routing.topk_ids_TK.numel())
-        with stages.stage(stages.PERMUTE):
-            x = self._permuted(tokens, order, rows, workspace)
+        moving = tokens.scale is not None or not problem.scheme.quantises_activations
+        with stages.stage(stages.PERMUTE if moving else stages.PERMUTE_QUANTISED):
+            x = self._permuted(tokens, order, rows, weights, workspace)
         with stages.stage(stages.GEMM1):
             w1 = weights.w1, weights.w1_scale
             out = self._room("workspace13", (rows, problem.w1_rows), workspace)
             gate_up_RN = self.product(x, w1, order, workspace, out)
-        h = hidden_rows(gate_up_RN, problem, order.used, weights, workspace)
+        along, used = self.scales_along_rows, order.used
+        h = hidden_rows(gate_up_RN, problem, used, weights, workspace, along_rows=along)
         with stages.stage(stages.GEMM2):
             w2 = weights.w2, weights.w2_scale
             out = self._room("workspace2", (rows, problem.hidden), workspace)
@@ -171,21 +183,35 @@ class SortedRowsExperts(SummedRowsExperts):
         return None if self.keeps_results else workspace.take(name, shape)
 
     def _permuted(
-        self, tokens: ContiguousTokens, order: RowOrder, rows: int, workspace: Workspace
+        self,
+        tokens: ContiguousTokens,
+        order: RowOrder,
+        rows: int,
+        weights: ExpertWeights,
+        workspace: Workspace,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Each token at the rows of its pairs, and its scales; one scale for all stays as it is."""
+        scheme, places = self.problem.scheme, order.row_of_pair_TK
         x_RH = workspace.take("permuted_x", (rows, self.problem.hidden))
-        scale = tokens.scale
-        of_rows = scale is not None and scale.dim() == 2
-        scale_RG = None
-        if scale is not None and of_rows:
-            scale_RG = workspace.take("permuted_scale", (rows, scale.shape[1]))
-        permute_tokens(
-            tokens.x_TH,
-            order.row_of_pair_TK,
-            None,
-            rows_RH=x_RH,
-            scale_TG=scale if of_rows else None,
-            scale_rows_RG=scale_RG,
-        )
-        return x_RH, scale_RG if of_rows else scale
+        if not scheme.quantises_activations:
+            permute_tokens(tokens.x_TH, places, None, rows_RH=x_RH)
+            return x_RH, None
+        static = weights.a1_scale if scheme.static else None
+        scale = static if tokens.scale is None else tokens.scale
+        if scale is None or scale.dim() == 2:
+            scale = self._room_for_scales(rows, workspace)
+        out = Quantised(x_RH, scale, along_rows=scale.dim() == 3)
+        if tokens.scale is None:
+            permute_and_quantise(tokens.x_TH, places, None, scheme, out=out)
+            return x_RH, out.scale_of_rows
+        moved = {}
+        if tokens.scale.dim() == 2:
+            moved = {"scale_TG": tokens.scale, "scale_rows_RG": out.scale_of_rows}
+        permute_tokens(tokens.x_TH, places, None, rows_RH=x_RH, **moved)
+        return x_RH, out.scale_of_rows
+
+    def _room_for_scales(self, rows: int, workspace: Workspace) -> torch.Tensor:
+        shape = scale_shape(self.problem.scheme, rows, self.problem.hidden)
+        if self.scales_along_rows:
+            shape = (1, *reversed(shape))
+        return workspace.take("permuted_scale", shape)

@@ -1,13 +1,15 @@
 """aligned_rows: rows in the order of experts, each expert from a multiple of 128 on."""
 
+from collections.abc import Mapping
+
 import torch
 
-from modular_kernel.ops.count import next_power_of_2
+from modular_kernel.ops.count import CHUNK, count_pairs, counts_spec, id_arguments, local_ids
 from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.launch.pdl import overlap
 from modular_kernel.ops.launch.runtime import use_triton
-from modular_kernel.ops.sort import Sorted
-
-_PAIRS_AND_EXPERTS = 8192  # comparisons of a program
+from modular_kernel.tensors import DispatchedRouting
+from modular_kernel.workspace import BufferSpec, Workspace
 
 
 def most_aligned(pairs: int, experts: int, tile: int) -> int:
@@ -16,44 +18,59 @@ def most_aligned(pairs: int, experts: int, tile: int) -> int:
     return tiles * tile
 
 
-def aligned_rows(order: Sorted, tile: int, *, rows_TK: torch.Tensor, ends: torch.Tensor) -> None:
-    """Write the rows of pairs, -1 where one is skipped, and each expert's end.
+def aligned_specs(tokens: int, top_k: int, experts: int) -> Mapping[str, BufferSpec]:
+    """Return the workspace buffers that `aligned_rows` takes."""
+    return {
+        "aligned_rows": BufferSpec((tokens, top_k), torch.int32),
+        "aligned_ends": BufferSpec((experts,), torch.int32),
+        "aligned_scratch": counts_spec(tokens * top_k, experts),
+    }
 
-    rows_TK: (T, K) int32. ends: (e,) int32; expert i begins at ends[i - 1] rounded up to `tile`.
+
+def aligned_rows(
+    routing: DispatchedRouting, tile: int, *, num_local: int, workspace: Workspace
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of pairs, -1 where one is skipped, and each expert's end.
+
+    rows: (T, K) int32; inside an expert pairs keep their order. ends: (e,) int32; expert i begins
+    at ends[i - 1] rounded up to `tile`. Three launches on a GPU: count, scan, place.
     """
+    tokens, top_k = routing.topk_ids_TK.shape
+    specs = aligned_specs(tokens, top_k, num_local)
+    rows_TK, ends, scratch = (workspace.take(name, spec.shape) for name, spec in specs.items())
     if not use_triton(rows_TK):
-        aligned_rows_ref(order, tile, rows_TK=rows_TK, ends=ends)
-        return
+        aligned_rows_ref(routing, tile, rows_TK=rows_TK, ends=ends)
+        return rows_TK, ends
     from experts.deepgemm.kernels.aligned_rows import aligned_rows_kernel
 
-    numel, experts = rows_TK.numel(), ends.numel()
-    block_e = next_power_of_2(experts)
-    block_p = max(1, min(next_power_of_2(numel), _PAIRS_AND_EXPERTS // block_e))
+    counts = count_pairs(routing, num_local, scratch=scratch)
     launch(
         aligned_rows_kernel,
-        (-(-numel // block_p),),
-        rows_ptr=order.row_of_pair_TK,
-        starts_ptr=order.starts,
-        out_ptr=rows_TK,
+        (counts.num_chunks,),
+        prefix_ptr=counts.prefix,
+        totals_ptr=counts.totals,
+        rows_ptr=rows_TK,
         ends_ptr=ends,
-        numel=numel,
-        num_local=experts,
+        numel=rows_TK.numel(),
+        num_chunks=counts.num_chunks,
+        CHUNK=CHUNK,
+        BINS=counts.bins,
         TILE=tile,
-        BLOCK_P=block_p,
-        BLOCK_E=block_e,
+        **id_arguments(routing, num_local),
+        **overlap(),
     )
+    return rows_TK, ends
 
 
 def aligned_rows_ref(
-    order: Sorted, tile: int, *, rows_TK: torch.Tensor, ends: torch.Tensor
+    routing: DispatchedRouting, tile: int, *, rows_TK: torch.Tensor, ends: torch.Tensor
 ) -> None:
-    """Torch twin of `aligned_rows`."""
-    starts = order.starts.long()
-    counts = starts.diff()
-    room = -(-counts // tile) * tile
-    first = room.cumsum(0) - room
-    ends.copy_(first + counts)
-    rows = order.row_of_pair_TK.long()
-    expert = torch.searchsorted(starts, rows.clamp(min=0), right=True).sub(1)
-    shift = (first - starts[:-1])[expert.clamp(0, len(counts) - 1)]
-    rows_TK.copy_(torch.where(rows < 0, -1, rows + shift))
+    """Torch twin of `aligned_rows`: one expert after the other."""
+    ids, rows, start = local_ids(routing, len(ends)).flatten(), rows_TK.view(-1), 0
+    rows.fill_(-1)
+    for expert in range(len(ends)):
+        pairs = (ids == expert).nonzero()[:, 0]
+        end = start + len(pairs)
+        rows[pairs] = torch.arange(start, end, dtype=torch.int32, device=rows.device)
+        ends[expert] = end
+        start = -(-end // tile) * tile

@@ -12,7 +12,9 @@ from experts.deepgemm.library import BLOCK, TILE_M
 from experts.deepgemm.parts import BatchedDeepGemmExperts, DeepGemmExperts
 from experts.triton.batched import BatchedTritonExperts
 from experts.triton.contiguous import TritonExperts
+from modular_kernel import stages
 from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
+from modular_kernel.ops.quantise import quantise_rows, quantise_specs, take_quantised
 from modular_kernel.roundings import Roundings
 from modular_kernel.support import Rejection
 from modular_kernel.tensors import (
@@ -31,6 +33,7 @@ from modular_kernel.workspace import Workspace, WorkspaceShapes
 # stands for no token; beside other Triton kernels that is where it overtook them on one H200.
 LEAST_ROWS = 128
 LEAST_BATCHED_ROWS = 64  # its smallest masked tile
+_X = "either_x"
 
 
 def fits(problem: Problem) -> bool:
@@ -85,7 +88,8 @@ class TritonOrDeepGemmExperts(_Either):
     """TritonExperts or, for 128 rows an expert and more, DeepGemmExperts.
 
     Weights that do not lie row by row are left to TritonExperts, too. A workspace has room for
-    either where a call may take either.
+    either where a call may take either. Tokens of a call that may be DeepGEMM's come unquantised;
+    they are quantised here where it is TritonExperts' after all, and that wants them so.
     """
 
     of_triton = TritonExperts
@@ -116,11 +120,15 @@ class TritonOrDeepGemmExperts(_Either):
 
     def takes_unquantised(self, shape: DispatchShape) -> bool:
         assert isinstance(shape, ContiguousShape)
-        return self._part(shape.tokens) is self._few and self._few.takes_unquantised(shape)
+        return self._part(shape.tokens).takes_unquantised(shape)
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, ContiguousShape)
-        return self._room(shape.tokens, shape)
+        room, scheme = self._room(shape.tokens, shape), self.problem.scheme
+        if self._part(shape.tokens) is self._few or not scheme.quantises_activations:
+            return room
+        own = quantise_specs(_X, scheme, shape.tokens, self.problem.hidden)
+        return replace(room, extra={**room.extra, **own})
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
         return self._part_of(len(x_TH), weights).roundings(x_TH, weights)
@@ -134,8 +142,21 @@ class TritonOrDeepGemmExperts(_Either):
         output: torch.Tensor,
     ) -> None:
         assert isinstance(tokens, ContiguousTokens)
-        part = self._part_of(len(tokens.x_TH), weights)
+        count, scheme = len(tokens.x_TH), self.problem.scheme
+        part = self._part_of(count, weights)
+        if part is self._few and tokens.scale is None and scheme.quantises_activations:
+            shape = ContiguousShape(count, tokens.routing.topk_ids_TK.shape[1])
+            if not part.takes_unquantised(shape):
+                tokens = self._quantised(tokens, workspace)
         part.apply(tokens, weights=weights, workspace=workspace, output=output)
+
+    def _quantised(self, tokens: ContiguousTokens, workspace: Workspace) -> ContiguousTokens:
+        """Return the tokens as `prepare` would have, had it known the weights."""
+        scheme, x_TH = self.problem.scheme, tokens.x_TH
+        out = take_quantised(workspace, _X, scheme, (len(x_TH), self.problem.hidden))
+        with stages.stage(stages.QUANTISE_INPUT):
+            quantise_rows(x_TH, scheme, out=out)
+        return replace(tokens, x_TH=out.q_RK, scale=out.scale)
 
 
 class BatchedTritonOrDeepGemmExperts(_Either):

@@ -8,16 +8,15 @@ import torch
 
 from experts.common.batched_rows import BatchedRowsExperts
 from experts.common.sorted_rows import RowOrder, SortedRowsExperts
-from experts.deepgemm.aligned_rows import aligned_rows, most_aligned
+from experts.deepgemm.aligned_rows import aligned_rows, aligned_specs, most_aligned
 from experts.deepgemm.library import BLOCK, DEEP_GEMM, TILE_M, contiguous, load, masked
-from modular_kernel.ops.sort import Sorted, sort_pairs, sort_specs
 from modular_kernel.support import ExpertsRequirements
 from modular_kernel.tensors import BatchedShape, DispatchedRouting
-from modular_kernel.types import ActivationFormat, Problem, Reduce
+from modular_kernel.types import ActivationFormat, IdSpace, Problem, Reduce
 from modular_kernel.workspace import BufferSpec, Workspace
 
 Rows = tuple[torch.Tensor, torch.Tensor | None]
-_SCALES = "scales_along_rows"
+_SCALES = "scales_of_tokens"
 
 
 class DeepGemmExperts(SortedRowsExperts):
@@ -28,6 +27,7 @@ class DeepGemmExperts(SortedRowsExperts):
     """
 
     load_library = staticmethod(load)
+    scales_along_rows = True  # as the library takes them
     requires = ExpertsRequirements(
         activation_format=ActivationFormat.STANDARD,
         devices=frozenset({"cuda"}),
@@ -62,21 +62,11 @@ class DeepGemmExperts(SortedRowsExperts):
         return most_aligned(pairs, self.problem.e, TILE_M)
 
     def order_specs(self, tokens: int, top_k: int) -> Mapping[str, BufferSpec]:
-        return {
-            **sort_specs(tokens, top_k, TILE_M, self.problem.e),
-            "aligned_rows": BufferSpec((tokens, top_k), torch.int32),
-            "aligned_ends": BufferSpec((self.problem.e,), torch.int32),
-        }
+        return aligned_specs(tokens, top_k, self.problem.e)
 
     def order(self, routing: DispatchedRouting, workspace: Workspace) -> RowOrder:
-        order = sort_pairs(routing, block_m=TILE_M, num_local=self.problem.e, workspace=workspace)
-        rows_TK = workspace.take("aligned_rows", tuple(order.row_of_pair_TK.shape))
-        ends = workspace.take("aligned_ends", (self.problem.e,))
-        aligned_rows(order, TILE_M, rows_TK=rows_TK, ends=ends)
+        rows_TK, ends = aligned_rows(routing, TILE_M, num_local=self.problem.e, workspace=workspace)
         return RowOrder(rows_TK, ends, ends[-1:])
-
-    def product_specs(self, rows: int) -> Mapping[str, BufferSpec]:
-        return _scale_specs(self.problem, rows)
 
     def product(
         self,
@@ -87,11 +77,7 @@ class DeepGemmExperts(SortedRowsExperts):
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         assert out is not None
-        a, scale = rows
-        if scale is not None:
-            along = workspace.take(_SCALES, (scale.shape[1], len(a)))
-            scale = along.copy_(scale.T).T
-        contiguous(self._library, (a, scale), weights, order.ends, out)
+        contiguous(self._library, rows, weights, order.ends, out)
         return out
 
 
@@ -102,6 +88,7 @@ class BatchedDeepGemmExperts(BatchedRowsExperts):
     """
 
     load_library = staticmethod(load)
+    scales_along_rows = True
     requires = replace(
         DeepGemmExperts.requires,
         activation_format=ActivationFormat.BATCHED_EXPERTS,
@@ -116,7 +103,10 @@ class BatchedDeepGemmExperts(BatchedRowsExperts):
         self._library: Any = self.load_library()
 
     def product_specs(self, shape: BatchedShape) -> Mapping[str, BufferSpec]:
-        return _scale_specs(self.problem, shape.experts * shape.capacity)
+        if not self.problem.scheme.quantises_activations:
+            return {}
+        shapes = (self.problem.hidden // BLOCK, shape.experts * shape.capacity)
+        return {_SCALES: BufferSpec(shapes, torch.float32)}
 
     def product(
         self,
@@ -129,24 +119,17 @@ class BatchedDeepGemmExperts(BatchedRowsExperts):
         assert out is not None
         (a, scale), problem = rows, self.problem
         experts, capacity, _ = a.shape
-        if scale is not None:
+        if scale is not None and scale.stride()[1:] != (1, capacity):  # as `prepare` leaves them
             along = workspace.take(_SCALES, (experts, scale.shape[2], capacity))
-            scale = along.copy_(scale.transpose(1, 2)).transpose(1, 2)
+            scale = along.copy_(scale.mT).mT
         expected = capacity * problem.top_k // problem.experts
         masked(self._library, (a, scale), weights, counts_e, expected, out)
         return out
 
 
-def _scale_specs(problem: Problem, rows: int) -> Mapping[str, BufferSpec]:
-    """Room for the scales of either product's rows, those of a group side by side."""
-    if not problem.scheme.quantises_activations:
-        return {}
-    groups = max(problem.hidden, problem.intermediate) // BLOCK
-    return {_SCALES: BufferSpec((groups, rows), torch.float32)}
-
-
 def _align_without_memory() -> None:
-    rows_TK, ends = (torch.empty(s, dtype=torch.int32, device="meta") for s in ((64, 8), (32,)))
-    starts, nothing = torch.empty(33, dtype=torch.int32, device="meta"), ends[:0]
-    order = Sorted(rows_TK, nothing, nothing, starts)
-    aligned_rows(order, TILE_M, rows_TK=torch.empty_like(rows_TK), ends=ends)
+    meta = torch.device("meta")
+    ids, invalid = (torch.empty(s, dtype=torch.int32, device=meta) for s in ((64, 8), (1,)))
+    routing = DispatchedRouting(None, ids, IdSpace.LOCAL, 32, None, invalid)
+    workspace = Workspace(aligned_specs(64, 8, 32), meta)
+    aligned_rows(routing, TILE_M, num_local=32, workspace=workspace)

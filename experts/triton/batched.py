@@ -18,7 +18,8 @@ from experts.triton.tuning.space import ConfigSpace
 from modular_kernel import stages
 from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
 from modular_kernel.ops.launch.launch import launch
-from modular_kernel.ops.quantise import BatchedRows, quantise_rows, quantise_specs, take_quantised
+from modular_kernel.ops.live_rows import BatchedRows
+from modular_kernel.ops.quantise import quantise_rows, quantise_specs, take_quantised
 from modular_kernel.roundings import Roundings
 from modular_kernel.support import ExpertsRequirements, Rejection
 from modular_kernel.tensors import (

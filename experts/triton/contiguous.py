@@ -159,8 +159,11 @@ class TritonExperts(PermuteExpertsUnpermute):
     def _config(self, x_TH: torch.Tensor, weights: ExpertWeights) -> MoEConfig:
         """Return what a call of these tensors launches."""
         if self._prepared and weights.w1_tiles is not None and not overridden():
+            tokens = len(x_TH)
             for least, config in reversed(self._prepared):
-                if len(x_TH) >= least and self._paths[config.path].takes(weights, x_TH):
+                path = self._paths[config.path]
+                reads = tokens >= least and path.reads_prepared(weights, tokens)
+                if reads and path.takes(weights, x_TH):
                     return config
         config = choose_config(self.problem, len(x_TH), tuple(self._paths))
         if self._paths[config.path].takes(weights, x_TH):

@@ -122,6 +122,10 @@ class Path(ABC):
         """Return what `prepare` makes: see PermuteExpertsUnpermute."""
         return {}
 
+    def reads_prepared(self, weights: ExpertWeights, tokens: int) -> bool:
+        """Return whether a call of so many tokens is faster with what was prepared than without."""
+        return True
+
     def specs_of_prepared(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
         """Return the buffers of a call with prepared weights, as `specs` does."""
         return self.specs(tokens, block_m)

@@ -71,10 +71,10 @@ def merge(
 
     projections: [gate, up], [down], or [gate_up] whose rows lie as the layer wants them; each the
     tensors of one matrix by their names in `format.stored`, with any leading dimensions (of
-    experts) or none. dtype: of the layer: of unquantised weights, and of the scales of 4- and
-    8-bit integers where they have it (they are float32 otherwise). scheme: as `fit` gives it, with
-    tiles that divide those of `format`; None is the format's own, whose tiles must not go through
-    the border between two projections.
+    experts) or none. dtype: of the layer: of unquantised weights. Scales of 4- and 8-bit integers
+    stay float16 or bfloat16 in a layer of 16 bits, else they are float32. scheme: as `fit` gives
+    it, with tiles that divide those of `format`; None is the format's own, whose tiles must not go
+    through the border between two projections.
 
     Raises ShapeError, DtypeError, WeightsError for what is not as the format has it.
     """
@@ -285,7 +285,8 @@ def _of_groups(
     if not format.scheme.zero_points:
         made = symmetric(made)
     _check_scale(made.scale, ~made.scale.isfinite(), "finite numbers")
-    scale = made.scale if made.scale.dtype is dtype else made.scale.float()
+    kept = made.scale.dtype.itemsize == dtype.itemsize == 2
+    scale = made.scale if kept else made.scale.float()
     return Matrix(made.w, scale, made.zero_point, order=order)
 
 

@@ -30,7 +30,7 @@ def permute_tokens(
 
     x_TH (T, H) with hidden values side by side; row_of_pair_TK (T, K) int32, -1 to skip; rows_RH
     (R, H) contiguous. Rows no pair names are left as they are. A token's scales, scale_TG (T, G)
-    float32 contiguous, go to its rows of scale_rows_RG (R, G) in the same launch.
+    float32 contiguous, go to its rows of scale_rows_RG (R, G), of any strides, in the same launch.
     """
     tokens, hidden = x_TH.shape
     if tokens == 0:
@@ -41,19 +41,22 @@ def permute_tokens(
             permute_tokens_ref(scale_TG, row_of_pair_TK, None, rows_RH=scale_rows_RG)
         return
     block = hidden_block(hidden)
+    moved = rows_RH if scale_rows_RG is None else scale_rows_RG
     groups = 0 if scale_TG is None else scale_TG.shape[1]
     launch(
         permute_tokens_kernel,
-        (tokens, -(-hidden // block)),
+        (tokens * -(-hidden // block),),
         x_ptr=x_TH,
         scale_ptr=x_TH if scale_TG is None else scale_TG,
         row_of_pair_ptr=row_of_pair_TK,
         weights_ptr=row_of_pair_TK if weights_TK is None else weights_TK,
         rows_ptr=rows_RH,
-        scale_rows_ptr=rows_RH if scale_rows_RG is None else scale_rows_RG,
+        scale_rows_ptr=moved,
         hidden=hidden,
         groups=groups,
         stride_x=x_TH.stride(0),
+        stride_row=moved.stride(0),
+        stride_group=moved.stride(1),
         TOP_K=row_of_pair_TK.shape[1],
         HAS_WEIGHTS=weights_TK is not None,
         HAS_SCALE=scale_TG is not None,

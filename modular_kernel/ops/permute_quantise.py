@@ -2,9 +2,10 @@
 
 import torch
 
-from modular_kernel.errors import ConfigurationError
+from modular_kernel.errors import ConfigurationError, ShapeError
 from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.launch.pdl import overlap
 from modular_kernel.ops.launch.runtime import HAS_TRITON, use_triton
 from modular_kernel.ops.permute import permute_tokens_ref
 from modular_kernel.ops.quantise import Quantised, check_quantised, quantised
@@ -30,8 +31,9 @@ def permute_and_quantise(
 
     x_TH (T, H) with hidden values side by side; row_of_pair_TK (T, K) int32, -1 to skip.
     weights_TK (T, K) float32 multiplies x first, in float32; pairs that share a row must have one
-    weight. out: q (R, H) and scales of R rows; those that no pair names are left as they are. Not
-    for a computed scale per tensor, which needs every value before it can round the first.
+    weight. out: q (R, H) and scales of R rows, which lie along them or not; those that no pair
+    names are left as they are. Not for a computed scale per tensor, which needs every value before
+    it can round the first.
     """
     if scheme.activation_granularity == "none" or (
         scheme.activation_granularity == "tensor" and not scheme.static
@@ -40,6 +42,8 @@ def permute_and_quantise(
         raise ConfigurationError("permute_and_quantise", got=str(scheme), need=need)
     tokens, hidden = x_TH.shape
     check_quantised(out.q_RK.shape[0], hidden, scheme, out)
+    if out.along_rows and len(out.scale) != 1:
+        raise ShapeError("segments of scales", got=len(out.scale), need=1)
     if tokens == 0:
         return
     if not use_triton(x_TH):
@@ -52,7 +56,7 @@ def permute_and_quantise(
     per_program = min(next_power_of_2(groups), max(1, _TILE // block))
     launch(
         permute_and_quantise_kernel,
-        (tokens, -(-groups // per_program)),
+        (tokens * -(-groups // per_program),),
         x_ptr=x_TH,
         row_of_pair_ptr=row_of_pair_TK,
         weights_ptr=row_of_pair_TK if weights_TK is None else weights_TK,
@@ -62,6 +66,7 @@ def permute_and_quantise(
         group=group,
         num_groups=groups,
         stride_x=x_TH.stride(0),
+        stride_scale=out.scale.shape[-1],
         TOP_K=row_of_pair_TK.shape[1],
         HAS_WEIGHTS=weights_TK is not None,
         COMPUTED=computed,
@@ -69,9 +74,12 @@ def permute_and_quantise(
         ROUND=scheme.activation == "int8",
         MIN_SCALE=MIN_SCALE,
         WHOLE=group <= block,
+        ALONG_ROWS=out.along_rows,
         BLOCK_G=per_program,
         BLOCK_C=block,
+        BLOCK_K=next_power_of_2(row_of_pair_TK.shape[1]),
         num_warps=8 if block > _TILE else 4,
+        **overlap(),
     )
 
 
@@ -94,4 +102,4 @@ def permute_and_quantise_ref(
     bytes_RH = out.q_RK.view(torch.uint8)
     permute_tokens_ref(q.view(torch.uint8), row_of_pair, None, rows_RH=bytes_RH)
     if not scheme.static:
-        permute_tokens_ref(scale, row_of_pair, None, rows_RH=out.scale)
+        permute_tokens_ref(scale, row_of_pair, None, rows_RH=out.scale_of_rows)

@@ -6,20 +6,27 @@ L is 448 for float8_e4m3fn and 127 for int8. Both divisions round to nearest, so
 agree bit for bit on finite values. A value is q * scale.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
 from modular_kernel.ops.activation import activation_constants, gated_activation_ref, up_rows
-from modular_kernel.ops.count import id_arguments, local_ids, next_power_of_2
+from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.launch.pdl import overlap
 from modular_kernel.ops.launch.runtime import HAS_TRITON, use_triton
+from modular_kernel.ops.live_rows import (
+    BatchedRows,
+    Live,
+    live_rows,
+    segments_of,
+    source_arguments,
+)
+from modular_kernel.ops.quantise_tiles import group_tiles, row_tiles
 from modular_kernel.quant import LARGEST, MIN_SCALE, STORAGE
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.support import Rejection
-from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.types import ActivationSpec, Machine, Problem, dtype_name
 from modular_kernel.workspace import BufferSpec, Workspace
 
@@ -27,27 +34,9 @@ if HAS_TRITON:
     from modular_kernel.ops.kernels.quantise import amax_kernel, quantise_rows_kernel
 
 _ACTIVATIONS = ("float8_e4m3fn", "int8")
-_TILE = 2048  # values a program holds, unless one group has more
-_WARP_TILE = 512  # values of a warp
-_MAX_BLOCK = 16384  # columns a program holds; a longer row is read twice
 _CHUNK = 1024  # columns a program takes where one scale serves all of them
 _MAX_PARTIALS = 1024  # programs that look for the largest value of a tensor, an expert more
 _MAX_PROGRAMS = 8192  # programs over batched rows, of which most may be empty; an expert more
-
-
-@dataclass(frozen=True)
-class PairRows:
-    """Row p is pair p of `routing`; pairs without an expert among num_local are no tokens."""
-
-    routing: DispatchedRouting
-    num_local: int
-
-
-@dataclass(frozen=True)
-class BatchedRows:
-    """Rows are those of (e, C, K); the first counts_e[i] of expert i are tokens, (e,) int32."""
-
-    counts_e: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -55,13 +44,22 @@ class Quantised:
     """Quantised rows, all contiguous.
 
     q_RK: (R, K) float8_e4m3fn or int8, written. scale: float32; per token (R, 1), per group of g
-    columns (R, ceil(K / g)), per tensor (1,); read if the scheme is static, written otherwise.
+    columns (R, G), G = ceil(K / g), per tensor (1,); read if the scheme is static, written
+    otherwise. along_rows: scales of a group lie side by side, (e, G, R / e) for e segments of rows.
     partials: float32 scratch, for a computed scale per tensor only.
     """
 
     q_RK: torch.Tensor
     scale: torch.Tensor
     partials: torch.Tensor | None = None
+    along_rows: bool = False
+
+    @property
+    def scale_of_rows(self) -> torch.Tensor:
+        """The scales as a view: (R, G), (e, C, G) of more segments than one, or (1,)."""
+        if not self.along_rows:
+            return self.scale
+        return self.scale[0].T if len(self.scale) == 1 else self.scale.mT
 
 
 def quantise_rejections(part: str, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
@@ -107,19 +105,21 @@ def take_quantised(
     *,
     segments: int = 1,
     static_scale: torch.Tensor | None = None,
+    along_rows: bool = False,
 ) -> Quantised:
     """Take views of buffers declared by `quantise_specs`, for rows and columns `shape`.
 
-    static_scale: (1,) float32, given exactly if the scheme is static.
+    static_scale: (1,) float32, given exactly if the scheme is static. along_rows: as `Quantised`
+    has it, of scales per row or group.
     """
     assert (static_scale is not None) == scheme.static
     specs = quantise_specs(prefix, scheme, *shape, segments=segments)
     taken = {name: workspace.take(name, spec.shape) for name, spec in specs.items()}
     scale = taken[f"{prefix}_scale"] if static_scale is None else static_scale
-    return Quantised(taken[f"{prefix}_q"], scale, taken.get(f"{prefix}_partials"))
-
-
-Live = PairRows | BatchedRows | None
+    along_rows = along_rows and scale.dim() == 2
+    if along_rows:
+        scale = scale.view(segments, -1, shape[0] // segments)
+    return Quantised(taken[f"{prefix}_q"], scale, taken.get(f"{prefix}_partials"), along_rows)
 
 
 def quantise_rows(
@@ -143,7 +143,7 @@ def quantise_rows(
         quantise_rows_ref(x_RK, scheme, out=out, live=live, row_weights_R=row_weights_R)
         return
     identity = {"KIND": "identity", "ALPHA": 0.0, "LIMIT": 0.0, "STEP": 1, "up_offset": 0}
-    source = _source(x_RK, live, row_weights_R)
+    source = source_arguments(x_RK, live, row_weights_R)
     num_partials = 0
     if _needs_partials(scheme):
         num_partials = _launch_amax(x_RK, out, live, source)
@@ -178,7 +178,7 @@ def activation_and_quantise(
         return
     step, offset = up_rows(spec, intermediate)
     constants = {**activation_constants(spec), "STEP": step, "up_offset": offset}
-    source = _source(x_RN, live, None)
+    source = source_arguments(x_RN, live, None)
     _launch_quantise(x_RN, scheme, out, live, 0, source | constants)
 
 
@@ -194,6 +194,9 @@ def check_quantised(rows: int, columns: int, scheme: QuantScheme, out: Quantised
     if tuple(out.q_RK.shape) != (rows, columns):
         raise ShapeError("quantised rows", got=tuple(out.q_RK.shape), need=(rows, columns))
     need = scale_shape(scheme, rows, columns)
+    if out.along_rows:
+        segments = len(out.scale)
+        need = (segments, need[-1], rows // max(1, segments))
     if tuple(out.scale.shape) != need:
         raise ShapeError("scales of quantised rows", got=tuple(out.scale.shape), need=need)
     if out.q_RK.dtype is not STORAGE[scheme.activation]:
@@ -210,45 +213,15 @@ def _group(scheme: QuantScheme, columns: int) -> int:
     return scheme.group[-1] if scheme.activation_granularity == "group" else columns
 
 
-def _source(x: torch.Tensor, live: Live, row_weights_R: torch.Tensor | None) -> dict[str, object]:
-    """Kernel arguments by which values are found."""
-    ids: dict[str, object] = {"num_experts": 0, "num_local": 0, "HAS_MAP": False}
-    source = "all"
-    if isinstance(live, PairRows):
-        ids, source = id_arguments(live.routing, live.num_local), "pairs"
-    elif isinstance(live, BatchedRows):
-        ids["ids_ptr"], source = live.counts_e, "batched"
-    ids["live_ptr"] = ids.pop("ids_ptr", x)
-    return {
-        "map_ptr": x,
-        **ids,
-        "x_ptr": x,
-        "weights_ptr": x if row_weights_R is None else row_weights_R,
-        "stride_x": x.stride(0),
-        "SOURCE": source,
-        "HAS_WEIGHTS": row_weights_R is not None,
-    }
-
-
-def _tiles(rows: int, group: int, live: Live, most: int) -> tuple[dict[str, int], int]:
-    """Blocks and the sharing of rows as kernel arguments; and the programs there will be."""
-    segments = live.counts_e.numel() if isinstance(live, BatchedRows) else 1
-    capacity = rows // segments
-    block_c = min(_MAX_BLOCK, next_power_of_2(group))
-    block_r = max(1, min(next_power_of_2(capacity), _TILE // block_c))
-    parts = max(1, min(-(-capacity // block_r), most // segments))
-    tiles = {"capacity": capacity, "parts": parts, "BLOCK_R": block_r, "BLOCK_C": block_c}
-    return tiles, segments * parts
-
-
 def _launch_amax(x_RK: torch.Tensor, out: Quantised, live: Live, source: dict[str, object]) -> int:
     """Write partial maxima; returns how many."""
     rows, columns = x_RK.shape
     assert out.partials is not None
-    tiles, programs = _tiles(rows, min(columns, _CHUNK), live, _MAX_PARTIALS)
+    tiles = row_tiles(*segments_of(rows, live), min(columns, _CHUNK), _MAX_PARTIALS)
+    programs = tiles.segments * tiles.parts
     assert programs <= out.partials.numel()
     given = {"partials_ptr": out.partials, "num_columns": columns, "up_offset": 0}
-    launch(amax_kernel, (programs,), **given, **tiles, **source)
+    launch(amax_kernel, (programs,), **given, **tiles.rows(), **source)
     return programs
 
 
@@ -260,10 +233,12 @@ def _launch_quantise(
     num_partials: int,
     arguments: dict[str, object],
 ) -> None:
-    tiles, grid = tile_arguments(scheme, out, live)
+    # Only such rows are copied asynchronously, and leave a multiprocessor room for 8 programs.
+    streams = arguments["STEP"] == 1 and x.element_size() == 2 and x.stride(0) % 8 == 0
+    tiles, programs = tile_arguments(scheme, out, live, streams=streams)
     launch(
         quantise_rows_kernel,
-        grid,
+        (programs,),
         partials_ptr=out.scale if out.partials is None else out.partials,
         num_partials=num_partials,
         BLOCK_P=next_power_of_2(num_partials),
@@ -274,17 +249,24 @@ def _launch_quantise(
 
 
 def tile_arguments(
-    scheme: QuantScheme, out: Quantised, live: Live
-) -> tuple[dict[str, object], tuple[int, int]]:
-    """Kernel arguments that say where to and in what tiles, num_warps among them; and the grid."""
+    scheme: QuantScheme, out: Quantised, live: Live, *, streams: bool = False
+) -> tuple[dict[str, object], int]:
+    """Kernel arguments that say where to and in what tiles, num_warps among them; and programs.
+
+    streams: whether many values may be streamed (`group_tiles`).
+    """
     rows, columns = out.q_RK.shape
     computed = scheme.activation_granularity != "tensor"
     group = _group(scheme, columns) if computed else min(columns, _CHUNK)
     group = min(group, columns)
     groups = -(-columns // group)
     most = _MAX_PROGRAMS if isinstance(live, BatchedRows) else rows
-    tiles, programs = _tiles(rows, group, live, most)
-    values = tiles["BLOCK_R"] * tiles["BLOCK_C"]
+    segments, capacity = segments_of(rows, live)
+    tiles = row_tiles(segments, capacity, group, most)
+    if streams:
+        tiles = group_tiles(tiles, columns, group)
+    if out.along_rows and len(out.scale) != segments:
+        raise ShapeError("segments of scales", got=len(out.scale), need=segments)
     return {
         "q_ptr": out.q_RK,
         "scale_ptr": out.scale,
@@ -295,10 +277,13 @@ def tile_arguments(
         "LARGEST": LARGEST[scheme.activation],
         "ROUND": scheme.activation == "int8",
         "MIN_SCALE": MIN_SCALE,
-        "WHOLE": group <= tiles["BLOCK_C"],
-        "num_warps": min(16, max(4, values // _WARP_TILE)),
-        **tiles,
-    }, (programs, groups)
+        "WHOLE": group <= tiles.block_c,
+        "ALONG_ROWS": out.along_rows,
+        "STAGES": tiles.stages,
+        "BLOCK_G": tiles.block_g,
+        "num_warps": tiles.num_warps,
+        **tiles.rows(),
+    }, segments * tiles.parts * -(-groups // tiles.block_g)
 
 
 # ------------------------------------------------------------------------------ in plain torch
@@ -351,7 +336,7 @@ def quantise_rows_ref(
     row_weights_R: torch.Tensor | None = None,
 ) -> None:
     """Torch twin of `quantise_rows`."""
-    keep = _live_rows(x_RK, live)
+    keep = live_rows(x_RK, live)
     values = x_RK[keep].float()
     if row_weights_R is not None:
         values = values * row_weights_R[keep, None]
@@ -367,22 +352,9 @@ def activation_and_quantise_ref(
     live: Live = None,
 ) -> None:
     """Torch twin of `activation_and_quantise`."""
-    keep = _live_rows(x_RN, live)
+    keep = live_rows(x_RN, live)
     values = gated_activation_ref(x_RN[keep], spec).to(x_RN.dtype).float()
     _put(values, keep, scheme, out)
-
-
-def _live_rows(x: torch.Tensor, live: Live) -> torch.Tensor:
-    """(R,) bool."""
-    if isinstance(live, PairRows):
-        # Not for the counter of invalid ids: they are counted where pairs are sorted.
-        uncounted = torch.zeros_like(live.routing.invalid_ids)
-        routing = replace(live.routing, invalid_ids=uncounted)
-        return local_ids(routing, live.num_local).flatten() >= 0
-    if isinstance(live, BatchedRows):
-        places = torch.arange(x.shape[0] // live.counts_e.numel(), device=x.device)
-        return (places < live.counts_e[:, None]).flatten()
-    return torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
 
 
 def _put(values: torch.Tensor, keep: torch.Tensor, scheme: QuantScheme, out: Quantised) -> None:
@@ -391,5 +363,7 @@ def _put(values: torch.Tensor, keep: torch.Tensor, scheme: QuantScheme, out: Qua
     out.q_RK.view(torch.uint8)[keep] = q.view(torch.uint8)
     if scheme.activation_granularity == "tensor" and not scheme.static:
         out.scale.copy_(scale)
+    elif out.along_rows:
+        out.scale.mT[keep.view(len(out.scale), -1)] = scale
     elif not scheme.static:
         out.scale[keep] = scale

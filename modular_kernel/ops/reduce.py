@@ -99,7 +99,7 @@ def _launch_sum(
     block = hidden_block(hidden)
     launch(
         weight_and_sum_kernel,
-        (tokens, -(-hidden // block)),
+        (tokens * -(-hidden // block),),
         rows_ptr=rows,
         weights_ptr=rows if weights_TK is None else weights_TK,
         out_ptr=out,

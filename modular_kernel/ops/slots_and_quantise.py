@@ -36,13 +36,13 @@ def number_and_quantise(
         number_pairs(pairs)
         quantise_rows(x_TH, scheme, out=out)
         return
-    tiles, (parts, groups) = tile_arguments(scheme, out, None)
+    tiles, parts = tile_arguments(scheme, out, None)
     warps = tiles["num_warps"]
     assert isinstance(warps, int)
     numbers, programs = pair_arguments(pairs, warps)
     launch(
         number_and_quantise_kernel,
-        (programs + parts * groups,),
+        (programs + parts,),
         x_ptr=x_TH,
         stride_x=x_TH.stride(0),
         pair_programs=programs,

@@ -8,8 +8,8 @@ import torch
 
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
 from modular_kernel.ops.expert_slots import number_pairs
+from modular_kernel.ops.live_rows import BatchedRows
 from modular_kernel.ops.quantise import (
-    BatchedRows,
     quantise_rows,
     quantise_specs,
     take_quantised,

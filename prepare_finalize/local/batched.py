@@ -9,10 +9,10 @@ from modular_kernel import stages
 from modular_kernel.contracts import Call, PrepareAndFinalize, TopKWeightAndReduce
 from modular_kernel.errors import UnsupportedError
 from modular_kernel.ops.batch import assign_rows, assign_rows_scratch
+from modular_kernel.ops.live_rows import PairRows
 from modular_kernel.ops.permute import permute_tokens
 from modular_kernel.ops.permute_quantise import permute_and_quantise
 from modular_kernel.ops.quantise import (
-    PairRows,
     Quantised,
     quantise_rejections,
     quantise_rows,

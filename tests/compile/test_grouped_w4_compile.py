@@ -39,6 +39,9 @@ _LABEL = re.compile(r"^(\.L_x_\d+):")
         {},
         {"quant": "mxfp4_w4a16:repacked=true", "activation": "relu2", "bias": True},
         {"hidden": 160, "activation": "swiglu_oai:alpha=1.702,limit=7,interleaved=true"},
+        {"quant": "int4_w4a16_group:group=64"},
+        {"quant": "int4_w4a16_group:group=32,zero_points=true", "bias": True},
+        {"quant": "nvfp4_w4a16"},
     ],
     ids=str,
 )
@@ -58,7 +61,8 @@ def test_every_launch_is_clean(
         product = record.kernel == "grouped_gemm_w4_tma_kernel"
         assert check(record, "HGMMA" if product else None) == ()
         if product:
-            room = grouped_w4_config._shared(tiles.gemm1, record.config["SLOTS"])
+            form = grouped_w4_config.forms(problem)[0]
+            room = grouped_w4_config._shared(tiles.gemm1, record.config["SLOTS"], form)
             assert room - grouped_w4_config._BARRIERS <= record.shared <= room
 
 
@@ -84,7 +88,20 @@ def loops_of(cubin: bytes) -> list[list[tuple[str, str]]]:
 
 
 @pytest.mark.parametrize("rows", [64, 128])
-def test_operands_stay_in_registers(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("quant", "most", "loads"),
+    [
+        ("mxfp4_w4a16", 175, 3),
+        ("nvfp4_w4a16", 190, 3),
+        ("int4_w4a16_group", 225, 3),
+        ("int4_w4a16_group:zero_points=true", 240, 3),
+        ("int4_w4a16_group:group=32,zero_points=true", 265, 4),
+    ],
+)
+def test_operands_stay_in_registers(
+    quant: str, most: int, loads: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = replace(BASE, quant=quant)
     cubins: list[bytes] = []
     run = JITFunction.run
 
@@ -95,7 +112,7 @@ def test_operands_stay_in_registers(rows: int, monkeypatch: pytest.MonkeyPatch) 
         return made
 
     monkeypatch.setattr(JITFunction, "run", kept)
-    launches_of(GroupedW4Path(BASE), BASE, grouped_w4_config.default(BASE, rows))
+    launches_of(GroupedW4Path(problem), problem, grouped_w4_config.default(problem, rows))
     assert len(cubins) == 2
     for cubin in cubins:
         loops = loops_of(cubin)
@@ -103,8 +120,8 @@ def test_operands_stay_in_registers(rows: int, monkeypatch: pytest.MonkeyPatch) 
         for body in loops:
             counts = Counter(name.split(".")[0] for name, _ in body)
             assert not {"STS", "STSM", "STL", "LDL", "SHFL", "STG", "LDG"} & set(counts)
-            assert counts["LDS"] == 3
-            assert len(body) <= 175
+            assert counts["LDS"] == loads
+            assert len(body) <= most
             # A product takes four registers where one from shared memory takes a descriptor.
             assert all(
                 re.search(r" R\d+, R\d+, gdesc", operands)

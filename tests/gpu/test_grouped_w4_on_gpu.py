@@ -1,4 +1,4 @@
-"""The path of mxfp4 weights in registers on a GPU: it is forced, whatever calls take it.
+"""The path of 4-bit weights in registers on a GPU: it is forced, whatever calls take it.
 
 Both heights of tiles, tails of tiles and depths, experts of no, few and many tiles, all experts at
 once and a few at a time.
@@ -20,6 +20,13 @@ from modular_kernel.testing.cases.inputs import make_inputs
 from modular_kernel.types import Machine
 
 QUANTS = ("mxfp4_w4a16", "mxfp4_w4a16:repacked=true")
+OTHERS = (
+    "int4_w4a16_group",
+    "int4_w4a16_group:group=32",
+    "int4_w4a16_group:group=64,zero_points=true",
+    "int4_w4a16_group:group=96,zero_points=true",
+    "nvfp4_w4a16",
+)
 MXFP4 = replace(LARGE, quant="mxfp4_w4a16")
 ALL_CHANGES: tuple[dict[str, object], ...] = (
     *CHANGES,
@@ -30,10 +37,28 @@ ALL_CHANGES: tuple[dict[str, object], ...] = (
 )
 CHANGED = ((LARGE, "zipf"), (LARGE, "uniform"), (SMALL, "skips"))
 CASES = cases_on("grouped_w4", of_quantised_weights(QUANTS, ALL_CHANGES, CHANGED))
+OTHER_CASES = cases_on("grouped_w4", of_quantised_weights(OTHERS, ALL_CHANGES, CHANGED[1:2]))
+# bf16 scales, and float16 ones with a bias.
+INTEGERS = [case for case in OTHER_CASES if case.problem.scheme.weight == "uint4"]
+SHORT_SCALES = [
+    replace(case, manner=replace(case.manner, own_scales=True), problem=problem)
+    for case in INTEGERS[::3]
+    for problem in (case.problem, replace(case.problem, top_k=3, bias=True))
+]
+OTHER_CASES += SHORT_SCALES
 
 
 def test_there_are_cases_where_the_path_runs() -> None:
-    assert (len(CASES) > 60) == this_store().device.tma
+    assert (len(CASES) > 60 and len(OTHER_CASES) > 90) == this_store().device.tma
+
+
+def _proven(
+    case: Case, rows: int, at_once: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grouped_w4_config, "experts_at_once", lambda p: min(at_once, p.e))
+    with override_config(grouped_w4_config.default(case.problem, rows)):
+        proof = prove(case, machine)
+    assert proof.passed, str(proof)
 
 
 @pytest.mark.parametrize(("rows", "at_once"), [(128, 64), (64, 64), (128, 3)])
@@ -41,10 +66,15 @@ def test_there_are_cases_where_the_path_runs() -> None:
 def test_proven(
     case: Case, rows: int, at_once: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grouped_w4_config, "experts_at_once", lambda p: min(at_once, p.e))
-    with override_config(grouped_w4_config.default(case.problem, rows)):
-        proof = prove(case, machine)
-    assert proof.passed, str(proof)
+    _proven(case, rows, at_once, machine, monkeypatch)
+
+
+@pytest.mark.parametrize(("rows", "at_once"), [(128, 64), (64, 3)])
+@pytest.mark.parametrize("case", OTHER_CASES, ids=str)
+def test_integers_and_nvfp4_are_proven(
+    case: Case, rows: int, at_once: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _proven(case, rows, at_once, machine, monkeypatch)
 
 
 def test_calls_with_prepared_weights_are_replayed_until_these_are_written() -> None:

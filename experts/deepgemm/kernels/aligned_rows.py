@@ -1,30 +1,33 @@
-"""Rows in the order of experts, moved so that each expert begins a tile."""
+"""Rows in the order of experts, each expert from a multiple of a tile on."""
 
 import triton
 import triton.language as tl
 
+from modular_kernel.ops.kernels.pdl import after_predecessor
+from modular_kernel.ops.kernels.sort import chunk_rows, expert_rows
+
 
 @triton.jit
 def aligned_rows_kernel(
-    rows_ptr, starts_ptr, out_ptr, ends_ptr, numel, num_local,
-    TILE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
+    ids_ptr, map_ptr, prefix_ptr, totals_ptr, rows_ptr, ends_ptr,
+    numel, num_experts, num_local, num_chunks,
+    HAS_MAP: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """out[p] = rows[p], further by what the experts before its own are rounded up; -1 stays.
+    """rows[p] = the row of pair p, -1 where it is skipped. Grid (num_chunks,).
 
-    rows, out: (numel,) int32. starts: (num_local + 1,) int32. ends: (num_local,) int32, the row
-    behind each expert's last one. A grid of ceil(numel / BLOCK_P) programs, one at least.
+    rows: (numel,) int32. ends: (num_local,) int32, the row behind each expert's last one. Both of
+    what `count_pairs` left: prefix (num_local + 1, num_chunks), totals (num_local + 1,).
     """
-    program = tl.program_id(0)
-    expert = tl.arange(0, BLOCK_E)
-    here = expert < num_local
-    start = tl.load(starts_ptr + expert, mask=here, other=0)
-    end = tl.load(starts_ptr + expert + 1, mask=here, other=0)
-    room = (end - start + TILE - 1) // TILE * TILE
-    first = tl.cumsum(room, 0) - room
-    tl.store(ends_ptr + expert, first + end - start, mask=here & (program == 0))
-    pair = program * BLOCK_P + tl.arange(0, BLOCK_P)
-    known = pair < numel
-    row = tl.load(rows_ptr + pair, mask=known, other=-1)
-    own = (row[:, None] >= start[None, :]) & (row[:, None] < end[None, :])
-    shift = tl.sum(tl.where(own, (first - start)[None, :], 0), 1)
-    tl.store(out_ptr + pair, row + shift, mask=known)
+    after_predecessor(OVERLAP)
+    chunk = tl.program_id(0)
+    rows, _ = expert_rows(totals_ptr, num_local, BINS)
+    room = (rows + TILE - 1) // TILE * TILE
+    starts = tl.cumsum(room, 0) - room
+    expert = tl.arange(0, BINS)
+    tl.store(ends_ptr + expert, starts + rows, mask=(expert < num_local) & (chunk == 0))
+    pairs, mask, row = chunk_rows(
+        chunk, starts, ids_ptr, map_ptr, prefix_ptr, numel, num_experts, num_local, num_chunks,
+        HAS_MAP, CHUNK,
+    )  # fmt: skip
+    tl.store(rows_ptr + pairs, row, mask=mask)

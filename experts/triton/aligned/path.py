@@ -24,7 +24,8 @@ from modular_kernel import stages
 from modular_kernel.ops.align import Aligned, align, align_specs
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.launch.pdl import overlap
-from modular_kernel.ops.quantise import PairRows, quantise_rows, quantise_specs, take_quantised
+from modular_kernel.ops.live_rows import PairRows
+from modular_kernel.ops.quantise import quantise_rows, quantise_specs, take_quantised
 from modular_kernel.ops.reduce import weight_and_sum
 from modular_kernel.roundings import Roundings
 from modular_kernel.tensors import ExpertWeights

@@ -13,9 +13,9 @@ from experts.triton.launch_config import LaunchConfig
 from experts.triton.operands import Product, first_product, second_product
 from experts.triton.path import PathCall
 from modular_kernel import stages
+from modular_kernel.ops.live_rows import BatchedRows
 from modular_kernel.ops.permute import permute_tokens
 from modular_kernel.ops.quantise import (
-    BatchedRows,
     quantise_rows,
     quantise_specs,
     scale_shape,

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+import torch
+
 from experts.triton.candidates import ByBlock, Groups, Rows, groups, worth
 from experts.triton.dequantised import config as dequantised
 from experts.triton.dequantised.config import plain
@@ -12,28 +14,40 @@ from experts.triton.grouped_w4.layout import (
     LINE,
     LINES,
     SCALE_LINE,
-    SCALE_LINES,
+    Form,
+    form_of,
 )
 from experts.triton.launch_config import Device, Gemm, LaunchConfig, MoEConfig, Violation
-from modular_kernel.types import Problem
+from experts.triton.operands import scale_group
+from modular_kernel.types import Problem, dtype_name
 
 NAME = "grouped_w4"
 
 # Rows of a tile: float32 sums of both its blocks are half a thread's registers.
 _HEIGHTS = (64, 128)
 # Mean rows of an expert for which the path is taken, and below which tiles have 64 rows. Measured
-# on one H200 (2026-11-26, triton 3.6.0) on Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss, in both
-# orders: 0.73 to 0.83 x what was launched before with 48 rows, 0.87 to 0.96 x with 512, 0.90 to
-# 1.04 x with 768; 0.99 to 1.32 x with 32.
-_LEAST_ROWS, _SHORT_ROWS, _MOST_ROWS = 40, 56, 640
-# The same of calls whose weights were prepared, on the same day and layers: 0.88 to 0.99 x the
-# time of calls without with 12 rows, 0.91 to 1.08 x with 8; tiles of 128 rows take 0.79 to 0.96 x
-# the time of those of 64 from 64 rows on.
+# on one H200 (2026-11-26, triton 3.6.0) on Mixtral, DeepSeek-V3 EP8, Qwen3-30B and, of mxfp4,
+# gpt-oss. mxfp4, in both orders: 0.73 to 0.83 x what was launched before with 48 rows, 0.87 to 0.96
+# with 512, 0.90 to 1.04 with 768; 0.99 to 1.32 with 32. Integers: 0.78 to 0.87 with 48; with 256
+# 0.84 to 0.98, 0.77 to 0.91 and 0.69 to 0.84 with scales of float32, float16 and bf16; with zero
+# points 0.77 with 24. nvfp4: 0.74 with 48, 0.90 to 1.04 with 128.
+_LEAST_ROWS, _LEAST_WITH_ZEROS, _SHORT_ROWS = 40, 24, 56
+_MOST_ROWS = {"mxfp4_w4a16": 640, "nvfp4_w4a16": 128, "int4_w4a16_group": 320}
+# The same of calls whose weights were prepared: 0.88 to 0.99 x the time of calls without with 12
+# rows, of integers and nvfp4 0.61 to 0.97 with 8 (float32 scales: 1.06); tiles of 128 rows take
+# 0.79 to 0.96 x the time of those of 64 from 64 rows on.
 _LEAST_PREPARED, _SHORT_PREPARED = 12, 56
+_LEAST_PREPARED_YOUNGER = 8
+# With more rows calls launch what they would without: 1.04 x with 640 rows and float32 scales, 0.94
+# with 640 and 0.97 to 1.09 with 1024 and float16, 1.04 to 1.08 with 4096, bf16 scales and zero
+# points, and of nvfp4.
+# mxfp4 and plain integers with bf16 scales are as fast then.
+_MOST_PREPARED = {"float32": 512, "float16": 768}
+_MOST_WITH_ZEROS = 2048
 _COLUMNS = BLOCK * BLOCKS  # weight rows of a tile
 _MOST_BYTES = 1 << 30  # of tiled weights at a time, unless one expert has more
 _WORD = 4
-_BOXES = _WORD * (LINES * LINE + SCALE_LINES * SCALE_LINE)  # bytes of a step of a tile's weights
+_SCHEMES = ("mxfp4_w4a16", "nvfp4_w4a16", "int4_w4a16_group")
 _SIXTEEN = 2  # bytes of a value of tokens and results
 _PARTS = 2  # warpgroups, each of which stages results
 _BARRIERS = 1 << 10  # bytes, at most
@@ -46,13 +60,27 @@ _ENTRIES: ByBlock = {
 
 
 def serves(problem: Problem, device: Device) -> bool:
-    """Whether the kernels of this path can compute `problem` on `device`: mxfp4 in bf16."""
-    if problem.scheme.name != "mxfp4_w4a16" or not dequantised.serves(problem, device):
+    """Whether the kernels of this path can compute `problem` on `device`: 4 bits in bf16."""
+    scheme, depths = problem.scheme, (problem.hidden, problem.intermediate)
+    if scheme.name not in _SCHEMES or not dequantised.serves(problem, device):
         return False
-    return problem.hidden % GROUP == 0 and problem.intermediate % GROUP == 0
+    groups = (0,) if scheme.matrix_scales else (scale_group(scheme, k)[1] for k in depths)
+    return all(k % GROUP == 0 for k in (*depths, *groups))
 
 
-def violations(tile: LaunchConfig, gemm: Gemm, device: Device) -> Iterator[Violation]:
+def forms(problem: Problem) -> tuple[Form, Form]:
+    """Return how words and scales of w1 and w2 lie; those of float32 scales are the same size."""
+    return form_of(problem.scheme, problem.hidden), form_of(problem.scheme, problem.intermediate)
+
+
+def box_bytes(form: Form) -> int:
+    """Return the bytes of words and scales of a step of a tile."""
+    return _WORD * (LINES * LINE + form.lines * SCALE_LINE)
+
+
+def violations(
+    tile: LaunchConfig, gemm: Gemm, problem: Problem, device: Device
+) -> Iterator[Violation]:
     """Every reason not to launch `tile` for this GEMM on this path."""
     if tile.block_m not in _HEIGHTS:
         yield Violation("block_m", tile.block_m, f"one of {_HEIGHTS} on the {NAME} path")
@@ -64,20 +92,20 @@ def violations(tile: LaunchConfig, gemm: Gemm, device: Device) -> Iterator[Viola
     for name, got, need in fixed:
         if got != need:
             yield Violation(name, got, f"{need} on the {NAME} path")
-    shared = _shared(tile, 1)
+    shared = _shared(tile, 1, forms(problem)[gemm.index - 1])
     if shared > device.shared:
         yield Violation("bytes of shared memory", shared, f"<= {device.shared}")
 
 
-def _shared(tile: LaunchConfig, slots: int) -> int:
+def _shared(tile: LaunchConfig, slots: int, form: Form) -> int:
     """Bytes of shared memory with so many boxes of results a warpgroup, at most."""
     box = tile.block_m * BLOCK * _SIXTEEN  # of tokens or of results
-    return tile.num_stages * (box + _BOXES) + _PARTS * slots * box + _BARRIERS
+    return tile.num_stages * (box + box_bytes(form)) + _PARTS * slots * box + _BARRIERS
 
 
-def staging_slots(tile: LaunchConfig, *, gated: bool) -> int:
+def staging_slots(tile: LaunchConfig, form: Form, *, gated: bool) -> int:
     """How many boxes of results a warpgroup keeps until they are stored: 2 if it has 2 that fit."""
-    return 1 if gated or _shared(tile, 2) > Device().shared else 2
+    return 1 if gated or _shared(tile, 2, form) > Device().shared else 2
 
 
 def short_rows(tile: LaunchConfig) -> int:
@@ -95,18 +123,31 @@ def boxes_of(problem: Problem) -> tuple[int, int]:
 
 def experts_at_once(problem: Problem) -> int:
     """How many experts' matrices are tiled and multiplied before the next ones are."""
-    parts = -(-problem.e // max(1, _MOST_BYTES // (max(boxes_of(problem)) * _BOXES)))
+    both = zip(boxes_of(problem), forms(problem), strict=True)
+    one = max(boxes * box_bytes(form) for boxes, form in both)
+    parts = -(-problem.e // max(1, _MOST_BYTES // one))
     return -(-problem.e // parts)
 
 
 def least_tokens(problem: Problem) -> int:
     """Return the fewest tokens of a call that takes this path without a tuned file."""
-    return -(-_LEAST_ROWS * problem.experts // problem.top_k)
+    rows = _LEAST_WITH_ZEROS if problem.scheme.zero_points else _LEAST_ROWS
+    return -(-rows * problem.experts // problem.top_k)
 
 
 def most_tokens(problem: Problem) -> int:
     """Return the most tokens of a call that takes this path without a tuned file."""
-    return _MOST_ROWS * problem.experts // problem.top_k
+    return _MOST_ROWS[problem.scheme.name] * problem.experts // problem.top_k
+
+
+def most_prepared(problem: Problem, scale: torch.dtype) -> int | None:
+    """Return the most tokens of a call that reads prepared weights of such scales; None for all."""
+    scheme, most = problem.scheme, None
+    if scheme.matrix_scales or scheme.zero_points:
+        most = _MOST_WITH_ZEROS
+    if scheme.weight == "uint4":
+        most = _MOST_PREPARED.get(dtype_name(scale), most)
+    return None if most is None else most * problem.experts // problem.top_k
 
 
 def turns(problem: Problem) -> tuple[int, ...]:
@@ -119,7 +160,9 @@ def turns_of_prepared(problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
     """Return from how many tokens on calls with prepared weights launch what."""
     if problem.batch_invariant:  # tiles of every call are the same
         return ()
-    ends = zip((_LEAST_PREPARED, _SHORT_PREPARED), _HEIGHTS, strict=True)
+    mxfp4 = problem.scheme.name == "mxfp4_w4a16"
+    least = _LEAST_PREPARED if mxfp4 else _LEAST_PREPARED_YOUNGER
+    ends = zip((least, _SHORT_PREPARED), _HEIGHTS, strict=True)
     return tuple(
         (-(-rows * problem.experts // problem.top_k), default(problem, height))
         for rows, height in ends

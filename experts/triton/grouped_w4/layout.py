@@ -1,40 +1,88 @@
-"""How e2m1 weights lie for products that take them from registers.
+"""How 4-bit weights and their scales lie for products that take them from registers.
 
 Weight rows go in tiles of four blocks of 64, two for each of two warpgroups; the depth in steps of
-64. What a step of a tile takes lies together: (64, 32) int32 words, 16 lines a block, and (8, 16)
-int32 words of scales. Of a block, thread t of 128 has words 4 t to 4 t + 3: those of weight rows
-r and r + 8 of its warp's sixteen, r = t % 32 / 4, and for each row one of both groups of 32 along
-the depth. wgmma wants of lane c = t % 4 values 2c, 2c + 1, 2c + 8 and 2c + 9 of sixteen: so
-a group's word holds the pairs at 2c, 2c + 8, 2c + 16 and 2c + 24, as `modular_kernel.repacked` has
-pairs in words. Thus every word has one scale, and tokens are read as they are.
+64. What a step of a tile takes lies together: (64, 32) int32 words, 16 lines a block, and
+(Form.lines, 16) int32 words of scales. Of a block, thread t of 128 has words 4 t to 4 t + 3: those
+of weight rows r and r + 8 of its warp's sixteen, r = t % 32 / 4, and for each row one of both
+halves, of 32, of the step. wgmma wants of lane c = t % 4 values 2c, 2c + 1, 2c + 8 and 2c + 9 of
+sixteen: so a word holds the pairs at 2c, 2c + 8, 2c + 16 and 2c + 24. Thus tokens are read as they
+are, and a word has one scale, or of nvfp4 one for two of its pairs.
 
-Scales: four bytes for each four threads and block, of the four words of each of them. A byte is the
-exponent of the bf16 number that the codes, as they read in bf16's fields, are to be multiplied by.
-It would be too large from a scale of 4 on: so all are less by 2^50, and results are multiplied by
-it. From 2^52 on a scale is infinite; a weight below 2^-76 may lose its last bit.
+e2m1 codes are in words as `modular_kernel.repacked` has pairs; of integers pair i are bits 4i to
+4i + 3 of either half. Scales come in fours of words, in the order of those threads that share rows:
+
+    mxfp4     one word for each of the four blocks, of four bytes: by row, by half of the step. A
+              byte is the exponent of the bf16 number that the codes, as they read in bf16's
+              fields, are to be multiplied by. It would be too large from a scale of 4 on: so all
+              are less by 2^50, and results are multiplied by it. From 2^52 on a scale is infinite;
+              a weight below 2^-76 may lose its last bit.
+    nvfp4     by warpgroup; of each of its blocks a word for each row, of four bytes, one for 16 of
+              the step: five bits of an exponent and three of a significand, less by 2^19. Codes
+              have their scale's sign; those of a scale of zero are zero.
+    integers  by warpgroup; of each of its blocks a word for each row, or, of groups that no 64
+              divides, for each row and half of the step: 2^83 times the scale in float32, of which
+              the last four bits are the zero point, if there is one. Products take codes as they
+              read at the low end of bf16's fields, times 2^-133, so that weights are less by 2^50.
+              A scale from 2^44 on gives no number.
 """
 
 from typing import NamedTuple
 
 import torch
 
-from modular_kernel.errors import DtypeError, ShapeError
-from modular_kernel.repacked import repack, unpack_words
+from experts.triton.operands import scale_group, word_format
+from modular_kernel.schemes import QuantScheme
 from modular_kernel.types import dtype_name
 
 BLOCK = 64  # rows of a block, and the depth of a step
 BLOCKS = 4  # of a tile
-GROUP = 32  # of the depth that one scale covers
+GROUP = 32  # of the depth that a word covers, with three others
 LINES, LINE = 16 * BLOCKS, 32  # words of a step of a tile
-SCALE_LINES, SCALE_LINE = 8, 16  # words of its scales
-# A code reads as its value times 2^-126, and an exponent e stands for 2^(e - 127) in both formats.
-LOWERED = 50
-RAISED = 126 - LOWERED  # of a scale's exponent
-_INFINITE = 255
+QUADS = 8  # lines of scales, of one word for each of 128 rows
+SCALE_LINE = 16  # words of a line of scales
+_LOWERED = {"e2m1": 50, "nvfp4": 19, "integer": 50}
+
+
+class Form(NamedTuple):
+    """What words and scales hold. Its text tells kernels so.
+
+    kind: "e2m1", "nvfp4" or "integer". Of integers: groups: words of scales that a row has in a
+    step of the depth. scale: what was rounded to float32's bits. zero: whether there are zero
+    points.
+    """
+
+    kind: str
+    groups: int = 1
+    scale: str = "float32"
+    zero: bool = False
+
+    @property
+    def lines(self) -> int:
+        """How many lines the scales of a step of a tile are."""
+        return QUADS if self.kind == "e2m1" else 2 * self.groups * QUADS
+
+    @property
+    def lowered(self) -> int:
+        """Return n where weights are less by 2^n."""
+        return _LOWERED[self.kind]
+
+    def __str__(self) -> str:
+        if self.kind != "integer":
+            return self.kind
+        return f"{self.kind} {self.groups} {self.scale}{' zero' * self.zero}"
+
+
+def form_of(scheme: QuantScheme, depth: int, scale: torch.dtype = torch.float32) -> Form:
+    """Return how weights of this scheme and depth lie whose scales are of this dtype."""
+    kind = word_format(scheme)
+    if kind != "integer":
+        return Form("nvfp4" if kind == "nvfp4" else "e2m1")
+    _, group = scale_group(scheme, depth)
+    return Form(kind, 2 if group % BLOCK else 1, dtype_name(scale), scheme.zero_points)
 
 
 class Tiled(NamedTuple):
-    """Weights of all experts: (e, tiles, steps, 64, 32), and (e, tiles, steps, 8, 16)."""
+    """Weights of all experts: (e, tiles, steps, 64, 32), and (e, tiles, steps, form.lines, 16)."""
 
     words: torch.Tensor
     scales: torch.Tensor
@@ -62,56 +110,3 @@ def rows_of_tiles(columns: int, step: int, up_row: int, *, gated: bool) -> torch
     column = torch.arange(tiles * per_tile).view(tiles, BLOCKS // sides, 1, BLOCK)
     row = column * step + torch.arange(sides).view(sides, 1) * up_row
     return torch.where(column < columns, row, -1).view(tiles, BLOCKS * BLOCK)
-
-
-def tile_weights(w_eNK: torch.Tensor, scale_eNG: torch.Tensor, rows: torch.Tensor) -> Tiled:
-    """Bring weights to this order; rows: as `rows_of_tiles` gives them.
-
-    w_eNK: uint8 (e, N, K / 2), two codes to a byte, the low nibble first along K, a multiple of 32.
-    scale_eNG: uint8 E8M0 exponents (e, N, K / 32). ShapeError, DtypeError.
-    """
-    experts, _, width = w_eNK.shape
-    groups = 2 * width // GROUP
-    for name, given in (("w", w_eNK), ("scale", scale_eNG)):
-        if given.dtype is not torch.uint8:
-            raise DtypeError(name, got=dtype_name(given.dtype), need="uint8")
-    need = (*w_eNK.shape[:2], groups)
-    if 2 * width % GROUP or scale_eNG.shape != need:
-        raise ShapeError("scale", got=tuple(scale_eNG.shape), need=f"{need} and a depth of 32s")
-    steps, tiles, device = -(-2 * width // BLOCK), len(rows), w_eNK.device
-    words = torch.empty((experts, tiles, steps, LINES, LINE), dtype=torch.int32, device=device)
-    scales = torch.empty(
-        (experts, tiles, steps, SCALE_LINES, SCALE_LINE), dtype=torch.int32, device=device
-    )
-    taken = rows.to(device).flatten()
-    there = (taken >= 0).view(-1, 1)
-    for expert in range(experts):  # one copy of one expert's at a time
-        codes = torch.zeros((len(taken), steps * BLOCK // 2), dtype=torch.uint8, device=device)
-        codes[:, :width] = w_eNK[expert][taken.clamp(min=0)] * there
-        # row: warp, half, row; byte: step, group, pair, lane
-        split = codes.view(tiles, BLOCKS, 4, 2, 8, steps, 2, 4, 4)
-        bytes_ = split.permute(0, 5, 1, 2, 4, 8, 3, 6, 7).reshape(1, -1, 4 * LINE)
-        words[expert] = repack(bytes_).view(torch.int32).view(words.shape[1:])
-        exponent = torch.zeros((len(taken), steps * 2), dtype=torch.uint8, device=device)
-        raised = (scale_eNG[expert].int() + RAISED).clamp_(max=_INFINITE).to(torch.uint8)
-        exponent[:, :groups] = raised[taken.clamp(min=0)] * there
-        split = exponent.view(tiles, BLOCKS, 4, 2, 8, steps, 2)
-        bytes_ = split.permute(0, 5, 2, 4, 1, 3, 6).reshape(-1, 4)
-        scales[expert] = bytes_.view(torch.int32).view(scales.shape[1:])
-    return Tiled(words, scales)
-
-
-def untiled(tiled: Tiled) -> torch.Tensor:
-    """Return float32 weights (e, tiles * 256, steps * 64) as the kernel unpacks them."""
-    experts, tiles, steps = tiled.words.shape[:3]
-    pairs = torch.stack(unpack_words(tiled.words.long() & 0xFFFFFFFF), -1)
-    both = torch.stack((pairs & 0xFFFF, pairs >> 16), -1).to(torch.int32)
-    values = (both << 16).view(torch.float32)
-    values = values.view(experts, tiles, steps, BLOCKS, 4, 8, 4, 2, 2, 4, 2)
-    exponents = tiled.scales.view(torch.uint8).view(experts, tiles, steps, 4, 8, BLOCKS, 2, 2)
-    factor = torch.exp2(exponents.double() - 127).where(exponents < _INFINITE, torch.inf)
-    factor = factor.permute(0, 1, 2, 5, 3, 4, 6, 7)
-    wide = values.double() * factor[:, :, :, :, :, :, None, :, :, None, None]
-    ordered = wide.permute(0, 1, 3, 4, 7, 5, 2, 8, 9, 6, 10)
-    whole = ordered.reshape(experts, tiles * BLOCKS * BLOCK, steps * BLOCK) * 2.0**LOWERED
-    return whole.float()

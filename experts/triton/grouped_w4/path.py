@@ -1,4 +1,4 @@
-"""The path of weights in registers: mxfp4 is put in order, then grouped GEMMs unpack it.
+"""The path of weights in registers: 4-bit weights are put in order, then grouped GEMMs unpack them.
 
 As the dequantised path, but that a launch rewrites four bits a weight rather than sixteen, and the
 products read so many.
@@ -14,8 +14,13 @@ from experts.triton.dequantised.path import DequantisedPath
 from experts.triton.grouped.base import Rows
 from experts.triton.grouped_w4 import config
 from experts.triton.grouped_w4.config import short_rows, violations
-from experts.triton.grouped_w4.layout import LINE, LINES, SCALE_LINE, SCALE_LINES, Tiled
-from experts.triton.grouped_w4.product import multiply_tiled, tile_experts, tiled_shapes
+from experts.triton.grouped_w4.layout import LINE, LINES, SCALE_LINE, Tiled
+from experts.triton.grouped_w4.product import (
+    form_of_product,
+    multiply_tiled,
+    tile_experts,
+    tiled_shapes,
+)
 from experts.triton.launch_config import Device, Gemm, Launch, LaunchConfig, MoEConfig, Violation
 from experts.triton.operands import TMA_BYTES, Product, first_product, second_product
 from experts.triton.path import PathCall
@@ -32,11 +37,10 @@ class GroupedW4Path(DequantisedPath):
     name = config.NAME
     former_names = ()
     younger = True
-    roundings = Roundings(weights=True)
 
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
-        """Return whether weights are mxfp4, and tokens bf16 that TMA fetches."""
+        """Return whether weights have 4 bits, and tokens are bf16 that TMA fetches."""
         return problem.adapters is None and config.serves(problem, device)
 
     @classmethod
@@ -65,7 +69,7 @@ class GroupedW4Path(DequantisedPath):
     ) -> Iterator[Violation]:
         """Yield what the kernel's fixed sizes and shared memory forbid."""
         assert isinstance(config, LaunchConfig)
-        return violations(config, gemm, device)
+        return violations(config, gemm, problem, device)
 
     @classmethod
     def candidates(cls, problem: Problem, tokens: int) -> Groups:
@@ -74,21 +78,27 @@ class GroupedW4Path(DequantisedPath):
 
     @classmethod
     def turns_of_prepared(cls, problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
-        """Return both tiles: weights in order cost nothing, however many rows there are."""
+        """Return both tiles: weights in order cost nothing."""
         return config.turns_of_prepared(problem)
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self.moves_tokens = True
+        # nvfp4's are exact in bf16 without the scale of their matrix, which multiplies results.
+        self.roundings = Roundings(weights=not problem.scheme.matrix_scales)
         self._prepares = bool(config.turns_of_prepared(problem))
+        floats = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
+        self._most_prepared = {scale: config.most_prepared(problem, scale) for scale in floats}
         self._at_once = config.experts_at_once(problem)
+        self._forms = config.forms(problem)
         self._boxes = max(config.boxes_of(problem)) * self._at_once
+        self._lines = max(form.lines for form in self._forms)
 
     def weight_buffers(self) -> dict[str, BufferSpec]:
         """Return the buffers of some experts' words and scales."""
         return {
             "tiled_words": BufferSpec((self._boxes, LINES, LINE), torch.int32),
-            "tiled_scales": BufferSpec((self._boxes, SCALE_LINES, SCALE_LINE), torch.int32),
+            "tiled_scales": BufferSpec((self._boxes, self._lines, SCALE_LINE), torch.int32),
         }
 
     def prepared_specs(self) -> dict[str, BufferSpec]:
@@ -96,11 +106,18 @@ class GroupedW4Path(DequantisedPath):
         problem, found = self.problem, dict[str, BufferSpec]()
         sizes = (problem.intermediate, problem.hidden), (problem.hidden, problem.intermediate)
         gated = problem.act.gated, False
-        for name, size, sides in zip(("w1", "w2"), sizes, gated, strict=True):
-            words, scales = tiled_shapes(problem.e, *size, gated=sides)
+        each = zip(("w1", "w2"), sizes, self._forms, gated, strict=True)
+        for name, size, form, sides in each:
+            words, scales = tiled_shapes(problem.e, *size, form, gated=sides)
             found[f"{name}_tiles"] = BufferSpec(words, torch.int32)
             found[f"{name}_tile_scales"] = BufferSpec(scales, torch.int32)
         return found if self._prepares else {}
+
+    def reads_prepared(self, weights: ExpertWeights, tokens: int) -> bool:
+        """Return whether unpacking in every product costs less than writing bf16 once."""
+        assert weights.w1_scale is not None
+        most = self._most_prepared.get(weights.w1_scale.dtype)
+        return most is None or tokens <= most
 
     def specs_of_prepared(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
         """Return the buffers of grouped GEMMs alone: all weights are in order."""
@@ -115,7 +132,9 @@ class GroupedW4Path(DequantisedPath):
             w, scale = product.w.contiguous(), product.scale.contiguous()
             if w.storage_offset() % TMA_BYTES or w.data_ptr() % TMA_BYTES:  # read as words
                 w = w.clone()
-            product = replace(product, w=w, scale=scale, scheme=self._scheme)
+            zero = product.zero_point
+            zero = None if zero is None else zero.contiguous()
+            product = replace(product, w=w, scale=scale, zero_point=zero, scheme=self._scheme)
             tiled = out[f"{name}_tiles"], out[f"{name}_tile_scales"]
             for first in range(0, self.problem.e, self._at_once):
                 some = Tiled(*(part[first : first + self._at_once] for part in tiled))
@@ -140,23 +159,26 @@ class GroupedW4Path(DequantisedPath):
         if product.tiles is None:
             super().products(rows, product, tile, order, out, call)
         else:
-            prepared = replace(product, w=product.tiles, scale=product.tile_scales)
-            self.multiply(rows, prepared, tile, order, out)
+            self.multiply(rows, replace(product, scheme=self._scheme), tile, order, out)
 
     def ready(
         self, product: Product, first: int, count: int, order: Sorted, workspace: Workspace
     ) -> Product:
         """Return the product of these experts with words and scales in order."""
+        form = form_of_product(product)
         gated = bool(product.constants["GATED"])
-        shapes = tiled_shapes(count, product.columns, product.depth, gated=gated)
+        shapes = tiled_shapes(count, product.columns, product.depth, form, gated=gated)
         tiled = Tiled(*map(workspace.take, ("tiled_words", "tiled_scales"), shapes))
         tile_experts(product, order.starts, tiled, first)
-        return replace(product, w=tiled.words, scale=tiled.scales)
+        whole = product.global_scale
+        whole = None if whole is None else whole[first : first + count]
+        return replace(product, tiles=tiled.words, tile_scales=tiled.scales, global_scale=whole)
 
     def multiply(
         self, rows: Rows, product: Product, tile: LaunchConfig, order: Sorted, out: torch.Tensor
     ) -> None:
-        """One product with the weights of `ready`."""
-        assert product.scale is not None
-        tiled = Tiled(product.w, product.scale)
+        """One product with weights in order."""
+        assert product.tiles is not None
+        assert product.tile_scales is not None
+        tiled = Tiled(product.tiles, product.tile_scales)
         multiply_tiled(rows.values, tiled, product, tile, order, out, short=short_rows(tile))

@@ -8,18 +8,23 @@ from experts.triton.grouped_w4.layout import (
     BLOCKS,
     LINE,
     LINES,
-    LOWERED,
-    RAISED,
     SCALE_LINE,
-    SCALE_LINES,
+    Form,
     Tiled,
+    form_of,
 )
 from experts.triton.launch_config import LaunchConfig
-from experts.triton.operands import Product, word_format
+from experts.triton.operands import Product, scale_group, word_format
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.sort import Sorted
 
 _STEPS = 4  # of the depth that a program tiles: 128 bytes of a row
+
+
+def form_of_product(product: Product) -> Form:
+    """Return how the weights of a product lie, whose scheme, depth and scales it has."""
+    assert product.scale is not None
+    return form_of(product.scheme, product.depth, product.scale.dtype)
 
 
 def multiply_tiled(
@@ -34,20 +39,22 @@ def multiply_tiled(
 ) -> None:
     """Write act(x_RK @ W^T) of every row of `order`, in tiles of tile.block_m rows, to `out`.
 
-    short: rows up to which a tile is multiplied as one of so many, or 0. Of `product` all but its
-    weights and scales is read.
+    short: rows up to which a tile is multiplied as one of so many, or 0. Of `product`'s weights,
+    scales and zero points only shapes and dtypes are read.
     """
     from experts.triton.grouped_w4.kernels.gemm import grouped_gemm_w4_tma_kernel
     from experts.triton.kernels.tma_descriptors import multiprocessors, tma_descriptor
 
-    bias = product.bias
+    form = form_of_product(product)
+    bias, whole = product.bias, product.global_scale
     launch(
         grouped_gemm_w4_tma_kernel,
         (multiprocessors(),),
         x_desc=tma_descriptor(x_RK, tile.block_m),
         w_desc=tma_descriptor(weights.words.view(-1, LINE), LINES),
-        scale_desc=tma_descriptor(weights.scales.view(-1, SCALE_LINE), SCALE_LINES, SCALE_LINE),
+        scale_desc=tma_descriptor(weights.scales.view(-1, SCALE_LINE), form.lines, SCALE_LINE),
         out_desc=tma_descriptor(out, tile.block_m, BLOCK),
+        factor_ptr=out if whole is None else whole,
         bias_ptr=out if bias is None else bias,
         out_ptr=out,
         tiles_ptr=order.tiles,
@@ -57,12 +64,14 @@ def multiply_tiled(
         steps=weights.steps,
         stride_bias=0 if bias is None else bias.stride(0),
         up_row=product.up_row,
-        FACTOR=2.0**LOWERED,
+        FORM=str(form),
+        FACTOR=2.0**form.lowered,
+        MATRICES=0 if whole is None else whole.shape[1],
         STEP=product.step,
         HAS_BIAS=bias is not None,
         SHORT=short,
         STAGES=tile.num_stages,
-        SLOTS=staging_slots(tile, gated=bool(product.constants["GATED"])),
+        SLOTS=staging_slots(tile, form, gated=bool(product.constants["GATED"])),
         GROUP_M=tile.group_m,
         num_warps=4,
         **product.constants,
@@ -70,34 +79,40 @@ def multiply_tiled(
 
 
 def tiled_shapes(
-    experts: int, columns: int, depth: int, *, gated: bool
+    experts: int, columns: int, depth: int, form: Form, *, gated: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shapes of `Tiled`'s words and scales."""
     tiles = -(-columns // (BLOCKS * BLOCK // (2 if gated else 1)))
     boxes = (experts, tiles, -(-depth // BLOCK))
-    return (*boxes, LINES, LINE), (*boxes, SCALE_LINES, SCALE_LINE)
+    return (*boxes, LINES, LINE), (*boxes, form.lines, SCALE_LINE)
 
 
 def tile_experts(product: Product, starts: torch.Tensor, out: Tiled, first: int) -> None:
     """Tile the weights of experts `first` and on that have rows: as many as `out` has.
 
-    product: its w and scale, contiguous, of all experts, as `layout.tile_weights` takes them, or
-    repacked. starts: (experts + 1,) int32, each expert's first row.
+    product: its w, scale and zero_point, contiguous, of all experts. starts: (experts + 1,) int32,
+    each expert's first row.
     """
     from experts.triton.grouped_w4.kernels.tile import tile_weights_kernel
 
-    words = product.w.view(torch.int32)
+    words, scale, zero = product.w.view(torch.int32), product.scale, product.zero_point
+    form = form_of_product(product)
+    assert scale is not None
+    if form.kind == "nvfp4":
+        scale = scale.view(torch.uint8)
     launch(
         tile_weights_kernel,
         (out.tiles, -(-out.steps // _STEPS), len(out.words)),
         w_ptr=words,
-        scale_ptr=product.scale,
+        scale_ptr=scale,
+        zero_ptr=words if zero is None else zero,
         starts_ptr=starts,
         words_ptr=out.words,
-        scales_ptr=out.scales.view(torch.uint8),
+        scales_ptr=out.scales if form.kind == "integer" else out.scales.view(torch.uint8),
         first_expert=first,
         rows=words.shape[1],
         row_words=words.shape[2],
+        scale_groups=scale.shape[2],
         columns=product.columns,
         tiles=out.tiles,
         steps=out.steps,
@@ -105,7 +120,9 @@ def tile_experts(product: Product, starts: torch.Tensor, out: Tiled, first: int)
         STEP=product.step,
         SIDES=2 if product.constants["GATED"] else 1,
         FORMAT=word_format(product.scheme),
-        RAISED=RAISED,
+        HAS_ZERO=form.zero,
+        GROUP_K=scale_group(product.scheme, product.depth)[1],
+        GROUPS=form.groups,
         STEPS=_STEPS,
         num_warps=8,
     )

@@ -3,6 +3,26 @@
 import triton
 import triton.language as tl
 
+# The interpreter, for which kernels are decorated or not, knows no assembler.
+ASSEMBLE: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _sigmoid(value, FLUSH: tl.constexpr):
+    """1 / (1 + exp(-value)), bit for bit what `tl.sigmoid` is on a GPU, in fewer instructions.
+
+    A power that is no normal number vanishes beside the 1, so it may be flushed to zero. FLUSH:
+    so may the result, below -87.3; then a reciprocal need not be scaled as a quotient is.
+    """
+    below = 1.0 + tl.exp2(value * -1.4426950216293335)
+    if ASSEMBLE and FLUSH:
+        result = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=r,r", [below], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        result = 1.0 / below
+    return result
+
 
 @triton.jit
 def _at_most(value, limit):
@@ -40,8 +60,14 @@ def _tanh(value):
 
 
 @triton.jit
-def activate(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """Float32 gate and up values to float32; ungated kinds ignore `up`. LIMIT 0: there is none."""
+def activate(
+    gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    FLUSH: tl.constexpr = False,
+):  # fmt: skip
+    """Float32 gate and up values to float32; ungated kinds ignore `up`. LIMIT 0: there is none.
+
+    FLUSH: results of SwiGLU, and of what is like it, may be zero where the gate is below -87.3.
+    """
     if LIMIT > 0 and KIND != "situ":
         up = _at_most(_at_least(up, -LIMIT), LIMIT)
         if KIND != "swiglu_clamp_after":
@@ -50,7 +76,7 @@ def activate(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.conste
         positive = _at_least(gate, 0.0)
         result = positive * positive
     elif KIND == "silu_no_mul":
-        result = gate * tl.sigmoid(gate)
+        result = gate * _sigmoid(gate, FLUSH)
     elif KIND == "gelu_no_mul":
         result = _gelu(gate)
     elif KIND == "gelu_tanh_no_mul":
@@ -60,16 +86,16 @@ def activate(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.conste
     elif KIND == "gelu_tanh":
         result = _gelu_tanh(gate) * up
     elif KIND == "swiglu_oai":
-        result = gate * tl.sigmoid(ALPHA * gate) * (up + 1.0)
+        result = gate * _sigmoid(ALPHA * gate, FLUSH) * (up + 1.0)
     elif KIND == "swiglu_clamp_after":
-        result = _at_most(gate * tl.sigmoid(gate), LIMIT) * up
+        result = _at_most(gate * _sigmoid(gate, FLUSH), LIMIT) * up
     elif KIND == "situ":
         if LIMIT > 0:
             up = LIMIT * _tanh(up / LIMIT)
         result = ALPHA * _tanh(gate / ALPHA) * tl.sigmoid(gate) * up
     else:
         tl.static_assert(KIND == "silu" or KIND == "swiglu_clamp_before")
-        result = gate * tl.sigmoid(gate) * up
+        result = gate * _sigmoid(gate, FLUSH) * up
     return result
 
 

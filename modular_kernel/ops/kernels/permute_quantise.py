@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from modular_kernel.ops.kernels.pdl import after_predecessor
 from modular_kernel.ops.kernels.quantise import quantised_values, scale_of
 
 
@@ -17,24 +18,32 @@ def _load_tile(x_row_ptr, columns, inside, num_columns):
 @triton.jit
 def permute_and_quantise_kernel(
     x_ptr, row_of_pair_ptr, weights_ptr, q_ptr, scale_ptr,
-    num_columns, group, num_groups, stride_x,
+    num_columns, group, num_groups, stride_x, stride_scale,
     TOP_K: tl.constexpr, HAS_WEIGHTS: tl.constexpr, COMPUTED: tl.constexpr,
     LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, WHOLE: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr,
+    ALONG_ROWS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """q[row of (t, k)] = (weight of (t, k) *) x[t] / scale. Grid (tokens, ceil(groups / BLOCK_G)).
+    """q[row of (t, k)] = (weight of (t, k) *) x[t] / scale.
 
+    Grid (tokens * ceil(groups / BLOCK_G),): programs of one token are neighbours.
     A program takes BLOCK_G groups of `group` columns and reads them once, unless one is longer
     than BLOCK_C (not WHOLE; BLOCK_G is 1 then). COMPUTED: each row and group has a scale of its
-    own, stored; otherwise the one at scale_ptr is read.
+    own, stored: stride_scale apart are those of one row's neighbours, or with ALONG_ROWS those of
+    one group's; otherwise the one at scale_ptr is read.
     """
-    token = tl.program_id(0).to(tl.int64)
-    groups = tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G)
+    after_predecessor(OVERLAP)
+    shares = tl.cdiv(num_groups, BLOCK_G)
+    token = (tl.program_id(0) // shares).to(tl.int64)
+    groups = tl.program_id(0) % shares * BLOCK_G + tl.arange(0, BLOCK_G)
     places = tl.arange(0, BLOCK_C)
     columns = groups[:, None] * group + places[None, :]
     x_row_ptr = x_ptr + token * stride_x
     inside = (places < group)[None, :]
     value = _load_tile(x_row_ptr, columns, inside, num_columns)
+    slots = tl.arange(0, BLOCK_K)
+    # All at once, so that no slot waits for its own; they are on their way beside the values.
+    rows = tl.load(row_of_pair_ptr + token * TOP_K + slots, mask=slots < TOP_K, other=-1)
     largest = tl.max(tl.abs(value), axis=1)
     if COMPUTED and not WHOLE:
         for start in range(BLOCK_C, group, BLOCK_C):
@@ -44,16 +53,18 @@ def permute_and_quantise_kernel(
     scale = tl.zeros((BLOCK_G,), tl.float32)
     if not COMPUTED:
         scale += tl.load(scale_ptr)
-    for slot in range(TOP_K):
-        pair = token * TOP_K + slot
-        row = tl.load(row_of_pair_ptr + pair).to(tl.int64)
+    for slot in tl.static_range(TOP_K):
+        row = tl.max(tl.where(slots == slot, rows, -1), axis=0).to(tl.int64)
         weight = 1.0
         if HAS_WEIGHTS:
-            weight = tl.load(weights_ptr + pair)
+            weight = tl.load(weights_ptr + token * TOP_K + slot)
         if COMPUTED:
             # Rounding keeps order: the largest product is that of the largest value.
             scale = scale_of(largest * tl.abs(weight), LARGEST, MIN_SCALE)
-            scale_ptrs = scale_ptr + row * num_groups + groups
+            if ALONG_ROWS:
+                scale_ptrs = scale_ptr + groups.to(tl.int64) * stride_scale + row
+            else:
+                scale_ptrs = scale_ptr + row * stride_scale + groups
             tl.store(scale_ptrs, scale, mask=(groups < num_groups) & (row >= 0))
         inverse = tl.div_rn(1.0, scale)[:, None]
         q_row_ptr = q_ptr + row * num_columns
@@ -62,6 +73,6 @@ def permute_and_quantise_kernel(
             moved = value
             if not WHOLE:
                 moved = _load_tile(x_row_ptr, columns + start, inside, num_columns)
-            q = quantised_values(moved * weight, inverse, LARGEST, ROUND).to(q_ptr.dtype.element_ty)
+            q = quantised_values(moved * weight, inverse, LARGEST, ROUND, not COMPUTED)
             mask = inside & (columns + start < num_columns) & (row >= 0)
-            tl.store(q_row_ptr + columns + start, q, mask=mask)
+            tl.store(q_row_ptr + columns + start, q.to(q_ptr.dtype.element_ty), mask=mask)

@@ -7,7 +7,7 @@ Rows come in segments of `capacity`: one segment, or one for each expert of the 
 import triton
 import triton.language as tl
 
-from modular_kernel.ops.kernels.activation import activate
+from modular_kernel.ops.kernels.activation import ASSEMBLE, activate
 from modular_kernel.ops.kernels.ids import load_local_ids
 from modular_kernel.ops.kernels.pdl import after_predecessor
 
@@ -19,12 +19,35 @@ def scale_of(amax, LARGEST: tl.constexpr, MIN_SCALE: tl.constexpr):
 
 
 @triton.jit
-def quantised_values(value, inverse, LARGEST: tl.constexpr, ROUND: tl.constexpr):
-    """value * inverse, saturated; to the nearest integer, ties to even, if ROUND."""
-    value = tl.minimum(tl.maximum(value * inverse, -LARGEST), LARGEST)
+def quantised_values(
+    value, inverse, LARGEST: tl.constexpr, ROUND: tl.constexpr, SATURATE: tl.constexpr = True
+):
+    """value * inverse, saturated; to the nearest integer, ties to even, if ROUND.
+
+    SATURATE may be False where `inverse` is of `scale_of` of these values: a product is then at
+    most LARGEST and three roundings, which the conversion rounds back.
+    """
+    value = value * inverse
+    if SATURATE or ROUND:
+        value = tl.minimum(tl.maximum(value, -LARGEST), LARGEST)
     if ROUND:
         # Below 2**22 adding 1.5 * 2**23 leaves no bit for a fraction.
         value = (value + 12582912.0) - 12582912.0
+    return value
+
+
+@triton.jit
+def _as_stored(value, dtype: tl.constexpr):
+    """Float32 values rounded to `dtype`, in float32."""
+    if ASSEMBLE and dtype == tl.bfloat16:
+        # Two at a time: one alone takes the unit that exponentials and reciprocals take, too.
+        value = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; "
+            "shl.b32 $0, t, 16; and.b32 $1, t, 0xFFFF0000; }",
+            "=r,=r,r,r", [value], dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        value = value.to(dtype).to(tl.float32)
     return value
 
 
@@ -48,14 +71,17 @@ def _load_values(
     HAS_WEIGHTS: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """Float32 values, 0 where there are none: x, weight * x, or act(x) rounded to x's dtype."""
-    mask = live[:, None] & (columns < num_columns)[None, :]
-    x_ptrs = x_ptr + rows[:, None] * stride_x + columns[None, :] * STEP
+    """Float32 values, 0 where there are none: x, weight * x, or act(x) rounded to x's dtype.
+
+    columns: (lines, BLOCK_C), which end before num_columns, a number or one for each line.
+    """
+    mask = live[:, None] & (columns < num_columns)
+    x_ptrs = x_ptr + rows[:, None] * stride_x + columns * STEP
     value = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
     if KIND != "identity":
         up = tl.load(x_ptrs + up_offset, mask=mask, other=0.0).to(tl.float32)
-        value = activate(value, up, KIND, ALPHA, LIMIT)
-        value = value.to(x_ptr.dtype.element_ty).to(tl.float32)
+        value = activate(value, up, KIND, ALPHA, LIMIT, FLUSH=True)
+        value = _as_stored(value, x_ptr.dtype.element_ty)
     if HAS_WEIGHTS:
         value = value * tl.load(weights_ptr + rows, mask=live, other=0.0)[:, None]
     return value
@@ -83,8 +109,9 @@ def amax_kernel(
             live_ptr, map_ptr, num_experts, num_local, SOURCE, HAS_MAP,
         )  # fmt: skip
         for first in range(0, num_columns, BLOCK_C):
+            columns = (first + tl.arange(0, BLOCK_C))[None, :]
             value = _load_values(
-                x_ptr, weights_ptr, rows, first + tl.arange(0, BLOCK_C), live, num_columns,
+                x_ptr, weights_ptr, rows, columns, live, num_columns,
                 stride_x, up_offset, HAS_WEIGHTS, "identity", 0.0, 0.0, 1,
             )  # fmt: skip
             largest = tl.maximum(largest, tl.max(tl.abs(value), axis=1))
@@ -93,29 +120,38 @@ def amax_kernel(
 
 @triton.jit
 def quantise_part(
-    program, which, x_ptr, weights_ptr, live_ptr, map_ptr, q_ptr, scale_ptr, partials_ptr,
+    program, x_ptr, weights_ptr, live_ptr, map_ptr, q_ptr, scale_ptr, partials_ptr,
     num_columns, group, num_groups, stride_x, up_offset, capacity, parts, num_partials,
     num_experts, num_local,
     SCALE: tl.constexpr, SOURCE: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
     KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, STEP: tl.constexpr,
     LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, WHOLE: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
+    ALONG_ROWS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """q = x / scale for the columns of group `which` in the rows of `program`, one of
-    segments * parts.
+    """q = x / scale for BLOCK_G groups of columns in some rows: the share of `program`.
+
+    There are segments * parts * ceil(num_groups / BLOCK_G) programs, those of the same rows side
+    by side, so that memory is walked in its order. A tile's lines are its rows' groups.
 
     SCALE "computed": one scale for each row and group, stored; WHOLE: BLOCK_C holds all of a group,
     so x is read once. "given": the one at scale_ptr. "partials": one for all, of the maxima that
-    amax_kernel left; the first program stores it.
+    amax_kernel left; the first program stores it. ALONG_ROWS: a segment's scales lie group by
+    group, else row by row. STAGES: tiles that are under way, or computed, at a time.
     Neither q nor scales of rows without a token are written.
     """
-    segment = (program // parts).to(tl.int64)
+    shares = tl.cdiv(num_groups, BLOCK_G)
+    part = program // shares
+    segment = (part // parts).to(tl.int64)
+    line = tl.arange(0, BLOCK_R * BLOCK_G)
+    which = program % shares * BLOCK_G + line % BLOCK_G
     first = which * group
-    end = tl.minimum(first + group, num_columns)
+    end = tl.minimum(first + group, num_columns)[:, None]
+    columns = first[:, None] + tl.arange(0, BLOCK_C)[None, :]
     count = capacity
     if SOURCE == "batched":
         count = tl.load(live_ptr + segment)
-    scale = tl.zeros((BLOCK_R,), tl.float32)
+    scale = tl.zeros((BLOCK_R * BLOCK_G,), tl.float32)
     if SCALE == "given":
         scale += tl.load(scale_ptr)
     elif SCALE == "partials":
@@ -123,14 +159,14 @@ def quantise_part(
         amax = tl.load(partials_ptr + index, mask=index < num_partials, other=0.0)
         one = scale_of(tl.max(amax, axis=0), LARGEST, MIN_SCALE)
         scale += one
-        if program + which == 0:
+        if program == 0:
             tl.store(scale_ptr, one)
-    for start in range(program % parts * BLOCK_R, count, parts * BLOCK_R):
+    for start in tl.range(part % parts * BLOCK_R, count, parts * BLOCK_R, num_stages=STAGES):
+        places = start + line // BLOCK_G
         rows, live = _live_rows(
-            segment, start + tl.arange(0, BLOCK_R), count, capacity,
+            segment, places, count, capacity,
             live_ptr, map_ptr, num_experts, num_local, SOURCE, HAS_MAP,
         )  # fmt: skip
-        columns = first + tl.arange(0, BLOCK_C)
         value = _load_values(
             x_ptr, weights_ptr, rows, columns, live, end,
             stride_x, up_offset, HAS_WEIGHTS, KIND, ALPHA, LIMIT, STEP,
@@ -138,29 +174,32 @@ def quantise_part(
         if SCALE == "computed":
             largest = tl.max(tl.abs(value), axis=1)
             if not WHOLE:
-                for more in range(first + BLOCK_C, end, BLOCK_C):
+                for more in range(BLOCK_C, group, BLOCK_C):
                     other = _load_values(
-                        x_ptr, weights_ptr, rows, more + tl.arange(0, BLOCK_C), live, end,
+                        x_ptr, weights_ptr, rows, columns + more, live, end,
                         stride_x, up_offset, HAS_WEIGHTS, KIND, ALPHA, LIMIT, STEP,
                     )  # fmt: skip
                     largest = tl.maximum(largest, tl.max(tl.abs(other), axis=1))
             scale = scale_of(largest, LARGEST, MIN_SCALE)
-            tl.store(scale_ptr + rows * num_groups + which, scale, mask=live)
+            if ALONG_ROWS:
+                scale_ptrs = scale_ptr + (segment * num_groups + which) * capacity + places
+            else:
+                scale_ptrs = scale_ptr + rows * num_groups + which
+            tl.store(scale_ptrs, scale, mask=live & (which < num_groups))
         inverse = tl.div_rn(1.0, scale)[:, None]
         q_ptrs = q_ptr + rows[:, None] * num_columns
-        q = quantised_values(value, inverse, LARGEST, ROUND).to(q_ptr.dtype.element_ty)
-        mask = live[:, None] & (columns < end)[None, :]
-        tl.store(q_ptrs + columns[None, :], q, mask=mask)
+        q = quantised_values(value, inverse, LARGEST, ROUND, SCALE != "computed")
+        mask = live[:, None] & (columns < end)
+        tl.store(q_ptrs + columns, q.to(q_ptr.dtype.element_ty), mask=mask)
         if not WHOLE:
-            for more in range(first + BLOCK_C, end, BLOCK_C):
-                columns = more + tl.arange(0, BLOCK_C)
+            for more in range(BLOCK_C, group, BLOCK_C):
                 other = _load_values(
-                    x_ptr, weights_ptr, rows, columns, live, end,
+                    x_ptr, weights_ptr, rows, columns + more, live, end,
                     stride_x, up_offset, HAS_WEIGHTS, KIND, ALPHA, LIMIT, STEP,
                 )  # fmt: skip
-                q = quantised_values(other, inverse, LARGEST, ROUND).to(q_ptr.dtype.element_ty)
-                mask = live[:, None] & (columns < end)[None, :]
-                tl.store(q_ptrs + columns[None, :], q, mask=mask)
+                q = quantised_values(other, inverse, LARGEST, ROUND, SCALE != "computed")
+                mask = live[:, None] & (columns + more < end)
+                tl.store(q_ptrs + columns + more, q.to(q_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -171,14 +210,15 @@ def quantise_rows_kernel(
     SCALE: tl.constexpr, SOURCE: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
     KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, STEP: tl.constexpr,
     LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, WHOLE: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
+    ALONG_ROWS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """See `quantise_part`. Grid (segments * parts, groups)."""
+    """See `quantise_part`, whose programs are all there are."""
     after_predecessor(OVERLAP)
     quantise_part(
-        tl.program_id(0), tl.program_id(1), x_ptr, weights_ptr, live_ptr, map_ptr, q_ptr,
-        scale_ptr, partials_ptr, num_columns, group, num_groups, stride_x, up_offset, capacity,
-        parts, num_partials, num_experts, num_local, SCALE, SOURCE, HAS_MAP, HAS_WEIGHTS, KIND,
-        ALPHA, LIMIT, STEP, LARGEST, ROUND, MIN_SCALE, WHOLE, BLOCK_R, BLOCK_C, BLOCK_P,
+        tl.program_id(0), x_ptr, weights_ptr, live_ptr, map_ptr, q_ptr, scale_ptr, partials_ptr,
+        num_columns, group, num_groups, stride_x, up_offset, capacity, parts, num_partials,
+        num_experts, num_local, SCALE, SOURCE, HAS_MAP, HAS_WEIGHTS, KIND, ALPHA, LIMIT, STEP,
+        LARGEST, ROUND, MIN_SCALE, WHOLE, ALONG_ROWS, STAGES, BLOCK_R, BLOCK_G, BLOCK_C, BLOCK_P,
     )  # fmt: skip

@@ -10,21 +10,24 @@ from modular_kernel.ops.kernels.pdl import after_predecessor
 @triton.jit
 def permute_tokens_kernel(
     x_ptr, scale_ptr, row_of_pair_ptr, weights_ptr, rows_ptr, scale_rows_ptr,
-    hidden, groups, stride_x,
+    hidden, groups, stride_x, stride_row, stride_group,
     TOP_K: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_SCALE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """rows[row_of_pair[t, k]] = x[t] (times the weight); a token is read once.
 
-    If HAS_SCALE its `groups` scales go with it, moved by the program of the first columns.
+    If HAS_SCALE its `groups` scales go with it, moved by the program of the first columns, to
+    stride_row and stride_group elements apart. Grid (tokens * ceil(hidden / BLOCK_H),).
     """
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    shares = tl.cdiv(hidden, BLOCK_H)
+    token = (tl.program_id(0) // shares).to(tl.int64)
+    share = tl.program_id(0) % shares
+    columns = share * BLOCK_H + tl.arange(0, BLOCK_H)
     mask = columns < hidden
     value = tl.load(x_ptr + token * stride_x + columns, mask=mask, other=0.0)
     if HAS_SCALE:
         group = tl.arange(0, BLOCK_G)
-        group_mask = (group < groups) & (tl.program_id(1) == 0)
+        group_mask = (group < groups) & (share == 0)
         scale = tl.load(scale_ptr + token * groups + group, mask=group_mask, other=0.0)
     for slot in range(TOP_K):
         pair = token * TOP_K + slot
@@ -34,7 +37,8 @@ def permute_tokens_kernel(
             moved = (value.to(tl.float32) * tl.load(weights_ptr + pair)).to(value.dtype)
         tl.store(rows_ptr + row * hidden + columns, moved, mask=mask & (row >= 0))
         if HAS_SCALE:
-            tl.store(scale_rows_ptr + row * groups + group, scale, mask=group_mask & (row >= 0))
+            scale_ptrs = scale_rows_ptr + row * stride_row + group.to(tl.int64) * stride_group
+            tl.store(scale_ptrs, scale, mask=group_mask & (row >= 0))
 
 
 @triton.jit
@@ -65,11 +69,13 @@ def weight_and_sum_kernel(
     """out[t] = scale * sum_k weight[t, k] * rows[row of (t, k)], accumulated in float32.
 
     Rows of skipped pairs are not read, whatever they hold. Unrolled, so that the rows of a token
-    are on their way together.
+    are on their way together. Grid (tokens * ceil(hidden / BLOCK_H),): programs of one token are
+    neighbours, so that rows are read whole.
     """
     after_predecessor(OVERLAP)
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    shares = tl.cdiv(hidden, BLOCK_H)
+    token = (tl.program_id(0) // shares).to(tl.int64)
+    columns = tl.program_id(0) % shares * BLOCK_H + tl.arange(0, BLOCK_H)
     mask = columns < hidden
     total = tl.zeros((BLOCK_H,), tl.float32)
     for slot in tl.static_range(TOP_K):

@@ -18,12 +18,13 @@ def number_and_quantise_kernel(
     TOP_K: tl.constexpr, JOIN: tl.constexpr, SINKS: tl.constexpr, PLAIN: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
     SCALE: tl.constexpr, LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
-    WHOLE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    WHOLE: tl.constexpr, ALONG_ROWS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """See `number_pairs`, whose programs come first, and `quantise_part`: all rows are tokens.
 
-    Grid (pair_programs + parts * num_groups,).
+    Grid (pair_programs + those of quantise_part,).
     """
     after_predecessor(OVERLAP)
     program = tl.program_id(0)
@@ -35,10 +36,9 @@ def number_and_quantise_kernel(
             TOP_K, JOIN, SINKS, PLAIN, BLOCK_T, BLOCK_K,
         )  # fmt: skip
     else:
-        rest = program - pair_programs
         quantise_part(
-            rest % parts, rest // parts, x_ptr, x_ptr, x_ptr, x_ptr, q_ptr, scale_ptr, scale_ptr,
+            program - pair_programs, x_ptr, x_ptr, x_ptr, x_ptr, q_ptr, scale_ptr, scale_ptr,
             num_columns, group, num_groups, stride_x, 0, capacity, parts, 0, 0, 0,
             SCALE, "all", False, False, "identity", 0.0, 0.0, 1, LARGEST, ROUND, MIN_SCALE, WHOLE,
-            BLOCK_R, BLOCK_C, 1,
+            ALONG_ROWS, STAGES, BLOCK_R, BLOCK_G, BLOCK_C, 1,
         )  # fmt: skip

@@ -8,11 +8,29 @@ from modular_kernel.ops.kernels.ids import load_local_ids
 
 
 @triton.jit
-def _expert_rows(totals_ptr, num_local, BINS: tl.constexpr):
+def expert_rows(totals_ptr, num_local, BINS: tl.constexpr):
     """Per expert: rows, and the first row. Lanes from num_local on have none."""
     expert = tl.arange(0, BINS)
     rows = tl.load(totals_ptr + 1 + expert, mask=expert < num_local, other=0)
     return rows, tl.cumsum(rows, axis=0) - rows
+
+
+@triton.jit
+def chunk_rows(
+    chunk, starts, ids_ptr, map_ptr, prefix_ptr, numel, num_experts, num_local, num_chunks,
+    HAS_MAP: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Pairs of a chunk, which of them there are, and their rows, -1 where one is skipped.
+
+    starts: (BINS,) the first row of each expert; inside an expert pairs keep their order.
+    """
+    pairs = chunk * CHUNK + tl.arange(0, CHUNK)
+    mask = pairs < numel
+    local, _ = load_local_ids(ids_ptr, pairs, mask, map_ptr, num_experts, num_local, HAS_MAP)
+    before = tl.load(prefix_ptr + (local + 1) * num_chunks + chunk, mask=mask, other=0)
+    row = before + rank_in_chunk(local, mask, CHUNK)
+    row += tl.gather(starts, tl.maximum(local, 0), 0)
+    return pairs, mask, tl.where(local >= 0, row, -1)
 
 
 @triton.jit
@@ -46,16 +64,14 @@ def sort_place_kernel(
     The first of those also stores where each expert starts, and how many rows and tiles there are.
     """
     pid = tl.program_id(0)
-    rows, starts = _expert_rows(totals_ptr, num_local, BINS)
+    rows, starts = expert_rows(totals_ptr, num_local, BINS)
     if pid < num_chunks:
-        pairs = pid * CHUNK + tl.arange(0, CHUNK)
-        mask = pairs < numel
-        local, _ = load_local_ids(ids_ptr, pairs, mask, map_ptr, num_experts, num_local, HAS_MAP)
-        before = tl.load(prefix_ptr + (local + 1) * num_chunks + pid, mask=mask, other=0)
-        row = before + rank_in_chunk(local, mask, CHUNK)
-        row += tl.gather(starts, tl.maximum(local, 0), 0)
-        tl.store(row_of_pair_ptr + pairs, tl.where(local >= 0, row, -1), mask=mask)
-        tl.store(token_of_row_ptr + row, pairs // top_k, mask=mask & (local >= 0))
+        pairs, mask, row = chunk_rows(
+            pid, starts, ids_ptr, map_ptr, prefix_ptr, numel, num_experts, num_local, num_chunks,
+            HAS_MAP, CHUNK,
+        )  # fmt: skip
+        tl.store(row_of_pair_ptr + pairs, row, mask=mask)
+        tl.store(token_of_row_ptr + row, pairs // top_k, mask=mask & (row >= 0))
     else:
         first = (pid - num_chunks) * FILL
         _name_tiles(first, rows, starts, tiles_ptr, max_tiles, TILE_M, BINS, FILL)

@@ -1,11 +1,11 @@
-"""Grouped GEMM of e2m1 weights that are unpacked in registers, for sm_90: TMA, wgmma, one wave.
+"""Grouped GEMM of 4-bit weights that are unpacked in registers, for sm_90: TMA, wgmma, one wave.
 
 The product is W x^T: weights are the left operand, which wgmma takes from registers, so that none
 goes back to shared memory; tokens are the right one, in shared memory as TMA brings them. One warp
 loads, two warpgroups multiply 128 weight rows each, in two blocks of 64, by the same tokens. While
 one block is multiplied the next one is unpacked, and so is the other warpgroup's.
 
-How weights lie: experts.triton.grouped_w4.layout.
+How weights lie: experts.triton.grouped_w4.layout; how they are unpacked: unpack.
 """
 
 from triton.experimental import gluon
@@ -18,88 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from experts.triton.grouped_tma.kernels.gemm import look_up
+from experts.triton.grouped_w4.kernels.unpack import BLOCK, scales_of_blocks, unpack
 from experts.triton.kernels.gluon_epilogue import activate, store_rows
 from modular_kernel.ops.launch.triton_versions import load_box
-
-BLOCK = gl.constexpr(64)  # weight rows of one product, and the depth of a step
-
-
-_FIELDS = "0x81C081C0"
-# As modular_kernel.repacked has it: pair i of word W, in bf16's fields, to t.
-_PAIRS = (
-    f"and.b32 t, W, {_FIELDS}; ",
-    f"shl.b32 t, W, 3; and.b32 t, t, {_FIELDS}; ",
-    f"shl.b32 t, W, 6; shl.b32 u, W, 1; lop3.b32 t, t, u, {_FIELDS}, 0x28; ",
-    f"shr.u32 t, W, 3; shl.b32 u, W, 2; lop3.b32 t, t, u, {_FIELDS}, 0x28; ",
-)
-
-
-def _unpacked() -> str:
-    """Four words, $16 to $19, the exponents of whose factors are the bytes of $20, to 16 pairs."""
-    code = "{ .reg .b32 s, t, u; "
-    for q in range(4):
-        code += f"prmt.b32 s, $20, 0, 0x4{q}4{q}; shl.b32 s, s, 7; "
-        for i, pair in enumerate(_PAIRS):
-            code += pair.replace("W", f"${16 + q}") + f"mul.bf16x2 ${4 * q + i}, t, s; "
-    return code + "}"
-
-
-_UNPACK = gl.constexpr(_unpacked())
-_OUTPUTS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 5))
-
-
-@gluon.jit
-def _four(a, b, c, d):
-    """Join four to (..., 2, 2), in order."""
-    return gl.join(gl.join(a, c), gl.join(b, d))
-
-
-@gluon.jit
-def _unpack(place, scales, OPERAND: gl.constexpr):
-    """(64, 64) bf16, the left operand, of (16, 32) words in shared memory and (32, 1) scales.
-
-    A thread has four words side by side and what they give: rows 8 apart, 32 of the depth each.
-    Four threads share rows and scales.
-    """
-    LINES: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    QUADS: gl.constexpr = scales.type.layout
-    words = place.load(LINES).reshape((32, 4, 2, 2))
-    even, odd = words.split()  # group 0 and 1 of the depth
-    w0, w2 = even.split()  # the upper and the lower row
-    w1, w3 = odd.split()
-    w0 = gl.convert_layout(w0, QUADS, assert_trivial=True)
-    w1 = gl.convert_layout(w1, QUADS, assert_trivial=True)
-    w2 = gl.convert_layout(w2, QUADS, assert_trivial=True)
-    w3 = gl.convert_layout(w3, QUADS, assert_trivial=True)
-    p = gl.inline_asm_elementwise(
-        _UNPACK, _OUTPUTS, [w0, w1, w2, w3, scales], dtype=(gl.int32,) * 16, is_pure=True, pack=1
-    )
-    up0 = _four(p[0], p[1], p[2], p[3])
-    up1 = _four(p[4], p[5], p[6], p[7])
-    low0 = _four(p[8], p[9], p[10], p[11])
-    low1 = _four(p[12], p[13], p[14], p[15])
-    pairs = _four(up0, up1, low0, low1)  # (32, 4, pair, pair, row half, group)
-    first = pairs.to(gl.int16).to(gl.bfloat16, bitcast=True)
-    second = (pairs >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
-    both = gl.join(first, second).reshape((4, 8, 4, 4, 2, 2, 2))
-    # (warp, row, lane of four, pair, row half, group, second) to rows and depth
-    values = both.permute((0, 4, 1, 5, 3, 2, 6)).reshape((BLOCK, BLOCK))
-    return gl.convert_layout(values, OPERAND, assert_trivial=True)
-
-
-@gluon.jit
-def _scales(place, PART: gl.constexpr):
-    """Scales of the warpgroup's two blocks, (32, 1) each, of (8, 16) in shared memory."""
-    LINES: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2]], [[0, 0], [0, 0], [0, 4], [0, 8], [1, 0]], [[2, 0], [4, 0]], [], [8, 16]
-    )
-    QUADS: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
-    even, odd = place.load(LINES).reshape((32, 2, 2)).split()
-    parts0 = even.split()
-    parts1 = odd.split()
-    one = gl.convert_layout(parts0[PART], gl.SliceLayout(1, QUADS), assert_trivial=True)
-    two = gl.convert_layout(parts1[PART], gl.SliceLayout(1, QUADS), assert_trivial=True)
-    return gl.expand_dims(one, 1), gl.expand_dims(two, 1)
 
 
 @gluon.jit
@@ -138,7 +59,7 @@ def _load(
 @gluon.jit
 def _multiply(
     x_ring, w_ring, scale_ring, full, empty, turn, steps, PART: gl.constexpr,
-    TOKENS: gl.constexpr, MMA: gl.constexpr,
+    TOKENS: gl.constexpr, MMA: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     """Products of a tile's two blocks with its first TOKENS rows."""
     STAGES: gl.constexpr = x_ring.shape[0]
@@ -149,12 +70,12 @@ def _multiply(
     for _ in range(steps):
         place = turn % STAGES
         mbarrier.wait(full.index(place), (turn // STAGES) & 1)
-        scales0, scales1 = _scales(scale_ring.index(place), PART)
+        scales0, scales1 = scales_of_blocks(scale_ring.index(place), PART, FORM)
         words = w_ring.index(place)
         x = x_ring.index(place).slice(0, TOKENS, 0).permute((1, 0))
-        w0 = _unpack(words.slice(2 * PART * LINES, LINES, 0), scales0, OPERAND)
+        w0 = unpack(words.slice(2 * PART * LINES, LINES, 0), scales0, OPERAND, FORM)
         acc0 = warpgroup_mma(w0, x, acc0, is_async=True)
-        w1 = _unpack(words.slice((2 * PART + 1) * LINES, LINES, 0), scales1, OPERAND)
+        w1 = unpack(words.slice((2 * PART + 1) * LINES, LINES, 0), scales1, OPERAND, FORM)
         acc1 = warpgroup_mma(w1, x, acc1, is_async=True)
         # Nothing in flight goes to the next iteration: the assembler would serialise all products.
         acc0, acc1, w0, w1 = warpgroup_mma_wait(num_outstanding=0, deps=(acc0, acc1, w0, w1))
@@ -165,11 +86,11 @@ def _multiply(
 
 @gluon.jit
 def _finished(
-    acc, bias_ptr, column, columns, FACTOR: gl.constexpr, STEP: gl.constexpr,
-    MMA: gl.constexpr, HAS_BIAS: gl.constexpr,
+    acc, factor, bias_ptr, column, columns, STEP: gl.constexpr, MMA: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """acc times FACTOR, and the bias of its rows, of columns `column` and on."""
-    values = acc * FACTOR
+    """acc times factor, and the bias of its rows, of columns `column` and on."""
+    values = acc * factor
     if HAS_BIAS:
         rows = column + gl.arange(0, BLOCK, gl.SliceLayout(1, MMA))
         bias = gl.load(bias_ptr + rows * STEP, mask=rows < columns, other=0.0)
@@ -201,26 +122,28 @@ def _store_columns(
 
 @gluon.jit
 def _tile(
-    x_ring, w_ring, scale_ring, full, empty, turn, steps, row, end, n, bias_ptr, up_row,
-    out_ptr, out_desc, staging, columns, PART: gl.constexpr, TOKENS: gl.constexpr,
-    FACTOR: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr,
+    x_ring, w_ring, scale_ring, full, empty, turn, steps, row, end, n, factor0, factor1,
+    bias_ptr, up_row, out_ptr, out_desc, staging, columns, PART: gl.constexpr,
+    TOKENS: gl.constexpr, FORM: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """Multiply and store the first TOKENS rows of a tile."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
-    acc0, acc1 = _multiply(x_ring, w_ring, scale_ring, full, empty, turn, steps, PART, TOKENS, MMA)
+    acc0, acc1 = _multiply(
+        x_ring, w_ring, scale_ring, full, empty, turn, steps, PART, TOKENS, MMA, FORM
+    )
     if GATED:
         column = (2 * n + PART) * BLOCK
-        gate = _finished(acc0, bias_ptr, column, columns, FACTOR, STEP, MMA, HAS_BIAS)
-        up = _finished(acc1, bias_ptr + up_row, column, columns, FACTOR, STEP, MMA, HAS_BIAS)
+        gate = _finished(acc0, factor0, bias_ptr, column, columns, STEP, MMA, HAS_BIAS)
+        up = _finished(acc1, factor1, bias_ptr + up_row, column, columns, STEP, MMA, HAS_BIAS)
         value = activate(gate, up, KIND, ALPHA, LIMIT)
         _store_columns(value, row, end, column, out_ptr, out_desc, staging, 0, columns)
     else:
         column = (4 * n + 2 * PART) * BLOCK
         other = column + BLOCK
         LAST: gl.constexpr = staging.shape[0] - 1
-        one = _finished(acc0, bias_ptr, column, columns, FACTOR, STEP, MMA, HAS_BIAS)
-        two = _finished(acc1, bias_ptr, other, columns, FACTOR, STEP, MMA, HAS_BIAS)
+        one = _finished(acc0, factor0, bias_ptr, column, columns, STEP, MMA, HAS_BIAS)
+        two = _finished(acc1, factor1, bias_ptr, other, columns, STEP, MMA, HAS_BIAS)
         if KIND != "identity":
             one = activate(one, one, KIND, ALPHA, LIMIT)
             two = activate(two, two, KIND, ALPHA, LIMIT)
@@ -231,9 +154,9 @@ def _tile(
 @gluon.jit
 def _compute(
     x_ring, w_ring, scale_ring, full, empty, tiles_ptr, max_tiles, num_n, steps,
-    bias_ptr, stride_bias, up_row, out_ptr, out_desc, staging, columns,
-    PART: gl.constexpr, GROUP_M: gl.constexpr, SHORT: gl.constexpr,
-    FACTOR: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr,
+    factor_ptr, bias_ptr, stride_bias, up_row, out_ptr, out_desc, staging, columns,
+    PART: gl.constexpr, GROUP_M: gl.constexpr, SHORT: gl.constexpr, FORM: gl.constexpr,
+    FACTOR: gl.constexpr, MATRICES: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """Be a multiplying warpgroup: blocks 2 * PART and 2 * PART + 1 of every tile."""
@@ -248,17 +171,23 @@ def _compute(
             index + programs, num_m, num_n, tiles_ptr, max_tiles, GROUP_M
         )
         bias = bias_ptr + expert.to(gl.int64) * stride_bias
+        factor0 = FACTOR
+        factor1 = FACTOR
+        if MATRICES > 0:
+            factors = factor_ptr + expert * MATRICES
+            factor0 = gl.load(factors) * FACTOR
+            factor1 = gl.load(factors + MATRICES - 1) * FACTOR
         if end - row > SHORT:
             _tile(
-                x_ring, w_ring, scale_ring, full, empty, turn, steps, row, end, n, bias,
-                up_row, out_ptr, out_desc, staging, columns, PART, TOKENS, FACTOR, STEP, GATED,
-                HAS_BIAS, KIND, ALPHA, LIMIT,
+                x_ring, w_ring, scale_ring, full, empty, turn, steps, row, end, n, factor0,
+                factor1, bias, up_row, out_ptr, out_desc, staging, columns, PART, TOKENS, FORM,
+                STEP, GATED, HAS_BIAS, KIND, ALPHA, LIMIT,
             )  # fmt: skip
         elif SHORT > 0:
             _tile(
-                x_ring, w_ring, scale_ring, full, empty, turn, steps, row, end, n, bias,
-                up_row, out_ptr, out_desc, staging, columns, PART, SHORT, FACTOR, STEP, GATED,
-                HAS_BIAS, KIND, ALPHA, LIMIT,
+                x_ring, w_ring, scale_ring, full, empty, turn, steps, row, end, n, factor0,
+                factor1, bias, up_row, out_ptr, out_desc, staging, columns, PART, SHORT, FORM,
+                STEP, GATED, HAS_BIAS, KIND, ALPHA, LIMIT,
             )  # fmt: skip
         turn += steps
         expert, row, end, n = next_expert, next_row, next_end, next_n
@@ -267,27 +196,33 @@ def _compute(
 
 @gluon.jit(do_not_specialize=["max_tiles", "num_n", "steps", "up_row"])
 def grouped_gemm_w4_tma_kernel(
-    x_desc, w_desc, scale_desc, out_desc, bias_ptr, out_ptr, tiles_ptr,
-    max_tiles, columns, num_n, steps, stride_bias, up_row,
-    FACTOR: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
+    x_desc, w_desc, scale_desc, out_desc, factor_ptr, bias_ptr, out_ptr, tiles_ptr,
+    max_tiles, columns, num_n, steps, stride_bias, up_row, FORM: gl.constexpr,
+    FACTOR: gl.constexpr, MATRICES: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
     KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, SHORT: gl.constexpr,
     STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """out[r, n] = act(x[r] @ w[expert of r, rows of n]^T) for every row r of every tile.
 
     x_desc: (rows, depth) bf16 in boxes of a tile's rows and 64 of the depth. w_desc, scale_desc:
-    int32 words and scales in boxes of (64, 32) and (8, 16): a step of a tile of four blocks each.
-    FACTOR: of results, what their scales are less by. out_desc: (rows, columns) of out in boxes of
-    a tile's rows and 64 columns. tiles_ptr: as ops.sort has them. num_n: tiles of an expert's
-    weights, whose blocks are gate and up rows by turns if GATED; steps: of the depth. STEP, up_row:
-    where a column's bias is, and up's behind it. SHORT: 0, or tiles of as many rows and fewer are
-    multiplied by so many. SLOTS: boxes of results that a warpgroup keeps until they are stored.
+    int32 words and scales in boxes of (64, 32) and (form.lines, 16): a step of a tile of four
+    blocks each. FORM: the text of a layout.Form, whose weights are less by FACTOR. factor_ptr:
+    float32 (experts, MATRICES), of gate and up results or of all, unless MATRICES is 0. out_desc:
+    (rows, columns) of out in boxes of a tile's rows and 64 columns. tiles_ptr: as ops.sort has
+    them. num_n: tiles of an expert's weights, whose blocks are gate and up rows by turns if GATED;
+    steps: of the depth. STEP, up_row: where a column's bias is, and up's behind it. SHORT: 0, or
+    tiles of as many rows and fewer are multiplied by so many. SLOTS: boxes of results that a
+    warpgroup keeps until they are stored.
     """
     TOKENS: gl.constexpr = x_desc.block_type.shape[0]
     LINES: gl.constexpr = w_desc.block_type.shape[0]
+    SCALE_LINES: gl.constexpr = scale_desc.block_type.shape[0]
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TOKENS, BLOCK], x_desc.layout)
     w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, LINES, 32], w_desc.layout)
-    scale_ring = gl.allocate_shared_memory(scale_desc.dtype, [STAGES, 8, 16], scale_desc.layout)
+    scale_ring = gl.allocate_shared_memory(
+        scale_desc.dtype, [STAGES, SCALE_LINES, 16], scale_desc.layout
+    )
     staging = gl.allocate_shared_memory(out_desc.dtype, [SLOTS, TOKENS, BLOCK], out_desc.layout)
     other = gl.allocate_shared_memory(out_desc.dtype, [SLOTS, TOKENS, BLOCK], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -301,13 +236,15 @@ def grouped_gemm_w4_tma_kernel(
         [
             (_compute, (
                 x_ring, w_ring, scale_ring, full, empty, tiles_ptr, max_tiles, num_n, steps,
-                bias_ptr, stride_bias, up_row, out_ptr, out_desc, staging, columns,
-                first, GROUP_M, SHORT, FACTOR, STEP, GATED, HAS_BIAS, KIND, ALPHA, LIMIT,
+                factor_ptr, bias_ptr, stride_bias, up_row, out_ptr, out_desc, staging, columns,
+                first, GROUP_M, SHORT, FORM, FACTOR, MATRICES, STEP, GATED, HAS_BIAS, KIND, ALPHA,
+                LIMIT,
             )),
             (_compute, (
                 x_ring, w_ring, scale_ring, full, empty, tiles_ptr, max_tiles, num_n, steps,
-                bias_ptr, stride_bias, up_row, out_ptr, out_desc, other, columns,
-                second, GROUP_M, SHORT, FACTOR, STEP, GATED, HAS_BIAS, KIND, ALPHA, LIMIT,
+                factor_ptr, bias_ptr, stride_bias, up_row, out_ptr, out_desc, other, columns,
+                second, GROUP_M, SHORT, FORM, FACTOR, MATRICES, STEP, GATED, HAS_BIAS, KIND, ALPHA,
+                LIMIT,
             )),
             (_load, (
                 x_desc, w_desc, scale_desc, x_ring, w_ring, scale_ring, full, empty, tiles_ptr,

@@ -1,4 +1,4 @@
-"""e2m1 weights and their scales to the order of `experts.triton.grouped_w4.layout`."""
+"""4-bit weights and their scales to the order of `experts.triton.grouped_w4.layout`."""
 
 import triton
 import triton.language as tl
@@ -40,18 +40,73 @@ def _repacked(w0, w1, w2, w3, INDEX: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def _by_halves(w0, w1, w2, w3, INDEX: tl.constexpr):
+    """Byte INDEX of each word, four pairs of integers, in one word: pair i at bits 4i of halves."""
+    word = (w0 >> (8 * INDEX)) & 0xFF
+    made = (word & 0xF) | (word & 0xF0) << 12
+    word = (w1 >> (8 * INDEX)) & 0xFF
+    made |= (word & 0xF) << 4 | (word & 0xF0) << 16
+    word = (w2 >> (8 * INDEX)) & 0xFF
+    made |= (word & 0xF) << 8 | (word & 0xF0) << 20
+    word = (w3 >> (8 * INDEX)) & 0xFF
+    return made | (word & 0xF) << 12 | (word & 0xF0) << 24
+
+
+@triton.jit
+def _with_signs(w, scale):
+    """Word of e2m1 codes, two to a byte, with the sign of their e4m3 scale; 0 where it is."""
+    zero = (scale & 0x7F) == 0
+    signed = w ^ tl.where(scale > 0x7F, 0x88888888, 0).to(tl.uint32)
+    return tl.where(zero, 0, signed)
+
+
+@triton.jit
+def _words(w0, w1, w2, w3, FORMAT: tl.constexpr):
+    """Four words along the depth to those of four lanes, (..., 2, 2) by the bits of the lane."""
+    if FORMAT == "integer":
+        c0 = _by_halves(w0, w1, w2, w3, 0)
+        c1 = _by_halves(w0, w1, w2, w3, 1)
+        c2 = _by_halves(w0, w1, w2, w3, 2)
+        c3 = _by_halves(w0, w1, w2, w3, 3)
+    else:
+        c0 = _repacked(w0, w1, w2, w3, 0, FORMAT)
+        c1 = _repacked(w0, w1, w2, w3, 1, FORMAT)
+        c2 = _repacked(w0, w1, w2, w3, 2, FORMAT)
+        c3 = _repacked(w0, w1, w2, w3, 3, FORMAT)
+    return tl.join(tl.join(c0, c2), tl.join(c1, c3))
+
+
+@triton.jit
+def _stored(scale, inside, FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr):
+    """Scales as products read them, with room for integers' zero points; 0 where none is."""
+    if FORMAT == "integer":  # raised by what codes read too low, less what weights are lowered
+        made = (scale.to(tl.float32) * 2.0 ** (133 - 50)).to(tl.int32, bitcast=True)
+        if HAS_ZERO:
+            made = (made + 8) & ~15
+    elif FORMAT == "nvfp4":  # of the value's bits five of the exponent and three below them
+        value = scale.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        made = tl.minimum(tl.maximum((bits >> 20) - ((127 - 10) << 3), 0), 255)
+    else:  # an exponent, raised likewise
+        made = tl.minimum(scale.to(tl.int32) + (126 - 50), 255)
+    return tl.where(inside, made, 0)
+
+
+@triton.jit
 def tile_weights_kernel(
-    w_ptr, scale_ptr, starts_ptr, words_ptr, scales_ptr, first_expert, rows, row_words, columns,
-    tiles, steps, up_row, STEP: tl.constexpr, SIDES: tl.constexpr, FORMAT: tl.constexpr,
-    RAISED: tl.constexpr, STEPS: tl.constexpr,
+    w_ptr, scale_ptr, zero_ptr, starts_ptr, words_ptr, scales_ptr, first_expert, rows, row_words,
+    scale_groups, columns, tiles, steps, up_row, STEP: tl.constexpr, SIDES: tl.constexpr,
+    FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr, GROUPS: tl.constexpr,
+    STEPS: tl.constexpr,
 ):  # fmt: skip
     """Tile weights of expert first_expert + e, if it has rows, to `words` and `scales` of e.
 
     Program (tile, STEPS steps of 64 of the depth, e). w_ptr: int32 (experts, rows, row_words) of
-    eight codes, a multiple of four words; FORMAT "e2m1" or "e2m1_repacked". scale: uint8 (experts,
-    rows, row_words / 4). starts_ptr: first row of each expert, and how many there are (ops.sort).
-    STEP, up_row, SIDES: as layout.rows_of_tiles has them, SIDES 2 if gated. RAISED: added to
-    exponents, at most 255.
+    eight codes, a multiple of four words; FORMAT as operands.word_format has it. scale: (experts,
+    rows, scale_groups), one for GROUP_K of the depth, or for all where that is 0. zero: uint8
+    (experts, rows / 2, scale_groups), two rows to a byte. starts_ptr: first row of each expert, and
+    how many there are (ops.sort). STEP, up_row, SIDES: as layout.rows_of_tiles has them, SIDES 2 if
+    gated. GROUPS: layout.Form's, of integers.
     """
     tile = tl.program_id(0)
     first_step = tl.program_id(1) * STEPS
@@ -65,31 +120,53 @@ def tile_weights_kernel(
     in_block = place // 16 % 4 * 16 + place % 2 * 8 + place // 2 % 8
     column = (tile * (4 // SIDES) + block // SIDES) * 64 + in_block
     row = tl.minimum(column, columns - 1) * STEP + block % SIDES * up_row
-    groups = row_words // 4
-    group = first_step * 2 + tl.arange(0, 2 * STEPS)
-    inside = (column < columns)[:, None] & (group < groups)[None, :]
-    at = (expert * rows + row)[:, None] * groups + group[None, :]
+    here = (column < columns)[:, None]
+    half = first_step * 2 + tl.arange(0, 2 * STEPS)  # of a step
+    inside = here & (half < row_words // 4)[None, :]
+    at = (expert * rows + row)[:, None] * row_words + half[None, :] * 4
     four = tl.arange(0, 4)[None, None, :]
-    given = tl.load(w_ptr + at[:, :, None] * 4 + four, mask=inside[:, :, None], other=0)
+    given = tl.load(w_ptr + at[:, :, None] + four, mask=inside[:, :, None], other=0)
     given = given.to(tl.uint32, bitcast=True)
     even, odd = tl.split(tl.reshape(given, (256, 2 * STEPS, 2, 2)))
     w0, w2 = tl.split(even)
     w1, w3 = tl.split(odd)
-    c0 = _repacked(w0, w1, w2, w3, 0, FORMAT)
-    c1 = _repacked(w0, w1, w2, w3, 1, FORMAT)
-    c2 = _repacked(w0, w1, w2, w3, 2, FORMAT)
-    c3 = _repacked(w0, w1, w2, w3, 3, FORMAT)
-    lanes = tl.join(tl.join(c0, c2), tl.join(c1, c3))
-    # (block, warp and row, row half, step, group, lane) to (step, block, ..., lane, half, group)
+    scale_ptr += (expert * rows + row)[:, None] * scale_groups
+    if FORMAT == "nvfp4":
+        first = tl.load(scale_ptr + half[None, :] * 2, mask=inside, other=0)
+        second = tl.load(scale_ptr + half[None, :] * 2 + 1, mask=inside, other=0)
+        w0 = _with_signs(w0, first)
+        w1 = _with_signs(w1, first)
+        w2 = _with_signs(w2, second)
+        w3 = _with_signs(w3, second)
+    lanes = _words(w0, w1, w2, w3, "e2m1" if FORMAT == "nvfp4" else FORMAT)
+    # (block, warp and row, row half, step, half of it, lane) to (step, block, ..., lane, halves)
     split = tl.reshape(lanes, (128, 2, STEPS, 2, 4))
     made = tl.reshape(tl.permute(split, (2, 0, 4, 1, 3)), (STEPS, 2048))
     step = first_step + tl.arange(0, STEPS)
     box = (local.to(tl.int64) * tiles + tile) * steps + step
     to = words_ptr + box[:, None] * 2048 + tl.arange(0, 2048)[None, :]
     tl.store(to, made.to(tl.int32, bitcast=True), mask=(step < steps)[:, None])
-    exponent = tl.load(scale_ptr + at, mask=inside, other=0).to(tl.int32) + RAISED
-    exponent = tl.where(inside, tl.minimum(exponent, 255), 0)
-    bytes_ = tl.reshape(exponent.to(tl.uint8), (4, 32, 2, STEPS, 2))
-    made = tl.reshape(tl.permute(bytes_, (3, 1, 0, 2, 4)), (STEPS, 512))
-    to = scales_ptr + box[:, None] * 512 + tl.arange(0, 512)[None, :]
+    # Scales: how many a row has in a step, and which.
+    EACH: tl.constexpr = 4 if FORMAT == "nvfp4" else (GROUPS if FORMAT == "integer" else 2)
+    k = first_step * 64 + tl.arange(0, EACH * STEPS) * (64 // EACH)
+    group = (k // GROUP_K if GROUP_K > 0 else k * 0)[None, :]
+    inside = here & (k < row_words * 8)[None, :]
+    scale = tl.load(scale_ptr + group, mask=inside, other=0.0)
+    stored = _stored(scale, inside, FORMAT, HAS_ZERO)
+    if HAS_ZERO:
+        pair = expert * (rows // 2) + row // 2
+        zero = tl.load(zero_ptr + pair[:, None] * scale_groups + group, mask=inside, other=0)
+        stored |= (zero.to(tl.int32) >> (row % 2 * 4)[:, None]) & 15
+    if FORMAT != "integer":
+        stored = stored.to(tl.uint8)
+    # (part, block of two, quad, row half, step, scale of it) to the order of layout
+    split = tl.reshape(stored, (2, 2, 32, 2, STEPS, EACH))
+    if FORMAT == "integer" and EACH == 2:
+        ordered = tl.permute(split, (4, 0, 1, 2, 3, 5))
+    elif FORMAT == "integer" or FORMAT == "nvfp4":
+        ordered = tl.permute(split, (4, 0, 2, 1, 3, 5))
+    else:
+        ordered = tl.permute(split, (4, 2, 0, 1, 3, 5))
+    made = tl.reshape(ordered, (STEPS, 256 * EACH))
+    to = scales_ptr + box[:, None] * (256 * EACH) + tl.arange(0, 256 * EACH)[None, :]
     tl.store(to, made, mask=(step < steps)[:, None])

@@ -1,0 +1,67 @@
+"""Which rows of activations stand for a token."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from modular_kernel.ops.count import id_arguments, local_ids
+from modular_kernel.tensors import DispatchedRouting
+
+
+@dataclass(frozen=True)
+class PairRows:
+    """Row p is pair p of `routing`; pairs without an expert among num_local are no tokens."""
+
+    routing: DispatchedRouting
+    num_local: int
+
+
+@dataclass(frozen=True)
+class BatchedRows:
+    """Rows are those of (e, C, K); the first counts_e[i] of expert i are tokens, (e,) int32."""
+
+    counts_e: torch.Tensor
+
+
+Live = PairRows | BatchedRows | None
+
+
+def source_arguments(
+    x: torch.Tensor, live: Live, row_weights_R: torch.Tensor | None
+) -> dict[str, object]:
+    """Return the kernel arguments by which values are found."""
+    ids: dict[str, object] = {"num_experts": 0, "num_local": 0, "HAS_MAP": False}
+    source = "all"
+    if isinstance(live, PairRows):
+        ids, source = id_arguments(live.routing, live.num_local), "pairs"
+    elif isinstance(live, BatchedRows):
+        ids["ids_ptr"], source = live.counts_e, "batched"
+    ids["live_ptr"] = ids.pop("ids_ptr", x)
+    return {
+        "map_ptr": x,
+        **ids,
+        "x_ptr": x,
+        "weights_ptr": x if row_weights_R is None else row_weights_R,
+        "stride_x": x.stride(0),
+        "SOURCE": source,
+        "HAS_WEIGHTS": row_weights_R is not None,
+    }
+
+
+def segments_of(rows: int, live: Live) -> tuple[int, int]:
+    """Return how many segments rows come in, and how many rows there are in each."""
+    segments = live.counts_e.numel() if isinstance(live, BatchedRows) else 1
+    return segments, rows // segments
+
+
+def live_rows(x: torch.Tensor, live: Live) -> torch.Tensor:
+    """Return (R,) bool."""
+    if isinstance(live, PairRows):
+        # Not for the counter of invalid ids: they are counted where pairs are sorted.
+        uncounted = torch.zeros_like(live.routing.invalid_ids)
+        routing = replace(live.routing, invalid_ids=uncounted)
+        return local_ids(routing, live.num_local).flatten() >= 0
+    if isinstance(live, BatchedRows):
+        places = torch.arange(x.shape[0] // live.counts_e.numel(), device=x.device)
+        return (places < live.counts_e[:, None]).flatten()
+    return torch.ones(x.shape[0], dtype=torch.bool, device=x.device)

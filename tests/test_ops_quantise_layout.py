@@ -1,0 +1,105 @@
+"""Where the quantising operations put scales, and the tiles of large layers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from ops_samples import DEVICE, kernel_and_twin, random
+
+from modular_kernel.errors import ShapeError
+from modular_kernel.ops import activation, quantise, quantise_tiles
+from modular_kernel.ops.live_rows import BatchedRows
+from modular_kernel.ops.quantise import (
+    Quantised,
+    activation_and_quantise,
+    quantise_rows,
+    quantise_specs,
+    take_quantised,
+)
+from modular_kernel.schemes import QuantScheme
+from modular_kernel.types import ActivationSpec
+from modular_kernel.workspace import Workspace
+
+path = kernel_and_twin(quantise, activation)
+
+
+def zeros(
+    scheme: QuantScheme, rows: int, columns: int, segments: int, along_rows: bool
+) -> Quantised:
+    specs = quantise_specs("a", scheme, rows, columns, segments=segments)
+    workspace, shape = Workspace(specs, torch.device(DEVICE)), (rows, columns)
+    out = take_quantised(workspace, "a", scheme, shape, segments=segments, along_rows=along_rows)
+    out.q_RK.view(torch.uint8).zero_()
+    out.scale.zero_()
+    return out
+
+
+@pytest.mark.parametrize("streamed", [1 << 23, 0])
+@pytest.mark.parametrize("columns", [32, 96, 128, 104])
+@pytest.mark.parametrize("act", ["none", "silu"])
+@pytest.mark.usefixtures("path")
+def test_scales_along_rows_and_streamed_tiles(
+    act: str, columns: int, streamed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit what rows of scales and the other tiles give; rows past a count are not read.
+
+    Groups are of 32: one, three, which are no power of two, four at once, and a short one.
+    """
+    monkeypatch.setattr(quantise_tiles, "_STREAM_COLUMNS", 128)
+    monkeypatch.setattr(quantise_tiles, "_STREAM_PROGRAMS", 3)
+    monkeypatch.setattr(quantise_tiles, "_TILE", 256)
+    scheme = QuantScheme.parse("fp8_w8a8_block:block=8x32")
+    spec = ActivationSpec("silu")
+    counts = [7, 0, 11] if streamed else [25]
+    segments, capacity = len(counts), 33 // len(counts)
+    counts_e = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+    live = [i * capacity + c for i, count in enumerate(counts) for c in range(count)]
+    x = torch.full((33, columns * (1 if act == "none" else 2)), torch.nan, dtype=torch.bfloat16)
+    x[live] = random(len(live), x.shape[1], dtype=torch.bfloat16).cpu()
+    x = x.to(DEVICE)
+    made = []
+    for along_rows in (False, True):
+        out = zeros(scheme, 33, columns, segments, along_rows)
+        with monkeypatch.context() as within:
+            within.setattr(quantise_tiles, "_STREAMED", streamed if along_rows else 1 << 23)
+            if act == "none":
+                quantise_rows(x, scheme, out=out, live=BatchedRows(counts_e))
+            else:
+                activation_and_quantise(x, spec, scheme, out=out, live=BatchedRows(counts_e))
+        made.append(out)
+    plain, along = made
+    assert torch.equal(along.q_RK.view(torch.uint8), plain.q_RK.view(torch.uint8))
+    scales, groups = along.scale_of_rows, -(-columns // 32)
+    assert scales.shape == ((3, 11, groups) if streamed else (33, groups))
+    assert scales.stride()[-2:] == (1, capacity)
+    assert torch.equal(scales.reshape(33, groups), plain.scale_of_rows)
+
+
+def test_segments_of_scales_along_rows_are_those_of_the_rows() -> None:
+    scheme, counts = QuantScheme.parse("fp8_w8a8_channel"), torch.ones(2, dtype=torch.int32)
+    out = zeros(scheme, 6, 8, 1, True)
+    with pytest.raises(ShapeError, match="segments of scales: got 1, need 2"):
+        quantise_rows(random(6, 8), scheme, out=out, live=BatchedRows(counts.to(DEVICE)))
+    bad = replace(out, scale=out.scale.view(2, 3, 1))
+    with pytest.raises(ShapeError, match=r"need \(2, 1, 3\)"):
+        quantise_rows(random(6, 8), scheme, out=bad)
+
+
+def test_tiles_of_large_layers() -> None:
+    """What a program has is whole; an H200 holds all programs at once."""
+    for rows, columns, shares in ((9216, 14336, 14), (135168, 2048, 2), (49152, 768, 3)):
+        tiles = large(rows, columns)
+        assert tiles.block_r * tiles.block_g * tiles.block_c == 2048
+        assert columns == shares * tiles.block_g * tiles.block_c
+        assert 1000 < tiles.parts * shares <= 1056
+        assert tiles.num_warps == 4
+    few = large(16, 7168)
+    assert (few.block_r, few.block_g, few.stages) == (16, 1, 1)
+    assert large(49152, 768, segments=2).stages == 1
+    odd = large(4096, 2880)
+    assert (odd.block_r, odd.block_g, odd.stages) == (16, 1, 3)
+
+
+def large(rows: int, columns: int, segments: int = 1) -> quantise_tiles.Tiles:
+    plain = quantise_tiles.row_tiles(segments, rows, 128, 8192)
+    return quantise_tiles.group_tiles(plain, columns, 128)

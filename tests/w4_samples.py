@@ -1,0 +1,88 @@
+"""Random weights of 4 bits in each scheme that products from registers serve, for their tests."""
+
+from typing import NamedTuple
+
+import torch
+
+from experts.triton.grouped_w4.layout import Form, Tiled, form_of
+from experts.triton.grouped_w4.twin import tile_weights
+from experts.triton.operands import Product, scale_group
+from modular_kernel.quant import dequantise
+from modular_kernel.repacked import repack
+from modular_kernel.schemes import QuantScheme
+
+INTEGERS = (
+    "int4_w4a16_group",
+    "int4_w4a16_group:group=32",
+    "int4_w4a16_group:group=64,zero_points=true",
+    "int4_w4a16_group:group=96,zero_points=true",
+    "int4_w4a16_group:group=1024",
+)
+SCHEMES = ("mxfp4_w4a16", "mxfp4_w4a16:repacked=true", "nvfp4_w4a16", *INTEGERS)
+
+
+class Sample(NamedTuple):
+    """Weights as a call has them, w1 or w2 alone, and float32 values (e, rows, depth)."""
+
+    scheme: QuantScheme
+    w: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+    values: torch.Tensor
+
+    @property
+    def form(self) -> Form:
+        return form_of(self.scheme, 2 * self.w.shape[2], self.scale.dtype)
+
+    @property
+    def group(self) -> int:
+        return scale_group(self.scheme, 2 * self.w.shape[2])[1]
+
+    def tiled(self, rows: torch.Tensor) -> Tiled:
+        return tile_weights(
+            self.w, self.scale, rows, self.form, group=self.group, zero_point=self.zero
+        )
+
+    def product(self, columns: int, step: int, up_row: int, *, gated: bool) -> Product:
+        w = repack(self.w) if self.scheme.repacked else self.w
+        return Product(
+            w, self.scale, self.zero, None, None, None, self.scheme, columns, step, up_row,
+            {"GATED": gated},
+        )  # fmt: skip
+
+
+def sample(
+    quant: str,
+    experts: int,
+    rows: int,
+    depth: int,
+    *,
+    low: int = 100,
+    high: int = 150,
+    scales: torch.dtype = torch.float16,
+) -> Sample:
+    """Every code, and scales of all kinds; those of integers are of dtype `scales`.
+
+    low, high: of mxfp4's exponents. nvfp4 has scales of both signs, of zero, and no NaN.
+    """
+    scheme, draw = QuantScheme.parse(quant), torch.Generator().manual_seed(0)
+    w = torch.randint(256, (experts, rows, depth // 2), generator=draw, dtype=torch.uint8)
+    shape = (experts, rows, -(-depth // scheme.group[0]))
+    zero = None
+    if scheme.matrix_scales:
+        given = torch.randint(256, shape, generator=draw, dtype=torch.uint8)
+        given = torch.where(given & 127 == 127, 0, given)
+        scale = given.to(torch.uint8).view(torch.float8_e4m3fn)
+    elif scheme.weight == "float4_e2m1":
+        scale = torch.randint(low, high, shape, generator=draw, dtype=torch.uint8)
+    else:
+        scale = (torch.rand(shape, generator=draw) * 0.02 + 1e-4).to(scales)
+        if scheme.zero_points:
+            zero = torch.randint(
+                256, (experts, rows // 2, shape[2]), generator=draw, dtype=torch.uint8
+            )
+    stored = QuantScheme.parse(scheme.name) if scheme.repacked else scheme
+    values = dequantise(w, scale, zero, stored)
+    if scheme.weight == "uint4":
+        values = values.bfloat16().float()
+    return Sample(scheme, w, scale, zero, values)
