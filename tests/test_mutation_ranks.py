@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ep_layers import ALL2ALL, GATHERED
 
 from modular_kernel.catalog import this_machine
 from modular_kernel.errors import ConfigurationError
@@ -19,6 +20,7 @@ from modular_kernel.testing.mutation import (
     survey,
 )
 from modular_kernel.testing.mutation.bits import compare_bits, drawn_problems
+from modular_kernel.testing.mutation.coverage import Covered
 from modular_kernel.testing.mutation.defects import read_defects
 from modular_kernel.testing.mutation.over_ranks import OverRanks, Ranks
 from modular_kernel.testing.mutation.record import reproducer
@@ -28,6 +30,7 @@ MODULE = "prepare_finalize.collectives.all_gather"
 FILE = "prepare_finalize/collectives/all_gather.py"
 PAIR = ("AllGatherReduceScatterPrepareAndFinalize", "TorchExperts")
 BATCHED = ("TorchAll2AllBatchedPrepareAndFinalize", "NaiveBatchedExperts")
+SYMMETRIC = "SymmMemPrepareAndFinalize"
 WHERE = OverRanks(2)
 
 
@@ -40,10 +43,10 @@ def coverage() -> Coverage:
     return replace(found, cases=(*found.cases[:2], found.cases[-1]))
 
 
-def changed(old: str, new: str, folder: Path) -> Mutant:
+def changed(old: str, new: str, folder: Path, file: str = FILE) -> Mutant:
     """That change of the part."""
     listed = folder / "defect.json"
-    entry = {"what": "a change", "file": FILE, "old": old, "new": new}
+    entry = {"what": "a change", "file": file, "old": old, "new": new}
     listed.write_text(json.dumps([entry]), encoding="utf-8")
     (defect,) = read_defects(listed, ROOT)
     return defect.mutant
@@ -102,6 +105,37 @@ def test_bits_see_what_changes_on_one_rank_alone(coverage: Coverage, tmp_path: P
     mutant = changed(old, f"{old}\n            out.mul_(1 + manager.rank / 256)", tmp_path)
     bits = compare_bits([mutant], coverage, 4, where=WHERE)
     assert isinstance(bits.differing, RankCase)
+
+
+@pytest.mark.share(3)
+@pytest.mark.parametrize(
+    ("part", "file", "old", "new", "found"),
+    [
+        (ALL2ALL, "common/group_part", "near_first: ClassVar[bool] = True",
+         "near_first: ClassVar[bool] = False", "12 pairs computed by ranks 0, not 14"),
+        (SYMMETRIC, "symm_mem/part", "_IN_FLIGHT = 2", "_IN_FLIGHT = 3",
+         "Pending, not UnsupportedError"),
+        (SYMMETRIC, "rendezvous/hosts", "    if requires.one_host:\n", "    if False:\n",
+         "not ConfigurationError"),
+        (SYMMETRIC, "symm_mem/part", "        manager.check_device(x_TH.device)\n", "",
+         "not DeviceError"),
+        (SYMMETRIC, "symm_mem/group", "32) & 0xFFFFFF", "32) & 0xFFFFFE", "from rank(s) , not"),
+        (GATHERED, "common/torch_group", "layer: int = 0", "layer: int = 1", "call 0 of layer 1"),
+    ],
+    ids=["far-copy", "third-call", "two-hosts", "another-device", "rank-0-missed", "no-layer"],
+)  # fmt: skip
+def test_scenes_tell_a_part_that_errs_of(
+    part: str, file: str, old: str, new: str, found: str, tmp_path: Path
+) -> None:
+    mutant = changed(old, new, tmp_path, f"prepare_finalize/{file}.py")
+    fault = {"32) & 0xFFFFFF": "late", "layer: int = 0": "broken-off"}.get(old, "misunderstood")
+    machine = this_machine(device="cpu")
+    case = replace(rank_cases_for(part, "TorchExperts", machine, 2).cases[0], fault=fault)
+    with Ranks(2, None, (mutant,), [Covered(case, 5.0, "", {})]) as ranks:
+        ranks.start()
+        failure, _ = ranks.first_failure(case, machine)
+    assert failure is not None
+    assert found in failure
 
 
 def test_problems_keep_ranks_without_tokens(coverage: Coverage) -> None:

@@ -151,7 +151,8 @@ class Variant:
     """What a case is made of besides its pairing and its ranks.
 
     tokens: of each rank, repeated from the start where there are more ranks; where every rank
-    passes the same, the most of them. fault, manner: as in a RankCase.
+    passes the same, the most of them. fault, manner: as in a RankCase. most: tokens that the
+    problem allows, where no rank passes as many.
     """
 
     problem: Problem
@@ -160,6 +161,7 @@ class Variant:
     routing: str
     fault: str = ""
     manner: Manner = ORDINARY
+    most: int = 0
 
     def case(self, prepare_finalize: str, experts: str, world_size: int) -> RankCase:
         place = PLACEMENTS[self.placement]
@@ -170,7 +172,8 @@ class Variant:
         part = load_catalog().prepare_finalize(prepare_finalize)
         if part.requires.replicated_input:
             tokens = (max(tokens),) * world_size
-        problem = replace(self.problem, tokens=max(tokens), parallel=Parallel(world_size, placed))
+        most, parallel = max(*tokens, self.most), Parallel(world_size, placed)
+        problem = replace(self.problem, tokens=most, parallel=parallel)
         return RankCase(
             prepare_finalize,
             experts,
@@ -199,11 +202,14 @@ def rank_cases_for(
     refused: list[tuple[RankCase, Verdict]] = []
     instead: list[tuple[RankCase, RankCase]] = []
     catalog = load_catalog()
-    scenes = ("", *has_scenes(catalog.prepare_finalize(prepare_finalize), machine))
+    part = catalog.prepare_finalize(prepare_finalize)
+    scenes = ("", *has_scenes(part, machine))
     interpreted = "triton" in catalog.experts(experts).requires.packages
     for variant in rank_variants(world_size, level):
         # Interpreted products of such a depth outlast what ranks wait for each other.
         too_long = interpreted and variant.problem.hidden >= _LONG_ROWS
+        # So do many ranks' rows that stand for no token, where a part hands them over.
+        too_long |= bool(variant.most) and part.requires.padding is not None and world_size > 2
         if too_long or variant.fault not in scenes:
             continue
         case = variant.case(prepare_finalize, experts, world_size)
@@ -365,11 +371,16 @@ def _quantised(base: Problem, world_size: int) -> Iterator[Variant]:
     ragged = replace(few, hidden=160, intermediate=136)
     yield _variant(ragged, quant="int8_w8a8_block:block=32x96", dtype=_FP16)
     yield _variant(few, hidden=2080, intermediate=16, quant="fp8_w8a8_block:block=32x32")
+    # Room for so many tokens that programs take more of a row at once; a call passes few.
+    roomy = replace(few, hidden=2080, intermediate=16)
+    yield Variant(roomy, "linear", (3, 1), "uniform", most=513)
     peaks, faint = Manner(values="peaks"), Manner(values="faint")
     wide = replace(few, hidden=1040, intermediate=16, quant="fp8_w8a8_tensor", dtype=_FP16)
     yield Variant(wide, "linear", (2, 5), "all_to_one", manner=peaks)
-    long = replace(few, hidden=_LONG_ROWS, intermediate=16, quant="fp8_w8a8_channel")
-    yield Variant(long, "linear", (2, 1), "uniform", manner=peaks)
+    long = replace(few, hidden=_LONG_ROWS, intermediate=16)
+    wide_groups = f"fp8_w8a8_block:block=16x{_LONG_ROWS}"
+    for quant, tokens in (("fp8_w8a8_channel", (2, 1)), (wide_groups, (5, 4))):
+        yield Variant(replace(long, quant=quant), "linear", tokens, "uniform", manner=peaks)
     # The only token of all ranks is zero: so is what their one scale is made from.
     nothing = replace(few, intermediate=16, bias=True, quant="fp8_w8a8_tensor")
     yield Variant(nothing, "linear", (1, 0), "uniform", manner=Manner(values="zero_rows"))

@@ -35,6 +35,13 @@ def shares_memory(part: type[PrepareAndFinalize]) -> bool:
     return hasattr(manager_class(part), "heap")
 
 
+def goes_near(part: type[PrepareAndFinalize]) -> bool:
+    """Whether a pair goes to its expert's nearest copy: unless the part itself says that it must
+    not. What the part inherits is not asked, because that is what is put to the proof.
+    """
+    return manager_class(part) is not None and "near_first" not in vars(part)
+
+
 def manager_class(part: type[PrepareAndFinalize]) -> Any:
     """Return what makes a manager of a process group for a part; None where it has none."""
     return getattr(part, "manager_class", None)

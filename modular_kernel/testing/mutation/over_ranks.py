@@ -32,6 +32,7 @@ R = TypeVar("R")
 # many times what the two calls of the case took.
 _WAITS_S, _WAITS = 4.0, 4.0
 _RUN_S, _RUN = 30.0, 40.0
+_UNKNOWN_S = 15.0  # what two calls of a case may take that was not watched
 _WATCHED_S = 120.0
 _RANK_GRACE_S = 0.5  # after one has failed
 
@@ -130,7 +131,7 @@ class Ranks(Closing):
 
     def _limits(self, case: Case) -> tuple[float, float]:
         """Seconds of an exchange, and of a run of two calls."""
-        seconds = self._seconds.get(case, max(self._seconds.values(), default=1.0))
+        seconds = self._seconds.get(case, max(self._seconds.values(), default=_UNKNOWN_S))
         return _WAITS_S + _WAITS * seconds, _RUN_S + _RUN * seconds
 
 

@@ -172,14 +172,14 @@ class RankTrial(Trial):
             self.fault, Stage(self.case, self.machine, self.first, self.build, self._meaning)
         )
 
-    def _meaning(self, changes: Mapping[str, Any]) -> Inputs | None:
-        """Return this rank's tensors of the first call, where the layer has other properties."""
+    def _meaning(self, changes: Mapping[str, Any]) -> RankSample | None:
+        """Return this rank's share of the first call, where the layer has other properties."""
         first = self.first
         assert isinstance(first, RankSample)
         other = replace(first.all, problem=replace(first.all.problem, **changes))
         if not other.verdict(self.machine).ok:
             return None
-        return RankSample(other, first.rank, first.device, counts=first.counts, salt=0).inputs
+        return RankSample(other, first.rank, first.device, counts=first.counts, salt=0)
 
     @property
     def replayed(self) -> tuple[tuple[Sample, torch.Tensor], ...]:

@@ -16,7 +16,6 @@ from modular_kernel.testing.cases.scenes import manager_class
 from modular_kernel.types import Machine
 
 if TYPE_CHECKING:
-    from modular_kernel.testing.cases.inputs import Inputs
     from modular_kernel.testing.verify.sample import Sample
 
 VICTIM = 1  # the rank at fault
@@ -30,7 +29,7 @@ _DIGITS = re.compile(r"[0-9a-f]{8,}")
 class Stage:
     """One rank's place in a scene. sample: its share of a call that is right.
 
-    build: makes a kernel of a case over the group. meaning: its tensors where the layer has other
+    build: makes a kernel of a case over the group. meaning: its share where the layer has other
     properties; None where the pairing refuses such a layer.
     """
 
@@ -38,7 +37,7 @@ class Stage:
     machine: Machine
     sample: "Sample"
     build: Callable[[Case, Machine, bool], FusedMoEModularKernel]
-    meaning: Callable[[Mapping[str, Any]], "Inputs | None"]
+    meaning: Callable[[Mapping[str, Any]], "Sample | None"]
 
     @property
     def rank(self) -> int:
@@ -72,6 +71,18 @@ class Stage:
         """Make another layer on the manager of `kernel`; with changes, rank 1 means another one."""
         return self.over(manager_of(kernel.prepare_finalize), **changes)
 
+    def of(self, **changes: Any) -> "Stage | None":
+        """Return the stage of another layer, which all ranks mean; None where it is refused.
+
+        parallel, if it is among the changes, is rank 0's.
+        """
+        sample = self.meaning(changes)
+        if sample is None:
+            return None
+        problem = replace(self.case.problem, **changes)
+        problem = replace(problem, parallel=replace(problem.parallel, rank=self.rank))
+        return replace(self, case=replace(self.case, problem=problem), sample=sample)
+
     def over(self, manager: object, **changes: Any) -> FusedMoEModularKernel:
         """Make a layer on a manager; with changes, rank 1 means another one."""
         problem = self.case.problem
@@ -86,8 +97,9 @@ class Stage:
         """Those of the changes with which the pairing is one; and the tensors of such a call."""
         found = []
         for changes in others:
-            i = self.meaning(changes)
-            if i is not None:
+            sample = self.meaning(changes)
+            if sample is not None:
+                i = sample.inputs
                 given = {"x_TH": i.x_TH, "weights": i.weights, "routing": i.routing}
                 found.append((changes, given))
         return found

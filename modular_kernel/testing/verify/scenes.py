@@ -18,9 +18,16 @@ import torch
 import torch.distributed as dist
 
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.cases.scenes import counts_calls, manager_class, shares_memory
 from modular_kernel.testing.verify.scene_stage import RIGHT, VICTIM, Stage, manager_of, said
+from modular_kernel.testing.verify.scenes_of_calls import (
+    elsewhere,
+    first_stays_away,
+    nearest,
+    routing_on,
+    too_many,
+)
 from modular_kernel.testing.verify.scenes_of_problems import (
     ONE_CALL,
     OTHERS,
@@ -91,8 +98,7 @@ def _elsewhere(on: Stage, kernel: FusedMoEModularKernel) -> tuple[str, str]:
     meta, i = torch.device("meta"), on.sample.inputs
     weights = {f.name: getattr(i.weights, f.name) for f in fields(i.weights)}
     away: dict[str, Any] = {n: None if t is None else t.to(meta) for n, t in weights.items()}
-    routing = Routing(i.routing.topk_weights_TK.to(meta), i.routing.topk_ids_TK.to(meta))
-    given: dict[str, Any] = {"x_TH": i.x_TH.to(meta), "routing": routing}
+    given = {"x_TH": i.x_TH.to(meta), "routing": routing_on(meta, i.routing)}
     told = said(lambda: on.judged(on.call(kernel, **given, weights=ExpertWeights(**away))))
     got, need = (
         "rank 1 refused its call 2 of layer 1 with DeviceError",
@@ -138,6 +144,9 @@ def _managed(on: Stage, kernel: FusedMoEModularKernel) -> Lines:
     mine.prepare_finalize.destroy()  # the manager is not the part's
     yield on.goes(mine)
     yield str(len(manager.last_calls.json_lines().splitlines())), "3"
+    yield elsewhere(on, mine)
+    yield from too_many(on, mine)
+    yield from nearest(on, manager)
     manager.destroy()
     yield said(lambda: on.judged(on.call(mine))), "UnsupportedError"
     yield from on_hosts(on)
@@ -196,19 +205,19 @@ def broken_off(on: Stage) -> Lines:
 
 
 def _without_a_word(on: Stage) -> tuple[str, str]:
-    """Every rank's library fails, and does not say why."""
+    """Every rank's library fails, and does not say why, in an exchange of no layer."""
     manager = manager_of(on.kernel().prepare_finalize)
     dist.barrier()  # nobody may still be connecting
     manager._communicator.group = _Silent()
 
     def exchange() -> torch.Tensor:
-        manager.all_reduce(torch.ones(1), step=0, phase="combine").wait()
+        manager.all_reduce(torch.ones(1), step=manager.next_step(), phase="combine").wait()
         return torch.empty(0)
 
     got = "failed too; after N s: RuntimeError"
     need = f"every rank within {manager.deadline_s:g} s"
     told = said(lambda: on.judged(exchange()))
-    must = on.error("exchange between ranks", got, need, (0, 0, 0), on.others, "combine")
+    must = on.error("exchange between ranks", got, need, (0, 0, 1), on.others, "combine")
     return _SECONDS.sub("N s", told), _SECONDS.sub("N s", must)
 
 
@@ -291,6 +300,8 @@ def late(on: Stage) -> Lines:
             told = said(lambda: str(manager_of(kernel.prepare_finalize).check()))
             yield before(told, ", need"), before(must, ", need")
     dist.barrier()
+    if not counts:
+        yield from first_stays_away(on, DEADLINE_S)
     yield on.goes(on.kernel())
 
 

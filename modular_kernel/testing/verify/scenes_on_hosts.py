@@ -31,6 +31,11 @@ def on_hosts(on: Stage) -> Iterator[tuple[str, str]]:
     manager.destroy()
     if not judged:
         yield from _apart(alone)
+    if requires.one_host:  # whatever the problem says of the hosts
+        with host_called(f"host{on.rank}"):
+            manager = manager_class(on.part)(None)
+        yield said(lambda: str(on.over(manager))), "ConfigurationError"
+        manager.destroy()
 
 
 def _apart(on: Stage) -> Iterator[tuple[str, str]]:
