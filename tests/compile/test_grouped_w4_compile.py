@@ -19,6 +19,7 @@ from experts.triton.grouped_w4 import config as grouped_w4_config
 from experts.triton.grouped_w4.path import GroupedW4Path
 from experts.triton.launch_config import Device
 from modular_kernel import Problem
+from modular_kernel import quant as stored
 from modular_kernel.testing.compile import report
 from modular_kernel.testing.compile.report import check
 
@@ -89,18 +90,26 @@ def loops_of(cubin: bytes) -> list[list[tuple[str, str]]]:
 
 @pytest.mark.parametrize("rows", [64, 128])
 @pytest.mark.parametrize(
-    ("quant", "most", "loads"),
+    ("quant", "scales", "most", "loads"),
     [
-        ("mxfp4_w4a16", 175, 3),
-        ("nvfp4_w4a16", 190, 3),
-        ("int4_w4a16_group", 225, 3),
-        ("int4_w4a16_group:zero_points=true", 240, 3),
-        ("int4_w4a16_group:group=32,zero_points=true", 265, 4),
+        ("mxfp4_w4a16", torch.uint8, 175, 3),
+        ("nvfp4_w4a16", torch.float8_e4m3fn, 190, 3),
+        ("int4_w4a16_group", torch.bfloat16, 140, 3),
+        ("int4_w4a16_group", torch.float16, 210, 3),
+        ("int4_w4a16_group", torch.float32, 290, 3),
+        ("int4_w4a16_group:zero_points=true", torch.bfloat16, 175, 3),
+        ("int4_w4a16_group:group=32,zero_points=true", torch.float16, 260, 4),
     ],
 )
 def test_operands_stay_in_registers(
-    quant: str, most: int, loads: int, rows: int, monkeypatch: pytest.MonkeyPatch
+    quant: str,
+    scales: torch.dtype,
+    most: int,
+    loads: int,
+    rows: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(stored, "_scale_dtypes", lambda problem: (scales,))
     problem = replace(BASE, quant=quant)
     cubins: list[bytes] = []
     run = JITFunction.run
