@@ -63,9 +63,9 @@ def test_other_zero_points_and_dtypes_of_scales_are_refused(
     for run in (plan, plan, kernel):
         run(i.x_TH, weights, i.routing)
     changed = change(weights)
+    given = changed if isinstance(changed, ExpertWeights) else weights
     for run in (plan, kernel):
         with pytest.raises(WeightsError, match="other values"):
-            given = changed if isinstance(changed, ExpertWeights) else weights
             run(i.x_TH, given, i.routing)
 
 
