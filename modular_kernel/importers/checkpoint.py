@@ -306,8 +306,7 @@ def _allocated(
 
     def dtype_of(role: str, taken: Sequence[torch.dtype]) -> torch.dtype:
         found = stored.get(role, frozenset())
-        (only,) = found if len(found) == 1 else (None,)
-        return only if only in taken else taken[0]
+        return next((each for each in taken if found == {each}), taken[0])
 
     made = {}
     for name, spec in weight_specs(problem).items():

@@ -205,8 +205,9 @@ class ExpertParameters(nn.Module):
             own = getattr(self, name)
             if not field.endswith("_scale") or own.itemsize != 2:
                 continue
-            fits = isinstance(tensor, torch.Tensor) and tensor.shape == own.shape
-            if fits and tensor.dtype in {*spec.dtypes} - {own.dtype}:
+            if not isinstance(tensor, torch.Tensor) or tensor.shape != own.shape:
+                continue
+            if tensor.dtype in {*spec.dtypes} - {own.dtype}:
                 empty = torch.empty_like(own, dtype=tensor.dtype)
                 self.register_parameter(name, nn.Parameter(empty, False))
 
