@@ -15,6 +15,7 @@ CPU = torch.device("cpu")
 BASE = Problem(tokens=2, hidden=40, intermediate=24, experts=3, top_k=1)
 FP8, HALF = torch.float8_e4m3fn, (torch.float32, torch.bfloat16)
 FULL, BYTE = (torch.float32,), (torch.uint8,)
+ANY = (torch.float32, torch.float16, torch.bfloat16)
 
 # Of w1 (3, 48, 40) and w2 (3, 40, 24): storage, scale and zero point, each with its dtypes.
 # fmt: off
@@ -38,15 +39,15 @@ SPECS: dict[str, tuple[tuple[tuple[int, ...] | None, ...], tuple[Any, ...]]] = {
     "int8_w8a16_channel": (
         ((3, 48, 40), (3, 48), None, (3, 40, 24), (3, 40), None), ((torch.int8,), HALF)),
     "int8_w8a16_group:group=16": (
-        ((3, 48, 40), (3, 48, 3), None, (3, 40, 24), (3, 40, 2), None), (BYTE, HALF)),
+        ((3, 48, 40), (3, 48, 3), None, (3, 40, 24), (3, 40, 2), None), (BYTE, ANY)),
     "int8_w8a16_group:group=16,zero_points=true": (
-        ((3, 48, 40), (3, 48, 3), (3, 48, 3), (3, 40, 24), (3, 40, 2), (3, 40, 2)), (BYTE, HALF)),
+        ((3, 48, 40), (3, 48, 3), (3, 48, 3), (3, 40, 24), (3, 40, 2), (3, 40, 2)), (BYTE, ANY)),
     "int4_w4a16_group:group=16": (
-        ((3, 48, 20), (3, 48, 3), None, (3, 40, 12), (3, 40, 2), None), (BYTE, HALF)),
+        ((3, 48, 20), (3, 48, 3), None, (3, 40, 12), (3, 40, 2), None), (BYTE, ANY)),
     "int4_w4a16_group:group=16,zero_points=true": (
-        ((3, 48, 20), (3, 48, 3), (3, 24, 3), (3, 40, 12), (3, 40, 2), (3, 20, 2)), (BYTE, HALF)),
+        ((3, 48, 20), (3, 48, 3), (3, 24, 3), (3, 40, 12), (3, 40, 2), (3, 20, 2)), (BYTE, ANY)),
     "int4_w4a16_group:group=40": (
-        ((3, 48, 20), (3, 48, 1), None, (3, 40, 12), (3, 40, 1), None), (BYTE, HALF)),
+        ((3, 48, 20), (3, 48, 1), None, (3, 40, 12), (3, 40, 1), None), (BYTE, ANY)),
     "mxfp4_w4a16": (((3, 48, 20), (3, 48, 2), None, (3, 40, 12), (3, 40, 1), None), (BYTE, BYTE)),
 }
 # fmt: on

@@ -164,9 +164,8 @@ def test_a_loader_of_single_tensors_refuses_it() -> None:
 def test_a_layer_takes_what_was_loaded(tmp_path: Path) -> None:
     sample = write(tmp_path, "mixtral", "gptq, act-order, zero points")
     loaded = mk.load_experts(tmp_path, 0)
-    layer = FusedMoE(
-        4, 128, 256, top_k=2, quant_config=ORDERED["gptq, act-order, zero points"].scheme
-    )
+    scheme = ORDERED["gptq, act-order, zero points"].scheme
+    layer = FusedMoE(4, 128, 256, top_k=2, quant_config=scheme, params_dtype=torch.bfloat16)
     layer.set_weights(loaded.weights)
     assert torch.equal(layer.w13_weight_order, loaded.weights.w1_order)
     assert error(sample, loaded) <= 1e-2

@@ -94,6 +94,36 @@ def test_what_is_packed_stays_packed(kind: str, tmp_path: Path) -> None:
     assert w.w2.nbytes * 8 == sample.w2.numel() * bits
 
 
+@pytest.mark.parametrize(
+    ("kind", "dtype", "scales"),
+    [
+        ("gptq", torch.bfloat16, torch.float16),
+        ("gptq", torch.float32, torch.float32),
+        ("compressed int4", torch.float16, torch.bfloat16),
+        ("compressed int8, weights", torch.float16, torch.float32),
+        ("mixed", torch.bfloat16, torch.float32),
+    ],
+)
+def test_scales_of_integers_stay_in_16_bits(
+    kind: str, dtype: torch.dtype, scales: torch.dtype, tmp_path: Path
+) -> None:
+    """Whatever 16 bits the layer has; of two kinds they are float32, which holds either."""
+
+    def mix(tensors: Tensors) -> None:
+        name = next(name for name in tensors if name.endswith(".scales"))
+        tensors[name] = tensors[name].bfloat16()
+
+    given = ("gptq", mix) if kind == "mixed" else (kind, None)
+    written(tmp_path, *given)
+    loaded = mk.load_experts(tmp_path, 0, dtype=dtype)
+    assert loaded.weights.w1_scale is not None
+    assert loaded.weights.w2_scale is not None
+    assert {loaded.weights.w1_scale.dtype, loaded.weights.w2_scale.dtype} == {scales}
+    whole = numbers(mk.load_experts(tmp_path, 0, dtype=torch.float32))
+    for got, want in zip(numbers(loaded), whole, strict=True):
+        assert torch.equal(got, want)
+
+
 # Whole stacks stored (e, K, N), with one scale of all their experts.
 TURNED = [(family, kind) for family in ("llama4_text", "gpt_oss") for kind in FUSED]
 

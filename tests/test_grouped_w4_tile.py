@@ -6,6 +6,7 @@ from w4_samples import INTEGERS, SCHEMES, sample
 
 from experts.triton.grouped_w4.layout import Tiled, rows_of_tiles
 from experts.triton.grouped_w4.product import tile_experts, tiled_shapes
+from experts.triton.grouped_w4.twin import untiled
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted")
 
@@ -37,3 +38,18 @@ def test_the_launch_is_the_twin(
                 unused = torch.full_like(wanted[expert], 7)
                 want = unused if expert == 1 else wanted[expert]
                 assert torch.equal(made[expert - first], want)
+
+
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7FC00000, -1])
+@pytest.mark.parametrize("quant", [INTEGERS[0], INTEGERS[2]])
+def test_a_scale_that_is_no_number_gives_none(quant: str, bits: int) -> None:
+    s = sample(quant, 1, 64, 64, scales=torch.float32)
+    s.scale.view(torch.int32)[0, 3, 0] = bits
+    shapes = tiled_shapes(1, 64, 64, s.form, gated=False)
+    got = Tiled(*(torch.zeros(shape, dtype=torch.int32) for shape in shapes))
+    starts = torch.tensor([0, 1], dtype=torch.int32)
+    tile_experts(s.product(64, 1, 0, gated=False), starts, got, 0)
+    for made in (got, s.tiled(rows_of_tiles(64, 1, 0, gated=False))):
+        values = untiled(made, s.form)[0, :64]
+        assert values[3].isnan().all()
+        assert torch.cat([values[:3], values[4:]]).isfinite().all()

@@ -1,5 +1,7 @@
 """A layer's state loads into a fresh one, packed as it is; batches of routing lie as those of x."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_layer_loading import E, H, I, K, layer_of
@@ -42,6 +44,29 @@ def test_a_state_of_a_ready_layer_makes_a_fresh_one_ready(kind, tmp_path) -> Non
         again = layer_of(kind, LayerParallel())
         again.load_state_dict({name: t.clone() for name, t in layer.state_dict().items()})
         assert torch.equal(again(x_TH, (weights, ids)), want)
+
+
+@pytest.mark.parametrize("theirs", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_scales_that_come_in_another_dtype_stay_what_they_are(
+    own: torch.dtype, theirs: torch.dtype, tmp_path
+) -> None:
+    write(tmp_path, "mixtral", "gptq", intermediate=I)
+    given, layer = layer_of("gptq", LayerParallel()), layer_of("gptq", LayerParallel())
+    for each, dtype in ((given, theirs), (layer, own)):
+        each.load(tmp_path, 0)
+        weights = each.weights()
+        scales = {name: getattr(weights, name).to(dtype) for name in ("w1_scale", "w2_scale")}
+        each.set_weights(replace(weights, **scales))
+    if theirs is not torch.float16:
+        given.w2_weight_scale.data[0, 0, 0] = 2.0**20  # more than float16 has
+    given.w2_weight_scale.data[0, 0, 1] = 1 + 2.0**-9
+    layer.load_state_dict(given.state_dict())
+    for name in ("w13_weight_scale", "w2_weight_scale"):
+        assert torch.equal(getattr(layer, name).float(), getattr(given, name).float())
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        layer.load_state_dict(given.state_dict() | {"w2_weight_scale": torch.ones(1).half()})
+    assert torch.equal(layer.w2_weight_scale.float(), given.w2_weight_scale.float())
 
 
 @pytest.mark.parametrize("kind", ["awq", *ALIKE])

@@ -196,11 +196,11 @@ def test_the_page_names_the_parts_without_a_score(tmp_path: Path) -> None:
 
 def test_bits_see_what_only_spaced_rows_show() -> None:
     """A proof of equivalence meets the layouts that the cases meet."""
-    path = ROOT / "modular_kernel/ops/quantise.py"
+    path = ROOT / "modular_kernel/ops/live_rows.py"
     old, text = '"stride_x": x.stride(0)', path.read_text(encoding="utf-8")
     start, line = text.encode().index(old.encode()), text[: text.index(old)].count("\n") + 1
     edit = Edit("stride", start, start + len(old), '"stride_x": x.shape[1]')
-    mutant = Mutant("a stride", "modular_kernel.ops.quantise", path, edit, line, line)
+    mutant = Mutant("a stride", "modular_kernel.ops.live_rows", path, edit, line, line)
     pair = "MoEPrepareAndFinalizeNoEP", "TorchExperts"
     case = Case(*pair, replace(BASE, quant="fp8_w8a8_channel"))
     covered = Covered(case, 1.0, "", {str(path): frozenset({line})})

@@ -45,6 +45,30 @@ def test_a_call_after_weights_were_written_is_refused(of: str) -> None:
     called(kernel, i, kernel.prepare_weights(weights))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w: w.w1_zero_point.view(-1)[:1].add_(1),
+        lambda w: w.w2_zero_point.view(-1)[:1].add_(1),
+        lambda w: replace(w, w2_zero_point=w.w2_zero_point.clone()),
+        lambda w: replace(w, w1_scale=w.w1_scale.half()),
+        lambda w: replace(w, w2_scale=w.w2_scale.bfloat16()),
+    ],
+)
+def test_other_zero_points_and_dtypes_of_scales_are_refused(
+    change: Callable[[ExpertWeights], Any],
+) -> None:
+    kernel, i = made(quant="int4_w4a16_group:group=32,zero_points=true")
+    plan, weights = kernel.plan(), kernel.prepare_weights(i.weights)
+    for run in (plan, plan, kernel):
+        run(i.x_TH, weights, i.routing)
+    changed = change(weights)
+    given = changed if isinstance(changed, ExpertWeights) else weights
+    for run in (plan, kernel):
+        with pytest.raises(WeightsError, match="other values"):
+            run(i.x_TH, given, i.routing)
+
+
 def test_others_weights_beside_them_are_refused() -> None:
     kernel, i = made()
     weights = kernel.prepare_weights(i.weights)

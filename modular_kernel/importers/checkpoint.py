@@ -301,24 +301,25 @@ def _allocated(
 ) -> dict[str, torch.Tensor]:
     """Make every tensor that the problem's weights have, but static activation scales.
 
-    stored: dtypes in the files, by role. Scales and biases are of the layer's dtype where all of
-    them have it, else float32, which holds any of them.
+    stored: dtypes in the files, by role. Where all scales, or all biases, have one dtype that the
+    layer takes, that is theirs; else float32, which holds any of them.
     """
 
-    def dtype_of(role: str) -> torch.dtype:
-        whole = stored.get(role) == frozenset((problem.dtype,))
-        return problem.dtype if whole else torch.float32
+    def dtype_of(role: str, taken: Sequence[torch.dtype]) -> torch.dtype:
+        found = stored.get(role, frozenset())
+        return next((each for each in taken if found == {each}), taken[0])
 
     made = {}
     for name, spec in weight_specs(problem).items():
         if not name.startswith("a"):
-            own = dtype_of("scale") if name.endswith("_scale") else spec.dtypes[0]
-            dtype = own if own in spec.dtypes else spec.dtypes[0]
+            scale = name.endswith("_scale")
+            dtype = dtype_of("scale", spec.dtypes) if scale else spec.dtypes[0]
             made[name] = torch.empty(spec.shape, dtype=dtype, device=device)
     if problem.bias:
         for name, size in (("b1", problem.w1_rows), ("b2", problem.hidden)):
             shape = (problem.e, size)
-            made[name] = torch.zeros(shape, dtype=dtype_of("bias"), device=device)
+            dtype = dtype_of("bias", (torch.float32, problem.dtype))
+            made[name] = torch.zeros(shape, dtype=dtype, device=device)
     return made
 
 

@@ -177,6 +177,8 @@ class ExpertParameters(nn.Module):
         """
         if not self._ready:
             self._take_ready(state_dict, prefix, bool(local_metadata.get(_READY, False)))
+        if self._ready:
+            self._make_room(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
         self._let_go_if_moved()
 
@@ -195,6 +197,19 @@ class ExpertParameters(nn.Module):
         if said or own != theirs:
             copies = {name: tensor.detach().clone().to(device) for name, tensor in found.items()}
             self.set_weights(ExpertWeights(**copies))
+
+    def _make_room(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Give scales of 16 bits the dtype of those that come: they might not hold their values."""
+        for field, spec in self.specs().items():
+            name, tensor = PARAMETERS[field], state_dict.get(prefix + PARAMETERS[field])
+            own = getattr(self, name)
+            if not field.endswith("_scale") or own.itemsize != 2:
+                continue
+            if not isinstance(tensor, torch.Tensor) or tensor.shape != own.shape:
+                continue
+            if tensor.dtype in {*spec.dtypes} - {own.dtype}:
+                empty = torch.empty_like(own, dtype=tensor.dtype)
+                self.register_parameter(name, nn.Parameter(empty, False))
 
     def weights(self) -> ExpertWeights:
         """Return the parameters as kernels take them; the same object until one is exchanged.

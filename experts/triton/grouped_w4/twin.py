@@ -24,6 +24,7 @@ _WORD = 0xFFFFFFFF
 _RAISED = 126 - 50  # of an exponent of mxfp4, whose codes read as their value times 2^-126
 _RAISED_INTEGERS = 133 - 50  # of a scale of integers, which read as q times 2^-133
 _INFINITE = 255  # such an exponent
+_NAN = 0x7FC00000  # in float32's bits, the last of which are free
 _SIXTEENTH = 16  # of the depth, of a scale of nvfp4
 _BELOW = (127 - 10) << 3  # of an exponent and three bits of a significand, of nvfp4
 _BF16_LOST = 45  # bits of float64's significand that bf16 has not
@@ -80,9 +81,11 @@ def tile_weights(
             made = bits.clamp(0, 255).to(torch.uint8).view(len(taken), steps, 4).view(torch.int32)
             made = _in_fours(made[..., 0], tiles, steps, form)
         else:
-            bits = (scale.float() * 2.0**_RAISED_INTEGERS).view(torch.int32)
+            raised = scale.float() * 2.0**_RAISED_INTEGERS
+            bits = raised.view(torch.int32)
             if zero_point is not None:
-                bits = (bits + 8 & ~15) | unpack_pairs(zero_point[expert], 0).int()
+                bits = torch.where(raised.isnan(), _NAN, bits + 8 & ~15)
+                bits |= unpack_pairs(zero_point[expert], 0).int()
             made = _in_fours(of_groups(bits, BLOCK // form.groups), tiles, steps, form)
         # row: warp, half, row; byte: step, half of it, pair, lane
         split = codes.view(tiles, BLOCKS, 4, 2, 8, steps, 2, 4, 4)

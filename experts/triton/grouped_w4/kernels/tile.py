@@ -80,9 +80,10 @@ def _words(w0, w1, w2, w3, FORMAT: tl.constexpr):
 def _stored(scale, inside, FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr):
     """Scales as products read them, with room for integers' zero points; 0 where none is."""
     if FORMAT == "integer":  # raised by what codes read too low, less what weights are lowered
-        made = (scale.to(tl.float32) * 2.0 ** (133 - 50)).to(tl.int32, bitcast=True)
-        if HAS_ZERO:
-            made = (made + 8) & ~15
+        raised = scale.to(tl.float32) * 2.0 ** (133 - 50)
+        made = raised.to(tl.int32, bitcast=True)
+        if HAS_ZERO:  # a GPU's NaN has all bits set, and would be rounded to a zero
+            made = tl.where(raised == raised, (made + 8) & ~15, 0x7FC00000)
     elif FORMAT == "nvfp4":  # of the value's bits five of the exponent and three below them
         value = scale.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
