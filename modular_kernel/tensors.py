@@ -72,9 +72,9 @@ class ExpertWeights:
         lora_a2: (L, e, R, I). lora_b2: (L, e, H, R). e is 1 for lora_a13 and lora_b2 where the
             experts share them. An adapter's scaling is in its B; what lies beyond its rank is zero
             in A and B, and all values are finite. Any strides, but the last dimension contiguous.
-    *_tiles, *_tile_scales: int32, mxfp4's w1 and w2 once more, in the order in which some products
-        read them (experts.triton.grouped_w4.layout): what `kernel.prepare_weights` made. None:
-        calls make it themselves, each anew.
+    *_tiles, *_tile_scales: int32, w1 and w2 of 4 bits once more, in the order in which some
+        products read them (experts.triton.grouped_w4.layout): what `kernel.prepare_weights` made.
+        None: calls make it themselves, each anew.
     """
 
     w1: torch.Tensor

@@ -381,26 +381,3 @@ def test_the_verb_chooses_explains_and_reuses(
     assert (code, record["timed_now"], record["missing"]) == (0, 0, [])
     assert [segment["pair"] for segment in record["segments"]] == [list(NAIVE), list(TORCH)]
     assert record["buckets"][0]["outcomes"]
-
-
-def test_the_verb_refuses(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    code, out, _ = ended(capsys, *SMALL, "--graph", "--json")
-    assert code == 1
-    assert json.loads(out)["ok"] is False
-    code, _, err = ended(capsys, *SMALL, "--replicated")
-    assert code == 2
-    assert "--world-size" in err
-    code, _, err = ended(capsys, *SMALL, "--budget", "-1")
-    assert code == 2
-    assert "budget: got -1" in err
-
-
-def test_the_verb_over_ranks(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))
-    words = ("--world-size", "2", "--backend", "gloo", "--json", "--budget", "60")
-    code, out, _ = ended(capsys, *SMALL, *words)
-    record = json.loads(out)
-    assert (code, record["facts"]["world_size"]) == (0, "2")
-    assert record["segments"][-1]["last"] == 8

@@ -34,7 +34,7 @@ class OneCase:
         str, typer.Option(help="With --one and --lora: mixed, sequences, nobody or without.")
     ] = "mixed"
     own_scales: Annotated[
-        bool, typer.Option("--own-scales", help="With --one: scales in the problem's dtype.")
+        bool, typer.Option("--own-scales", help="With --one: scales in 16 bits.")
     ] = False
     by_turns: Annotated[
         bool, typer.Option("--by-turns", help="With --one: a second kernel between the calls.")

@@ -23,7 +23,7 @@ e2m1 codes are in words as `modular_kernel.repacked` has pairs; of integers pair
               divides, for each row and half of the step: 2^83 times the scale in float32, of which
               the last four bits are the zero point, if there is one. Products take codes as they
               read at the low end of bf16's fields, times 2^-133, so that weights are less by 2^50.
-              A scale from 2^44 on gives no number.
+              A scale from 2^45 on gives no number.
 """
 
 from typing import NamedTuple

@@ -43,7 +43,7 @@ def tile_weights(
 
     w_eNK: uint8 (e, N, K / 2), two codes to a byte, the low nibble first along K, a multiple of 32.
     scale_eNG: (e, N, G), one for `group` of K, 0 for all: uint8 E8M0 exponents of mxfp4, e4m3 of
-    nvfp4, float32 or bf16 of integers. zero_point: uint8 (e, N / 2, G), two rows to a byte, if
+    nvfp4, any floats of integers. zero_point: uint8 (e, N / 2, G), two rows to a byte, if
     form.zero. ShapeError, DtypeError.
     """
     experts, depth = len(w_eNK), 2 * w_eNK.shape[2]

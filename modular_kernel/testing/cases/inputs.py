@@ -19,12 +19,13 @@ from typing import Any
 import torch
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.quant import MIDDLE, quantise_weights
+from modular_kernel.quant import quantise_weights
 from modular_kernel.reference import activation
 from modular_kernel.static_scales import static_scale
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases.adapters import NAMED, adapters_of, slots
 from modular_kernel.testing.cases.hostile import VALUES, hostile_routing, hostile_x
+from modular_kernel.testing.cases.quantised import short_scales
 from modular_kernel.types import ActivationSpec, Problem
 
 ROUTINGS = (
@@ -58,7 +59,7 @@ _UNUSED_WEIGHT = 7.0  # on pairs without an expert: finite, and far too large to
 @dataclass(frozen=True)
 class Manner:
     """What a problem leaves open. layout: one of LAYOUTS. values: one of VALUES. own_scales: the
-    scales of weights have the problem's dtype, where the scheme lets them. named: one of NAMED."""
+    scales of weights have 16 bits, where the scheme lets them. named: one of NAMED."""
 
     layout: str = "plain"
     values: str = "ordinary"
@@ -232,21 +233,13 @@ def _expert_weights(
     quantised = quantise_weights(
         replace(weights, **uneven, **scales, **biases),
         problem,
-        scale_dtype=_short_scales(problem) if manner.own_scales else torch.float32,
+        scale_dtype=short_scales(problem) if manner.own_scales else torch.float32,
     )
     tensors = {f.name: getattr(quantised, f.name) for f in fields(quantised)}
     placed: dict[str, Any] = {n: t if t is None else place(t) for n, t in tensors.items()}
     for name in ("w1", "w2"):
         placed[name] = _laid(tensors[name], manner.layout, place)
     return ExpertWeights(**placed)
-
-
-def _short_scales(problem: Problem) -> torch.dtype:
-    """Return the problem's dtype; of integers in 16 bits the other one where top_k is odd."""
-    sixteen = (torch.float16, torch.bfloat16)
-    if problem.scheme.weight not in MIDDLE or problem.dtype not in sixteen:
-        return problem.dtype
-    return sixteen[(sixteen.index(problem.dtype) + problem.top_k) % 2]
 
 
 def _laid(w_eNK: torch.Tensor, layout: str, place: Place) -> torch.Tensor:

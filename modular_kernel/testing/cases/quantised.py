@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from modular_kernel.quant import MIDDLE
 from modular_kernel.types import Combine, Problem
 
 Variant = tuple[Problem, str]
@@ -68,3 +69,10 @@ def quantised(base: Problem) -> Iterator[Variant]:
     yield change("nvfp4_w4a4", "out_of_range", dtype=torch.float16, hidden=72, intermediate=40)
     yield change("nvfp4_w4a4", "all_to_one", top_k=1, apply_router_weight_on_input=True)
     yield change("int8_w8a16_group:group=64", dtype=torch.float32, tokens=7)
+
+
+def short_scales(problem: Problem) -> torch.dtype:
+    """Return the problem's dtype; of integers in 16 bits the other one where top_k is odd."""
+    other = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}
+    integers = problem.scheme.weight in MIDDLE and problem.top_k % 2
+    return other.get(problem.dtype, problem.dtype) if integers else problem.dtype

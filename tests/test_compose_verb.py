@@ -1,0 +1,34 @@
+"""mk compose: what it refuses, and how it ends over ranks."""
+
+import json
+from pathlib import Path
+
+import pytest
+from test_compose import SMALL, ended
+
+
+def test_the_verb_refuses(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    code, out, _ = ended(capsys, *SMALL, "--graph", "--json")
+    assert code == 1
+    assert json.loads(out)["ok"] is False
+    code, _, err = ended(capsys, *SMALL, "--replicated")
+    assert code == 2
+    assert "--world-size" in err
+    code, _, err = ended(capsys, *SMALL, "--budget", "-1")
+    assert code == 2
+    assert "budget: got -1" in err
+
+
+def test_the_verb_over_ranks(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))
+    words = ("--world-size", "2", "--backend", "gloo", "--json", "--budget", "60")
+    code, out, _ = ended(capsys, *SMALL, *words)
+    record = json.loads(out)
+    assert (code, record["facts"]["world_size"]) == (0, "2")
+    assert record["segments"][-1]["last"] == 8
