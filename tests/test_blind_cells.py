@@ -79,8 +79,8 @@ CELLS = (
         Wrong(
             "columns behind the last whole vector are not quantised",
             "modular_kernel/ops/kernels/quantise.py",
-            "    mask = live[:, None] & (columns < num_columns)[None, :]\n    x_ptrs",
-            "    mask = live[:, None] & (columns < num_columns // 16 * 16)[None, :]\n    x_ptrs",
+            "    mask = live[:, None] & (columns < num_columns)\n    x_ptrs",
+            "    mask = live[:, None] & (columns < num_columns // 16 * 16)\n    x_ptrs",
         ),
         "GroupedGemmExperts",
     ),

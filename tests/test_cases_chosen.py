@@ -15,7 +15,7 @@ from modular_kernel.types import Machine, Problem
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 CHOSEN = chosen_cases(*PAIR, this_machine())
 QUANTISE = "modular_kernel/ops/kernels/quantise.py"
-MORE = "for more in range(first + BLOCK_C, end, BLOCK_C):\n"
+MORE = "for more in range(BLOCK_C, group, BLOCK_C):\n"
 
 on_a_cpu = pytest.mark.skipif(
     this_machine().device == "cuda", reason="defects are put in where kernels are interpreted"
@@ -47,8 +47,8 @@ WRONG = (
         Wrong(
             "a group takes the next one's columns along",
             QUANTISE,
-            "end = tl.minimum(first + group, num_columns)",
-            "end = num_columns",
+            "end = tl.minimum(first + group, num_columns)[:, None]",
+            "end = (first * 0 + num_columns)[:, None]",
         ),
         ("block=64x96", "block=32x96", "block=64x48"),
     ),
@@ -65,8 +65,8 @@ WRONG = (
         Wrong(
             "the last columns are not written",
             QUANTISE,
-            f"        if not WHOLE:\n            {MORE}                columns",
-            f"        if WHOLE:\n            {MORE}                columns",
+            f"        if not WHOLE:\n            {MORE}                other",
+            f"        if WHOLE:\n            {MORE}                other",
         ),
         ("H32800",),
     ),
@@ -74,15 +74,19 @@ WRONG = (
         Wrong(
             "every block of columns but the first holds the second's values",
             QUANTISE,
-            "                    x_ptr, weights_ptr, rows, columns, live, end,\n",
-            "                    x_ptr, weights_ptr, rows,"
-            " first + BLOCK_C + tl.arange(0, BLOCK_C), live, end,\n",
+            "\n                other = _load_values(\n"
+            "                    x_ptr, weights_ptr, rows, columns + more,",
+            "\n                other = _load_values(\n"
+            "                    x_ptr, weights_ptr, rows, columns + BLOCK_C,",
         ),
         ("H32800",),
     ),
     (
         Wrong(
-            "every group of columns is the first", QUANTISE, "first = which * group", "first = 0"
+            "every group of columns is the first",
+            QUANTISE,
+            "first = which * group",
+            "first = which * 0",
         ),
         ("static=true",),
     ),
@@ -197,7 +201,7 @@ OF_TRITON = (
     (
         Wrong(
             "kept rows of skipped pairs are not zeroed behind packed weights",
-            "experts/triton/aligned_w4/path.py",
+            "experts/triton/aligned/path.py",
             "WRITE_ZEROS=not self._sums,",
             "WRITE_ZEROS=False,",
         ),
@@ -303,8 +307,8 @@ def test_groups_that_every_program_takes_are_told(tmp_path: Path) -> None:
     first = Wrong(
         "every program quantises the first groups",
         "modular_kernel/ops/kernels/permute_quantise.py",
-        "groups = tl.program_id(1) * BLOCK_G",
-        "groups = tl.program_id(2) * BLOCK_G",
+        "groups = tl.program_id(0) % shares * BLOCK_G",
+        "groups = tl.program_id(1) % shares * BLOCK_G",
     )
     pair = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")
     cases = [case for case in chosen_cases(*pair, this_machine()) if "T2-H2080" in str(case)]
