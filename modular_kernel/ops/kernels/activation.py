@@ -9,18 +9,18 @@ ASSEMBLE: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)
 
 @triton.jit
 def _sigmoid(value, FLUSH: tl.constexpr):
-    """1 / (1 + exp(-value)), bit for bit what `tl.sigmoid` is on a GPU, in fewer instructions.
+    """1 / (1 + exp(-value)). FLUSH: it may be zero below -87.3, and takes fewer instructions.
 
-    A power that is no normal number vanishes beside the 1, so it may be flushed to zero. FLUSH:
-    so may the result, below -87.3; then a reciprocal need not be scaled as a quotient is.
+    A power that is no normal number vanishes beside the 1 in any case, and a reciprocal that may
+    be flushed need not be scaled as a quotient is.
     """
-    below = 1.0 + tl.exp2(value * -1.4426950216293335)
     if ASSEMBLE and FLUSH:
+        below = 1.0 + tl.exp2(value * -1.4426950216293335)
         result = tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=r,r", [below], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        result = 1.0 / below
+        result = tl.sigmoid(value)
     return result
 
 
