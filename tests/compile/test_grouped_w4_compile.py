@@ -110,6 +110,7 @@ def test_operands_stay_in_registers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stored, "_scale_dtypes", lambda problem: (scales,))
+    stored.weight_specs.cache_clear()
     problem = replace(BASE, quant=quant)
     cubins: list[bytes] = []
     run = JITFunction.run
@@ -121,7 +122,10 @@ def test_operands_stay_in_registers(
         return made
 
     monkeypatch.setattr(JITFunction, "run", kept)
-    launches_of(GroupedW4Path(problem), problem, grouped_w4_config.default(problem, rows))
+    try:
+        launches_of(GroupedW4Path(problem), problem, grouped_w4_config.default(problem, rows))
+    finally:
+        stored.weight_specs.cache_clear()
     assert len(cubins) == 2
     for cubin in cubins:
         loops = loops_of(cubin)
