@@ -7,6 +7,7 @@ weights, of partial sums, of weights, changes a quarter of all values and more.
 """
 
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 
@@ -33,15 +34,16 @@ def one_rounding(trial: Trial) -> Iterator[str]:
         return
     shares, own, said = [], [], list[Roundings]()
     for sample, output in ((trial.first, trial.eager), (trial.second, trial.planned_second)):
-        roundings = declared(trial, sample)
-        if roundings is None:
+        ways = declared(trial, sample)
+        if ways is None:
             return
-        said += roundings
-        twin = twin_of(sample, roundings)
-        live = live_rows(sample, twin)
-        shares.append(differing(output, twin)[live])
-        for seed in range(_JITTERS):
-            moved = twin_of(sample, roundings, torch.Generator().manual_seed(seed))
+        said += [each for way in ways for each in way]
+        twins = [twin_of(sample, way) for way in ways]
+        live = live_rows(sample, twins[0])
+        apart_R = torch.stack([differing(output, twin) for twin in twins]).amin(0)
+        shares.append(apart_R[live])
+        for (way, twin), seed in product(zip(ways, twins, strict=True), range(_JITTERS)):
+            moved = twin_of(sample, way, torch.Generator().manual_seed(seed))
             own.append(differing(moved, twin)[live])
     yield from judged(torch.cat(shares), torch.cat(own), said)
 
@@ -84,14 +86,20 @@ def judged(shares: torch.Tensor, own: torch.Tensor, roundings: list[Roundings]) 
         yield f"{odd} of {len(shares)} rows are not those of {what}, at most {most_odd} may differ"
 
 
-def declared(trial: Trial, sample: Sample) -> list[Roundings] | None:
-    """Where each chunk of the call of `sample` rounds, as the part says."""
+def declared(trial: Trial, sample: Sample) -> list[list[Roundings]] | None:
+    """Return the ways in which the call of `sample` may round, each chunk of it, as the part says.
+
+    In one process there is one way. Over ranks a row rounds as that rank does which computes it,
+    and that goes by the rows that came there: any number up to those of all ranks.
+    """
     experts, i = trial.kernel.experts, sample.pristine
-    chunks = _chunks(sample)
-    if i is not sample.whole_pristine:
-        chunks = chunks or [slice(None)]  # a rank without tokens, beside others that have some
-    found = [experts.roundings(i.x_TH[some], i.weights) for some in chunks]
-    return [each for each in found if each is not None] if None not in found else None
+    if i is sample.whole_pristine:
+        found = [experts.roundings(i.x_TH[some], i.weights) for some in _chunks(sample)]
+        return None if None in found else [[each for each in found if each is not None]]
+    most = len(sample.whole_pristine.x_TH)
+    rows_RH = i.x_TH.new_empty(most, sample.problem.hidden)
+    ways = {experts.roundings(rows_RH[:count], i.weights): None for count in range(most + 1)}
+    return None if None in ways else [[each] for each in ways if each is not None]
 
 
 def twin_of(
