@@ -72,7 +72,7 @@ class CutlassBlock(CutlassExpertsFP8):
 
     def _kinds_of_calls(self, tokens):
         path = self._paths[grouped_tma.NAME]
-        return (*super()._kinds_of_calls(tokens), _Kind(path, TILE_M, tokens))
+        return (*super()._kinds_of_calls(tokens), _Kind(path, TILE_M, tokens, prepared=False))
 
     def _config(self, x_TH, weights):
         if self._paths[grouped_tma.NAME].takes(weights, x_TH):
