@@ -33,7 +33,7 @@ def test_what_cannot_be_imported_is_named(
     monkeypatch.setattr(peers, "find_spec", lambda name: None)
     assert peers.layers() == []
     err = capsys.readouterr().err
-    assert err.count("no vllm here") == 6
+    assert err.count("no vllm here") == 8
     for name in ("vllm_triton", "vllm_deepgemm", "vllm_cutlass", "triton_kernels"):
         assert f"left out: {name}" in err
 
@@ -43,7 +43,7 @@ def test_every_peer_names_a_scheme_and_refuses_what_it_does_not_compute(
 ) -> None:
     monkeypatch.setattr(peers, "find_spec", lambda name: object())
     made = peers.layers()
-    assert len(made) == len({(layer.name, layer.quant) for layer in made}) == 6
+    assert len(made) == len({(layer.name, layer.quant) for layer in made}) == 8
     for layer in made:
         assert str(QuantScheme.parse(layer.quant)) == layer.quant
         fits = PROBLEM.with_tokens(256)
@@ -51,7 +51,7 @@ def test_every_peer_names_a_scheme_and_refuses_what_it_does_not_compute(
         for change in ({"activation": "gelu"}, {"bias": True}, {"dtype": torch.float16}):
             assert layer.refusal(replace(fits, **change))
     blocks = [layer for layer in made if layer.blocks]
-    assert {layer.quant for layer in blocks} == {"fp8_w8a8_block"}
+    assert {layer.quant for layer in blocks} == {"fp8_w8a8_block", "int4_w4a16_group"}
     assert all(layer.refusal(replace(PROBLEM, tokens=256, hidden=192)) for layer in blocks)
     (deep,) = (layer for layer in made if layer.name == "vllm_deepgemm")
     assert "tokens" in deep.refusal(PROBLEM)
@@ -62,6 +62,11 @@ def test_channel_scales_stand_behind_their_rows(peers: ModuleType) -> None:
     _, _, w1_scale, w2_scale = peer.stored(PROBLEM, make_weights(PROBLEM, torch.device("cpu")))
     assert tuple(w1_scale.shape) == (4, 256, 1)
     assert tuple(w2_scale.shape) == (4, 256, 1)
+
+
+def test_gate_and_up_rows_lie_in_turns(peers: ModuleType) -> None:
+    rows = torch.arange(12).reshape(1, 6, 2)
+    assert peers.in_turns(rows)[0, :, 0].tolist() == [0, 6, 2, 8, 4, 10]
 
 
 def test_the_file_is_one_that_bench_takes() -> None:

@@ -1,8 +1,9 @@
 """Public layers beside ours: `mk bench --model baseline --peer tools/bench_peers.py`.
 
 Those whose packages can be imported here are offered, the others are named on stderr: vLLM's fused
-experts on its Triton kernels (bf16; fp8 by channel; fp8 by block), its DeepGEMM and CUTLASS
-experts, and triton_kernels with SwiGLU in the first product (v3.5.1's interface, as vLLM ships it).
+experts on its Triton kernels (bf16; fp8 by channel; fp8 by block; int4 by group), its DeepGEMM and
+CUTLASS experts, and triton_kernels with SwiGLU in the first product (bf16; mxfp4 with weights in
+the order that vLLM puts them in once; v3.5.1's interface, as vLLM ships it).
 What a layer does to its weights (quantise, transpose, interleave) is its own untimed set-up.
 """
 
@@ -52,6 +53,10 @@ class LayerPeer(Layer):
         return made.w1, made.w2, made.w1_scale, made.w2_scale
 
     def quant_config(self, w1_scale, w2_scale):
+        if self.quant == "int4_w4a16_group":
+            make = import_module(f"{_MOE}.config").int4_w4a16_moe_quant_config
+            scales = w1_scale.bfloat16(), w2_scale.bfloat16()  # it multiplies in x's dtype
+            return make(*scales, None, None, block_shape=[0, _BLOCK])
         make = import_module(f"{_MOE}.config").fp8_w8a8_moe_quant_config
         if self.quant == "fp8_w8a8_block":
             how = {"block_shape": [_BLOCK, _BLOCK]}
@@ -65,7 +70,7 @@ class VllmTriton(LayerPeer):
 
     def __init__(self, quant):
         self.name, self.quant = "vllm_triton", quant
-        self.blocks = quant == "fp8_w8a8_block"
+        self.blocks = quant in ("fp8_w8a8_block", "int4_w4a16_group")
 
     def setup(self, problem, weights):
         self.run = import_module(f"{_MOE}.fused_moe").fused_experts
@@ -151,39 +156,57 @@ class TritonKernels(LayerPeer):
 
     name = "triton_kernels"
 
+    def __init__(self, quant="none"):
+        self.quant = quant
+
     def setup(self, problem, weights):
         self.tables = import_module(f"{_MOE}.experts.gpt_oss_triton_kernels_moe").make_routing_data
         self.mm = mm = import_module("triton_kernels.matmul_ogs")
         specs = mm.FnSpecs("silu_and_multiply", _silu_and_multiply, ())
         self.act, self.experts = mm.FusedActivation(specs, (), 2), problem.experts
-        half = problem.intermediate
-        shape = (problem.experts, problem.hidden, 2 * half)
-        self.w1 = torch.empty(shape, device=weights.w1.device, dtype=problem.dtype)
-        self.w1[:, :, 0::2] = weights.w1[:, :half].mT
-        self.w1[:, :, 1::2] = weights.w1[:, half:].mT
-        self.w2 = weights.w2.mT.contiguous()
+        if self.quant == "none":
+            self.w1 = in_turns(weights.w1).mT.contiguous()
+            self.w2 = weights.w2.mT.contiguous()
+            self.configs = mm.PrecisionConfig(), mm.PrecisionConfig()
+            return
+        made = quantised(weights, replace(problem, quant=self.quant))
+        swizzle = import_module("vllm.model_executor.layers.quantization.utils.mxfp4_utils")
+        scales = made.w1_scale.view(torch.uint8), made.w2_scale.view(torch.uint8)
+        one = swizzle._swizzle_mxfp4(in_turns(made.w1), in_turns(scales[0]))
+        two = swizzle._swizzle_mxfp4(made.w2, scales[1])
+        self.w1, self.w2 = one[0], two[0]
+        self.configs = [
+            mm.PrecisionConfig(weight_scale=scale, flex_ctx=mm.FlexCtx(rhs_data=flex))
+            for _, flex, scale in (one, two)
+        ]
 
     def call(self, x_TH, routing):
-        mm, config = self.mm.matmul_ogs, self.mm.PrecisionConfig
+        mm = self.mm.matmul_ogs
         ids, router = routing.topk_ids_TK, routing.topk_weights_TK
         data, gather, scatter = self.tables(ids, router, self.experts)
         h = mm(
             x_TH, self.w1, None, data,
-            gather_indx=gather, precision_config=config(), fused_activation=self.act,
+            gather_indx=gather, precision_config=self.configs[0], fused_activation=self.act,
         )  # fmt: skip
         return mm(
             h, self.w2, None, data,
-            scatter_indx=scatter, precision_config=config(), gammas=data.gate_scal,
+            scatter_indx=scatter, precision_config=self.configs[1], gammas=data.gate_scal,
         )  # fmt: skip
+
+
+def in_turns(rows_eNK):
+    """Gate and up rows alternately, of (e, 2I, K) with gate rows first."""
+    return rows_eNK.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2).contiguous()
 
 
 def layers():
     """Those that can be imported here."""
     made = [
-        *(VllmTriton(quant) for quant in ("none", "fp8_w8a8_channel", "fp8_w8a8_block")),
+        *map(VllmTriton, ("none", "fp8_w8a8_channel", "fp8_w8a8_block", "int4_w4a16_group")),
         VllmExperts("vllm_deepgemm", "fp8_w8a8_block", "deep_gemm_moe", "DeepGemmExperts"),
         VllmExperts("vllm_cutlass", "fp8_w8a8_channel", "cutlass_moe", "CutlassExpertsFp8"),
         TritonKernels(),
+        TritonKernels("mxfp4_w4a16"),
     ]
     absent = {name for peer in made for name in peer.needs if find_spec(name) is None}
     for peer in made if absent else ():
