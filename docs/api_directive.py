@@ -20,6 +20,8 @@ from sphinx.util.docutils import SphinxDirective
 ROOT = Path(__file__).resolve().parents[1]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _WIDTH = 80
+# From a prompt to the next empty line; Markdown takes the prompt for quotations in quotations.
+_EXAMPLE = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)
 
 
 class Api(SphinxDirective):
@@ -107,7 +109,7 @@ def _arguments(given: ast.arguments) -> list[str]:
 def _text(node: ast.ClassDef | Function) -> Iterator[str]:
     text = ast.get_docstring(node)
     if text:
-        yield text
+        yield _EXAMPLE.sub(lambda found: f"```pycon\n{found[0]}\n```", text)
 
 
 def _shown(node: Function) -> bool:

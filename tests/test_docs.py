@@ -1,9 +1,11 @@
 """What the pages show runs as it stands there, or says why it does not."""
 
 import re
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from doc_blocks import LANGUAGES, Block, Mk, blocks_of, run_page
@@ -142,3 +144,25 @@ def test_the_reference_names_what_is_public() -> None:
                 assert thing.__doc__, f"{module}.{name} has no docstring"
                 found.add(name.strip())
     assert set(modular_kernel.__all__) - found == set()
+
+
+# ---------------------------------------------------------------------------- the API reference
+
+
+def test_an_example_of_a_docstring_is_shown_as_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a fence Markdown reads a prompt as quotations, and curls the quotes."""
+    for name in ("docutils", "sphinx.application", "sphinx.util.docutils"):  # need not be here
+        stand_in = ModuleType(name)
+        stand_in.__dict__.update(
+            nodes=SimpleNamespace(Node=object), Sphinx=object, SphinxDirective=object
+        )
+        monkeypatch.setitem(sys.modules, name, stand_in)
+    monkeypatch.syspath_prepend(str(DOCS))
+    directive = import_module("api_directive")
+    name = "modular_kernel.catalog"
+    text = "\n\n".join(directive.described(name, directive.source_of(name), ["check"]))
+    monkeypatch.delitem(sys.modules, "api_directive")
+    (example,) = re.findall(r"^```pycon\n(.*?)\n```$", text, re.MULTILINE | re.DOTALL)
+    assert example.startswith(">>> problem = ")
+    assert example.endswith("(False, ['format', 'reduce'])")
+    assert text.count(">>> problem = ") == 1

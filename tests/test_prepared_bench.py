@@ -146,7 +146,7 @@ def test_the_command(mk: Mk, machine: Machine, tmp_path: Path) -> None:
 def test_the_command_refuses_what_prepares_nothing(mk: Mk, machine: Machine) -> None:
     done = mk(*WORDS, "--quant", "none,fp8_w8a8_block")
     assert (done.code, done.out) == (2, "")
-    assert "--prepared: got none, fp8_w8a8_block, of which no pair here prepares" in done.err
+    assert "--prepared: got none, fp8_w8a8_block, of which nothing is prepared by any" in done.err
     other = mk("--prepared", "--hf", "x.json")
     assert other.code == 2
     assert "prepared" in other.err

@@ -53,5 +53,5 @@ def test_files_of_calls_without_are_not_overwritten(mk: Mk, tmp_path: Path) -> N
 def test_what_prepares_nothing_is_refused(mk: Mk, quant: str, tmp_path: Path) -> None:
     done = mk(*TORCH, *WORDS, "--quant", quant, "--out", str(tmp_path / "new"))
     assert (done.code, done.out) == (2, "")
-    assert f"--prepared: got {quant}, of which TorchExperts prepare nothing" in done.err
+    assert f"--prepared: got {quant}, of which nothing is prepared by TorchExperts" in done.err
     assert not (tmp_path / "new").exists()

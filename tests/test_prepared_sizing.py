@@ -60,7 +60,7 @@ def test_what_prepares_nothing_is_refused(mk: Mk) -> None:
     for quant in ("none", "fp8_w8a8_block"):
         done = mk(*WORDS, "--quant", quant)
         assert (done.code, done.out) == (2, "")
-        assert f"--prepared: got {quant}, of which TritonExperts prepares nothing" in done.err
+        assert f"--prepared: got {quant}, of which nothing is prepared by TritonExperts" in done.err
 
 
 def test_experts_that_cannot_be_asked_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -351,3 +351,16 @@ def test_bad_usage_ends_with_2(capsys: pytest.CaptureFixture[str], words: str) -
     code, _, err = ended(capsys, "--model", "deepseek-v3", *words.split())
     assert code == 2
     assert "error: " in err
+
+
+@pytest.mark.parametrize(
+    "words", ["--model mixtral-8x7b", "--tokens 5", "--worlds 8", "--prepared", "--peak 100"]
+)
+def test_an_option_that_a_comparison_would_ignore_is_refused(
+    capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    file = "docs/benchmarks/h200-layers.json"
+    done = run_mk(capsys, "plan", "--compare", file, *words.split())
+    name = words.split()[0]
+    assert (done.code, done.out) == (2, "")
+    assert done.err == f"error: {name}: got {name} beside --compare, need one of them\n"

@@ -11,10 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from modular_kernel.cli import output
-from modular_kernel.cli.bench_model import WholeModel, bench_model, refuse_others
+from modular_kernel.cli.bench_model import WholeModel, bench_model
 from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.lists import schemes, token_numbers
-from modular_kernel.cli.options import AsJson, ExpertsType, PfType, Prepared, ProblemOptions
+from modular_kernel.cli.options import (
+    AsJson,
+    ExpertsType,
+    PfType,
+    Prepared,
+    ProblemOptions,
+    nothing_prepared,
+    refuse_beside,
+)
 from modular_kernel.cli.presets import BASELINE_SHAPES, SHAPES, facts, known, shown, unknown
 from modular_kernel.cli.ranks import ranks_asked
 from modular_kernel.errors import ConfigurationError
@@ -128,7 +136,7 @@ def bench(
         raise ConfigurationError("mk bench", got=got, need=f"{need}: ranks have mk exchange")
     whole.check_alone()
     if whole.hf is not None:
-        refuse_others((options, method, files), ("dtype", "as_json"))
+        refuse_beside("--hf", (options, method, files), ("dtype", "as_json"))
         bench_model(
             whole,
             dtype=options.dtype,
@@ -276,8 +284,7 @@ def _tell_unprepared(pairs: "list[BenchOffer]", quants: list[str]) -> None:
 
     having = {(offer.name, offer.quant) for offer in pairs if offer.prepared}
     if not having:
-        got = f"{', '.join(quants)}, of which no pair here prepares anything"
-        raise ConfigurationError("--prepared", got=got, need="weights that are (docs/compose.md)")
+        raise nothing_prepared(", ".join(quants), "any pair here")
     without = [
         f"{offer.name} {offer.quant}"
         for offer in pairs

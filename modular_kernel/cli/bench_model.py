@@ -67,15 +67,6 @@ class WholeModel:
                 raise ConfigurationError(name, got=f"{name} alone", need="--hf CONFIG with it")
 
 
-def refuse_others(groups: Sequence[object], taken: Sequence[str]) -> None:
-    """Raise ConfigurationError for an option of one layer's benchmark beside --hf."""
-    for group in groups:
-        for each in fields(group):  # type: ignore[arg-type]
-            if each.name not in taken and getattr(group, each.name) != each.default:
-                name = f"--{each.name.replace('_', '-')}"
-                raise ConfigurationError(name, got=f"{name} beside --hf", need="one of them")
-
-
 def bench_model(
     whole: WholeModel,
     *,

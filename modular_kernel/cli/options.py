@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeGuard, get_type_hints
 
@@ -157,6 +157,21 @@ def _ids_dtype(text: str) -> object:
     if text not in known:
         raise ConfigurationError("ids_dtype", got=repr(text), need="int32 or int64")
     return known[text]
+
+
+def nothing_prepared(quants: str, parts: str) -> ConfigurationError:
+    """Return the refusal of --prepared where none of the parts named prepares these schemes."""
+    got = f"{quants}, of which nothing is prepared by {parts}"
+    return ConfigurationError("--prepared", got=got, need="weights that are (docs/compose.md)")
+
+
+def refuse_beside(option: str, groups: Iterable[object], taken: Collection[str] = ()) -> None:
+    """Raise ConfigurationError for an option of these groups that `option` would ignore."""
+    for group in groups:
+        for each in fields(group):  # type: ignore[arg-type]
+            if each.name not in taken and getattr(group, each.name) != each.default:
+                name = f"--{each.name.replace('_', '-')}"
+                raise ConfigurationError(name, got=f"{name} beside {option}", need="one of them")
 
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:

@@ -8,7 +8,13 @@ import typer
 
 from modular_kernel.cli import output
 from modular_kernel.cli.lists import token_numbers
-from modular_kernel.cli.options import AsJson, Prepared, ProblemOptions
+from modular_kernel.cli.options import (
+    AsJson,
+    Prepared,
+    ProblemOptions,
+    nothing_prepared,
+    refuse_beside,
+)
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.printable import counted
 
@@ -97,14 +103,15 @@ def plan(
 
     An analytic model: experts by what they move and compute, at a measured efficiency; exchanges by
     latency and bytes over links. --tokens counts those of one rank. --prepared counts the memory of
-    prepared weights. Formulas, what was fitted to
-    which rows and how far off it is: docs/sizing.md. To print the errors: `mk plan --compare
-    docs/benchmarks/h200-layers.json --compare docs/benchmarks/h200-exchange.json`.
+    prepared weights. Formulas, what was fitted to which rows and how far off it is: docs/sizing.md.
+    To print the errors: `mk plan --compare docs/benchmarks/h200-layers.json --compare
+    docs/benchmarks/h200-exchange.json`; of the other options, --json alone goes with it.
 
     Exits with 1 if no pairing has an estimate, or if a compared row that was neither fitted nor
     timed eagerly is more than 25 % off; 2 is bad usage.
     """
     if compare:
+        refuse_beside("--compare", (options, world))
         _compare(compare, as_json=as_json)
         return
     from modular_kernel.perf_model.estimate import in_world, size
@@ -129,8 +136,7 @@ def plan(
     ]
     estimates = [estimate for one in sized for estimate in one.estimates]
     if world.prepared and estimates and not any(estimate.prepared for estimate in estimates):
-        got = f"{plain.quant}, of which {PART} prepares nothing"
-        raise ConfigurationError("--prepared", got=got, need="weights that are (docs/compose.md)")
+        raise nothing_prepared(plain.quant, PART)
     rows = [_row(estimate, cluster) for estimate in estimates]
     record = {"cluster": cluster, "routing": world.routing, "estimates": rows}
     output.answer(record, as_json, lambda: _print(sized, cluster, world.routing))

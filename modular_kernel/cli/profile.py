@@ -13,7 +13,7 @@ import typer
 
 from modular_kernel.cli import output
 from modular_kernel.cli.host import prepare_host
-from modular_kernel.cli.options import AsJson, Prepared, ProblemOptions
+from modular_kernel.cli.options import AsJson, Prepared, ProblemOptions, nothing_prepared
 from modular_kernel.cli.ranks import Backend, Host, host_of, launched
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 
@@ -142,8 +142,7 @@ def refuse_unprepared(experts: list[str], problem: "Problem") -> None:
 
     without = [name for name in experts if not declared_specs(name, problem)]
     if len(without) == len(experts):
-        got = f"{problem.quant}, of which {' and '.join(experts)} prepare nothing"
-        raise ConfigurationError("--prepared", got=got, need="weights that are (docs/compose.md)")
+        raise nothing_prepared(problem.quant, " and ".join(experts))
     for name in without:
         output.note(f"profiled as it is, nothing is prepared of: {name} {problem.quant}")
 
