@@ -319,7 +319,13 @@ def parsed():
     parser.add_argument("--compile-only", action="store_true")
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--out", type=Path)
-    return parser.parse_args()
+    args = parser.parse_args()
+    names = {layer.name for layer in SECTIONS[args.section]("mixtral")}
+    for asked, known in ((args.shapes, SHAPES), ([*args.only, *words(args.once)], names)):
+        for name in asked:
+            if name not in known:
+                parser.error(f"got {name}, need one of {', '.join(sorted(known))}")
+    return args
 
 
 def main():
