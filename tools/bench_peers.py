@@ -2,7 +2,7 @@
 
 Those whose packages can be imported here are offered, the others are named on stderr: vLLM's fused
 experts on its Triton kernels (bf16; fp8 by channel; fp8 by block; int4 by group), its DeepGEMM and
-CUTLASS experts, and triton_kernels with SwiGLU in the first product (bf16; mxfp4 with weights in
+CUTLASS experts, its Marlin kernels (int4 by group; mxfp4), and triton_kernels with SwiGLU in the first product (bf16; mxfp4 with weights in
 the order that vLLM puts them in once; v3.5.1's interface, as vLLM ships it).
 What a layer does to its weights (quantise, transpose, interleave) is its own untimed set-up.
 """
@@ -20,6 +20,7 @@ from modular_kernel.bench.candidates import Layer
 from modular_kernel.measure.cases import quantised
 
 _MOE = "vllm.model_executor.layers.fused_moe"
+_QUANT = "vllm.model_executor.layers.quantization.utils"
 _BLOCK = 128
 _LEAST_DEEPGEMM_TOKENS = 128  # vLLM's own rule
 
@@ -143,6 +144,55 @@ class VllmExperts(LayerPeer):
         return out
 
 
+class VllmMarlin(LayerPeer):
+    """moe_align_block_size, moe_wna16_marlin_gemm, silu_and_mul, the product again, moe_sum."""
+
+    def __init__(self, name, quant):
+        self.name, self.quant, self.blocks = name, quant, quant == "int4_w4a16_group"
+
+    def setup(self, problem, weights):
+        types = import_module("vllm.scalar_type").scalar_types
+        utils = import_module(f"{_QUANT}.marlin_utils")
+        self.run = import_module(f"{_MOE}.experts.marlin_moe").fused_marlin_moe
+        self.ops = import_module("vllm._custom_ops")
+        self.type = (types.uint4b8 if self.blocks else types.float4_e2m1f).id
+        w1, w2, *scales = self.stored(problem, weights)
+        self.w1, self.w2 = map(self.repacked, (w1, w2))
+        device, dtype = w1.device, problem.dtype
+        self.workspace = utils.marlin_make_workspace_new(device, 4)
+        self.scales = []
+        for packed, scale in zip((w1, w2), scales, strict=True):
+            (rows, columns), group = packed.shape[1:], packed.shape[2] * 2 // scale.shape[2]
+            scale = scale if self.blocks else scale.view(torch.float8_e8m0fnu)
+            scale_eGN = scale.to(dtype).mT.contiguous()
+            made = utils.marlin_moe_permute_scales(scale_eGN, columns * 2, rows, group)
+            if not self.blocks:
+                as_e8m0 = import_module(f"{_QUANT}.marlin_utils_fp4").mxfp4_marlin_process_scales
+                made = torch.stack([as_e8m0(one) for one in made])
+            self.scales.append(made)
+
+    def repacked(self, w_eNK):
+        """Words of eight codes along K, (e, K / 8, N), in the order of the kernel's tiles."""
+        experts, rows, half = w_eNK.shape
+        words = w_eNK.view(torch.int32).mT
+        perm = torch.empty(experts, 0, dtype=torch.int32, device=w_eNK.device)
+        repack = self.ops.gptq_marlin_moe_repack
+        return repack(words.contiguous(), perm, half * 2, rows, 4)
+
+    def sum(self, rows_TKH, out_TH, *_):
+        self.ops.moe_sum(rows_TKH, out_TH)
+        return out_TH
+
+    def call(self, x_TH, routing):
+        ids, router = routing.topk_ids_TK, routing.topk_weights_TK
+        out = torch.empty_like(x_TH)
+        self.run(
+            x_TH, self.w1, self.w2, None, None, *self.scales, router, ids, self.type,
+            workspace=self.workspace, moe_sum=self.sum, output=out,
+        )  # fmt: skip
+        return out
+
+
 @triton.jit(repr=lambda _: "_silu_and_multiply")
 def _silu_and_multiply(value):
     """Columns alternate between gate and up."""
@@ -170,7 +220,7 @@ class TritonKernels(LayerPeer):
             self.configs = mm.PrecisionConfig(), mm.PrecisionConfig()
             return
         made = quantised(weights, replace(problem, quant=self.quant))
-        swizzle = import_module("vllm.model_executor.layers.quantization.utils.mxfp4_utils")
+        swizzle = import_module(f"{_QUANT}.mxfp4_utils")
         scales = made.w1_scale.view(torch.uint8), made.w2_scale.view(torch.uint8)
         one = swizzle._swizzle_mxfp4(in_turns(made.w1), in_turns(scales[0]))
         two = swizzle._swizzle_mxfp4(made.w2, scales[1])
@@ -205,9 +255,16 @@ def layers():
         *map(VllmTriton, ("none", "fp8_w8a8_channel", "fp8_w8a8_block", "int4_w4a16_group")),
         VllmExperts("vllm_deepgemm", "fp8_w8a8_block", "deep_gemm_moe", "DeepGemmExperts"),
         VllmExperts("vllm_cutlass", "fp8_w8a8_channel", "cutlass_moe", "CutlassExpertsFp8"),
+        VllmMarlin("vllm_marlin", "int4_w4a16_group"),
+        VllmMarlin("vllm_marlin_mxfp4", "mxfp4_w4a16"),
         TritonKernels(),
         TritonKernels("mxfp4_w4a16"),
     ]
+    return offered(made)
+
+
+def offered(made):
+    """Those of `made` whose packages are here; the others are named on stderr."""
     absent = {name for peer in made for name in peer.needs if find_spec(name) is None}
     for peer in made if absent else ():
         lacking = ", ".join(absent.intersection(peer.needs))
