@@ -269,6 +269,19 @@ def test_a_defect_that_is_missed_ends_with_1(mk: Mk, monkeypatch: pytest.MonkeyP
     assert mk(*IN_CALLS, "--one").code == 2
 
 
+def test_a_defect_that_changes_nothing_is_not_applicable(
+    mk: Mk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case("MoEPrepareAndFinalizeNoEP", "TorchExperts", BASE)
+    kill = mutants.Kill("idle", case, unsound=None, killed_by=None, nothing="nobody reads it")
+    monkeypatch.setattr(mutants, "sensitivity", lambda *_: (kill,))
+    ended = mk(*IN_CALLS)
+    assert ended.code == 0
+    assert "1 defect put into calls: 0 found, 0 not, 1 not applicable" in ended.out
+    assert f"idle in {case}: changes nothing: nobody reads it" in ended.out
+    assert mk(*IN_CALLS, "--json").json["calls"][0]["changes_nothing"] == "nobody reads it"
+
+
 def test_a_pair_that_fails_without_a_defect_says_how(
     mk: Mk, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,10 +21,15 @@ from modular_kernel.testing.mutation.bits import compare_bits, drawn_problems
 from modular_kernel.testing.mutation.coverage import Coverage, Covered
 from modular_kernel.testing.mutation.equivalent import EQUIVALENT, LEAST_PROBLEMS, reviewed
 from modular_kernel.testing.mutation.same_code import same_code
+from modular_kernel.testing.mutation.scope import modules_of
 from modular_kernel.testing.mutation.source import Edit
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/add-a-part.md"
+# `adapters` is a scope of modules, whose tests kill, and no part.
+RECORDS = [
+    path for path in sorted((ROOT / "docs/mutation").glob("*.json")) if path.stem != "adapters"
+]
 
 # The tutorial's part with a value that nothing reads.
 LINE = "        problem, routing = self.problem, tokens.routing\n"
@@ -111,6 +116,35 @@ def test_equivalents_have_a_proof_a_reason_and_their_parts(tmp_path: Path) -> No
     if limited is not None:
         assert reviewed(limited, "DeepEPHTPrepareAndFinalize") is None
     assert reviewed("no such", "TorchExperts") is None
+
+
+def test_every_equivalent_is_a_mutant_of_today_and_of_its_parts() -> None:
+    """A line that changes takes its mutants with it, and what was proven of them."""
+    catalog = load_catalog()
+    of: dict[str, set[str]] = {}  # module -> parts
+    paths: dict[str, Path] = {}
+    for part in {part.name for part in catalog.parts}:
+        for module, path in modules_of(part, catalog).items():
+            of.setdefault(module, set()).add(part)
+            paths[module] = path
+    left = dict(EQUIVALENT)
+    for module, path in paths.items():
+        for mutant in mutants_of(module, path):
+            why = left.pop(mutant.ident, None)
+            assert why is None or set(why.parts) <= of[module], mutant.ident
+        if not left:
+            break
+    assert sorted(left) == []
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_what_a_record_calls_equivalent_is_reviewed(path: Path) -> None:
+    record = json.loads(path.read_text(encoding="utf-8"))
+    told = {each["id"]: each["reason"] for each in record["equivalent"]}
+    found = {ident: reviewed(ident, record["part"]) for ident in told}
+    assert [ident for ident, why in found.items() if why is None] == []
+    alive = [each["id"] for each in record["survivors"]]
+    assert [ident for ident in alive if reviewed(ident, record["part"])] == []
 
 
 @pytest.mark.share(4)

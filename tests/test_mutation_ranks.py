@@ -31,6 +31,7 @@ FILE = "prepare_finalize/collectives/all_gather.py"
 PAIR = ("AllGatherReduceScatterPrepareAndFinalize", "TorchExperts")
 BATCHED = ("TorchAll2AllBatchedPrepareAndFinalize", "NaiveBatchedExperts")
 SYMMETRIC = "SymmMemPrepareAndFinalize"
+BY_HOSTS = "HostThenRankPrepareAndFinalize"
 WHERE = OverRanks(2)
 
 
@@ -121,8 +122,13 @@ def test_bits_see_what_changes_on_one_rank_alone(coverage: Coverage, tmp_path: P
          "not DeviceError"),
         (SYMMETRIC, "symm_mem/group", "32) & 0xFFFFFF", "32) & 0xFFFFFE", "from rank(s) , not"),
         (GATHERED, "common/torch_group", "layer: int = 0", "layer: int = 1", "call 0 of layer 1"),
+        (BY_HOSTS, "symm_mem/group", 'begin(0, "construct", nbytes)',
+         'begin(1, "construct", nbytes)', "'step': 1, 'phase': 'construct'"),
+        (BY_HOSTS, "rendezvous/hosts", "    if most is None:\n", "    if most is not None:\n",
+         "not 1 on each, in blocks"),
     ],
-    ids=["far-copy", "third-call", "two-hosts", "another-device", "rank-0-missed", "no-layer"],
+    ids=["far-copy", "third-call", "two-hosts", "another-device", "rank-0-missed", "no-layer",
+         "construct-in-a-call", "too-many-on-a-host"],
 )  # fmt: skip
 def test_scenes_tell_a_part_that_errs_of(
     part: str, file: str, old: str, new: str, found: str, tmp_path: Path

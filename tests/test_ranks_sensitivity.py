@@ -6,6 +6,7 @@ Where a defect is put into a case of test_ranks_matrix, that file shows that it 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from test_ranks_matrix import CASES, PAIRINGS
 from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.tensors import Handle
 from modular_kernel.testing import Case
+from modular_kernel.testing.call_mutants import effect
+from modular_kernel.testing.call_mutants.effect import Effect
 from modular_kernel.testing.call_mutants.over_ranks import sensitivity_ranks
 from modular_kernel.testing.call_mutants.rank_operators import (
     RANK_MUTANTS,
@@ -21,6 +24,7 @@ from modular_kernel.testing.call_mutants.rank_operators import (
     build_mutant,
     build_on_last_rank,
 )
+from modular_kernel.testing.call_mutants.run import Kill
 from modular_kernel.testing.cases.ranks import rank_cases_for
 from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.verify.over_ranks import prove_ranks
@@ -76,7 +80,7 @@ def survivors(
 ) -> list[str]:
     kills = sensitivity_ranks(*pairing, pool, mutants=[mutant], proven=proven)
     assert kills, "no case shows it"
-    return [str(kill) for kill in kills if not kill.ok]
+    return [str(kill) for kill in kills if not kill.ok or kill.nothing]
 
 
 @pytest.mark.share(6)
@@ -93,6 +97,58 @@ def test_killed_on_four_ranks(
     pairing: tuple[str, str], mutant: RankMutant, rank_pool: Pool, proven: dict[Case, str | None]
 ) -> None:
     assert survivors(pairing, mutant, rank_pool(4), proven) == []
+
+
+def test_what_nobody_reads_is_neither_killed_nor_a_survivor(
+    rank_pool: Pool, proven: dict[Case, str | None]
+) -> None:
+    (mutant,) = (each for each in RANK_MUTANTS if each.name == COUNTS_HOSTS[1])
+    pair = COUNTS_HOSTS[0], "TorchExperts"
+    (kill,) = sensitivity_ranks(*pair, rank_pool(4), mutants=[mutant], proven=proven)
+    assert kill.nothing == "nobody reads what it changes", str(kill)
+    assert (kill.ok, kill.killed_by) == (True, None)
+
+
+@dataclass(frozen=True)
+class Inner:
+    counts_W: tuple[int, ...]
+    step: int
+
+
+@dataclass(frozen=True)
+class Outer(Handle):
+    inner: Inner
+    rows_TK: torch.Tensor
+
+
+def test_an_effect_is_what_somebody_reads() -> None:
+    given = Outer(Inner((1, 2), 7), torch.arange(3))
+    again = replace(given, inner=replace(given.inner), rows_TK=given.rows_TK.clone())
+    effect.note("defect", Effect.NONE)
+    assert effect.watched_handle("defect", given, again) is given
+    assert effect.take("defect") is Effect.NONE
+
+    told: Any = effect.watched_handle(
+        "defect", given, replace(given, inner=Inner((2, 1), 7), rows_TK=given.rows_TK.roll(1))
+    )
+    assert isinstance(told, Outer)
+    assert (told.inner.step, type(told.inner).__name__) == (7, "Inner")
+    assert effect.take("defect") is Effect.UNREAD
+    assert told.inner.counts_W == (2, 1)
+    assert effect.take("defect") is Effect.USED
+    assert told.rows_TK.tolist() == [2, 0, 1]
+    assert effect.take("defect") is Effect.USED
+    assert effect.take("unheard of") is Effect.USED  # such as of a rank that was lost
+
+
+def test_what_fails_with_a_defect_that_changes_nothing_fails_without_it() -> None:
+    case = CASES[0]
+    kill = Kill.judged("defect", case, None, "numeric: far off", Effect.NONE)
+    assert (kill.ok, kill.killed_by, kill.unsound) == (False, None, "numeric: far off")
+    assert str(Kill.judged("defect", case, None, None, Effect.NONE)).endswith(
+        "changes nothing: what it would change is not there"
+    )
+    assert not Kill.judged("defect", case, None, None, Effect.USED).ok
 
 
 def test_defects_occur_exactly_where_they_can() -> None:

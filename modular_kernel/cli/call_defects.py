@@ -32,11 +32,12 @@ def record_of_kill(kill: "Kill") -> dict[str, object]:
         "ok": kill.ok,
         "unsound": kill.unsound,
         "killed_by": kill.killed_by,
+        "changes_nothing": kill.nothing,
     }
 
 
 def print_kills(found: "Sequence[Kill]") -> None:
-    """Print a line for each defect in each pair, and every one that was missed."""
+    """Print a line for each defect in each pair, and every one not found."""
     groups: dict[Pair, list[Kill]] = {}
     for kill in found:
         key = (kill.mutant, f"{kill.case.prepare_finalize} x {kill.case.experts}")
@@ -45,11 +46,13 @@ def print_kills(found: "Sequence[Kill]") -> None:
     columns = ("defect", "pairing", "cases", "found by", "verdict")
     output.table(columns, rows)
     for kill in found:
-        if not kill.ok:
+        if not kill.ok or kill.nothing:
             output.line(str(kill))
     missed = sum(not kill.ok for kill in found)
+    idle = sum(kill.ok and kill.nothing is not None for kill in found)
     output.line(
-        f"{counted(len(found), 'defect')} put into calls: {len(found) - missed} found, {missed} not"
+        f"{counted(len(found), 'defect')} put into calls: {len(found) - missed - idle} found, "
+        f"{missed} not{f', {idle} not applicable' if idle else ''}"
     )
 
 
@@ -61,4 +64,6 @@ def _checks(kills: "Sequence[Kill]") -> str:
 def _fate(kills: "Sequence[Kill]") -> str:
     if any(kill.unsound is not None for kill in kills):
         return "fails without it"
-    return "found" if all(kill.ok for kill in kills) else "MISSED"
+    if not all(kill.ok for kill in kills):
+        return "MISSED"
+    return "found" if any(kill.killed_by for kill in kills) else "not applicable"

@@ -27,6 +27,7 @@ from modular_kernel.tensors import (
     Handle,
     Routing,
 )
+from modular_kernel.testing.call_mutants import effect
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.types import Machine, Problem
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
@@ -108,6 +109,9 @@ class CallMutant:
         """Return the case's kernel with this defect in it. group: where ranks take part."""
         catalog = load_catalog()
         told = self.problem(case.problem) if self.problem else case.problem
+        acts = (self.arguments, self.rows, self.receive, self.started, self.finished)
+        surely = told != case.problem or any(place is not None for place in acts)
+        effect.note(self.name, effect.Effect.USED if surely else effect.Effect.NONE)
         pf = catalog.prepare_finalize(case.prepare_finalize)(told, group)
         experts = catalog.experts(case.experts)(told)
         return MutatedKernel(
@@ -235,7 +239,8 @@ class _WrappedPrepareAndFinalize(PrepareAndFinalize):
         out: torch.Tensor,
     ) -> None:
         if self.mutant.handle:
-            handle = self.mutant.handle(handle)
+            changed = self.mutant.handle(handle)
+            handle = effect.watched_handle(self.mutant.name, handle, changed)
         self.part.finalize(expert_output, handle=handle, reduce=reduce, out=out)
 
 
@@ -262,7 +267,10 @@ class _WrappedExperts(PermuteExpertsUnpermute):
         output: torch.Tensor,
     ) -> None:
         if self.mutant.dispatched:
-            tokens = self.mutant.dispatched(tokens)
+            changed = self.mutant.dispatched(tokens)
+            if changed is not tokens:
+                effect.note(self.mutant.name, effect.Effect.USED)
+            tokens = changed
         self.part.apply(tokens, weights=weights, workspace=workspace, output=output)
         if self.mutant.rows:
             self.mutant.rows(output, tokens)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 
+from modular_kernel.testing.call_mutants.effect import take_over_ranks
 from modular_kernel.testing.call_mutants.rank_operators import (
     RANK_MUTANTS,
     RankMutant,
@@ -45,5 +46,6 @@ def sensitivity_ranks(
                 proven[case] = first_of(prove_ranks(case, pool, machine).failures)
             build = partial(build_mutant, mutant.name)
             proof = prove_ranks(case, pool, machine, build, checks=EARLY)
-            kills.append(Kill(mutant.name, case, proven[case], first_of(proof.failures)))
+            failure, found = first_of(proof.failures), take_over_ranks(mutant.name, pool)
+            kills.append(Kill.judged(mutant.name, case, proven[case], failure, found))
     return tuple(kills)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from modular_kernel.testing.call_mutants.adapters import ADAPTER_MUTANTS
+from modular_kernel.testing.call_mutants.effect import Effect, take, why_nothing
 from modular_kernel.testing.call_mutants.inject import CallMutant
 from modular_kernel.testing.call_mutants.operators import MUTANTS as PLAIN_MUTANTS
 from modular_kernel.testing.call_mutants.quantised import SCALE_MUTANTS
@@ -24,20 +25,36 @@ __all__ = ["MUTANTS", "CallMutant", "Kill", "sensitivity"]
 
 @dataclass(frozen=True)
 class Kill:
-    """One mutant in one case. unsound: the first failure of the kernel without it, or None if that
-    passes. killed_by: the first failure with it, or None if the mutant survived."""
+    """One mutant in one case.
+
+    unsound: the first failure of the kernel without it, or None if that
+    passes. killed_by: the first failure with it, or None if the mutant survived. nothing: why the
+    mutant changes nothing in this case, where it is neither killed nor a survivor.
+    """
 
     mutant: str
     case: Case
     unsound: str | None
     killed_by: str | None
+    nothing: str | None = None
+
+    @classmethod
+    def judged(
+        cls, mutant: str, case: Case, unsound: str | None, failure: str | None, found: Effect
+    ) -> "Kill":
+        """Judge a mutant by its first failure, and by the effect that it had."""
+        why = why_nothing(found)
+        if why is None:
+            return cls(mutant, case, unsound, failure)
+        # What fails though nothing is changed fails without the mutant.
+        return cls(mutant, case, unsound or failure, None, why)
 
     @property
     def ok(self) -> bool:
-        return self.unsound is None and self.killed_by is not None
+        return self.unsound is None and (self.killed_by is not None or self.nothing is not None)
 
     def __str__(self) -> str:
-        fate = self.killed_by or "SURVIVED"
+        fate = f"changes nothing: {self.nothing}" if self.nothing else self.killed_by or "SURVIVED"
         if self.unsound is not None:
             fate = f"fails without the mutant: {self.unsound}"
         return f"{self.mutant} in {self.case}: {fate}"
@@ -70,7 +87,8 @@ def sensitivity(
             if case not in proven:
                 proven[case] = first_of(prove(case, machine).failures)
             killer = first_of(findings(Trial(case, machine, mutant.build)))
-            kills.append(Kill(mutant.name, case, proven[case], killer))
+            found = take(mutant.name)
+            kills.append(Kill.judged(mutant.name, case, proven[case], killer, found))
     return tuple(kills)
 
 

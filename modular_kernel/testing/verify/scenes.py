@@ -36,7 +36,7 @@ from modular_kernel.testing.verify.scenes_of_problems import (
     before,
     meant_otherwise,
 )
-from modular_kernel.testing.verify.scenes_on_hosts import on_hosts
+from modular_kernel.testing.verify.scenes_on_hosts import journal_of_a_host, on_hosts
 from modular_kernel.types import Machine
 
 DEADLINE_S = 1.5  # of a scene in which a rank stays away
@@ -80,6 +80,7 @@ def misunderstood(on: Stage) -> Lines:
         yield _unequal(on, first, step)
     yield on.goes(first)
     yield journal(on, first, refused={2: "DeviceError", 3: "RuntimeError", 4: "DtypeError"}), RIGHT
+    yield from journal_of_a_host(on, first)
     yield from _managed(on, first)
     first.prepare_finalize.destroy()
     yield said(lambda: on.judged(on.call(second))), "UnsupportedError"

@@ -3,14 +3,17 @@
 Ranks of one machine are ranks of several hosts where MK_HOST_ID says so.
 """
 
+import json
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
-from modular_kernel.errors import CommunicationError, DtypeError
+from modular_kernel.errors import CommunicationError, ConfigurationError, DtypeError
+from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.settings import host_called, read_settings
 from modular_kernel.testing.cases.scenes import manager_class
-from modular_kernel.testing.verify.scene_stage import Stage, said
+from modular_kernel.testing.verify.scene_stage import RIGHT, Stage, manager_of, said
 
 
 def on_hosts(on: Stage) -> Iterator[tuple[str, str]]:
@@ -18,11 +21,15 @@ def on_hosts(on: Stage) -> Iterator[tuple[str, str]]:
     several."""
     ranks, requires = on.world_size, on.part.requires
     if on.case.problem.parallel.hosts > 1:
+        manager = manager_class(on.part)(None)
+        yield _too_many(on, manager)
+        manager.destroy()
         yield from _apart(_with_hosts_of(on, 1))
         return
     manager = manager_class(on.part)(None)
     name = read_settings().host_id or socket.gethostname()
     yield str(manager.hosts), f"{ranks} ranks on one host, {name}"
+    yield _too_many(on, manager)
     together, alone = _with_hosts_of(on, ranks), _with_hosts_of(on, 1)
     yield together.goes(together.over(manager))
     judged = requires.one_host or requires.full_hosts
@@ -36,6 +43,39 @@ def on_hosts(on: Stage) -> Iterator[tuple[str, str]]:
             manager = manager_class(on.part)(None)
         yield said(lambda: str(on.over(manager))), "ConfigurationError"
         manager.destroy()
+
+
+def journal_of_a_host(on: Stage, kernel: FusedMoEModularKernel) -> Iterator[tuple[str, str]]:
+    """Read the records of memory inside a manager, of the ranks of a host; none where it has none.
+
+    Every piece is made outside calls, and is done, or refused because ranks mean another layer.
+    """
+    inside = getattr(manager_of(kernel.prepare_finalize), "inside", None)
+    if inside is None:
+        return
+    for line in inside.last_calls.json_lines().splitlines():
+        record = json.loads(line)
+        state = record["state"].partition(": got ")[0]
+        told = record["rank"], record["step"], record["phase"], record["bytes"] > 0
+        good = told == (on.rank, 0, "construct", True)
+        good &= state in ("done", "ranks that share buffers")
+        yield RIGHT if good else f"record {record}", RIGHT
+
+
+def _too_many(on: Stage, manager: Any) -> tuple[str, str]:
+    """Have the part serve a rank less than each host has: every rank is told how many it serves.
+
+    A part that serves eight would need nine ranks to be told so as it is.
+    """
+    most = on.world_size // len(manager.hosts) - 1
+    requires = replace(on.part.requires, ranks_per_host=most)
+    narrow = type(on.part.__name__, (on.part,), {"requires": requires})
+    must = f"{most} on each, in blocks of one size"
+    try:
+        told = str(narrow(on.case.problem, manager))
+    except ConfigurationError as error:
+        told = str(error)
+    return (must if must in told else told), must
 
 
 def _apart(on: Stage) -> Iterator[tuple[str, str]]:
