@@ -112,9 +112,8 @@ class ActivationSpec:
             need = f"one of {', '.join(GATED + UNGATED)}"
             raise ConfigurationError("activation", got=self.kind, need=need)
         if (self.alpha is not None) != (self.kind in _TAKE_ALPHA):
-            need = (
-                "a value" if self.alpha is None else f"alpha only with {' or '.join(_TAKE_ALPHA)}"
-            )
+            some = " or ".join(_TAKE_ALPHA)
+            need = "a value" if self.alpha is None else f"alpha only with {some}"
             raise ConfigurationError(f"activation {self.kind} alpha", got=self.alpha, need=need)
         given, must = self.limit is not None, self.kind.startswith("swiglu")
         if given != must and not (given and self.kind in _TAKE_LIMIT):

@@ -121,3 +121,63 @@ def test_public_names_are_not_hidden_by_submodules() -> None:
 
     modules = {path.stem for path in (ROOT / "modular_kernel").iterdir()}
     assert not modules & set(modular_kernel.__all__)
+
+
+# A part names what compiles its kernels' other callers, which import the part's kernels: late.
+_LATE = {("experts.triton.permuted", "experts.compat.ep_moe_meta")}
+
+
+def _imports() -> set[tuple[str, str]]:
+    """(module, module that it imports anywhere but for type checkers): of our packages."""
+    files = {}
+    for file in (file for package in PACKAGES for file in (ROOT / package).rglob("*.py")):
+        name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        files[name] = file
+    found = set()
+    for name, file in files.items():
+        waiting: list[ast.AST] = [ast.parse(file.read_text(encoding="utf-8"))]
+        while waiting:
+            node = waiting.pop()
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                continue
+            waiting += ast.iter_child_nodes(node)
+            if isinstance(node, ast.Import):
+                found |= {(name, alias.name) for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                below = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= {(name, one if one in files else str(node.module)) for one in below}
+    return {(user, used) for user, used in found if used in files and used != user} - _LATE
+
+
+def _in_loops(pairs: set[tuple[str, str]]) -> set[str]:
+    """Return what imports itself through others: what is left when ends are taken off."""
+    while True:
+        users, used = {user for user, _ in pairs}, {used for _, used in pairs}
+        kept = {pair for pair in pairs if pair[1] in users and pair[0] in used}
+        if kept == pairs:
+            return users
+        pairs = kept
+
+
+def test_no_files_and_no_folders_beside_each_other_import_in_a_loop() -> None:
+    """Late imports count: a loop that is closed in a function is one to a reader."""
+    found = _imports()
+    assert _in_loops(found) == set()
+    between: dict[str, set[tuple[str, str]]] = {}
+    for user, used in found:
+        mine, other = user.split("."), used.split(".")
+        same = next((i for i, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b), None)
+        # Folders alone: what has something below the place where the two part.
+        if same is not None and min(len(mine), len(other)) > same + 1:
+            pair = ".".join(mine[: same + 1]), ".".join(other[: same + 1])
+            between.setdefault(".".join(mine[:same]), set()).add(pair)
+    assert {where: _in_loops(pairs) for where, pairs in between.items() if _in_loops(pairs)} == {}
+
+
+def test_files_stay_short() -> None:
+    """Tests apart. A file that grows past this has a second thing in it."""
+    listed = (path for path in ROOT.rglob("*.py") if "tests" not in path.relative_to(ROOT).parts)
+    files = [p for p in listed if p.relative_to(ROOT).parts[0] in (*PACKAGES, "tools", "examples")]
+    lengths = {p: len(p.read_text(encoding="utf-8").splitlines()) for p in files}
+    assert {str(p.relative_to(ROOT)): n for p, n in lengths.items() if n > 398} == {}
+    assert sorted(lengths.values())[len(lengths) // 2] <= 126

@@ -7,8 +7,7 @@ import pytest
 
 # Costs more than a tenth of a second each, and judges nothing.
 HEAVY = (
-    "triton.experimental.gluon",
-    "triton.runtime.interpreter",
+    "triton",
     "ml_dtypes",
     "transformers",
     "safetensors",
@@ -56,9 +55,21 @@ def test_judging_leaves_out_what_only_computing_needs() -> None:
 LABORATORY = ("testing", "bench", "select", "tuning", "profiling", "report", "importers", "layers")
 
 
-@pytest.mark.parametrize("words", [["list"], ["check", "--arch", "9.0"]], ids=" ".join)
-def test_verbs_that_only_judge_load_no_laboratory(words: list[str]) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["list"],
+        ["check", "--arch", "9.0"],
+        ["check", "--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TritonExperts"],
+        ["plan"],
+    ],
+    ids=" ".join,
+)
+def test_verbs_that_only_judge_load_no_kernel_and_no_laboratory(words: list[str]) -> None:
     run = f"from modular_kernel.cli.main import run\ntry: run({words})\nexcept SystemExit: pass"
-    rooms = {name.split(".")[1] for name in loaded(run) if name.startswith("modular_kernel.")}
+    found, of_torch = loaded(run), loaded("import torch")
+    assert [name for name in HEAVY if name in found - of_torch] == []
+    assert [name for name in found if "kernels" in name.split(".")] == []
+    rooms = {name.split(".")[1] for name in found if name.startswith("modular_kernel.")}
     assert {"cli", "rules"} <= rooms
     assert rooms & set(LABORATORY) == set()

@@ -46,16 +46,17 @@ def test_what_is_not_known_is_not_replayed(found: dict[str, Any], what: str, rea
 
 
 def test_replay_says_that_it_is_off_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = pytest.importorskip("modular_kernel.ops.launch.launch")
+    triton = pytest.importorskip("triton")
     triton_versions = pytest.importorskip("modular_kernel.ops.launch.triton_versions")
+    from modular_kernel.ops.launch import launch
     from modular_kernel.states import replay
 
-    monkeypatch.setattr(launch.triton.knobs.runtime, "interpret", True)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: False)  # mk has set it
     assert str(replay()) == "off: there is no GPU of NVIDIA's"
     monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: True)
     assert str(replay()) == "off: TRITON_INTERPRET is 1: nothing is compiled"
-    monkeypatch.setattr(launch.triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: False)
     assert str(replay()) == "off: there is no GPU of NVIDIA's"
     monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: True)

@@ -4,12 +4,9 @@ import torch
 
 from modular_kernel.errors import ShapeError
 from modular_kernel.ops.launch.launch import launch
-from modular_kernel.ops.launch.runtime import HAS_TRITON, use_triton
+from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.ops.permute import hidden_block
 from modular_kernel.types import ActivationSpec
-
-if HAS_TRITON:
-    from modular_kernel.ops.kernels.activation import activation_kernel
 
 
 def up_rows(spec: ActivationSpec, intermediate: int) -> tuple[int, int]:
@@ -38,6 +35,8 @@ def gated_activation(x_RN: torch.Tensor, spec: ActivationSpec, out_RI: torch.Ten
     if not use_triton(x_RN):
         out_RI.copy_(gated_activation_ref(x_RN, spec))
         return
+    from modular_kernel.ops.kernels.activation import activation_kernel
+
     step, offset = up_rows(spec, intermediate)
     block = hidden_block(intermediate)
     launch(

@@ -19,13 +19,10 @@ from modular_kernel.ops.count import (
 )
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.launch.pdl import overlap
-from modular_kernel.ops.launch.runtime import HAS_TRITON, use_triton
+from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.tensors import DispatchedRouting, dense
 from modular_kernel.types import IdSpace
 from modular_kernel.workspace import BufferSpec, Workspace
-
-if HAS_TRITON:
-    from modular_kernel.ops.kernels.align import align_kernel, align_place_kernel
 
 _FILL_BLOCKS = 8  # blocks per filling program
 _MOST_AT_ONCE = 4096  # pairs that every program of one launch counts
@@ -89,6 +86,8 @@ def align(
     if not use_triton(sorted_ids):
         align_ref(routing, block_size, num_local, ignore_invalid=ignore_invalid, out=aligned)
         return aligned
+    from modular_kernel.ops.kernels.align import align_kernel, align_place_kernel
+
     bins = num_bins(num_local)
     at_once = numel <= _MOST_AT_ONCE and numel * bins <= _MOST_COUNTED
     chunks = num_chunks(numel)

@@ -4,12 +4,9 @@ import torch
 
 from modular_kernel.ops.count import CHUNK, count_pairs, counts_spec, id_arguments, local_ids
 from modular_kernel.ops.launch.launch import launch
-from modular_kernel.ops.launch.runtime import HAS_TRITON, use_triton
+from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.workspace import BufferSpec
-
-if HAS_TRITON:
-    from modular_kernel.ops.kernels.batch import assign_rows_kernel
 
 
 def assign_rows_scratch(tokens: int, top_k: int, num_local: int) -> BufferSpec:
@@ -38,6 +35,8 @@ def assign_rows(
     if not use_triton(row_of_pair_TK):
         assign_rows_ref(routing, capacity, row_of_pair_TK, counts_e)
         return
+    from modular_kernel.ops.kernels.batch import assign_rows_kernel
+
     counts = count_pairs(routing, num_local, scratch=scratch, dedupe=True, counts_e=counts_e)
     launch(
         assign_rows_kernel,

@@ -5,13 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from modular_kernel.ops.launch.launch import launch
-from modular_kernel.ops.launch.runtime import HAS_TRITON
 from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.types import IdSpace
 from modular_kernel.workspace import BufferSpec
-
-if HAS_TRITON:
-    from modular_kernel.ops.kernels.count import count_pairs_kernel, scan_counts_kernel
 
 CHUNK = 128  # pairs per program; ranks inside a chunk come from a CHUNK x CHUNK comparison
 _SCAN_BLOCK = 1024
@@ -75,6 +71,8 @@ def count_pairs(
 
     dedupe: a repeated expert of one token counts once.
     """
+    from modular_kernel.ops.kernels.count import count_pairs_kernel, scan_counts_kernel
+
     ids_TK = routing.topk_ids_TK
     chunks, buckets = num_chunks(ids_TK.numel()), num_local + 1
     counts = PairCounts(

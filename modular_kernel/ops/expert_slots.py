@@ -16,12 +16,9 @@ from modular_kernel.errors import ConfigurationError, ShapeError
 from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.launch.pdl import overlap
-from modular_kernel.ops.launch.runtime import HAS_TRITON, use_triton
+from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.placement import Placement, PlacementTables, pairs_to_slots
 from modular_kernel.tensors import Routing
-
-if HAS_TRITON:
-    from modular_kernel.ops.kernels.expert_slots import number_pairs_kernel
 
 _WARP_PAIRS = 32  # a lane has one
 
@@ -98,6 +95,8 @@ def number_pairs(pairs: Pairs) -> None:
     if not use_triton(pairs.numbers_TK):
         number_pairs_ref(pairs)
         return
+    from modular_kernel.ops.kernels.expert_slots import number_pairs_kernel
+
     arguments, programs = pair_arguments(pairs, 1)
     launch(number_pairs_kernel, (programs,), num_warps=1, **arguments, **overlap())
 

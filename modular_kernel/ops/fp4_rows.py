@@ -13,17 +13,10 @@ from modular_kernel.errors import DtypeError, LayoutError, ShapeError
 from modular_kernel.ops.activation import activation_constants, gated_activation_ref, up_rows
 from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.ops.launch.launch import launch
-from modular_kernel.ops.launch.runtime import HAS_TRITON, use_triton
+from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.scale_tiles import pack_pairs
 from modular_kernel.types import ActivationSpec, dtype_name
 from modular_kernel.workspace import BufferSpec, Workspace
-
-if HAS_TRITON:
-    from modular_kernel.ops.kernels.fp4_rows import (
-        name_tiles_kernel,
-        quantise_tiles_kernel,
-        tile_scales_kernel,
-    )
 
 TILE_M = scale_layout.ROWS
 _COLUMNS = 256  # of a program: a step
@@ -87,6 +80,8 @@ def quantise_tiles(
     if not use_triton(x):
         quantise_tiles_ref(x, tiles, scale_e, out=out, source_R=source_R, act=act)
         return
+    from modular_kernel.ops.kernels.fp4_rows import quantise_tiles_kernel
+
     constants: dict[str, object] = {"KIND": "identity", "ALPHA": 0.0, "LIMIT": 0.0}
     step, offset = 1, 0
     if act is not None:
@@ -216,6 +211,8 @@ def tile_scales(scale_eNG: torch.Tensor, out: torch.Tensor) -> None:
     if not use_triton(out):
         out.copy_(scale_layout.to_tiles(scale_eNG).flatten(0, 1))
         return
+    from modular_kernel.ops.kernels.fp4_rows import tile_scales_kernel
+
     launch(
         tile_scales_kernel,
         (experts * blocks, scale_layout.steps_of(groups)),
@@ -248,6 +245,8 @@ def name_batched_tiles(counts_e: torch.Tensor, capacity: int, workspace: Workspa
     if not use_triton(counts_e):
         name_batched_tiles_ref(counts_e, capacity, out=tiles)
         return tiles
+    from modular_kernel.ops.kernels.fp4_rows import name_tiles_kernel
+
     launch(
         name_tiles_kernel,
         (experts,),

@@ -5,10 +5,7 @@ import torch
 from modular_kernel.errors import ShapeError
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.launch.pdl import overlap
-from modular_kernel.ops.launch.runtime import HAS_TRITON, use_triton
-
-if HAS_TRITON:
-    from modular_kernel.ops.kernels.mask_unwritten import live_pairs_kernel
+from modular_kernel.ops.launch.runtime import use_triton
 
 _BLOCK = 256  # two of a lane
 
@@ -43,6 +40,8 @@ def live_pairs(
             ids_RK, weights_RK, count, out_ids_RK=out_ids_RK, out_weights_RK=out_weights_RK
         )
         return
+    from modular_kernel.ops.kernels.mask_unwritten import live_pairs_kernel
+
     pairs = ids_RK.numel()
     launch(
         live_pairs_kernel,

@@ -16,15 +16,7 @@ import torch
 
 from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.ops.launch.launch import launch
-from modular_kernel.ops.launch.runtime import HAS_TRITON, use_triton
-
-if HAS_TRITON:
-    from modular_kernel.ops.kernels.moe_lora import (
-        moe_lora_a_kernel,
-        moe_lora_down_combine_kernel,
-        moe_lora_fused_kernel,
-        moe_lora_gate_up_b_kernel,
-    )
+from modular_kernel.ops.launch.runtime import use_triton
 
 BLOCK_T = 16  # pairs, and tokens, of a program: the least rows of a product in tensor cores
 _BLOCK_R, _BLOCK_I = 32, 64
@@ -118,6 +110,8 @@ def moe_lora_a(x: torch.Tensor, a_LERD: torch.Tensor, batch: PairBatch) -> torch
         return out_TKR
     if not use_triton(x):
         return _moe_lora_a_ref(x_XD, a_LERD, batch)
+    from modular_kernel.ops.kernels.moe_lora import moe_lora_a_kernel
+
     block = _rank_block(max_rank)
     launch(
         moe_lora_a_kernel,
@@ -160,6 +154,8 @@ def moe_lora_gate_up_b(u_TKR: torch.Tensor, b_LENR: torch.Tensor, batch: PairBat
         return out_TKI
     if not use_triton(u_TKR):
         return _moe_lora_gate_up_b_ref(u_TKR, b_LENR, batch)
+    from modular_kernel.ops.kernels.moe_lora import moe_lora_gate_up_b_kernel
+
     launch(
         moe_lora_gate_up_b_kernel,
         (-(-batch.ids_TK.numel() // BLOCK_T), -(-intermediate // _BLOCK_I)),
@@ -210,6 +206,8 @@ def moe_lora_down_combine(
     if not use_triton(v_TKR):
         _moe_lora_down_combine_ref(v_TKR, b_LEHR, batch, weights_TK, scalings_L, out_TH)
         return
+    from modular_kernel.ops.kernels.moe_lora import moe_lora_down_combine_kernel
+
     (tokens, hidden), max_rank = out_TH.shape, b_LEHR.shape[3]
     block = _OUT[out_TH.itemsize]
     launch(
@@ -300,6 +298,8 @@ def moe_lora_fused(
         v_TKR = _moe_lora_a_ref(h_TKI.flatten(0, 1), a2, batch)
         _moe_lora_down_combine_ref(v_TKR, b2, batch, weights_TK, scalings_L, out_TH)
         return
+    from modular_kernel.ops.kernels.moe_lora import moe_lora_fused_kernel
+
     (tokens, hidden), max_rank = out_TH.shape, a13.shape[2]
     block_r, block = next_power_of_2(max_rank), fused_block(max_rank)
     launch(

@@ -4,10 +4,7 @@ import torch
 
 from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.ops.launch.launch import launch
-from modular_kernel.ops.launch.runtime import HAS_TRITON, use_triton
-
-if HAS_TRITON:
-    from modular_kernel.ops.kernels.rows import permute_tokens_kernel
+from modular_kernel.ops.launch.runtime import use_triton
 
 _MAX_BLOCK_H = 1024
 
@@ -40,6 +37,8 @@ def permute_tokens(
         if scale_TG is not None and scale_rows_RG is not None:
             permute_tokens_ref(scale_TG, row_of_pair_TK, None, rows_RH=scale_rows_RG)
         return
+    from modular_kernel.ops.kernels.rows import permute_tokens_kernel
+
     block = hidden_block(hidden)
     moved = rows_RH if scale_rows_RG is None else scale_rows_RG
     groups = 0 if scale_TG is None else scale_TG.shape[1]

@@ -6,14 +6,11 @@ from modular_kernel.errors import ConfigurationError, ShapeError
 from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.launch.pdl import overlap
-from modular_kernel.ops.launch.runtime import HAS_TRITON, use_triton
+from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.ops.permute import permute_tokens_ref
 from modular_kernel.ops.quantise import Quantised, check_quantised, quantised
 from modular_kernel.quant import LARGEST, MIN_SCALE
 from modular_kernel.schemes import QuantScheme
-
-if HAS_TRITON:
-    from modular_kernel.ops.kernels.permute_quantise import permute_and_quantise_kernel
 
 _TILE = 2048  # columns a program holds, unless one group has more
 _MAX_BLOCK = 8192  # columns a program holds; a longer group is read again for each pair
@@ -49,6 +46,8 @@ def permute_and_quantise(
     if not use_triton(x_TH):
         permute_and_quantise_ref(x_TH, row_of_pair_TK, weights_TK, scheme, out=out)
         return
+    from modular_kernel.ops.kernels.permute_quantise import permute_and_quantise_kernel
+
     computed = not scheme.static
     group = min(hidden, scheme.group[-1] if scheme.group else hidden)
     block = min(next_power_of_2(group), _MAX_BLOCK)

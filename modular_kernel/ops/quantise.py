@@ -15,7 +15,7 @@ from modular_kernel.ops.activation import activation_constants, gated_activation
 from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.launch.pdl import overlap
-from modular_kernel.ops.launch.runtime import HAS_TRITON, use_triton
+from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.ops.live_rows import (
     BatchedRows,
     Live,
@@ -29,9 +29,6 @@ from modular_kernel.schemes import QuantScheme
 from modular_kernel.support import Rejection
 from modular_kernel.types import ActivationSpec, Machine, Problem, dtype_name
 from modular_kernel.workspace import BufferSpec, Workspace
-
-if HAS_TRITON:
-    from modular_kernel.ops.kernels.quantise import amax_kernel, quantise_rows_kernel
 
 _ACTIVATIONS = ("float8_e4m3fn", "int8")
 _CHUNK = 1024  # columns a program takes where one scale serves all of them
@@ -215,6 +212,8 @@ def _group(scheme: QuantScheme, columns: int) -> int:
 
 def _launch_amax(x_RK: torch.Tensor, out: Quantised, live: Live, source: dict[str, object]) -> int:
     """Write partial maxima; returns how many."""
+    from modular_kernel.ops.kernels.quantise import amax_kernel
+
     rows, columns = x_RK.shape
     assert out.partials is not None
     tiles = row_tiles(*segments_of(rows, live), min(columns, _CHUNK), _MAX_PARTIALS)
@@ -234,6 +233,8 @@ def _launch_quantise(
     arguments: dict[str, object],
 ) -> None:
     # Only such rows are copied asynchronously, and leave a multiprocessor room for 8 programs.
+    from modular_kernel.ops.kernels.quantise import quantise_rows_kernel
+
     streams = arguments["STEP"] == 1 and x.element_size() == 2 and x.stride(0) % 8 == 0
     tiles, programs = tile_arguments(scheme, out, live, streams=streams)
     launch(

@@ -5,12 +5,9 @@ import torch
 from modular_kernel.ops.count import id_arguments, uncounted_local_ids
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.launch.pdl import overlap
-from modular_kernel.ops.launch.runtime import HAS_TRITON, use_triton
+from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.ops.permute import hidden_block
 from modular_kernel.tensors import DispatchedRouting
-
-if HAS_TRITON:
-    from modular_kernel.ops.kernels.rows import gather_rows_kernel, weight_and_sum_kernel
 
 
 def weight_and_sum(
@@ -95,6 +92,8 @@ def _launch_sum(
     source: str,
     ids: dict[str, object],
 ) -> None:
+    from modular_kernel.ops.kernels.rows import weight_and_sum_kernel
+
     tokens, hidden = out.shape
     block = hidden_block(hidden)
     launch(
@@ -165,6 +164,8 @@ def _launch_gather(
     source: str,
     ids: dict[str, object],
 ) -> None:
+    from modular_kernel.ops.kernels.rows import gather_rows_kernel
+
     hidden = out.shape[-1]
     block = hidden_block(hidden)
     launch(

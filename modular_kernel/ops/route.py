@@ -21,13 +21,10 @@ from modular_kernel.errors import (
 )
 from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.ops.launch.launch import launch
-from modular_kernel.ops.launch.runtime import HAS_TRITON, use_triton
+from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.routers import RouterSpec
 from modular_kernel.tensors import Routing, dense
 from modular_kernel.types import dtype_name
-
-if HAS_TRITON:
-    from modular_kernel.ops.kernels.route import route_kernel
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int32, torch.int64)
@@ -99,6 +96,8 @@ def _launch(
     token_ids_T: torch.Tensor | None,
     routed: Routed,
 ) -> None:
+    from modular_kernel.ops.kernels.route import route_kernel
+
     tokens, columns = logits_TE.shape
     size = columns // spec.groups
     block_g, block_s = next_power_of_2(spec.groups), next_power_of_2(size)

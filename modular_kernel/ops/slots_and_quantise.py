@@ -6,12 +6,9 @@ from modular_kernel.errors import ConfigurationError, ShapeError
 from modular_kernel.ops.expert_slots import Pairs, check_pairs, number_pairs, pair_arguments
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.launch.pdl import overlap
-from modular_kernel.ops.launch.runtime import HAS_TRITON, use_triton
+from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.ops.quantise import Quantised, check_quantised, quantise_rows, tile_arguments
 from modular_kernel.schemes import QuantScheme
-
-if HAS_TRITON:
-    from modular_kernel.ops.kernels.slots_and_quantise import number_and_quantise_kernel
 
 
 def number_and_quantise(
@@ -36,6 +33,8 @@ def number_and_quantise(
         number_pairs(pairs)
         quantise_rows(x_TH, scheme, out=out)
         return
+    from modular_kernel.ops.kernels.slots_and_quantise import number_and_quantise_kernel
+
     tiles, parts = tile_arguments(scheme, out, None)
     warps = tiles["num_warps"]
     assert isinstance(warps, int)

@@ -7,12 +7,9 @@ import torch
 
 from modular_kernel.ops.count import CHUNK, count_pairs, counts_spec, id_arguments, local_ids
 from modular_kernel.ops.launch.launch import launch
-from modular_kernel.ops.launch.runtime import HAS_TRITON, use_triton
+from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.workspace import BufferSpec, Workspace
-
-if HAS_TRITON:
-    from modular_kernel.ops.kernels.sort import sort_place_kernel
 
 _FILL = 64  # tiles named by one program
 
@@ -74,6 +71,8 @@ def sort_pairs(
     if not use_triton(rows):
         sort_pairs_ref(routing, block_m, num_local, out=result)
         return result
+    from modular_kernel.ops.kernels.sort import sort_place_kernel
+
     counts = count_pairs(routing, num_local, scratch=scratch)
     fillers = -(-result.max_tiles // _FILL)
     launch(

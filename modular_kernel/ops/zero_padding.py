@@ -6,10 +6,7 @@ from modular_kernel.errors import ShapeError
 from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.launch.pdl import overlap
-from modular_kernel.ops.launch.runtime import HAS_TRITON, use_triton
-
-if HAS_TRITON:
-    from modular_kernel.ops.kernels.zero_padding import zero_rows_kernel
+from modular_kernel.ops.launch.runtime import use_triton
 
 _PARTS = 32  # programs of a segment, of which most find nothing to do
 _MAX_BLOCK = 4096  # columns a program writes at once
@@ -32,6 +29,8 @@ def zero_rows(x_SCH: torch.Tensor, counts_S: torch.Tensor) -> None:
     if not use_triton(x_SCH):
         zero_rows_ref(x_SCH, counts_S)
         return
+    from modular_kernel.ops.kernels.zero_padding import zero_rows_kernel
+
     parts = min(capacity, _PARTS)
     launch(
         zero_rows_kernel,

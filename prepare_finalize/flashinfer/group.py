@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from modular_kernel.errors import DeviceError
+from prepare_finalize.common.exchanges import Exchange, ExchangeManager
 from prepare_finalize.common.torch_group import in_short
 from prepare_finalize.flashinfer.library import load
-from prepare_finalize.rendezvous.exchanges import Exchange, ExchangeManager
 
 _FAILURES = (RuntimeError, AssertionError, ImportError, OSError, ValueError)
 _UNIT = 128  # bytes

@@ -21,10 +21,10 @@ from modular_kernel.errors import (
     ConfigurationError,
     DeviceError,
 )
+from prepare_finalize.common.exchanges import Exchange, ExchangeManager
 from prepare_finalize.common.torch_group import in_short
 from prepare_finalize.rendezvous.at_exit import Communicator
 from prepare_finalize.rendezvous.connect import connect
-from prepare_finalize.rendezvous.exchanges import Exchange, ExchangeManager
 from prepare_finalize.rendezvous.failure_log import failure_key
 from prepare_finalize.rendezvous.store_rounds import Facts
 

@@ -10,7 +10,7 @@ from modular_kernel.contracts import Call
 from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.launch.pdl import overlap
-from modular_kernel.ops.launch.runtime import HAS_TRITON, use_triton
+from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.ops.quantise import Quantised, scale_shape
 from modular_kernel.placement import PlacementTables
 from modular_kernel.quant import LARGEST, MIN_SCALE, STORAGE
@@ -18,10 +18,6 @@ from modular_kernel.schemes import QuantScheme
 from modular_kernel.tensors import Routing
 from modular_kernel.types import Problem
 from prepare_finalize.symm_mem.group import Section, SharedMemory
-
-if HAS_TRITON:
-    from prepare_finalize.symm_mem.kernels.combine import combine_kernel
-    from prepare_finalize.symm_mem.kernels.dispatch import arrival_kernel, dispatch_kernel
 
 _LEAST_BLOCK = 1024  # every block is a multiple of it
 
@@ -168,6 +164,8 @@ class SymmetricExchange:
         quantised: the tokens where `quantises_on_the_way` says no. wait: until those of all other
         ranks are here.
         """
+        from prepare_finalize.symm_mem.kernels.dispatch import dispatch_kernel
+
         problem, slot = self.problem, self.slot
         use_triton(x_TH)  # the interpreter's numbers are made honest at the first call
         rows = x_TH if quantised is None else quantised.q_RK
@@ -241,11 +239,15 @@ class SymmetricExchange:
 
     def receive(self) -> None:
         """Wait until the rows of all ranks are here."""
+        from prepare_finalize.symm_mem.kernels.dispatch import arrival_kernel
+
         arguments = self._arguments(self.slot.arrived_W, self.slot.dispatches)
         launch(arrival_kernel, (1,), num_warps=1, **arguments)
 
     def combine(self, out_TH: torch.Tensor) -> None:
         """Raise the flag that this rank's y_RH is whole, and add up the rows of all ranks."""
+        from prepare_finalize.symm_mem.kernels.combine import combine_kernel
+
         problem, slot = self.problem, self.slot
         shape = _shape(problem, _COMBINE)
         items = self.tokens * -(-problem.hidden // shape.block)

@@ -15,10 +15,6 @@ from modular_kernel.ops.launch import cuda_replay
 from modular_kernel.ops.launch.runtime import HAS_TRITON, make_interpreted_honest
 from modular_kernel.replay import recorder
 
-if HAS_TRITON:
-    import triton
-    from triton.runtime.jit import JITFunction
-
 _NO_GPU = "there is no GPU of NVIDIA's"
 # Triton ships no annotations.
 Foreign = Any
@@ -29,6 +25,8 @@ def launch(kernel: Foreign, grid: tuple[int, ...], **arguments: Foreign) -> None
 
     arguments: by name; tensors, numbers, None, constexprs, and options such as num_warps.
     """
+    from triton.runtime.jit import JITFunction
+
     if not isinstance(kernel, JITFunction):  # interpreted, maybe before any operation was
         make_interpreted_honest()
     compiled = kernel[grid](**arguments)
@@ -43,6 +41,8 @@ def why_not_replayed() -> str:
     """Say why no plan on this machine can replay its launches; "" where they can."""
     if not HAS_TRITON:
         return "there is no triton"
+    import triton
+
     if triton.knobs.runtime.interpret:
         gpu = torch.cuda.is_available()  # without one `mk` has set the variable, not its user
         return "TRITON_INTERPRET is 1: nothing is compiled" if gpu else _NO_GPU

@@ -6,13 +6,14 @@ with `after_predecessor` may be set up in that time; launched otherwise the func
 
 from modular_kernel.ops.launch.runtime import HAS_TRITON
 
-if HAS_TRITON:
-    import triton
-
 
 def overlap() -> dict[str, object]:
     """Return the arguments of such a kernel's launch: none in the interpreter and before sm_90."""
-    if not HAS_TRITON or triton.knobs.runtime.interpret:
+    if not HAS_TRITON:
+        return {}
+    import triton
+
+    if triton.knobs.runtime.interpret:
         return {}
     target = triton.runtime.driver.active.get_current_target()
     if target.backend != "cuda" or target.arch < 90:

@@ -1,5 +1,7 @@
 """What every rank needs, imported once: ranks are forked from a process that imported this."""
 
+from importlib import import_module
+
 from modular_kernel.catalog import load_catalog
 from modular_kernel.ops.launch.runtime import HAS_INTERPRETER
 from modular_kernel.testing.mutation import rank_runs
@@ -8,5 +10,5 @@ from modular_kernel.testing.verify import over_ranks
 __all__ = ["over_ranks", "rank_runs"]
 
 load_catalog()
-if HAS_INTERPRETER:  # seconds that each rank's first launch would take
-    pass
+if HAS_INTERPRETER:  # with triton, seconds that each rank's first launch would take
+    import_module("modular_kernel.interpreter.patch")
