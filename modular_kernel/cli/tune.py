@@ -12,14 +12,7 @@ import typer
 from modular_kernel.cli import output
 from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.lists import schemes, token_numbers
-from modular_kernel.cli.options import (
-    PREPARED,
-    AsJson,
-    ExpertsType,
-    PfType,
-    Prepared,
-    ProblemOptions,
-)
+from modular_kernel.cli.options import AsJson, ExpertsType, PfType, Prepared, ProblemOptions
 from modular_kernel.cli.presets import SHAPES, shown
 from modular_kernel.cli.tune_output import Bar, TunedLayer, TuneRecorder, print_text, record
 from modular_kernel.errors import ConfigurationError, IncompatibleError
@@ -217,7 +210,8 @@ def _preparing(
     if not found:
         quants = ", ".join(dict.fromkeys(problem.quant for _, problem in problems))
         where = f" on {device_name}" if device_name else " here"
-        raise ConfigurationError("--prepared", got=f"{quants}{where}", need=PREPARED)
+        need = "weights of which tunable experts prepare something, such as mxfp4_w4a16 on an H200"
+        raise ConfigurationError("--prepared", got=f"{quants}{where}", need=need)
     return found
 
 
