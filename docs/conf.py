@@ -18,6 +18,9 @@ pygments_style, pygments_dark_style = "friendly", "github-dark"
 myst_heading_anchors = 3
 myst_links_external_new_tab = False
 
+# Quotes and hyphens stay as they are typed: "bf16" and --prepared are copied from prose, too.
+smartquotes = False
+
 html_theme = "furo"  # light and dark, by the reader's system
 html_theme_options = {
     "navigation_with_keys": True,

@@ -86,6 +86,23 @@ def test_list(mk: Mk) -> None:
     assert (record["broken"], record["duplicates"]) == ([], {})
 
 
+def test_list_explains_its_words(mk: Mk) -> None:
+    """Every option and format that a part of it has; the glossary has the words, too."""
+    shown, told = mk("list").out, mk("list", "--json").json
+    parts, words = shown.split("what it says of a part")
+    assert "words are explained at the end" in parts
+    requires = [part["requires"] for part in told["parts"] if part["requires"]]
+    said = {word for line in parts.splitlines() for word in line.replace(",", "").split()}
+    options = {name for one in requires for name, value in one.items() if value is True}
+    options -= {package for one in requires for package in one["packages"]}
+    formats = {one["activation_format"] for one in requires}
+    glossary = (ROOT / "docs" / "glossary.md").read_text()
+    assert options & said
+    for word in (options & said) | formats:
+        assert f" {word} " in words
+        assert f"`{word}`" in glossary
+
+
 def test_the_interpreter_is_announced_once_on_stderr(mk: Mk) -> None:
     announced = mk("list").err.count("no CUDA device here")
     assert announced == (0 if torch.cuda.is_available() else 1)
@@ -344,13 +361,19 @@ def test_compile(
     assert ("other_kernel" in ended.out) is (reason is not None)
     assert ("NO CASE LAUNCHES IT" in ended.out) is (reason == "")
     assert asked == [("sm_100", 1, ""), ("sm_90", 2, "bf16")]
-    assert "; no other case than those with 'bf16' was compiled" in ended.out
+    assert "; no other case or kernel than those with 'bf16' was compiled" in ended.out
     assert " left out" not in ended.out.splitlines()[-1]  # nothing was counted against all kernels
+    assert ended.err.startswith("kernels of cases named 'bf16' for sm_90: may take minutes;")
     record = mk("compile", "--check", "--only", "bf16", "--json").json
     assert record["only"] == "bf16"
     assert mk("compile", "--workers", "0").code == 2
-    done.rows = []
+    done.rows = done.left_out = []
     assert "--only: got 'nothing', need a piece" in mk("compile", "--only", "nothing").err
+    kernels = "modular_kernel.testing.compile.kernels_defined.defined_kernels"
+    monkeypatch.setattr(kernels, lambda: dict.fromkeys(("route_kernel", "gemm_kernel")))
+    assert mk("compile").err.startswith("2 kernels for sm_90, in every form that parts launch")
+    begun = mk("compile", "--only", "route").err
+    assert begun.startswith("1 of 2 kernels for sm_90 (named 'route'), and all of cases so named;")
     for text in ("gemm_kernel", "BLOCK_M=64, warps=4, stages=3", "168", "1024", "HGMMA x12"):
         assert text in ended.out
     assert ("breaks a limit" in ended.out) is bool(violations)

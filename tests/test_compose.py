@@ -381,3 +381,14 @@ def test_the_verb_chooses_explains_and_reuses(
     assert (code, record["timed_now"], record["missing"]) == (0, 0, [])
     assert [segment["pair"] for segment in record["segments"]] == [list(NAIVE), list(TORCH)]
     assert record["buckets"][0]["outcomes"]
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_who_waits_is_told_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, quiet: bool
+) -> None:
+    monkeypatch.setattr(choosing, "_SILENT_S", 0.0)
+    monkeypatch.setattr(Stopwatch, "_once", lambda *_: time.sleep(0.02) or 1e-3)
+    compose(PROBLEM, CPU, terms=Terms(tell=(lambda _: None) if quiet else None))
+    told = "timing 2 pairings for at most 120 s, this once: the cache keeps their times"
+    assert [record.getMessage() for record in caplog.records] == ([] if quiet else [told])

@@ -166,3 +166,8 @@ def test_an_example_of_a_docstring_is_shown_as_code(monkeypatch: pytest.MonkeyPa
     assert example.startswith(">>> problem = ")
     assert example.endswith("(False, ['format', 'reduce'])")
     assert text.count(">>> problem = ") == 1
+
+
+def test_prose_is_copied_as_it_was_typed() -> None:
+    """Sphinx would curl quotes, and make a dash of the hyphens of an option."""
+    assert "\nsmartquotes = False\n" in (DOCS / "conf.py").read_text(encoding="utf-8")

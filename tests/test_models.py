@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from run_mk import run_mk
 
-from modular_kernel.cli.presets import SHAPES, facts, known
+from modular_kernel.cli.presets import SHAPE_OF, SHAPES, facts, known
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.families import FAMILIES
 from modular_kernel.models.registry import ALIASES, MODELS
@@ -45,6 +45,18 @@ def test_every_name_is_one_layer() -> None:
 )
 def test_a_name_means_its_layer(name: str, expected: str) -> None:
     assert str(Problem(tokens=1, **facts(name))) == expected  # type: ignore[arg-type]
+
+
+def test_a_layer_has_the_sizes_of_its_model() -> None:
+    published = {(m.experts, m.top_k, m.hidden, m.intermediate) for m in MODELS.values()}
+    same = {name for name, sizes in SHAPES.items() if tuple(sizes.values()) in published}
+    assert same <= set(SHAPE_OF) <= set(SHAPES)
+    for name, told in SHAPE_OF.items():
+        model, _, share = told.partition(", ")
+        of, (kind, ranks) = MODELS[model], (share or "TP 1").split()
+        experts = of.experts // (int(ranks) if kind == "EP" else 1)
+        intermediate = of.intermediate // (int(ranks) if kind == "TP" else 1)
+        assert tuple(SHAPES[name].values()) == (experts, of.top_k, of.hidden, intermediate)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +101,11 @@ def test_models_are_listed_in_80_columns(capsys: pytest.CaptureFixture[str]) -> 
     assert max(map(len, done.out.splitlines())) <= 80
     assert re.search(r"^llama-4-scout +16 +1 +5120 +8192  weight on input$", done.out, re.M)
     names = {line.split()[0] for line in done.out.splitlines() if line}
-    assert names >= set(MODELS) | set(SHAPES)
+    assert names >= set(MODELS) | set(ALIASES) | set(SHAPES)
+    for told in ("E: experts. K: experts of a token (top-k). H: hidden", "I: intermediate size"):
+        assert told in done.out
+    assert re.search(r"^mixtral +8 +2 +4096 +14336  mixtral-8x7b$", done.out, re.M)
+    assert re.search(r"^qwen3-30b +qwen3-30b-a3b$", done.out, re.M)
     told = json.loads(run_mk(capsys, "models", "--json").out)
     assert told["models"]["kimi-k2"]["source"] == "moonshotai/Kimi-K2-Instruct"
     assert set(told["models"]) == set(MODELS)

@@ -1,5 +1,6 @@
 """What a user installs: four typed packages, the `mk` command, the parts, and nothing else."""
 
+import ast
 import configparser
 import email
 import re
@@ -17,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"modular_kernel", "prepare_finalize", "experts", "topk_reduce"}
 EXTRAS = {"transformers", "cutlass", "bench", "interpreter", "test", "dev"}
 NEVER_PACKAGED = ("tests", "tools", "docs")
+FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @pytest.fixture(scope="module")
@@ -209,3 +211,30 @@ def test_make_warns_of_cuda_only_where_pip_chooses_the_build(
     asked = [line.split()[-1] for line in log.read_text().splitlines()]
     assert [word for word in asked if "torch" in word] == installs
     assert ("gigabytes of CUDA" in done.stdout) is warns
+
+
+def strings_of(path: Path) -> Iterator[str]:
+    """Every string of a module but docstrings; those of verbs are their help."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    holders = ast.Module if path.parent.name == "cli" else ast.Module | ast.ClassDef | FUNCTION
+    bodies = [node.body[0] for node in ast.walk(tree) if isinstance(node, holders) and node.body]
+    docstrings = {id(first.value) for first in bodies if isinstance(first, ast.Expr)}
+    for node in ast.walk(tree):
+        text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if text and id(node) not in docstrings:
+            yield " ".join(node.value.split())
+
+
+# What they say goes into pages of the docs, keys of records there, or stands above records.
+IN_DOCS = ("mutation_page.py", "apart.py", "benchmarks.py")
+
+
+def test_no_message_sends_an_installation_to_a_file_of_the_source_tree_alone() -> None:
+    """A wheel has neither docs nor tests nor tools: who names a file there says where it is."""
+    outside = re.compile(r"(?<![\w/.])(?:docs|tests|tools|notebook)/\w")
+    for package in sorted(PACKAGES):
+        for path in (ROOT / package).rglob("*.py"):
+            if path.name in IN_DOCS:
+                continue
+            for text in filter(outside.search, strings_of(path)):
+                assert "source tree" in text or "a checkout" in text, f"{path.name}: {text[-200:]}"

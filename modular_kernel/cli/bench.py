@@ -118,7 +118,7 @@ def bench(
 
     A --peer file defines layers(), which returns modular_kernel.bench.candidates.Layer objects,
     each with name, quant, setup(problem, weights) and call(x, routing); see that module and
-    docs/benchmarks/README.md.
+    docs/benchmarks/README.md of the source tree.
 
     --prepared times each of our pairs that prepare weights a second time, with prepared ones.
 

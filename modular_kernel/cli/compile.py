@@ -23,7 +23,7 @@ def compile_kernels(
     ] = False,
     target: Annotated[str, typer.Option(help="Compile for this GPU.")] = "sm_90",
     only: Annotated[
-        str, typer.Option(help="A part, or another piece of the names of the cases to compile.")
+        str, typer.Option(help="A kernel, a part, or another piece of the names of the cases.")
     ] = "",
     workers: Annotated[int, typer.Option(help="Processes that share the kernels.")] = 1,
     as_json: AsJson = None,
@@ -31,7 +31,8 @@ def compile_kernels(
     """Compile the kernels for a GPU and show registers, shared memory, spills and instructions.
 
     All that the parts would launch on that GPU; kernels that are left out are named. With --check
-    the table has instructions of those kernels alone that must use a certain one.
+    the table has instructions of those kernels alone that must use a certain one. All take minutes
+    in one process, and so does a part; --only KERNEL takes seconds, --workers N shares the work.
     """
     if re.fullmatch(r"sm_\d{2,3}", target) is None:
         raise ConfigurationError("--target", got=repr(target), need="sm_NN, such as sm_90")
@@ -42,10 +43,12 @@ def compile_kernels(
     if not importable({"triton"}):
         raise ConfigurationError("mk compile", got="no triton", need="triton, to compile with")
     from modular_kernel.testing.compile.cases import compile_all
+    from modular_kernel.testing.compile.kernels_defined import defined_kernels
 
+    output.note(_beginning(list(defined_kernels()), target, only))
     done = compile_all(target, output.progress, workers=workers, only=only)
-    if not done.rows:
-        need = "a piece of a case's name, such as TritonExperts or router"
+    if not done.rows and not done.left_out:
+        need = "a piece of a kernel's or a case's name, such as route_kernel or TritonExperts"
         raise ConfigurationError("--only", got=repr(only[:80]), need=need)
     rows = [_record(row) for row in done.rows]
     record = {"kernels": rows, "left_out": done.left_out, "only": only}
@@ -53,6 +56,18 @@ def compile_kernels(
     missing = any(not kernel.reason for kernel in done.left_out)
     if check and (missing or any(row.violations for row in done.rows)):
         raise typer.Exit(1)
+
+
+def _beginning(kernels: list[str], target: str, only: str) -> str:
+    """Say what is compiled, what is not, and whether to wait for it."""
+    named = [name for name in kernels if only in name]
+    if not only:
+        what = f"{counted(len(kernels), 'kernel')} for {target}, in every form that parts launch"
+        return f"{what}: minutes; --only KERNEL takes seconds, --workers N shares the work"
+    if named:
+        what = f"{len(named)} of {counted(len(kernels), 'kernel')} for {target} (named {only!r})"
+        return f"{what}, and all of cases so named; no other is compiled"
+    return f"kernels of cases named {only!r} for {target}: may take minutes; no other is compiled"
 
 
 def _record(row: "CompiledRow") -> dict[str, object]:
@@ -73,7 +88,7 @@ def _print_text(done: "Compiled", *, check: bool, only: str) -> None:
     kernels = len({row.record.kernel for row in rows})
     forms = f"{counted(kernels, 'kernel')} compiled in {counted(len(rows), 'form')}"
     rest = (
-        f"no other case than those with {only!r} was compiled"
+        f"no other case or kernel than those with {only!r} was compiled"
         if only
         else f"{len(left_out)} left out"
     )

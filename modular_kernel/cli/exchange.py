@@ -146,9 +146,9 @@ def exchange(*, sizes: Sizes, manner: ExchangeManner, files: ExchangeFiles) -> N
 
     Experts are the identity and router weights sum to 1, so each row is checked by what comes
     back. A --peer file defines transports(), which returns a list of
-    modular_kernel.bench.all2all.cases.Transport; tools/exchange_peers.py has NCCL's and the
-    libraries'. Libraries that exclude each other are measured one after the other, and joined by
-    --load.
+    modular_kernel.bench.all2all.cases.Transport; tools/exchange_peers.py of the source tree has
+    NCCL's and the libraries'. Libraries that exclude each other are measured one after the other,
+    and joined by --load.
 
     Exits with 1 if a row is wrong or failed; 2 is bad usage.
     """

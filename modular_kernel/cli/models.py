@@ -6,9 +6,17 @@ import typer
 
 from modular_kernel.cli import output
 from modular_kernel.cli.options import AsJson
-from modular_kernel.cli.presets import SHAPES
+from modular_kernel.cli.presets import SHAPE_OF, SHAPES
 from modular_kernel.models.families import FAMILIES
 from modular_kernel.models.registry import ALIASES, MODELS
+
+_LEGEND = """\
+E: experts. K: experts of a token (top-k). H: hidden size. I: intermediate size.
+also: what is not plain SwiGLU; x N: factor on the routed output."""
+_SHAPES = """
+Layers for benchmarks and tuning, as plain SwiGLU: no bias, no factor, router
+weight on the output. of: the model whose sizes they have, or one rank's share
+of it (TP N: 1/N of I, EP N: 1/N of E)."""
 
 
 def list_models(
@@ -29,17 +37,22 @@ def list_models(
 
 
 def _print_models() -> None:
-    columns = f"{'model':27} {'E':>4} {'K':>3} {'H':>5} {'I':>6}  also"
-    output.line(columns)
+    output.line(f"{_LEGEND}\n")
+    output.line(f"{'model':27} {'E':>4} {'K':>3} {'H':>5} {'I':>6}  also")
     for name, m in MODELS.items():
         more = [m.activation] * (m.activation != "silu") + ["bias"] * m.bias
         more += ["weight on input"] * m.on_input + [f"x {m.scaling}"] * (m.scaling != 1.0)
         sizes = f"{m.experts:4} {m.top_k:3} {m.hidden:5} {m.intermediate:6}"
         output.line(f"{name:27} {sizes}  {', '.join(more)}".rstrip())
-    output.line(f"\n{'layer':27} {'E':>4} {'K':>3} {'H':>5} {'I':>6}  (SwiGLU, no bias)")
+    output.line("\nThe same model by another name:")
+    for alias, name in ALIASES.items():
+        output.line(f"{alias:27} {name}")
+    output.line(_SHAPES)
+    output.line(f"\n{'layer':27} {'E':>4} {'K':>3} {'H':>5} {'I':>6}  of")
     for name, sizes_of in SHAPES.items():
         experts, top_k, hidden, intermediate = sizes_of.values()
-        output.line(f"{name:27} {experts:4} {top_k:3} {hidden:5} {intermediate:6}")
+        sizes = f"{experts:4} {top_k:3} {hidden:5} {intermediate:6}"
+        output.line(f"{name:27} {sizes}  {SHAPE_OF.get(name, '')}".rstrip())
 
 
 def _list_types(as_json: str | None) -> None:

@@ -162,7 +162,8 @@ def _ids_dtype(text: str) -> object:
 def nothing_prepared(quants: str, parts: str) -> ConfigurationError:
     """Return the refusal of --prepared where none of the parts named prepares these schemes."""
     got = f"{quants}, of which nothing is prepared by {parts}"
-    return ConfigurationError("--prepared", got=got, need="weights that are (docs/compose.md)")
+    need = "weights that are, such as mxfp4_w4a16 by TritonExperts for sm_90"
+    return ConfigurationError("--prepared", got=got, need=need)
 
 
 def refuse_beside(option: str, groups: Iterable[object], taken: Collection[str] = ()) -> None:

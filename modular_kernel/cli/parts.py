@@ -12,24 +12,35 @@ if TYPE_CHECKING:
     from modular_kernel.types import Machine
 
 _KINDS = ("prepare_finalize", "experts", "topk_reduce")
-# Declared yes-or-no properties that a problem can ask for.
-_OPTIONS = (
-    "bias",
-    "interleaved",
-    "weight_on_input",
-    "multiplies_input",
-    "expert_map",
-    "localises_ids",
-    "keep_topk",
-    "chunking",
-    "inplace",
-    "tf32",
-    "graph_capturable",
-    "deterministic",
-    "batch_invariant",
-    "asynchronous",
-    "lora",
-)
+# Declared yes-or-no properties that a problem can ask for, and what each says of a part.
+_OPTIONS = {
+    "bias": "both products may have a bias",
+    "interleaved": "gate and up rows of w1 may alternate",
+    "weight_on_input": "experts can apply the router weight in GEMM 1 (K = 1)",
+    "multiplies_input": "it multiplies x by the router weight itself, where that is asked for",
+    "expert_map": "it takes a table from global expert ids to rows of the weights here",
+    "localises_ids": "its dispatch leaves local expert ids, so that experts need no expert_map",
+    "keep_topk": "it can return (T, K, H) instead of the sum over K",
+    "chunking": "calls can be split along their tokens",
+    "inplace": "the output may overwrite x",
+    "tf32": "float32 products may use tensor cores",
+    "graph_capturable": "its calls fit in a CUDA graph",
+    "deterministic": "equal input gives equal bits",
+    "batch_invariant": "a token's bits do not depend on the other tokens",
+    "asynchronous": "dispatch returns before rows arrived: work in between overlaps",
+    "lora": "it carries LoRA adapters",
+}
+_WORDS = {
+    "standard": "tokens as (T, H), with their routing beside them",
+    "batched_experts": "tokens expert by expert, (experts, capacity, H)",
+    "schemes": "quantisation that experts compute with; w8a8: bits of weights and of activations",
+    "quantises": "schemes whose activations are quantised before dispatch",
+    **_OPTIONS,
+    "noop": "experts have applied the router weights and summed over K",
+    "contiguous": "finalize does that, of (T, K, H)",
+    "naive_batched": "finalize does that, of (experts, capacity, H)",
+    "delegate": "finalize does that, in the way that it prefers",
+}
 
 
 def list_parts(as_json: AsJson = None) -> None:
@@ -76,7 +87,7 @@ def _record(part: "Part", machine: "Machine") -> dict[str, object]:
 
 def _print_text(catalog: "Catalog", machine: "Machine") -> None:
     interpreted = ", Triton interpreted" if machine.interpreter else ""
-    output.line(f"Parts on this machine ({machine}{interpreted}):")
+    output.line(f"Parts on this machine ({machine}{interpreted}); words are explained at the end:")
     for kind in _KINDS:
         output.line(f"\n{kind}")
         for part in (part for part in catalog.parts if part.kind == kind):
@@ -87,6 +98,7 @@ def _print_text(catalog: "Catalog", machine: "Machine") -> None:
     output.table(("broken entry point", "from", "error"), rows)
     duplicates = [(name, " and ".join(found)) for name, found in catalog.duplicates().items()]
     output.table(("name claimed twice", "by"), duplicates)
+    output.table(("word", "what it says of a part"), _WORDS.items())
 
 
 def _describe(part: "Part", machine: "Machine") -> list[str]:

@@ -103,9 +103,10 @@ def plan(
 
     An analytic model: experts by what they move and compute, at a measured efficiency; exchanges by
     latency and bytes over links. --tokens counts those of one rank. --prepared counts the memory of
-    prepared weights. Formulas, what was fitted to which rows and how far off it is: docs/sizing.md.
-    To print the errors: `mk plan --compare docs/benchmarks/h200-layers.json --compare
-    docs/benchmarks/h200-exchange.json`; of the other options, --json alone goes with it.
+    prepared weights. Formulas, what was fitted to which rows and how far off it is: docs/sizing.md
+    of the source tree. There, `mk plan --compare docs/benchmarks/h200-layers.json --compare
+    docs/benchmarks/h200-exchange.json` prints the errors; of the other options, --json alone goes
+    with it.
 
     Exits with 1 if no pairing has an estimate, or if a compared row that was neither fitted nor
     timed eagerly is more than 25 % off; 2 is bad usage.

@@ -123,5 +123,24 @@ SHAPES: dict[str, dict[str, int]] = {
     name: dict(zip(("experts", "top_k", "hidden", "intermediate"), sizes, strict=True))
     for name, sizes in _SIZES.items()
 }
+# The published model of a layer: its sizes, or with TP N or EP N those of one of N ranks.
+SHAPE_OF = {
+    "mixtral": "mixtral-8x7b",
+    "dsv3_ep8": "deepseek-v3, EP 8",
+    "qwen3_30b": "qwen3-30b-a3b",
+    "gptoss": "gpt-oss-120b",
+    "dsv3_256": "deepseek-v3",
+    "mixtral_tp2": "mixtral-8x7b, TP 2",
+    "mixtral_tp4": "mixtral-8x7b, TP 4",
+    "mixtral_tp8": "mixtral-8x7b, TP 8",
+    "mixtral_8x22b": "mixtral-8x22b",
+    "qwen3_30b_tp2": "qwen3-30b-a3b, TP 2",
+    "qwen3_235b": "qwen3-235b-a22b",
+    "qwen3_235b_tp8": "qwen3-235b-a22b, TP 8",
+    "dsv3_tp8": "deepseek-v3, TP 8",
+    "gptoss_20b": "gpt-oss-20b",
+    "llama4_scout": "llama-4-scout",
+    "kimi_k2_ep8": "kimi-k2, EP 8",
+}
 # Those of docs/benchmarks.
 BASELINE_SHAPES = ("mixtral", "dsv3_ep8", "qwen3_30b", "gptoss", "dsv3_256")

@@ -73,8 +73,8 @@ def profile(
 
     Two kinds of calls are measured. The total that users get is that of planned calls (on a GPU
     replayed from a CUDA graph where possible). Stages are those of eager calls under torch's
-    profiler: a stage's device time is that of the kernels launched in it. docs/profiling.md says
-    how, and what floors are.
+    profiler: a stage's device time is that of the kernels launched in it. docs/profiling.md of the
+    source tree says how, and what floors are.
 
     Exits with 1, and every reason, if a pair is refused; 2 is bad usage.
     """

@@ -59,7 +59,7 @@ def _introduction(matrix: Matrix) -> tuple[Block, ...]:
             "Every `PrepareAndFinalize` with every experts part, in every scheme and on "
             f"{_listed(matrix.world_sizes)} ranks, as `mk check` judges them. A `yes` says that no "
             "rule refuses the pair; what the test suite proves, and on which machines, is listed "
-            "in `tests/must_run.txt`."
+            "in `tests/must_run.txt` of the source tree."
         ),
         Items([where, what, other]),
     )

@@ -12,9 +12,10 @@ rank's.
 
 import gc
 import logging
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +42,7 @@ from modular_kernel.types import Machine, Problem
 
 _LOG = logging.getLogger("modular_kernel.select")
 _MOST_BUCKETS = 48
+_SILENT_S = 5.0  # how long a caller waits without a word
 _OF_FREE = 0.8  # of the free memory may be weights
 
 Tell = Callable[[Bucket], object]
@@ -168,10 +170,26 @@ class _Search:
             notes += self._in_turn(stack, end)
             if not self.terms.fresh:  # another process may have measured while this one waited
                 found = self._cached()[0]
-            new, more = self._measure(found, kept, end)
+            with self._told():
+                new, more = self._measure(found, kept, end)
         made = {b.tokens: b for b in (*found, *new)}
         buckets, begun = self._used([made[t] for t in self.tokens if t in made])
         return buckets, sum(bucket in new for bucket in buckets), notes + more + begun
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Say once what a caller waits for who is not told of each bucket."""
+        quiet = self.team.rank or self.terms.tell is not None
+        words = "timing %d pairings for at most %g s, this once: the cache keeps their times"
+        facts = (len(self.candidates.order), self.terms.budget)
+        timer = threading.Timer(_SILENT_S, _LOG.warning, (words, *facts))
+        timer.daemon = True
+        if not quiet:
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _used(self, buckets: Sequence[Bucket]) -> tuple[tuple[Bucket, ...], tuple[str, ...]]:
         """Return the whole ones; without any what was begun, and notes that say so."""

@@ -86,3 +86,17 @@ def test_only_the_cases_asked_for_are_launched(only: str) -> None:
     assert done.rows
     assert all(only in row.case for row in done.rows)
     assert done.left_out == ()
+
+
+@pytest.mark.parametrize("only", ["combine_kernel", "gemv_w4"])
+def test_only_the_kernel_asked_for_is_compiled(only: str) -> None:
+    """And each of that name, whatever case launches it."""
+    done = compile_all("sm_90", only=only)
+    assert {row.record.kernel for row in done.rows} == set(defined_kernels(only))
+    assert not any(only in row.case for row in done.rows)
+    assert done.left_out == ()
+
+
+def test_a_kernel_that_is_asked_for_and_left_out_says_why() -> None:
+    (left_out,) = compile_all("sm_80", only="tile_weights_kernel").left_out
+    assert left_out.reason == "for sm_90 alone"

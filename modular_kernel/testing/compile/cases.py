@@ -136,7 +136,8 @@ def compile_all(
     """Compile all cases for `target` ("sm_90", ...), as they are launched there.
 
     workers: more than 1 are processes that share the cases; what is returned is the same, but for
-    the seconds. only: a piece of the names of the cases to compile; no kernel is left out then.
+    the seconds. only: a piece of the names of the cases to compile, or of the kernels, of which the
+    other cases compile those alone; of other names no kernel is left out then.
     """
     steps = _steps(_machine(target), target, only)
     rows: dict[str, CompiledRow] = {}
@@ -147,10 +148,8 @@ def compile_all(
             for row in found:
                 rows.setdefault(repr(replace(row.record, seconds=0.0)), row)
             advance()
-    if only:
-        return Compiled(tuple(rows.values()), ())
     seen = {row.record.kernel for row in rows.values()}
-    missing = (kernel for name, kernel in defined_kernels().items() if name not in seen)
+    missing = (kernel for name, kernel in defined_kernels(only).items() if name not in seen)
     left_out = (LeftOut(k.name, k.module, _why_left_out(k, target)) for k in missing)
     return Compiled(tuple(rows.values()), tuple(left_out))
 
@@ -227,9 +226,9 @@ def _steps(machine: Machine, target: str, only: str = "") -> list[Callable[[], C
     return [
         *(partial(_compile_problem, problem, machine, target, only) for problem in problems()),
         *(
-            partial(_compile_call, name, call, target)
+            partial(_compile_call, name, call, target, only)
             for name, call in calls.items()
-            if only in name
+            if only in name or defined_kernels(only)
         ),
     ]
 
@@ -238,28 +237,40 @@ def _compile_problem(problem: Problem, machine: Machine, target: str, only: str)
     """Yield what every pairing of a Triton part launches for `problem`."""
     for verdict in check_all(problem, machine):
         experts, case = load_catalog().experts(verdict.experts), f"{verdict.pairing} {problem}"
-        if not verdict.ok or "triton" not in experts.requires.packages or only not in case:
+        if not verdict.ok or "triton" not in experts.requires.packages:
+            continue
+        if only not in case and not defined_kernels(only):
             continue
         with experts.described(machine):
             kernel = make_kernel(
                 verdict.prepare_finalize, verdict.experts, problem, machine=machine
             )
-            yield case, compile_call(kernel, target)
+            yield case, compile_call(kernel, target, _wanted(only, case))
 
 
-def _compile_call(name: str, call: Callable[[], object], target: str) -> Cases:
-    with record_compiles(target) as records:
+def _compile_call(name: str, call: Callable[[], object], target: str, only: str) -> Cases:
+    with record_compiles(target, _wanted(only, name)) as records:
         call()
     yield name, records
 
 
-def compile_call(kernel: FusedMoEModularKernel, target: str) -> list[CompileRecord]:
-    """Launch everything one call of `kernel` launches, on meta tensors."""
+def _wanted(only: str, case: str) -> Callable[[str], bool]:
+    """Tell of each kernel whether it is compiled: all of a case that is asked for, by `only`."""
+    return lambda kernel: only in case or only in kernel
+
+
+def compile_call(
+    kernel: FusedMoEModularKernel, target: str, wanted: Callable[[str], bool] | None = None
+) -> list[CompileRecord]:
+    """Launch everything one call of `kernel` launches, on meta tensors.
+
+    wanted: as `record_compiles` takes it.
+    """
     problem = kernel.problem
     x_TH, weights, routing = _meta(random_inputs(problem, torch.device("cpu")))
     workspace = Workspace(kernel.workspace_specs(problem.tokens), _META)
     out = torch.empty(problem.output_shape, dtype=problem.dtype, device=_META)
-    with record_compiles(target) as records:
+    with record_compiles(target, wanted) as records:
         kernel.start_checked(x_TH, weights, routing, out, workspace).finish()
     return records
 

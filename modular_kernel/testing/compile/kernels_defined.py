@@ -9,6 +9,7 @@ no case of `mk compile` launches a kernel.
 import pkgutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -29,8 +30,16 @@ class Defined:
     left_out: str
 
 
-def defined_kernels() -> dict[str, Defined]:
-    """Every kernel in triton of the installed parts and of the operations, by name."""
+def defined_kernels(only: str = "") -> dict[str, Defined]:
+    """Every kernel in triton of the installed parts and of the operations, by name.
+
+    only: those with this in their names.
+    """
+    return {name: kernel for name, kernel in _defined().items() if only in name}
+
+
+@cache
+def _defined() -> dict[str, Defined]:
     tops = {part.cls.__module__.partition(".")[0] for part in load_catalog().parts}
     packages = (name for top in (*tops, "modular_kernel.ops") for name in _packages_of_kernels(top))
     found = {}

@@ -133,8 +133,12 @@ def check(
 
 
 @contextmanager
-def record_compiles(target: str = "sm_90") -> Iterator[list[CompileRecord]]:
+def record_compiles(
+    target: str = "sm_90", wanted: Callable[[str], bool] | None = None
+) -> Iterator[list[CompileRecord]]:
     """Compile for `target` instead of launching; yields the list that the launches append to.
+
+    wanted: whether to compile a kernel, by its name; None means every one.
 
     The active driver and triton's launch are put back on exit, whatever happened inside. A launch
     that does not compile raises triton's error to its caller and is not recorded.
@@ -146,7 +150,8 @@ def record_compiles(target: str = "sm_90") -> Iterator[list[CompileRecord]]:
     records: list[CompileRecord] = []
     previous_driver, launch = triton.runtime.driver._active, JITFunction.run
     triton.runtime.driver.set_active(driver)
-    JITFunction.run = _recording(launch, driver, records)
+    compiling = _recording(launch, driver, records)
+    JITFunction.run = compiling if wanted is None else _of_wanted(compiling, wanted)
     try:
         yield records
     finally:
@@ -210,6 +215,17 @@ def _recording(
             config = _constants(self, given, named)
             records.append(_record(kernel, driver.name, config, seconds))
         return kernel
+
+    return run
+
+
+def _of_wanted(
+    compiling: Callable[..., Foreign], wanted: Callable[[str], bool]
+) -> Callable[..., Foreign]:
+    """Return `compiling` for the kernels that are wanted; launches of others do nothing."""
+
+    def run(self: Foreign, *args: Foreign, **kwargs: Foreign) -> Foreign:
+        return compiling(self, *args, **kwargs) if wanted(self.fn.__name__) else None
 
     return run
 
