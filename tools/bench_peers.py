@@ -2,8 +2,9 @@
 
 Those whose packages can be imported here are offered, the others are named on stderr: vLLM's fused
 experts on its Triton kernels (bf16; fp8 by channel; fp8 by block; int4 by group), its DeepGEMM and
-CUTLASS experts, its Marlin kernels (int4 by group; mxfp4), and triton_kernels with SwiGLU in the first product (bf16; mxfp4 with weights in
-the order that vLLM puts them in once; v3.5.1's interface, as vLLM ships it).
+CUTLASS experts, its Marlin kernels (int4 by group; mxfp4), and triton_kernels with SwiGLU in the
+first product (bf16; mxfp4 with weights in the order that vLLM puts them in once; v3.5.1's
+interface, as vLLM ships it).
 What a layer does to its weights (quantise, transpose, interleave) is its own untimed set-up.
 """
 

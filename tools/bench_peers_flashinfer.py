@@ -28,7 +28,11 @@ class FlashInfer(LayerPeer):
     """Sort, product with SwiGLU behind it, product with the weighted sum in its stores."""
 
     name, needs, blocks = "flashinfer", ("flashinfer",), True
-    tuned, options = True, {}
+    tuned = True
+
+    def options(self):
+        """Return what its call takes beside tensors."""
+        return {}
 
     def setup(self, problem, weights):
         self.run = import_module(_CORE).cutlass_fused_moe
@@ -58,7 +62,7 @@ class FlashInfer(LayerPeer):
         self.run(
             x_TH, ids_TK, router_TK, self.w1, self.w2, x_TH.dtype,
             quant_scales=self.scales, output=out,
-            tune_max_num_tokens=self.problem.tokens, **self.options,
+            tune_max_num_tokens=self.problem.tokens, **self.options(),
         )  # fmt: skip
         return out
 
@@ -72,7 +76,9 @@ class Bf16(FlashInfer):
 
 class Fp8Block(FlashInfer):
     quant, tuned = "fp8_w8a8_block", False
-    options = {"use_deepseek_fp8_block_scale": True}
+
+    def options(self):
+        return {"use_deepseek_fp8_block_scale": True}
 
     def load(self, problem, weights):
         w1, self.w2, one, two = self.stored(problem, weights)
@@ -81,7 +87,9 @@ class Fp8Block(FlashInfer):
 
 class Mxfp4(FlashInfer):
     quant = "mxfp4_w4a16"
-    options = {"use_w4_group_scaling": True}
+
+    def options(self):
+        return {"use_w4_group_scaling": True}
 
     def load(self, problem, weights):
         stored = self.stored(problem, weights)
