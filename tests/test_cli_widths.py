@@ -104,7 +104,7 @@ def kills() -> list[SimpleNamespace]:
             case=case,
             killed_by=by,
             ok=ok,
-            unsound=None,
+            unsound=None, nothing=None,
         )
         for by, ok in fates
     ]

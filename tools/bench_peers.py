@@ -9,7 +9,7 @@ What a layer does to its weights (quantise, transpose, interleave) is its own un
 """
 
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -110,11 +110,13 @@ class VllmExperts(LayerPeer):
 
     def _moe_config(self, problem):
         config = import_module(f"{_MOE}.config")
+        known = {field.name for field in fields(config.FusedMoEConfig) if field.init}
+        whole, share = "intermediate_size", "intermediate_size_per_partition"  # before vLLM 0.26
         return config.FusedMoEConfig(
+            **{whole if whole in known else share: problem.intermediate},
             num_experts=problem.experts,
             experts_per_token=problem.top_k,
             hidden_dim=problem.hidden,
-            intermediate_size_per_partition=problem.intermediate,
             num_local_experts=problem.experts,
             num_logical_experts=problem.experts,
             activation=self.silu,

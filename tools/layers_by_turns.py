@@ -29,7 +29,6 @@ from functools import partial
 from pathlib import Path
 
 import bench_peers
-import bench_peers_flashinfer
 import in_checkout  # noqa: F401  finds the packages
 import torch
 
@@ -73,8 +72,7 @@ def int4(shape, points=False):
 
 
 def peers(*wanted):
-    made = [*bench_peers.layers(), *bench_peers_flashinfer.layers()]
-    return [layer for layer in made if (layer.name, layer.quant) in wanted]
+    return [layer for layer in bench_peers.layers() if (layer.name, layer.quant) in wanted]
 
 
 def fp8_block(shape):
@@ -83,7 +81,7 @@ def fp8_block(shape):
         Pair("mk_triton", "TritonExperts", quant),
         Pair("mk_cutlass", "CutlassExpertsFP8", quant),
         Pair("mk_deepgemm", "DeepGemmExperts", quant),
-        *peers(("vllm_deepgemm", quant), ("vllm_triton", quant), ("flashinfer", quant)),
+        *peers(("vllm_deepgemm", quant), ("vllm_triton", quant)),
     ]
 
 
@@ -101,7 +99,7 @@ def four_bits(shape):
         Pair("mxfp4_each_call", "TritonExperts", "mxfp4_w4a16"),
         Pair("mxfp4_tk_part", "TritonKernelsExperts", "mxfp4_w4a16"),
         *peers(
-            *((n, "mxfp4_w4a16") for n in ("triton_kernels", "vllm_marlin_mxfp4", "flashinfer")),
+            *((n, "mxfp4_w4a16") for n in ("triton_kernels", "vllm_marlin_mxfp4")),
             *((n, "int4_w4a16_group") for n in ("vllm_triton", "vllm_marlin")),
         ),
     ]
@@ -112,7 +110,7 @@ def bf16(shape):
         Pair("mk_triton", "TritonExperts", "none"),
         Pair("mk_triton_kernels", "TritonKernelsExperts", "none"),
         Pair("mk_deepgemm", "DeepGemmExperts", "none"),
-        *peers(*((name, "none") for name in ("triton_kernels", "vllm_triton", "flashinfer"))),
+        *peers(("triton_kernels", "none"), ("vllm_triton", "none")),
         TorchGroupedMm(),
     ]
 
