@@ -104,7 +104,8 @@ def kills() -> list[SimpleNamespace]:
             case=case,
             killed_by=by,
             ok=ok,
-            unsound=None, nothing=None,
+            unsound=None,
+            nothing=None,
         )
         for by, ok in fates
     ]
