@@ -226,6 +226,13 @@ def test_the_command_refuses_what_prepares_nothing(mk: Mk, words: tuple[str, ...
     assert (done.code, done.out) == (2, "")
     assert "--prepared: got" in done.err
     assert "need weights of which tunable experts prepare something" in done.err
+    assert "mxfp4_w4a16 in bfloat16 on an H200, without batch_invariant" in done.err
+
+
+def test_a_gpu_may_be_named_as_files_name_it(mk: Mk, here: Path) -> None:
+    words = (*ON_H200, "--quant", "mxfp4_w4a16", "--tokens", "64")
+    spelled = [word.replace("NVIDIA H200", "NVIDIA_H200") for word in words]
+    assert mk(*spelled).out.replace("on NVIDIA_H200", "on NVIDIA H200") == mk(*words).out
 
 
 def test_pairs_and_records_say_that_weights_were_prepared(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ _SHARED = {
 }
 _LEAST_SHARED = 101_376  # of any device that the kernels run on
 
-_HOPPER = re.compile(r"\b(GH200|H[128]00|H20)\b")  # names of sm_90
+# Names of sm_90, as a driver spells them or with "_" for a space, as names of files do.
+_HOPPER = re.compile(r"(?<![^\W_])(GH200|H[128]00|H20)(?![^\W_])")
 
 # Bounds that a smaller tile satisfies, as violations name them.
 GROUP = "block_k within a group"
@@ -134,7 +135,7 @@ class Device:
 
     @classmethod
     def named(cls, name: str) -> "Device":
-        """Describe a GPU by what its driver calls it: as sm_90, of which TMA needs a known name."""
+        """Describe a GPU by its driver's name, or a file's: as sm_90, if that is known with TMA."""
         return cls(name, tma=_HOPPER.search(name) is not None)
 
 

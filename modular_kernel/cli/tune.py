@@ -210,7 +210,8 @@ def _preparing(
     if not found:
         quants = ", ".join(dict.fromkeys(problem.quant for _, problem in problems))
         where = f" on {device_name}" if device_name else " here"
-        need = "weights of which tunable experts prepare something, such as mxfp4_w4a16 on an H200"
+        some = "mxfp4_w4a16 in bfloat16 on an H200, without batch_invariant"
+        need = f"weights of which tunable experts prepare something, such as {some}"
         raise ConfigurationError("--prepared", got=f"{quants}{where}", need=need)
     return found
 
