@@ -85,6 +85,18 @@ def test_without_a_dtype_of_the_config_that_of_the_files_counts(
     assert "-float16" in asked.out
 
 
+def test_files_of_a_dtype_that_no_layer_has_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, "mixtral", "fp32")
+    without_dtype(tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_file({name: tensor.double() for name, tensor in load_file(path).items()}, path)
+    ended = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path))
+    assert ended.code == 2
+    assert "block_sparse_moe.experts.0.w1.weight: got float64, need bfloat16 or" in ended.err
+
+
 @pytest.mark.parametrize("kind", ["fp32", "deepseek fp8"])
 def test_an_assumed_dtype_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str

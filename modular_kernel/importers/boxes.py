@@ -19,6 +19,7 @@ from modular_kernel.importers.merging import piece
 from modular_kernel.importers.stored import FLOATS, UNREAD, Dim, Range, Stored
 from modular_kernel.importers.tensors import usable_inputs
 from modular_kernel.printable import counted
+from modular_kernel.types import DTYPES
 
 _MOST_MISSING = 10_000  # after which no other is looked for
 # Beside experts in some families' files, and no weight of them.
@@ -95,12 +96,13 @@ class LayerSource:
         return {role: frozenset(found) for role, found in dtypes.items()}
 
     def dtype(self) -> torch.dtype | None:
-        """Return the dtype of its first matrix; None where that is quantised or missing."""
+        """Return the dtype of its first matrix; None where no layer has it, or none tells it."""
         stored = next(each for each in self.format.stored if each.role == "w")
         key = self.key(next(self.places()), stored)
         if self.format.method != "none" or key is None:
             return None
-        return self.files.facts(key)[1]
+        dtype = self.files.facts(key)[1]
+        return dtype if dtype in DTYPES.values() else None
 
     def nbytes(self) -> int:
         """Return the bytes of all tensors of the layer's experts."""
