@@ -70,6 +70,7 @@ def test_a_peer_file_that_is_none_is_named(
 
 
 mk = runs_mk("bench", "--ms", "0.01")
+load = runs_mk("bench", "--load")
 
 
 TINY = ("--hidden", "32", "--intermediate", "48", "--experts", "4", *PAIR_WORDS)
@@ -102,11 +103,11 @@ def test_a_picture_is_drawn(mk: Mk, tmp_path: Path) -> None:
     assert path.read_bytes()[:4] == b"\x89PNG"
 
 
-def test_what_was_measured_elsewhere_is_shown_and_drawn(mk: Mk, tmp_path: Path) -> None:
+def test_what_was_measured_elsewhere_is_shown_and_drawn(mk: Mk, load: Mk, tmp_path: Path) -> None:
     record, path = tmp_path / "r.json", tmp_path / "r.png"
     first = mk(*TINY, "--tokens-list", "1,4", "--json", str(record))
     assert first.code == 0
-    again = mk("--load", str(record), "--plot", str(path))
+    again = load(str(record), "--plot", str(path))
     assert again.code == 0
     assert again.out.splitlines()[:-1] == first.out.splitlines()[:-1]
     assert path.read_bytes()[:4] == b"\x89PNG"
@@ -114,9 +115,20 @@ def test_what_was_measured_elsewhere_is_shown_and_drawn(mk: Mk, tmp_path: Path) 
         other = tmp_path / "other.json"
         if text is not None:
             other.write_text(text, encoding="utf-8")
-        done = mk("--load", str(other if text is not None else tmp_path / "absent.json"))
+        done = load(str(other if text is not None else tmp_path / "absent.json"))
         assert done.code == 2
         assert done.out == ""
+
+
+@pytest.mark.parametrize(
+    "other", [("--prepared",), ("--tokens", "3"), ("--experts-type", "TorchExperts")], ids=str
+)
+def test_what_a_file_that_is_shown_would_ignore_is_refused(
+    load: Mk, tmp_path: Path, other: tuple[str, ...]
+) -> None:
+    done = load(str(tmp_path / "absent.json"), *other)
+    assert done.code == 2
+    assert f"{other[0]}: got {other[0]} beside --load, need one of them" in done.err
 
 
 def test_a_picture_without_matplotlib_is_refused_first(

@@ -206,6 +206,8 @@ def test_the_line_that_replays_a_case_makes_that_case(monkeypatch: pytest.Monkey
         ("check --combine max", "combine: got 'max', need one of sum, topk_weighted"),
         ("check --ids-dtype int8", "ids_dtype: got 'int8', need int32 or int64"),
         ("check --model gpt-2", "model: got 'gpt-2', need gpt-oss-"),
+        ("check --model=", "model: got '', need a name of `mk models`"),
+        ("plan --worlds 8 --model=", "model: got '', need a name of `mk models`"),
         ("check --top-k 0", "top_k: got 0, need an int >= 1"),
         ("check --inplace --combine topk_weighted", "inplace: got combine=TOPK_WEIGHTED"),
         ("check --tokens many", "--tokens"),

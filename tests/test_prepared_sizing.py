@@ -57,10 +57,12 @@ def test_the_output_says_that_they_are_counted(mk: Mk) -> None:
 
 
 def test_what_prepares_nothing_is_refused(mk: Mk) -> None:
-    for quant in ("none", "fp8_w8a8_block"):
-        done = mk(*WORDS, "--quant", quant)
+    for quant, *more in (("none",), ("mxfp4_w4a16", "--dtype", "float16")):
+        done = mk(*WORDS, "--quant", quant, *more)
         assert (done.code, done.out) == (2, "")
         assert f"--prepared: got {quant}, of which nothing is prepared by TritonExperts" in done.err
+        need = "such as mxfp4_w4a16 in bfloat16 by TritonExperts for sm_90, without batch_invariant"
+        assert need in done.err
 
 
 def test_experts_that_cannot_be_asked_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

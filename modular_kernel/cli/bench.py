@@ -94,6 +94,14 @@ class BenchFiles:
         return None if self.as_json in (None, output.STDOUT) else Path(str(self.as_json))
 
 
+@dataclass(frozen=True)
+class _Named:
+    """The parts asked for by name."""
+
+    pf_type: str | None = None
+    experts_type: str | None = None
+
+
 def bench(
     *,
     options: ProblemOptions,
@@ -122,7 +130,7 @@ def bench(
 
     --prepared times each of our pairs that prepare weights a second time, with prepared ones.
 
-    --load FILE.json shows, and draws, what was measured elsewhere.
+    --load FILE.json shows, and draws, what was measured elsewhere; it takes no option of a run.
 
     --hf CONFIG builds a whole transformers model with random weights instead, and times it with
     eager and grouped_mm experts and with ours: tokens per second of prefill and of decoding with a
@@ -145,6 +153,8 @@ def bench(
             as_json=files.as_json,
         )
         return
+    if files.load is not None:
+        refuse_beside("--load", (options, method, _Named(pf_type, experts_type)))
     cells_of = _Cells(options, method)
     _check_files(files)
     if files.load is not None:

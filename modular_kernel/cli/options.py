@@ -113,8 +113,9 @@ class ProblemOptions:
         """
         from modular_kernel.types import Parallel, Problem
 
-        settled = facts(self.model) if self.model else {}
-        if self.model and of_file(self.model) and self.dtype is None and "dtype" not in settled:
+        settled = {} if self.model is None else facts(self.model)
+        unstated = self.model is not None and self.dtype is None and "dtype" not in settled
+        if unstated and of_file(str(self.model)):
             note(f"{self.model} states no dtype: {DEFAULTS['dtype']} is assumed (--dtype)")
         values: dict[str, Any] = DEFAULTS | settled
         given = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -162,8 +163,8 @@ def _ids_dtype(text: str) -> object:
 def nothing_prepared(quants: str, parts: str) -> ConfigurationError:
     """Return the refusal of --prepared where none of the parts named prepares these schemes."""
     got = f"{quants}, of which nothing is prepared by {parts}"
-    need = "weights that are, such as mxfp4_w4a16 by TritonExperts for sm_90"
-    return ConfigurationError("--prepared", got=got, need=need)
+    some = "mxfp4_w4a16 in bfloat16 by TritonExperts for sm_90, without batch_invariant"
+    return ConfigurationError("--prepared", got=got, need=f"weights that are, such as {some}")
 
 
 def refuse_beside(option: str, groups: Iterable[object], taken: Collection[str] = ()) -> None:

@@ -82,7 +82,7 @@ def unknown(model: str, *more: str) -> ConfigurationError:
     need = " or ".join([*near, "another name"] if near else ["a name"]) + " of `mk models`"
     if _is_hub_id(model):
         need = f"its file (hf download {model[:200]} config.json)"
-    if Path(model).is_dir():
+    if model and Path(model).is_dir():
         need = f"./{model} for the folder of that name"
     need = f"{need}, or the path of a config.json"
     return ConfigurationError("model", got=repr(model[:200]), need=need)
