@@ -87,6 +87,17 @@ def test_the_slowest_rank_counts(rank_pool, tmp_path: Path) -> None:
     assert rank_pool(2).run(_times, tmp_path) == [{2e6}, {2e6}]
 
 
+def _late(rank: int, world: int, group: object, folder: Path):
+    """What was timed where the second rank's time had ended before the first one's."""
+    problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
+    terms = Terms(tokens=(8,), folder=folder, budget=0 if rank else 60)
+    return choose(problem, Machine("cpu"), group=group, terms=terms).timed
+
+
+def test_ranks_agree_whether_there_is_time(rank_pool, tmp_path: Path) -> None:
+    assert rank_pool(2).run(_late, tmp_path, timeout=60) == [1, 1]
+
+
 def _keeps(rank: int, _world: int, _group: object, folder: Path) -> int:
     cache = Cache(folder, {"device": "D"}, {"torch": "1"})
     for number in range(40):

@@ -203,9 +203,9 @@ class _Search:
         return (whole, ()) if whole else (tuple(buckets), tuple(notes))
 
     def _wanted(self, end: float) -> bool:
-        """Whether there is anything to time, and time for it."""
+        """Whether there is anything to time, and time for it: by the clock of rank 0, for all."""
         loud = [p for p in self.candidates.order if p not in self.candidates.silent]
-        return bool(loud) and time.monotonic() < end
+        return self.team.leader(bool(loud) and time.monotonic() < end)
 
     def _cached(self) -> tuple[tuple[Bucket, ...], tuple[str, ...]]:
         """Rank 0's view, for all: only what is asked for, and only pairings that are valid."""
