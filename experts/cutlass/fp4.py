@@ -5,11 +5,10 @@ No GPU of the kind was at hand: tests compile the kernel and look at its code, n
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 import torch
 
-from experts.common.batched_rows import UnweightedRowsExperts
+from experts.common.batched_rows import UnweightedRowsExperts, of_batched_rows
 from experts.common.sorted_rows import SummedRowsExperts
 from experts.cutlass.fp4_mlp import launch_without_memory, mlp, mlp_specs
 from experts.cutlass.fp4_product import MULTIPLE, fp4_gemm
@@ -123,13 +122,7 @@ class BatchedCutlassExpertsFP4(UnweightedRowsExperts):
     """
 
     gemm = staticmethod(fp4_gemm)
-    requires = replace(
-        CutlassExpertsFP4.requires,
-        activation_format=ActivationFormat.BATCHED_EXPERTS,
-        reduce=Reduce.DELEGATE,
-        expert_map=False,
-        chunking=False,
-    )
+    requires = of_batched_rows(CutlassExpertsFP4.requires)
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, BatchedShape)

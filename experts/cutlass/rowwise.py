@@ -1,10 +1,8 @@
 """fp8 by channel and by tensor over torch's CUTLASS product, for both formats."""
 
-from dataclasses import replace
-
 import torch
 
-from experts.common.batched_rows import BatchedRowsExperts
+from experts.common.batched_rows import BatchedRowsExperts, of_batched_rows
 from experts.common.sorted_rows import RowOrder, SortedRowsExperts
 from experts.cutlass.scaled_mm import (
     ARCHS,
@@ -71,13 +69,7 @@ class BatchedCutlassExpertsFP8(BatchedRowsExperts):
     """
 
     keeps_results = True
-    requires = replace(
-        CutlassRowwiseExpertsFP8.requires,
-        activation_format=ActivationFormat.BATCHED_EXPERTS,
-        reduce=Reduce.DELEGATE,
-        expert_map=False,
-        chunking=False,
-    )
+    requires = of_batched_rows(CutlassRowwiseExpertsFP8.requires)
 
     def product_specs(self, shape: BatchedShape) -> dict[str, BufferSpec]:
         return dict(scale_specs(self.problem, shape.experts * shape.capacity))

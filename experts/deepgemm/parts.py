@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from experts.common.batched_rows import BatchedRowsExperts
+from experts.common.batched_rows import BatchedRowsExperts, of_batched_rows
 from experts.common.sorted_rows import RowOrder, SortedRowsExperts
 from experts.deepgemm.aligned_rows import aligned_rows, aligned_specs, most_aligned
 from experts.deepgemm.library import BLOCK, DEEP_GEMM, TILE_M, contiguous, load, masked
@@ -89,14 +89,7 @@ class BatchedDeepGemmExperts(BatchedRowsExperts):
 
     load_library = staticmethod(load)
     scales_along_rows = True
-    requires = replace(
-        DeepGemmExperts.requires,
-        activation_format=ActivationFormat.BATCHED_EXPERTS,
-        reduce=Reduce.DELEGATE,
-        expert_map=False,
-        chunking=False,
-        capacity_multiple=TILE_M,
-    )
+    requires = replace(of_batched_rows(DeepGemmExperts.requires), capacity_multiple=TILE_M)
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
