@@ -5,6 +5,7 @@ No GPU of the kind was at hand: tests compile the kernel and look at its code, n
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -22,7 +23,6 @@ from modular_kernel.ops.fp4_rows import (
     take_fp4,
 )
 from modular_kernel.ops.sort import most_tiles, sort_pairs, sort_specs
-from modular_kernel.support import ExpertsRequirements
 from modular_kernel.tensors import (
     BatchedShape,
     BatchedTokens,
@@ -32,7 +32,6 @@ from modular_kernel.tensors import (
     DispatchShape,
     ExpertWeights,
 )
-from modular_kernel.types import ActivationFormat, Reduce
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 
 _PACKAGES = ("triton", "nvidia_cutlass_dsl", "tvm_ffi")
@@ -47,22 +46,14 @@ class CutlassExpertsFP4(SummedRowsExperts):
     """
 
     gemm = staticmethod(fp4_gemm)
-    requires = ExpertsRequirements(
-        activation_format=ActivationFormat.STANDARD,
+    requires = replace(
+        SummedRowsExperts.requires,
         devices=frozenset({"cuda"}),
         packages=_PACKAGES,
         packages_extra="cutlass",
-        triton=True,
         archs=_ARCHS,
         dtypes=frozenset({torch.bfloat16}),
-        graph_capturable=True,
-        reduce=Reduce.NOOP,
-        keep_topk=True,
         interleaved=False,
-        bias=False,
-        weight_on_input=False,
-        expert_map=True,
-        chunking=True,
         hidden_multiple=MULTIPLE,
         intermediate_multiple=MULTIPLE,
         schemes=frozenset({"nvfp4_w4a4"}),

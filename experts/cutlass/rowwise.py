@@ -1,5 +1,7 @@
 """fp8 by channel and by tensor over torch's CUTLASS product, for both formats."""
 
+from dataclasses import replace
+
 import torch
 
 from experts.common.batched_rows import BatchedRowsExperts, of_batched_rows
@@ -12,9 +14,7 @@ from experts.cutlass.scaled_mm import (
     rows_product,
     scale_specs,
 )
-from modular_kernel.support import ExpertsRequirements
 from modular_kernel.tensors import BatchedShape
-from modular_kernel.types import ActivationFormat, Reduce
 from modular_kernel.workspace import BufferSpec, Workspace
 
 Rows = tuple[torch.Tensor, torch.Tensor | None]
@@ -27,20 +27,11 @@ class CutlassRowwiseExpertsFP8(SortedRowsExperts):
     """
 
     keeps_results = True
-    requires = ExpertsRequirements(
-        activation_format=ActivationFormat.STANDARD,
+    requires = replace(
+        SortedRowsExperts.requires,
         devices=frozenset({"cuda"}),
-        packages=("triton",),
-        triton=True,
         archs=ARCHS,
         dtypes=frozenset({torch.bfloat16}),
-        graph_capturable=True,
-        reduce=Reduce.NOOP,
-        keep_topk=True,
-        bias=False,
-        weight_on_input=False,
-        expert_map=True,
-        chunking=True,
         hidden_multiple=MULTIPLE,
         intermediate_multiple=MULTIPLE,
         max_experts=MOST_EXPERTS,
