@@ -5,7 +5,6 @@ Launches: GEMM 1; activation [and quantise]; GEMM 2.
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -14,7 +13,6 @@ from experts.common.hidden_rows import ROUNDINGS, hidden_rows, hidden_specs
 from modular_kernel import stages
 from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
 from modular_kernel.roundings import Roundings
-from modular_kernel.support import ExpertsRequirements
 from modular_kernel.tensors import (
     BatchedShape,
     BatchedTokens,
@@ -22,22 +20,10 @@ from modular_kernel.tensors import (
     DispatchShape,
     ExpertWeights,
 )
-from modular_kernel.types import ActivationFormat, Reduce
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceDelegate, unless_kept
 
 Rows = tuple[torch.Tensor, torch.Tensor | None]
-
-
-def of_batched_rows(requires: ExpertsRequirements) -> ExpertsRequirements:
-    """Return what a part requires for batched rows, from what it does for contiguous tokens."""
-    return replace(
-        requires,
-        activation_format=ActivationFormat.BATCHED_EXPERTS,
-        reduce=Reduce.DELEGATE,
-        expert_map=False,
-        chunking=False,
-    )
 
 
 class UnweightedRowsExperts(PermuteExpertsUnpermute):

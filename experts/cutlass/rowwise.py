@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from experts.common.batched_rows import BatchedRowsExperts, of_batched_rows
+from experts.common.batched_rows import BatchedRowsExperts
+from experts.common.declared import of_batched_rows
 from experts.common.sorted_rows import RowOrder, SortedRowsExperts
 from experts.cutlass.scaled_mm import (
     ARCHS,
