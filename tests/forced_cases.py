@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import torch
 
+from experts.triton.configs.select import choose_config, override_config
 from experts.triton.contiguous import paths_of
+from experts.triton.launch_config import MoEConfig
 from modular_kernel import check
-from modular_kernel.testing import Case
+from modular_kernel.testing import Case, Proof, prove
 from modular_kernel.testing.cases.lists import BASE
-from modular_kernel.types import Combine, Problem
+from modular_kernel.types import Combine, Machine, Problem
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 OAI = "swiglu_oai:alpha=1.702,limit=1.2,interleaved=true"
@@ -35,6 +37,15 @@ def cases_on(path: str, variants: Iterable[tuple[Problem, str]]) -> list[Case]:
         for case in dict.fromkeys(found)
         if path in paths_of(case.problem) and check(*PAIR, case.problem).ok
     ]
+
+
+def proof_by(
+    config: MoEConfig, paths: tuple[str, ...], problem: Problem, routing: str, machine: Machine
+) -> Proof:
+    """Prove a case in which every call launches `config`, of one of these paths."""
+    with override_config(config):
+        assert choose_config(problem, 1, paths) == config
+        return prove(Case(*PAIR, problem, routing), machine)
 
 
 def of_quantised_weights(

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from forced_cases import proof_by
 
 from experts.triton.configs.heuristics import heuristics
 from experts.triton.configs.limits import config_violations, fits
-from experts.triton.configs.select import choose_config, override_config
+from experts.triton.configs.select import override_config
 from experts.triton.gemv_w4 import config as gemv_w4_config
 from experts.triton.gemv_w4.config import GemvW4Config
 from experts.triton.gemv_w4.path import GemvW4Path
@@ -16,7 +17,6 @@ from experts.triton.launch_config import Device, MoEConfig
 from modular_kernel.catalog import make_kernel
 from modular_kernel.composer import random_inputs
 from modular_kernel.quant import quantise_weights
-from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.types import Combine, Machine
 
@@ -120,10 +120,7 @@ _CASES: tuple[tuple[dict[str, Any], str, MoEConfig], ...] = (
 @pytest.mark.share(6)
 @pytest.mark.parametrize(("changes", "routing", "pair"), _CASES)
 def test_proven(changes: dict[str, Any], routing: str, pair: MoEConfig, machine: Machine) -> None:
-    problem = replace(_BASE, **changes)
-    with override_config(pair):
-        assert choose_config(problem, 1, _PATHS) == pair
-        proof = prove(Case(_NO_EP, "TritonExperts", problem, routing), machine)
+    proof = proof_by(pair, _PATHS, replace(_BASE, **changes), routing, machine)
     assert proof.passed, str(proof)
 
 

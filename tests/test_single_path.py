@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from forced_cases import proof_by
 
 from experts.triton.configs.heuristics import heuristics
 from experts.triton.configs.select import choose_config, override_config
@@ -63,10 +64,7 @@ _CASES: tuple[tuple[dict[str, Any], str, MoEConfig], ...] = (
 @pytest.mark.share(6)
 @pytest.mark.parametrize(("changes", "routing", "pair"), _CASES)
 def test_proven(changes: dict[str, Any], routing: str, pair: MoEConfig, machine: Machine) -> None:
-    problem = replace(BASE, **changes)
-    with override_config(pair):
-        assert choose_config(problem, 1, _PATHS) == pair
-        proof = prove(Case(_NO_EP, "TritonExperts", problem, routing), machine)
+    proof = proof_by(pair, _PATHS, replace(BASE, **changes), routing, machine)
     assert proof.passed, str(proof)
 
 

@@ -22,6 +22,7 @@ from modular_kernel.ops.reduce import gather_rows, gather_weight_and_sum
 from modular_kernel.ops.sort import sort_pairs, sort_specs
 from modular_kernel.quant import STORAGE
 from modular_kernel.roundings import Roundings
+from modular_kernel.support import ExpertsRequirements
 from modular_kernel.tensors import (
     ContiguousShape,
     ContiguousTokens,
@@ -30,7 +31,7 @@ from modular_kernel.tensors import (
     DispatchShape,
     ExpertWeights,
 )
-from modular_kernel.types import Combine
+from modular_kernel.types import ActivationFormat, Combine, Reduce
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNoOp, unless_kept
 
@@ -51,7 +52,23 @@ class RowOrder:
 
 
 class SummedRowsExperts(PermuteExpertsUnpermute):
-    """A part that weights and sums rows of its own, which lie as it likes."""
+    """A part that weights and sums rows of its own, which lie as it likes.
+
+    requires: of all such parts; each adds what its products are for.
+    """
+
+    requires = ExpertsRequirements(
+        activation_format=ActivationFormat.STANDARD,
+        packages=("triton",),
+        triton=True,
+        graph_capturable=True,
+        reduce=Reduce.NOOP,
+        keep_topk=True,
+        bias=False,
+        weight_on_input=False,
+        expert_map=True,
+        chunking=True,
+    )
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return unless_kept(self.problem, TopKWeightAndReduceNoOp())

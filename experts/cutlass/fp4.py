@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from experts.common.batched_rows import UnweightedRowsExperts
+from experts.common.declared import of_batched_rows
 from experts.common.sorted_rows import SummedRowsExperts
 from experts.cutlass.fp4_mlp import launch_without_memory, mlp, mlp_specs
 from experts.cutlass.fp4_product import MULTIPLE, fp4_gemm
@@ -23,7 +24,6 @@ from modular_kernel.ops.fp4_rows import (
     take_fp4,
 )
 from modular_kernel.ops.sort import most_tiles, sort_pairs, sort_specs
-from modular_kernel.support import ExpertsRequirements
 from modular_kernel.tensors import (
     BatchedShape,
     BatchedTokens,
@@ -33,7 +33,6 @@ from modular_kernel.tensors import (
     DispatchShape,
     ExpertWeights,
 )
-from modular_kernel.types import ActivationFormat, Reduce
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 
 _PACKAGES = ("triton", "nvidia_cutlass_dsl", "tvm_ffi")
@@ -48,22 +47,14 @@ class CutlassExpertsFP4(SummedRowsExperts):
     """
 
     gemm = staticmethod(fp4_gemm)
-    requires = ExpertsRequirements(
-        activation_format=ActivationFormat.STANDARD,
+    requires = replace(
+        SummedRowsExperts.requires,
         devices=frozenset({"cuda"}),
         packages=_PACKAGES,
         packages_extra="cutlass",
-        triton=True,
         archs=_ARCHS,
         dtypes=frozenset({torch.bfloat16}),
-        graph_capturable=True,
-        reduce=Reduce.NOOP,
-        keep_topk=True,
         interleaved=False,
-        bias=False,
-        weight_on_input=False,
-        expert_map=True,
-        chunking=True,
         hidden_multiple=MULTIPLE,
         intermediate_multiple=MULTIPLE,
         schemes=frozenset({"nvfp4_w4a4"}),
@@ -123,13 +114,7 @@ class BatchedCutlassExpertsFP4(UnweightedRowsExperts):
     """
 
     gemm = staticmethod(fp4_gemm)
-    requires = replace(
-        CutlassExpertsFP4.requires,
-        activation_format=ActivationFormat.BATCHED_EXPERTS,
-        reduce=Reduce.DELEGATE,
-        expert_map=False,
-        chunking=False,
-    )
+    requires = of_batched_rows(CutlassExpertsFP4.requires)
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, BatchedShape)

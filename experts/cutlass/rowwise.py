@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from experts.common.batched_rows import BatchedRowsExperts
+from experts.common.declared import of_batched_rows
 from experts.common.sorted_rows import RowOrder, SortedRowsExperts
 from experts.cutlass.scaled_mm import (
     ARCHS,
@@ -14,9 +15,7 @@ from experts.cutlass.scaled_mm import (
     rows_product,
     scale_specs,
 )
-from modular_kernel.support import ExpertsRequirements
 from modular_kernel.tensors import BatchedShape
-from modular_kernel.types import ActivationFormat, Reduce
 from modular_kernel.workspace import BufferSpec, Workspace
 
 Rows = tuple[torch.Tensor, torch.Tensor | None]
@@ -29,20 +28,11 @@ class CutlassRowwiseExpertsFP8(SortedRowsExperts):
     """
 
     keeps_results = True
-    requires = ExpertsRequirements(
-        activation_format=ActivationFormat.STANDARD,
+    requires = replace(
+        SortedRowsExperts.requires,
         devices=frozenset({"cuda"}),
-        packages=("triton",),
-        triton=True,
         archs=ARCHS,
         dtypes=frozenset({torch.bfloat16}),
-        graph_capturable=True,
-        reduce=Reduce.NOOP,
-        keep_topk=True,
-        bias=False,
-        weight_on_input=False,
-        expert_map=True,
-        chunking=True,
         hidden_multiple=MULTIPLE,
         intermediate_multiple=MULTIPLE,
         max_experts=MOST_EXPERTS,
@@ -71,13 +61,7 @@ class BatchedCutlassExpertsFP8(BatchedRowsExperts):
     """
 
     keeps_results = True
-    requires = replace(
-        CutlassRowwiseExpertsFP8.requires,
-        activation_format=ActivationFormat.BATCHED_EXPERTS,
-        reduce=Reduce.DELEGATE,
-        expert_map=False,
-        chunking=False,
-    )
+    requires = of_batched_rows(CutlassRowwiseExpertsFP8.requires)
 
     def product_specs(self, shape: BatchedShape) -> dict[str, BufferSpec]:
         return dict(scale_specs(self.problem, shape.experts * shape.capacity))

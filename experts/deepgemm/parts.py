@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from experts.common.batched_rows import BatchedRowsExperts
+from experts.common.declared import of_batched_rows
 from experts.common.sorted_rows import RowOrder, SortedRowsExperts
 from experts.deepgemm.aligned_rows import aligned_rows, aligned_specs, most_aligned
 from experts.deepgemm.library import BLOCK, DEEP_GEMM, TILE_M, contiguous, load, masked
-from modular_kernel.support import ExpertsRequirements
 from modular_kernel.tensors import BatchedShape, DispatchedRouting
-from modular_kernel.types import ActivationFormat, IdSpace, Problem, Reduce
+from modular_kernel.types import IdSpace, Problem
 from modular_kernel.workspace import BufferSpec, Workspace
 
 Rows = tuple[torch.Tensor, torch.Tensor | None]
@@ -28,21 +28,13 @@ class DeepGemmExperts(SortedRowsExperts):
 
     load_library = staticmethod(load)
     scales_along_rows = True  # as the library takes them
-    requires = ExpertsRequirements(
-        activation_format=ActivationFormat.STANDARD,
+    requires = replace(
+        SortedRowsExperts.requires,
         devices=frozenset({"cuda"}),
         packages=("triton", DEEP_GEMM.name),
         providers=(DEEP_GEMM,),
-        triton=True,
         archs=frozenset({(9, 0)}),  # sm_100 wants other scales
         dtypes=frozenset({torch.bfloat16}),
-        graph_capturable=True,
-        reduce=Reduce.NOOP,
-        keep_topk=True,
-        bias=False,
-        weight_on_input=False,
-        expert_map=True,
-        chunking=True,
         hidden_multiple=BLOCK,
         intermediate_multiple=BLOCK,
         schemes=frozenset({"none", "fp8_w8a8_block"}),
@@ -89,14 +81,7 @@ class BatchedDeepGemmExperts(BatchedRowsExperts):
 
     load_library = staticmethod(load)
     scales_along_rows = True
-    requires = replace(
-        DeepGemmExperts.requires,
-        activation_format=ActivationFormat.BATCHED_EXPERTS,
-        reduce=Reduce.DELEGATE,
-        expert_map=False,
-        chunking=False,
-        capacity_multiple=TILE_M,
-    )
+    requires = replace(of_batched_rows(DeepGemmExperts.requires), capacity_multiple=TILE_M)
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)

@@ -1,27 +1,21 @@
 """BatchedTritonExperts: two grouped GEMMs over rows that lie expert by expert."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from experts.common.declared import of_batched_rows
 from experts.triton.adapters import Shrunk, adapter_specs, shrink_batched
 from experts.triton.configs.select import choose_config
 from experts.triton.launch_config import LaunchConfig
-from experts.triton.operands import (
-    SCHEMES,
-    Product,
-    first_product,
-    second_product,
-    weight_rejections,
-)
-from experts.triton.tuning.space import ConfigSpace
+from experts.triton.operands import Product, first_product, second_product
+from experts.triton.own_products import OwnProductsExperts
 from modular_kernel import stages
-from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
+from modular_kernel.contracts import TopKWeightAndReduce
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.live_rows import BatchedRows
 from modular_kernel.ops.quantise import quantise_rows, quantise_specs, take_quantised
 from modular_kernel.roundings import Roundings
-from modular_kernel.support import ExpertsRequirements, Rejection
 from modular_kernel.tensors import (
     BatchedShape,
     BatchedTokens,
@@ -29,46 +23,25 @@ from modular_kernel.tensors import (
     DispatchShape,
     ExpertWeights,
 )
-from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce
+from modular_kernel.types import Problem
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceDelegate, unless_kept
 
 
-class BatchedTritonExperts(PermuteExpertsUnpermute):
+class BatchedTritonExperts(OwnProductsExperts):
     """Batched rows in, batched rows out, unweighted; two launches.
 
     Only the first counts_e[i] rows of expert i are read or written.
     """
 
     replayable = True
-    requires = ExpertsRequirements(
-        activation_format=ActivationFormat.BATCHED_EXPERTS,
-        packages=("triton",),
-        triton=True,
-        min_arch=(8, 0),
-        graph_capturable=True,
-        batch_invariant=True,
-        reduce=Reduce.DELEGATE,
-        keep_topk=True,
-        weight_on_input=False,
-        tf32=True,
-        schemes=SCHEMES,
-        lora=True,
-    )
+    requires = replace(of_batched_rows(OwnProductsExperts.requires), weight_on_input=False)
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         from experts.triton.kernels.batched_gemm import batched_gemm_kernel
 
         self._kernel = batched_gemm_kernel
-
-    @classmethod
-    def tunable(cls, problem: Problem) -> ConfigSpace | None:
-        return ConfigSpace.unless_fixed(problem, cls.__name__)
-
-    @classmethod
-    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        return weight_rejections(cls.__name__, problem, machine)
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, BatchedShape)

@@ -16,13 +16,12 @@ from experts.triton.configs.select import (
     this_store,
 )
 from experts.triton.launch_config import Device, MoEConfig
-from experts.triton.operands import SCHEMES, weight_rejections
+from experts.triton.own_products import OwnProductsExperts
 from experts.triton.path import Path, PathCall, Rooms
 from experts.triton.paths import BY_NAME, PATHS
 from experts.triton.tuning.space import ConfigSpace
-from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
+from modular_kernel.contracts import TopKWeightAndReduce
 from modular_kernel.roundings import Roundings
-from modular_kernel.support import ExpertsRequirements, Rejection
 from modular_kernel.tensors import (
     ContiguousShape,
     ContiguousTokens,
@@ -30,12 +29,12 @@ from modular_kernel.tensors import (
     DispatchShape,
     ExpertWeights,
 )
-from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce
+from modular_kernel.types import Machine, Problem
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNoOp, unless_kept
 
 
-class TritonExperts(PermuteExpertsUnpermute):
+class TritonExperts(OwnProductsExperts):
     """Contiguous tokens, Triton products; weights and sums over top-k itself.
 
     The configuration of a call says which path it takes (experts.triton.paths). Where top-k is
@@ -44,21 +43,6 @@ class TritonExperts(PermuteExpertsUnpermute):
     """
 
     replayable = True
-    requires = ExpertsRequirements(
-        activation_format=ActivationFormat.STANDARD,
-        packages=("triton",),
-        triton=True,
-        min_arch=(8, 0),
-        graph_capturable=True,
-        batch_invariant=True,
-        reduce=Reduce.NOOP,
-        keep_topk=True,
-        expert_map=True,
-        chunking=True,
-        tf32=True,
-        schemes=SCHEMES,
-        lora=True,
-    )
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -74,10 +58,6 @@ class TritonExperts(PermuteExpertsUnpermute):
     @classmethod
     def tunable(cls, problem: Problem) -> ConfigSpace | None:
         return ConfigSpace.unless_fixed(problem, cls.__name__, PATHS)
-
-    @classmethod
-    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        return weight_rejections(cls.__name__, problem, machine)
 
     @classmethod
     def described(cls, machine: Machine) -> AbstractContextManager[None]:

@@ -1,19 +1,18 @@
 """GroupedGemmExperts: pre-reorder, two products over segments of rows, post-reorder."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from experts.triton.configs.select import choose_config, kinds_up_to
 from experts.triton.grouped.segments import MGroupedGemms
-from experts.triton.operands import weight_rejections
+from experts.triton.own_products import OwnProductsExperts
 from experts.triton.path import PathCall, Rooms
-from experts.triton.tuning.space import ConfigSpace
-from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
+from modular_kernel.contracts import TopKWeightAndReduce
 from modular_kernel.quant import ACTIVATION_SCHEMES
 from modular_kernel.roundings import Roundings
-from modular_kernel.support import ExpertsRequirements, Rejection
 from modular_kernel.tensors import (
     ContiguousShape,
     ContiguousTokens,
@@ -21,7 +20,7 @@ from modular_kernel.tensors import (
     DispatchShape,
     ExpertWeights,
 )
-from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce
+from modular_kernel.types import Problem
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNoOp, unless_kept
 
@@ -29,7 +28,7 @@ from topk_reduce import TopKWeightAndReduceNoOp, unless_kept
 _SCHEMES = ACTIVATION_SCHEMES | {"none"}
 
 
-class GroupedGemmExperts(PermuteExpertsUnpermute):
+class GroupedGemmExperts(OwnProductsExperts):
     """Contiguous tokens, copied into the order of experts; weights and sums over top-k itself.
 
     The experts of this rank get segments that follow each other; pairs of other ranks' experts get
@@ -38,30 +37,12 @@ class GroupedGemmExperts(PermuteExpertsUnpermute):
     """
 
     replayable = True
-    requires = ExpertsRequirements(
-        activation_format=ActivationFormat.STANDARD,
-        packages=("triton",),
-        triton=True,
-        min_arch=(8, 0),
-        graph_capturable=True,
-        batch_invariant=True,
-        reduce=Reduce.NOOP,
-        keep_topk=True,
-        expert_map=True,
-        chunking=True,
-        tf32=True,
-        schemes=_SCHEMES,
-        lora=True,
-    )
+    requires = replace(OwnProductsExperts.requires, schemes=_SCHEMES)
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._products = MGroupedGemms(problem)
         self._rooms = Rooms()
-
-    @classmethod
-    def tunable(cls, problem: Problem) -> ConfigSpace | None:
-        return ConfigSpace.unless_fixed(problem, cls.__name__)
 
     @classmethod
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
@@ -74,10 +55,6 @@ class GroupedGemmExperts(PermuteExpertsUnpermute):
             )
             for tokens, dtype, block in FORMS
         }
-
-    @classmethod
-    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        return weight_rejections(cls.__name__, problem, machine)
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         """Room for any call up to shape.tokens: fewer can need more tiles, of fewer rows each."""

@@ -1,7 +1,7 @@
 """TritonKernelsExperts: both products are triton_kernels'."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from experts.triton_kernels.tile_maps import (
     write_tile_maps,
 )
 from modular_kernel.ops.sort import sort_pairs, sort_specs
-from modular_kernel.support import ExpertsRequirements, Rejection
+from modular_kernel.support import Rejection
 from modular_kernel.tensors import DispatchedRouting
-from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce
+from modular_kernel.types import Machine, Problem
 from modular_kernel.workspace import BufferSpec, Workspace
 
 _MX_STEP = 128  # of K, in a step of the product with mxfp4 weights on sm_90
@@ -44,21 +44,13 @@ class TritonKernelsExperts(SortedRowsExperts):
     """
 
     load_library = staticmethod(load)
-    requires = ExpertsRequirements(
-        activation_format=ActivationFormat.STANDARD,
+    requires = replace(
+        SortedRowsExperts.requires,
         devices=frozenset({"cuda"}),
         packages=("triton", TRITON_KERNELS.name),
         providers=(TRITON_KERNELS,),
-        triton=True,
         min_arch=(9, 0),
         dtypes=frozenset({torch.bfloat16}),
-        graph_capturable=True,
-        reduce=Reduce.NOOP,
-        keep_topk=True,
-        bias=False,
-        weight_on_input=False,
-        expert_map=True,
-        chunking=True,
         hidden_multiple=8,  # rows on 16 bytes
         intermediate_multiple=8,
         schemes=frozenset({"none", "mxfp4_w4a16"}),

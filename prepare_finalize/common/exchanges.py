@@ -4,17 +4,10 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed import distributed_c10d
 
 from modular_kernel.errors import CommunicationError, ConfigurationError, UnsupportedError
 from prepare_finalize.common.torch_group import in_short
-from prepare_finalize.rendezvous.connect import (
-    deadline_of,
-    in_time,
-    meeting_place,
-    member_group,
-)
+from prepare_finalize.rendezvous.connect import deadline_of, member_group, store_at_new_place
 from prepare_finalize.rendezvous.hosts import check_one_host, find_hosts
 from prepare_finalize.rendezvous.store_rounds import Facts, Meeting
 
@@ -57,14 +50,10 @@ class ExchangeManager(ABC, Generic[Shape]):
         self.in_flight = in_flight
         self._exchanges: dict[Shape, list[Exchange[Shape]]] = {}
         self._destroyed = False
-        store = distributed_c10d._get_process_group_store(self._group)
         try:
-            place = in_time(
-                lambda: meeting_place(store, self.rank, self.world_size), self.deadline_s
-            )
+            self._store = store_at_new_place(self._group, self.deadline_s, below=self.beside)
         except RuntimeError as error:
             raise self._error(in_short(error), "the group's store to answer") from error
-        self._store = PrefixStore(f"{place}{self.beside}", store)
         self._meeting = Meeting(self._store, self.rank, self.world_size, self.deadline_s)
         self.hosts = find_hosts(self._meeting, self.rank)
         check_one_host(self.hosts, self.package)

@@ -23,7 +23,6 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import distributed_c10d
 
 from modular_kernel.errors import (
     CommunicationError,
@@ -34,10 +33,9 @@ from prepare_finalize.rendezvous.connect import (
     check_served,
     connect,
     deadline_of,
-    in_time,
-    meeting_place,
     member_group,
     served_device,
+    store_at_new_place,
 )
 from prepare_finalize.rendezvous.failure_log import FailureBoard, LastCalls, culprits
 from prepare_finalize.rendezvous.hosts import Hosts, find_hosts
@@ -84,21 +82,17 @@ class TorchGroup:
         self._failure: CommunicationError | None = None
         self._destroyed = False
         self._communicator = Communicator(self, device=self.device)
-        store = distributed_c10d._get_process_group_store(process_group)
         # Without a launcher of its own, a job's first rank keeps the store for all.
         ranks = dist.get_process_group_ranks(process_group)
         self._keeper = tuple(r for r, at in enumerate(ranks) if at == 0 and r != self.rank)
-        own = self._store = PrefixStore(self._meet(store), store)
+        own = self._store = self._meet(process_group)
         self._board = FailureBoard(own, self.rank, self.world_size)
         self._communicator.group = self._connect(own)
         self.hosts = self._find_hosts(own)
 
-    def _meet(self, store: Store) -> str:
-        """`meeting_place`, but no longer than the deadline: the store may be what is lost."""
+    def _meet(self, process_group: dist.ProcessGroup) -> PrefixStore:
         try:
-            return in_time(
-                lambda: meeting_place(store, self.rank, self.world_size), self.deadline_s
-            )
+            return store_at_new_place(process_group, self.deadline_s)
         except RuntimeError as error:
             raise CommunicationError(
                 "process group's store",

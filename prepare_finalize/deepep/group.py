@@ -20,8 +20,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed import distributed_c10d
 
 from modular_kernel.errors import (
     CommunicationError,
@@ -33,7 +31,7 @@ from modular_kernel.settings import deepep_disables_gin, nvshmem_asks_for_ibgda
 from prepare_finalize.common.torch_group import in_short
 from prepare_finalize.deepep.arguments import few_tokens, many_tokens
 from prepare_finalize.deepep.low_latency_buffer import LowLatency
-from prepare_finalize.rendezvous.connect import deadline_of, in_time, meeting_place, member_group
+from prepare_finalize.rendezvous.connect import deadline_of, member_group, store_at_new_place
 from prepare_finalize.rendezvous.hosts import find_hosts
 from prepare_finalize.rendezvous.store_rounds import Facts, Meeting
 
@@ -96,11 +94,8 @@ class DeepEPGroup:
         self.num_sms = num_sms
         self._buffers: dict[tuple[object, ...], Any] = {}
         self._destroyed = False
-        store = distributed_c10d._get_process_group_store(self.process_group)
         try:
-            place = in_time(
-                lambda: meeting_place(store, self.rank, self.world_size), self.deadline_s
-            )
+            own = store_at_new_place(self.process_group, self.deadline_s, below="/deepep")
         except RuntimeError as error:
             need = f"an answer within {self.deadline_s:g} s"
             raise CommunicationError(
@@ -110,7 +105,6 @@ class DeepEPGroup:
                 rank=self.rank,
                 phase="construct",
             ) from error
-        own = PrefixStore(f"{place}/deepep", store)
         self._meeting = Meeting(own, self.rank, self.world_size, self.deadline_s)
         # Ranks that meet again must not meet those that are still about to meet for this.
         self.agree({"num_sms": num_sms})

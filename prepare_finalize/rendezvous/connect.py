@@ -99,14 +99,16 @@ def _number(key: str, value: bytes) -> int:
         raise RuntimeError(f"the store holds {value[:20]!r} as {key}, not a number") from error
 
 
-def store_at_new_place(group: dist.ProcessGroup, deadline_s: float) -> Store:
-    """Return the group's store below the keys of a new meeting.
+def store_at_new_place(
+    group: dist.ProcessGroup, deadline_s: float, *, below: str = ""
+) -> PrefixStore:
+    """Return the group's store below the keys of a new meeting, and there below `below`.
 
-    Raise RuntimeError without an answer in time.
+    Raise RuntimeError without an answer in time: the store may be what is lost.
     """
     store = distributed_c10d._get_process_group_store(group)
     place = in_time(lambda: meeting_place(store, group.rank(), group.size()), deadline_s)
-    return PrefixStore(place, store)
+    return PrefixStore(f"{place}{below}", store)
 
 
 def place_in(group: object | None) -> tuple[int, int]:

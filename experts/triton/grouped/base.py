@@ -4,7 +4,7 @@ Launches: count, scan, place; [permute]; GEMM 1 + activation; [quantise]; GEMM 2
 """
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -50,10 +50,12 @@ class ExpertSortedGemms(ABC):
     skips_unused: quantise no more than those. Without it the rows behind them, which hold
     anything, are quantised too: that costs time with many of them, and spoils a scale of all rows.
     moves_tokens: a launch moves them into the order of experts; otherwise GEMM 1 finds them.
+    adapters_class: what adapters add to both products, as their kernels take it.
     """
 
     skips_unused = True
     moves_tokens = True
+    adapters_class: ClassVar[type[SegmentAdapters]] = SegmentAdapters
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -145,7 +147,7 @@ class ExpertSortedGemms(ABC):
         slots_T = call.tokens.routing.adapters_T
         if slots_T is None:
             return None
-        return SegmentAdapters(slots_T, self.problem, call.workspace, order, tile.block_m)
+        return self.adapters_class(slots_T, self.problem, call.workspace, order, tile.block_m)
 
     def _permuted(self, call: PathCall, order: Sorted) -> Rows:
         """(P, H) sorted rows of x, with their scales and weights."""

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from experts.triton.adapters import SegmentAdapters, TileShrunk
+from experts.triton.adapters import TileShrunk
 from experts.triton.candidates import Groups
 from experts.triton.grouped.base import ExpertSortedGemms, Rows
 from experts.triton.grouped_tma import config
@@ -27,7 +27,7 @@ from experts.triton.grouped_tma.config import (
 )
 from experts.triton.launch_config import Device, Gemm, Launch, LaunchConfig, MoEConfig, Violation
 from experts.triton.operands import TMA_BYTES, Product
-from experts.triton.path import Path, PathCall
+from experts.triton.path import Path
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.sort import Sorted, most_tiles
 from modular_kernel.roundings import Roundings
@@ -75,6 +75,7 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
         return candidates(problem, tokens)
 
     skips_unused = False  # as it was measured: all rows were in use
+    adapters_class = TileAdapters
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -86,14 +87,6 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
         pairs = tokens * self.problem.top_k
         tiles = most_tiles(pairs, block_m, self.problem.e)
         return super().specs(tokens, block_m) | tile_specs(self.problem, pairs, tiles)
-
-    def _adapters(
-        self, tile: LaunchConfig, order: Sorted, call: PathCall
-    ) -> SegmentAdapters | None:
-        slots_T = call.tokens.routing.adapters_T
-        if slots_T is None:
-            return None
-        return TileAdapters(slots_T, self.problem, call.workspace, order, tile.block_m)
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Whether every tensor lies as TMA, 16-byte copies and the kernel's indices want it."""

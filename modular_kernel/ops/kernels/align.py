@@ -31,12 +31,16 @@ def _place_chunk(
 
 @triton.jit
 def _fill_blocks(
-    first_block, totals, padded, starts, sorted_ptr, expert_ids_ptr,
-    numel, num_post, num_positions, num_blocks,
+    pid, num_chunks, totals, padded, starts, sorted_ptr, expert_ids_ptr, num_post_ptr,
+    numel, num_positions, num_blocks,
     BINS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FILL_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Name the expert of each block and mark its padding, for FILL_BLOCKS blocks."""
-    block = first_block + tl.arange(0, FILL_BLOCKS)
+    """Name the expert of each block and mark its padding: FILL_BLOCKS blocks a program.
+
+    Programs from num_chunks on do so; the first of them stores how many positions are in use.
+    """
+    num_post = tl.sum(padded, axis=0)
+    block = (pid - num_chunks) * FILL_BLOCKS + tl.arange(0, FILL_BLOCKS)
     first = block * BLOCK_SIZE
     past = (starts + padded)[None, :] <= first[:, None]
     bucket = tl.minimum(tl.sum(past.to(tl.int32), axis=1), BINS - 1)
@@ -47,6 +51,8 @@ def _fill_blocks(
     position = first[:, None] + tl.arange(0, BLOCK_SIZE)[None, :]
     fill = (position >= padding[:, None]) & (position < num_positions)
     tl.store(sorted_ptr + position, numel + tl.zeros_like(position), mask=fill)
+    if pid == num_chunks:
+        tl.store(num_post_ptr, num_post)
 
 
 @triton.jit
@@ -73,13 +79,10 @@ def align_place_kernel(
         first = tl.gather(starts, key, 0) + before
         _place_chunk(pairs, mask, key, first, sorted_ptr, IGNORE_INVALID, CHUNK)
     else:
-        num_post = tl.sum(padded, axis=0)
         _fill_blocks(
-            (pid - num_chunks) * FILL_BLOCKS, totals, padded, starts, sorted_ptr, expert_ids_ptr,
-            numel, num_post, num_positions, num_blocks, BINS, BLOCK_SIZE, FILL_BLOCKS,
+            pid, num_chunks, totals, padded, starts, sorted_ptr, expert_ids_ptr, num_post_ptr,
+            numel, num_positions, num_blocks, BINS, BLOCK_SIZE, FILL_BLOCKS,
         )  # fmt: skip
-        if pid == num_chunks:
-            tl.store(num_post_ptr, num_post)
 
 
 # Numbers that change with the tokens of a call and are only compared: no kernel of their own.
@@ -119,10 +122,7 @@ def align_kernel(
         if num_invalid > 0:
             tl.atomic_add(invalid_ptr, num_invalid)
     else:
-        num_post = tl.sum(padded, axis=0)
         _fill_blocks(
-            (pid - num_chunks) * FILL_BLOCKS, totals, padded, starts, sorted_ptr, expert_ids_ptr,
-            numel, num_post, num_positions, num_blocks, BINS, BLOCK_SIZE, FILL_BLOCKS,
+            pid, num_chunks, totals, padded, starts, sorted_ptr, expert_ids_ptr, num_post_ptr,
+            numel, num_positions, num_blocks, BINS, BLOCK_SIZE, FILL_BLOCKS,
         )  # fmt: skip
-        if pid == num_chunks:
-            tl.store(num_post_ptr, num_post)

@@ -9,21 +9,14 @@ from modular_kernel.tensors import (
     ExpertWeights,
 )
 from modular_kernel.testing.call_mutants.inject import Arguments
-from modular_kernel.types import ActivationSpec, Problem
+from modular_kernel.types import Problem
 
 
 def with_activation(problem: Problem, **changes: object) -> Problem:
     """Return the problem with some of the activation's fields changed."""
-    act = problem.act
-    spec = {
-        "kind": act.kind,
-        "alpha": act.alpha,
-        "limit": act.limit,
-        "interleaved": act.interleaved,
-        "up_first": act.up_first and not changes.get("interleaved"),
-        **changes,
-    }
-    return replace(problem, activation=ActivationSpec(**spec))  # type: ignore[arg-type]
+    up_first = problem.act.up_first and not changes.get("interleaved")
+    spec = replace(problem.act, up_first=up_first, **changes)  # type: ignore[arg-type]
+    return replace(problem, activation=spec)
 
 
 def other_activation(problem: Problem) -> Problem:

@@ -1,9 +1,13 @@
 """Defects of memory and of time: what a call leaves unwritten, writes, keeps or returns."""
 
+from functools import partial
+
 from modular_kernel.testing.call_mutants import conditions as when
 from modular_kernel.testing.call_mutants import inputs as given
 from modular_kernel.testing.call_mutants import outputs as done
 from modular_kernel.testing.call_mutants.inject import CallMutant
+
+_on_gpu = partial(CallMutant, device="cuda", pairs=when.capturable_pair)
 
 MEMORY_MUTANTS: tuple[CallMutant, ...] = (
     # What is left unwritten.
@@ -131,29 +135,22 @@ MEMORY_MUTANTS: tuple[CallMutant, ...] = (
         lambda p, _r: p.tokens == 0,
         arguments=given.fail_on_nothing,
     ),
-    # On a GPU.
-    CallMutant(
+    _on_gpu(
         "allocates",
         "a planned call allocates",
         when.has_tokens,
-        device="cuda",
-        pairs=when.capturable_pair,
         arguments=given.allocate,
     ),
-    CallMutant(
+    _on_gpu(
         "synchronises",
         "a planned call waits for the device",
         when.has_tokens,
-        device="cuda",
-        pairs=when.capturable_pair,
         arguments=given.synchronise,
     ),
-    CallMutant(
+    _on_gpu(
         "graph_keeps_routing",
         "a captured graph keeps the ids it was captured with",
         when.several_experts,
-        device="cuda",
-        pairs=when.capturable_pair,
         arguments=given.freeze_routing,
     ),
 )

@@ -20,82 +20,73 @@ def _several_groups(problem: Problem) -> bool:
 
 _several_experts = when.both(when.all_routed, lambda p: p.e > 1 and p.tokens > 1)
 
+_quantised = partial(CallMutant, quantised=True)
+
 SCALE_MUTANTS: tuple[CallMutant, ...] = (
-    CallMutant(
+    _quantised(
         "scale_of_next_expert",
         "every expert has its neighbour's scales",
         _several_experts,
-        quantised=True,
         arguments=partial(given.shift_scales, dim=0),
     ),
-    CallMutant(
+    _quantised(
         "scale_of_next_row",
         "every row (or row of blocks) has its neighbour's scales: a wrong stride",
         when.both(when.routed, _scales_per_row),
-        quantised=True,
         arguments=partial(given.shift_scales, dim=1),
     ),
-    CallMutant(
+    _quantised(
         "scale_of_next_group",
         "every group along the depth has its neighbour's scale: a wrong block",
         when.both(when.routed, _several_groups),
-        quantised=True,
         arguments=partial(given.shift_scales, dim=2),
     ),
-    CallMutant(
+    _quantised(
         "zero_point_of_next_row",
         "every row has its neighbour's zero points",
         when.both(when.routed, lambda p: p.scheme.zero_points),
-        quantised=True,
         arguments=given.shift_zero_points,
     ),
-    CallMutant(
+    _quantised(
         "zero_points_swapped",
         "the zero points of even and odd rows are exchanged",
         when.both(when.routed, lambda p: p.scheme.zero_points and p.scheme.packed),
-        quantised=True,
         arguments=partial(given.swap_nibbles, names=("w1_zero_point", "w2_zero_point")),
     ),
-    CallMutant(
+    _quantised(
         "nibbles_swapped",
         "the weights of even and odd k are exchanged",
         when.both(when.routed, lambda p: p.scheme.packed),
-        quantised=True,
         arguments=partial(given.swap_nibbles, names=("w1", "w2")),
     ),
-    CallMutant(
+    _quantised(
         "matrix_scales_swapped",
         "the scales of the gate and the up matrix are exchanged",
         when.both(when.routed, lambda p: p.scheme.matrix_scales and p.act.gated),
-        quantised=True,
         arguments=given.swap_matrix_scales,
     ),
-    CallMutant(
+    _quantised(
         "matrix_scale_of_next_expert",
         "each expert's second matrix has the scale of another one's",
         when.both(when.routed, lambda p: p.scheme.matrix_scales and p.e > 1),
-        quantised=True,
         arguments=given.shift_matrix_scales,
     ),
-    CallMutant(
+    _quantised(
         "order_ignored",
         "columns of w1 multiply columns of x as they lie",
         when.both(when.routed, lambda p: p.scheme.act_order),
-        quantised=True,
         arguments=given.ignore_order,
     ),
-    CallMutant(
+    _quantised(
         "order_of_next_expert",
         "each expert has the order of columns of another one",
         when.both(when.routed, lambda p: p.scheme.act_order and p.e > 1),
-        quantised=True,
         arguments=given.shift_order,
     ),
-    CallMutant(
+    _quantised(
         "given_scale_wrong",
         "a static activation scale is far too small",
         when.both(when.routed, lambda p: p.scheme.static),
-        quantised=True,
         arguments=given.shrink_given_scale,
     ),
 )

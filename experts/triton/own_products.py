@@ -1,0 +1,35 @@
+"""What parts have in common whose products are the Triton kernels of this package."""
+
+from experts.triton.operands import SCHEMES, weight_rejections
+from experts.triton.tuning.space import ConfigSpace
+from modular_kernel.contracts import PermuteExpertsUnpermute
+from modular_kernel.support import ExpertsRequirements, Rejection
+from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce
+
+
+class OwnProductsExperts(PermuteExpertsUnpermute):
+    """A part over these products, of any scheme. requires: for contiguous tokens."""
+
+    requires = ExpertsRequirements(
+        activation_format=ActivationFormat.STANDARD,
+        packages=("triton",),
+        triton=True,
+        min_arch=(8, 0),
+        graph_capturable=True,
+        batch_invariant=True,
+        reduce=Reduce.NOOP,
+        keep_topk=True,
+        expert_map=True,
+        chunking=True,
+        tf32=True,
+        schemes=SCHEMES,
+        lora=True,
+    )
+
+    @classmethod
+    def tunable(cls, problem: Problem) -> ConfigSpace | None:
+        return ConfigSpace.unless_fixed(problem, cls.__name__)
+
+    @classmethod
+    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+        return weight_rejections(cls.__name__, problem, machine)
