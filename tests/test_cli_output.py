@@ -326,6 +326,20 @@ def test_what_takes_long_is_said_while_it_lasts(
     assert capsys.readouterr().err == ""
 
 
+def test_a_terminal_has_a_bar_in_place_of_a_line_for_each_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The demo's forty lines would scroll its result off the screen."""
+    for terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        with output.steps_told(2, "runs") as tell:
+            tell("a run took 1 s")
+            tell("another took 2 s")
+        told = capsys.readouterr().err
+        assert (told == "a run took 1 s\nanother took 2 s\n") is not terminal
+        assert ("took" in told) is not terminal
+
+
 def test_a_long_step_is_said_while_it_lasts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

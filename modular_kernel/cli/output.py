@@ -276,6 +276,19 @@ def _told_at_times(total: int, what: str) -> Callable[[], None]:
 
 
 @contextmanager
+def steps_told(total: int, what: str) -> Iterator[Callable[[str], None]]:
+    """Yield what to call with a line on each of `total` steps: a bar in its place on a terminal.
+
+    There a result fits a screen, which the lines before it would scroll away.
+    """
+    if not sys.stderr.isatty():
+        yield note
+        return
+    with progress(total, what) as advance:
+        yield lambda _: advance()
+
+
+@contextmanager
 def _told_steadily(total: int, what: str) -> Iterator[Callable[[], None]]:
     began, done, ended = time.monotonic(), [0], threading.Event()
 
