@@ -365,9 +365,17 @@ def test_a_long_compilation_is_said_while_it_lasts(mk: Mk, monkeypatch: pytest.M
             advance()
         return SimpleNamespace(rows=[], left_out=[LEFT_OUT])
 
+    def found() -> dict[str, object]:
+        time.sleep(0.3)
+        return {LEFT_OUT.kernel: LEFT_OUT}
+
     monkeypatch.setattr(output, "_STEADY_S", 0.05)
+    monkeypatch.setattr(output, "_FIRST_WORD_S", 0.05)
+    monkeypatch.setattr("modular_kernel.testing.compile.kernels_defined.defined_kernels", found)
     _compiles(monkeypatch, slow)
-    assert mk("compile").err.count("0 of 2 steps in 0 s\n") >= 2
+    told = mk("compile").err
+    assert told.startswith("loading torch, triton and the parts: 0 s so far\n1 kernel for sm_90")
+    assert told.count("0 of 2 steps in 0 s\n") >= 2
 
 
 def test_a_check_that_compiled_nothing_is_no_success(

@@ -42,14 +42,12 @@ def compile_kernels(
         raise ConfigurationError("--target", got=repr(target), need="sm_NN, such as sm_90")
     if workers < 1:
         raise ConfigurationError("--workers", got=workers, need=">= 1")
-    from modular_kernel.machine import importable
+    # The first import of a new installation takes longer than a reader waits.
+    with output.waiting(lambda: "loading torch, triton and the parts"):
+        kernels = _kernels()
+        from modular_kernel.testing.compile.cases import compile_all
 
-    if not importable({"triton"}):
-        raise ConfigurationError("mk compile", got="no triton", need="triton, to compile with")
-    from modular_kernel.testing.compile.cases import compile_all
-    from modular_kernel.testing.compile.kernels_defined import defined_kernels
-
-    output.note(_beginning(list(defined_kernels()), target, only))
+    output.note(_beginning(kernels, target, only))
     bar = partial(output.progress, steady=True)  # a step may be one kernel of many seconds
     done = compile_all(target, bar, workers=workers, only=only)
     if not done.rows and not done.left_out:
@@ -63,6 +61,17 @@ def compile_kernels(
         output.note(f"nothing was checked: no case compiles a kernel named {only!r} for {target}")
     if check and (missing or not done.rows or any(row.violations for row in done.rows)):
         raise typer.Exit(1)
+
+
+def _kernels() -> list[str]:
+    """Return the names of all kernels; ConfigurationError without triton."""
+    from modular_kernel.machine import importable
+
+    if not importable({"triton"}):
+        raise ConfigurationError("mk compile", got="no triton", need="triton, to compile with")
+    from modular_kernel.testing.compile.kernels_defined import defined_kernels
+
+    return list(defined_kernels())
 
 
 def _beginning(kernels: list[str], target: str, only: str) -> str:
