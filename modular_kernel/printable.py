@@ -23,7 +23,12 @@ def printable(text: object, *, most: int | None = None, lines: bool = False) -> 
 
 def counted(number: int, noun: str) -> str:
     """Return the number with its noun, in the plural unless it is 1: "1 case", "2 cases"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{number} {plural(noun, number)}"
+
+
+def plural(noun: str, number: int) -> str:
+    """Return the noun in the plural unless the number is 1: "rank", "ranks"."""
+    return noun if number == 1 else f"{noun}s"
 
 
 def _escape(character: str) -> str:

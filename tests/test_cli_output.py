@@ -1,8 +1,12 @@
 """What `mk` prints where: tables in narrow and wide terminals, JSON on stdout and in files."""
 
 import json
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from run_mk import Mk, runs_mk
@@ -35,6 +39,7 @@ EXCHANGE = (
     *("--backend", "gloo", "--only", "Replicated"),
 )
 LAYERS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "h200-layers.json"
+LEFT_OUT = SimpleNamespace(kernel="rows_kernel", module="parts", reason="for sm_100 alone")
 # verb -> words with which it prints its table here, soon, whatever it has to measure
 PRINTED: dict[str, tuple[str, ...]] = {
     "list": ("list",),
@@ -319,3 +324,69 @@ def test_what_takes_long_is_said_while_it_lasts(
     with output.waiting(lambda: "what is quick"):
         pass
     assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_has_a_bar_in_place_of_a_line_for_each_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The demo's forty lines would scroll its result off the screen."""
+    for terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        with output.steps_told(2, "runs") as tell:
+            tell("a run took 1 s")
+            tell("another took 2 s")
+        told = capsys.readouterr().err
+        assert (told == "a run took 1 s\nanother took 2 s\n") is not terminal
+        assert ("took" in told) is not terminal
+
+
+def test_a_long_step_is_said_while_it_lasts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(output, "_STEADY_S", 0.05)
+    with output.progress(3, "kernels", steady=True) as advance:
+        advance()
+        time.sleep(0.3)
+    assert capsys.readouterr().err.count("1 of 3 kernels in 0 s\n") >= 2
+    time.sleep(0.2)
+    assert capsys.readouterr().err == ""
+
+
+def _compiles(monkeypatch: pytest.MonkeyPatch, all_kernels: Callable[..., Any]) -> None:
+    module = ModuleType("modular_kernel.testing.compile.cases")
+    module.compile_all = all_kernels  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def test_a_long_compilation_is_said_while_it_lasts(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(target: str, bar: Any, workers: int, only: str) -> SimpleNamespace:
+        with bar(2) as advance:
+            time.sleep(0.3)
+            advance()
+        return SimpleNamespace(rows=[], left_out=[LEFT_OUT])
+
+    def found() -> dict[str, object]:
+        time.sleep(0.3)
+        return {LEFT_OUT.kernel: LEFT_OUT}
+
+    monkeypatch.setattr(output, "_STEADY_S", 0.05)
+    monkeypatch.setattr(output, "_FIRST_WORD_S", 0.05)
+    monkeypatch.setattr("modular_kernel.testing.compile.kernels_defined.defined_kernels", found)
+    _compiles(monkeypatch, slow)
+    told = mk("compile").err
+    assert told.startswith("loading torch, triton and the parts: 0 s so far\n1 kernel for sm_90")
+    assert told.count("0 of 2 steps in 0 s\n") >= 2
+
+
+def test_a_check_that_compiled_nothing_is_no_success(
+    mk: Mk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing = SimpleNamespace(rows=[], left_out=[LEFT_OUT])
+    _compiles(monkeypatch, lambda target, bar, workers, only: nothing)
+    words = ("compile", "--only", LEFT_OUT.kernel)
+    assert mk(*words).code == 0
+    ended = mk(*words, "--check")
+    assert ended.code == 1
+    assert "for sm_100 alone" in ended.out
+    told = f"nothing was checked: no case compiles a kernel named {LEFT_OUT.kernel!r} for sm_90\n"
+    assert ended.err.endswith(told)

@@ -125,6 +125,15 @@ def test_the_site_s_packages_are_pinned() -> None:
     assert all(re.fullmatch(r"[0-9.]+(b[0-9]+)?", version) for version in pins.values())
 
 
+def test_rows_of_the_site_s_tables_keep_their_names_when_scrolled() -> None:
+    """The support matrix has 22 columns, and a page has room for five."""
+    style = (DOCS / "_static" / "custom.css").read_text(encoding="utf-8")
+    rules = dict(re.findall(r"([^{}]+)\{([^{}]*)\}", style))
+    (named,) = (body for of, body in rules.items() if "th:first-child" in of and "left: 0" in body)
+    assert "position: sticky" in named
+    assert "background:" in named  # else what is scrolled shows through
+
+
 def test_every_page_can_be_found() -> None:
     """As Sphinx demands it: from the index, by name or by pattern."""
     lines = (DOCS / "index.md").read_text(encoding="utf-8").splitlines()

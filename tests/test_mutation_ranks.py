@@ -120,7 +120,7 @@ def test_bits_see_what_changes_on_one_rank_alone(coverage: Coverage, tmp_path: P
          "not ConfigurationError"),
         (SYMMETRIC, "symm_mem/part", "        manager.check_device(x_TH.device)\n", "",
          "not DeviceError"),
-        (SYMMETRIC, "symm_mem/group", "32) & 0xFFFFFF", "32) & 0xFFFFFE", "from rank(s) , not"),
+        (SYMMETRIC, "symm_mem/group", "32) & 0xFFFFFF", "32) & 0xFFFFFE", "from ranks , not"),
         (GATHERED, "common/torch_group", "layer: int = 0", "layer: int = 1", "call 0 of layer 1"),
         (BY_HOSTS, "symm_mem/group", 'begin(0, "construct", nbytes)',
          'begin(1, "construct", nbytes)', "'step': 1, 'phase': 'construct'"),
@@ -157,7 +157,7 @@ def test_problems_keep_ranks_without_tokens(coverage: Coverage) -> None:
 def test_valid_cases_that_are_turned_away_kill(coverage: Coverage, tmp_path: Path) -> None:
     found = fate("world_sizes=(2, None)", "world_sizes=(3, None)", coverage, tmp_path)
     assert found.how == "refused"
-    assert found.by.startswith("3 valid case(s), first AllGatherReduceScatter")
+    assert found.by.startswith("3 valid cases, first AllGatherReduceScatter")
 
 
 @pytest.mark.parametrize(

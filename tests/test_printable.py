@@ -1,14 +1,17 @@
 """What others wrote is shown without doing anything to a terminal or a log."""
 
+import ast
 import json
 import logging
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from run_mk import run_mk
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.printable import printable
+from modular_kernel.printable import plural, printable
 from modular_kernel.support import Rejection
 
 # Colour, clear, title with its bell, 8-bit CSI, overrides and isolates of direction, a forged line,
@@ -99,3 +102,29 @@ def test_the_log_of_a_forged_cache_shows_escapes(
         lookup._warn(HOSTILE)
     (record,) = caplog.records
     assert record.getMessage().isprintable()
+
+
+def _shown_texts(path: Path) -> Iterator[str]:
+    """Every text of a module's code: constants and what stands between f-strings' braces."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    documented = (n.value for n in ast.walk(tree) if isinstance(n, ast.Expr))
+    skipped = {id(value) for value in documented}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and id(node) not in skipped:
+            yield str(node.value)
+
+
+def test_no_text_leaves_the_plural_to_the_reader() -> None:
+    """`counted` and `plural` know whether it is one case or two: never "case(s)"."""
+    root = Path(__file__).resolve().parents[1]
+    folders = ("modular_kernel", "prepare_finalize", "experts", "topk_reduce", "tools", "examples")
+    paths = [path for folder in folders for path in (root / folder).rglob("*.py")]
+    assert len(paths) > 300
+    found = [
+        (path.name, text)
+        for path in paths
+        for text in _shown_texts(path)
+        if re.search(r"\w\((s|es)\)(?!\w)", text)
+    ]
+    assert found == []
+    assert (plural("rank", 1), plural("rank", 0), plural("rank", 2)) == ("rank", "ranks", "ranks")

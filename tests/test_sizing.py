@@ -164,9 +164,9 @@ def test_the_model_is_within_a_quarter_of_every_measured_cell() -> None:
     assert len(predicted) >= 90
     assert [(one.cell.label, one.error) for one in predicted if not one.good] == []
     by_what = {summary.what: summary for summary in summaries(found)}
-    assert by_what["  1 GPU(s), predicted"].count == 54
-    assert by_what["  1 GPU(s), predicted"].mean < 0.1
-    assert (by_what["  2 GPU(s), predicted"].count, by_what["  4 GPU(s), predicted"].count) == (
+    assert by_what["  1 GPU, predicted"].count == 54
+    assert by_what["  1 GPU, predicted"].mean < 0.1
+    assert (by_what["  2 GPUs, predicted"].count, by_what["  4 GPUs, predicted"].count) == (
         16,
         16,
     )

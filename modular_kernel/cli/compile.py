@@ -1,6 +1,7 @@
 """`mk compile`: compile every kernel for a GPU that need not be there, and check the result."""
 
 import re
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,7 +20,10 @@ def compile_kernels(
     *,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Exit with 1 if a kernel breaks a limit or is not compiled."),
+        typer.Option(
+            "--check",
+            help="Exit with 1 if a kernel breaks a limit or is not compiled, or if none is.",
+        ),
     ] = False,
     target: Annotated[str, typer.Option(help="Compile for this GPU.")] = "sm_90",
     only: Annotated[
@@ -38,15 +42,14 @@ def compile_kernels(
         raise ConfigurationError("--target", got=repr(target), need="sm_NN, such as sm_90")
     if workers < 1:
         raise ConfigurationError("--workers", got=workers, need=">= 1")
-    from modular_kernel.machine import importable
+    # The first import of a new installation takes longer than a reader waits.
+    with output.waiting(lambda: "loading torch, triton and the parts"):
+        kernels = _kernels()
+        from modular_kernel.testing.compile.cases import compile_all
 
-    if not importable({"triton"}):
-        raise ConfigurationError("mk compile", got="no triton", need="triton, to compile with")
-    from modular_kernel.testing.compile.cases import compile_all
-    from modular_kernel.testing.compile.kernels_defined import defined_kernels
-
-    output.note(_beginning(list(defined_kernels()), target, only))
-    done = compile_all(target, output.progress, workers=workers, only=only)
+    output.note(_beginning(kernels, target, only))
+    bar = partial(output.progress, steady=True)  # a step may be one kernel of many seconds
+    done = compile_all(target, bar, workers=workers, only=only)
     if not done.rows and not done.left_out:
         need = "a piece of a kernel's or a case's name, such as route_kernel or TritonExperts"
         raise ConfigurationError("--only", got=repr(only[:80]), need=need)
@@ -54,8 +57,21 @@ def compile_kernels(
     record = {"kernels": rows, "left_out": done.left_out, "only": only}
     output.answer(record, as_json, lambda: _print_text(done, check=check, only=only))
     missing = any(not kernel.reason for kernel in done.left_out)
-    if check and (missing or any(row.violations for row in done.rows)):
+    if check and not done.rows:
+        output.note(f"nothing was checked: no case compiles a kernel named {only!r} for {target}")
+    if check and (missing or not done.rows or any(row.violations for row in done.rows)):
         raise typer.Exit(1)
+
+
+def _kernels() -> list[str]:
+    """Return the names of all kernels; ConfigurationError without triton."""
+    from modular_kernel.machine import importable
+
+    if not importable({"triton"}):
+        raise ConfigurationError("mk compile", got="no triton", need="triton, to compile with")
+    from modular_kernel.testing.compile.kernels_defined import defined_kernels
+
+    return list(defined_kernels())
 
 
 def _beginning(kernels: list[str], target: str, only: str) -> str:

@@ -10,7 +10,7 @@ experts are in the same dtype, plus one rounding of the largest logit.
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -20,7 +20,7 @@ import typer
 
 from modular_kernel.cli import output
 from modular_kernel.cli.check import judged, matrix_record
-from modular_kernel.cli.demo_checkpoints import checkpoint_rows
+from modular_kernel.cli.demo_checkpoints import CHECKPOINTS, checkpoint_rows
 from modular_kernel.cli.demo_models import EAGER, SMALL_MODELS, Model, small_model, transformers
 from modular_kernel.cli.demo_output import CheckpointRow, DemoRow, print_demo
 from modular_kernel.cli.host import prepare_host
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from modular_kernel.types import Machine
 
 Tokens = tuple[int, ...]
+Pair = tuple[str, str]
 
 # A torch and a Triton pairing of each format.
 PAIRINGS = (
@@ -114,9 +115,17 @@ def demo(
 
     dtypes = [dtype_name(parse_dtype(dtype))] if dtype else ["float32", "bfloat16"]
     began = time.perf_counter()
-    quiet = as_json == output.STDOUT
-    rows = list(_rows(machine, dtypes, quiet=quiet))
-    packed = list(_packed(machine, quiet=quiet))
+    pairings = [pair for pair in PAIRINGS if _available(*pair, machine)]
+    runs = len(pairings) * len(SMALL_MODELS) * len(dtypes) + len(_unbatched(pairings)) * len(
+        CHECKPOINTS
+    )
+    with (
+        nullcontext(_untold)
+        if as_json == output.STDOUT
+        else output.steps_told(runs, "runs") as tell
+    ):
+        rows = list(_rows(machine, pairings, dtypes, tell))
+        packed = list(_packed(machine, pairings, tell))
     seconds = time.perf_counter() - began
     rates = _rates(dtypes[-1], machine) if rows else {}
     problem = ProblemOptions().problem()
@@ -153,14 +162,19 @@ def _machine(device: str | None) -> "Machine":
     return machine
 
 
-def _rows(machine: "Machine", dtypes: list[str], *, quiet: bool) -> Iterator[DemoRow]:
+def _untold(_: str) -> None:
+    """Say nothing of a run."""
+
+
+def _rows(
+    machine: "Machine", pairings: Sequence[Pair], dtypes: list[str], tell: Callable[[str], None]
+) -> Iterator[DemoRow]:
     try:
         from modular_kernel.integrations.transformers import register
     except ImportError as error:
         output.note(f"error: {error}")
         raise typer.Exit(2) from None
     transformers().logging.set_verbosity_error()
-    pairings = [pair for pair in PAIRINGS if _available(*pair, machine)]
     for pair in pairings:
         register(*pair, name=" x ".join(pair))
     for dtype in dtypes:
@@ -169,17 +183,21 @@ def _rows(machine: "Machine", dtypes: list[str], *, quiet: bool) -> Iterator[Dem
             own = greedy_tokens(base) if dtype == "float32" else None
             for pair in pairings:
                 row = compare(base, " x ".join(pair), name, own)
-                if not quiet:
-                    output.note(f"{name} {dtype} on {row.pairing}: {row.seconds:.1f} s")
+                tell(f"{name} {dtype} on {row.pairing}: {row.seconds:.1f} s")
                 yield row
 
 
-def _packed(machine: "Machine", *, quiet: bool) -> Iterator[CheckpointRow]:
-    """Run the checkpoints on the pairings without batches, which take every scheme among them."""
-    pairings = [pair for pair in PAIRINGS[:2] if _available(*pair, machine)]
-    for row in checkpoint_rows(pairings, machine.device):
-        if not quiet:
-            output.note(f"{row.model} {row.stored} on {row.pairing}: {row.seconds:.1f} s")
+def _unbatched(pairings: Sequence[Pair]) -> list[Pair]:
+    """Return the pairings without batches, which take every scheme among them."""
+    return [pair for pair in pairings if pair in PAIRINGS[:2]]
+
+
+def _packed(
+    machine: "Machine", pairings: Sequence[Pair], tell: Callable[[str], None]
+) -> Iterator[CheckpointRow]:
+    """Run the checkpoints on the pairings without batches."""
+    for row in checkpoint_rows(_unbatched(pairings), machine.device):
+        tell(f"{row.model} {row.stored} on {row.pairing}: {row.seconds:.1f} s")
         yield row
 
 

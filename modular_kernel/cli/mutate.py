@@ -228,8 +228,9 @@ def _print_code(idents: list[str], part: str, *, as_json: str | None) -> bool:
 
     def show() -> None:
         for mutant, reached in zip(mutants, same.reached, strict=True):
-            output.line(f"{mutant.diff()}\nin {reached} compiled form(s) of kernels")
-        output.line(f"{same.differing} form(s) are other code with them")
+            output.line(f"{mutant.diff()}\nin {counted(reached, 'compiled form')} of kernels")
+        are = "is" if same.differing == 1 else "are"
+        output.line(f"{counted(same.differing, 'form')} {are} other code with them")
 
     record = {"id": ",".join(idents), "reached": same.reached, "differing": same.differing}
     output.answer(record, as_json, show)
@@ -247,7 +248,7 @@ def _print_text(score: "Score") -> None:
         output.line(f"{fate.mutant.diff()}\n  {reproducer(fate, found)}\n")
     for fate, why in score.equivalent:
         bits = f"no bit differs in {why.problems} problems"
-        proof = bits if why.problems else f"same code in {why.forms} form(s)"
+        proof = bits if why.problems else f"same code in {counted(why.forms, 'form')}"
         output.line(f"equivalent {fate.mutant.ident}, {proof}: {why.reason}")
     rows = killers(score.killed).items()
     output.table(("killed by", "mutants"), rows)

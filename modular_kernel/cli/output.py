@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _PIPE_WIDTH = 10_000
 STDOUT = "-"
 BROKEN = 70  # EX_SOFTWARE of sysexits.h
-_FIRST_WORD_S, _LATER_WORDS_S = 5.0, 20.0
+_FIRST_WORD_S, _LATER_WORDS_S, _STEADY_S = 5.0, 20.0, 4.0
 _WRITABLE = "a file that can be written, or - for stdout"
 
 _STYLES = {  # of a verdict, on a terminal that shows colours
@@ -236,14 +236,21 @@ def _print_table(
 
 
 @contextmanager
-def progress(total: int, what: str = "steps") -> Iterator[Callable[[], None]]:
+def progress(
+    total: int, what: str = "steps", *, steady: bool = False
+) -> Iterator[Callable[[], None]]:
     """Yield what to call after each of `total` steps: a bar on a terminal, else lines on stderr.
 
     what: the steps in the plural. Lines come after 5 seconds, then every 20; what is quicker says
-    nothing.
+    nothing. steady: every 4 seconds instead, also within a step: from a thread, so never where
+    processes are forked.
     """
     if not reports() or not sys.stderr.isatty():
-        yield _told_at_times(total, what)
+        if steady:
+            with _told_steadily(total, what) as advance:
+                yield advance
+        else:
+            yield _told_at_times(total, what)
         return
     from rich.console import Console
     from rich.progress import Progress
@@ -266,6 +273,39 @@ def _told_at_times(total: int, what: str) -> Callable[[], None]:
             note(f"{done} of {total} {what} in {took:.0f} s")
 
     return step
+
+
+@contextmanager
+def steps_told(total: int, what: str) -> Iterator[Callable[[str], None]]:
+    """Yield what to call with a line on each of `total` steps: a bar in its place on a terminal.
+
+    There a result fits a screen, which the lines before it would scroll away.
+    """
+    if not sys.stderr.isatty():
+        yield note
+        return
+    with progress(total, what) as advance:
+        yield lambda _: advance()
+
+
+@contextmanager
+def _told_steadily(total: int, what: str) -> Iterator[Callable[[], None]]:
+    began, done, ended = time.monotonic(), [0], threading.Event()
+
+    def tell() -> None:
+        while not ended.wait(_STEADY_S):
+            note(f"{done[0]} of {total} {what} in {time.monotonic() - began:.0f} s")
+
+    def step() -> None:
+        done[0] += 1
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield step
+    finally:
+        ended.set()
+        thread.join()
 
 
 @contextmanager

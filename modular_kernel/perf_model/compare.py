@@ -27,6 +27,7 @@ from modular_kernel.perf_model.exchange_time import (
 from modular_kernel.perf_model.experts_time import FITTED, MEASURED, PART, experts_time
 from modular_kernel.perf_model.hardware import Cluster, Link
 from modular_kernel.perf_model.load import ONE_GROUP, Groups, rank_load
+from modular_kernel.printable import plural
 from modular_kernel.types import Parallel, Problem
 
 PUBLISHED = "mk-published/1"
@@ -128,7 +129,7 @@ def summaries(found: Sequence[Compared]) -> list[Summary]:
         world = one.cell.problem.parallel.world_size
         kind = "fitted" if one.cell.fitted else "predicted"
         mode = ", eager" if one.cell.eager else ""
-        groups.setdefault(f"{world:3} GPU(s), {kind}{mode}", []).append(one)
+        groups.setdefault(f"{world:3} {plural('GPU', world)}, {kind}{mode}", []).append(one)
     return [_summary(what, groups[what]) for what in sorted(groups)]
 
 

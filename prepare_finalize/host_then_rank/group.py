@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import _register_process_group as register_proce
 from torch._C._distributed_c10d import _unregister_process_group as unregister_process_group
 
 from modular_kernel.errors import CommunicationError, ConfigurationError
+from modular_kernel.printable import plural
 from prepare_finalize.common.torch_group import TorchGroup
 from prepare_finalize.rendezvous.failure_log import LastCalls
 from prepare_finalize.rendezvous.hosts import Hosts
@@ -158,7 +159,8 @@ class HostThenRankGroup(TorchGroup):
         if missing is None:
             return
         record = self.last_calls.begin(step, phase, nbytes)
-        told = f"no flag from rank(s) {', '.join(map(str, missing))} of this host"
+        ranks = f"{plural('rank', len(missing))} {', '.join(map(str, missing))}"
+        told = f"no flag from {ranks} of this host"
         reason = told if missing else "a rank of this host ended the wait"
         record["awaited"] = missing
         raise self._failed(record, started_s, RuntimeError(reason))

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from modular_kernel.errors import CommunicationError, UnsupportedError
+from modular_kernel.printable import plural
 from prepare_finalize.common.torch_group import in_short
 from prepare_finalize.rendezvous.connect import (
     check_served,
@@ -191,7 +192,8 @@ class SharedMemory(ABC):
         """Explain what kernels/signals.py wrote: phase, missing ranks as bits, and a number."""
         bits = (word >> 32) & 0xFFFFFF
         peers = [rank for rank in range(self.world_size) if bits >> rank & 1]
-        got = f"no flag of call {word & 0xFFFFFFFF} from rank(s) {', '.join(map(str, peers))}"
+        ranks = f"{plural('rank', len(peers))} {', '.join(map(str, peers))}"
+        got = f"no flag of call {word & 0xFFFFFFFF} from {ranks}"
         need = f"every rank within {self.deadline_s:g} s"
         return self._error(got, need, _PHASES[word >> 56], peers)
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from modular_kernel.printable import counted
 from modular_kernel.testing.cases.lists import Case
 from modular_kernel.testing.mutation.child import Tell
 from modular_kernel.testing.mutation.coverage import Covered
@@ -96,7 +97,7 @@ def _listed(
         tell({"failure": f"list: raised {type(error).__name__}: {error}"})
         return False
     if lost:
-        tell({"refused": f"{len(lost)} valid case(s), first {lost[0]}"})
+        tell({"refused": f"{counted(len(lost), 'valid case')}, first {lost[0]}"})
         return False
     before = {str(case) for case in listing.known}
     new = [case for case in listed if str(case) not in before]

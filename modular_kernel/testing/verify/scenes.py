@@ -282,7 +282,7 @@ def late(on: Stage) -> Lines:
         why = "gave up: this rank came at least N s late" if on.at_fault else "no sign of life"
         layer, phase = (1, 3, 3), "counts"
     else:
-        why = f"no flag of call 3 from rank(s) {VICTIM}"
+        why = f"no flag of call 3 from rank {VICTIM}"
         layer, phase = (0, 0, 3), "dispatch"
     peers = on.others if on.at_fault else (VICTIM,)
     if counts or not on.at_fault:

@@ -99,7 +99,7 @@ def first_stays_away(on: Stage, deadline_s: float) -> Lines:
     dist.barrier()
     if on.rank:
         must = on.error(
-            "exchange between ranks", "no flag of call 2 from rank(s) 0", "", (0, 0, 2), (0,),
+            "exchange between ranks", "no flag of call 2 from rank 0", "", (0, 0, 2), (0,),
             "dispatch",
         )  # fmt: skip
         told = said(lambda: on.judged(on.call(kernel)))
