@@ -116,10 +116,10 @@ class Stage:
         getattr(kernel.prepare_finalize, "check", lambda: None)()
         return out
 
-    def begun(self, kernel: FusedMoEModularKernel) -> Pending:
-        """Start a call, which is in flight then."""
+    def begun(self, kernel: FusedMoEModularKernel, x_TH: torch.Tensor | None = None) -> Pending:
+        """Start a call, which is in flight then; of the sample's tokens, or of others."""
         i = self.sample.inputs
-        return kernel.start(self.sample.x_TH(), i.weights, i.routing)
+        return kernel.start(self.sample.x_TH() if x_TH is None else x_TH, i.weights, i.routing)
 
     def goes(self, kernel: FusedMoEModularKernel) -> tuple[str, str]:
         """All mean the same: the call is right."""

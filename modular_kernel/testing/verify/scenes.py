@@ -150,6 +150,9 @@ def _managed(on: Stage, kernel: FusedMoEModularKernel) -> Lines:
     yield from nearest(on, manager)
     manager.destroy()
     yield said(lambda: on.judged(on.call(mine))), "UnsupportedError"
+    inside = getattr(manager, "inside", None)  # memory that the ranks of a host share
+    if inside is not None:
+        yield said(lambda: str(inside.check_open())), "UnsupportedError"
     yield from on_hosts(on)
 
 

@@ -45,7 +45,21 @@ def too_many(on: Stage, kernel: FusedMoEModularKernel) -> Lines:
     yield said(lambda: type(on.begun(kernel)).__name__), "UnsupportedError"
     for each in pending:
         yield said(lambda each=each: on.judged(each.finish())), RIGHT  # type: ignore[misc]
+    yield _within(on, kernel)
     yield on.goes(kernel)
+
+
+def _within(on: Stage, kernel: FusedMoEModularKernel) -> tuple[str, str]:
+    """Make a call of other tokens between another's arrival and its experts: each has its room."""
+    apply = kernel.experts.apply
+
+    def behind_another(tokens: Any, **given: Any) -> None:
+        kernel.experts.apply = apply  # type: ignore[method-assign]
+        on.begun(kernel, torch.zeros_like(on.sample.inputs.x_TH)).finish()
+        apply(tokens, **given)
+
+    kernel.experts.apply = behind_another  # type: ignore[method-assign]
+    return on.goes(kernel)
 
 
 def nearest(on: Stage, manager: object) -> Lines:

@@ -22,14 +22,15 @@ def on_hosts(on: Stage) -> Iterator[tuple[str, str]]:
     ranks, requires = on.world_size, on.part.requires
     if on.case.problem.parallel.hosts > 1:
         manager = manager_class(on.part)(None)
-        yield _too_many(on, manager)
+        yield _serving(on, manager, -1)
+        yield _serving(on, manager, 1, full_hosts=True)
         manager.destroy()
         yield from _apart(_with_hosts_of(on, 1))
         return
     manager = manager_class(on.part)(None)
     name = read_settings().host_id or socket.gethostname()
     yield str(manager.hosts), f"{ranks} ranks on one host, {name}"
-    yield _too_many(on, manager)
+    yield _serving(on, manager, -1)
     together, alone = _with_hosts_of(on, ranks), _with_hosts_of(on, 1)
     yield together.goes(together.over(manager))
     judged = requires.one_host or requires.full_hosts
@@ -62,17 +63,18 @@ def journal_of_a_host(on: Stage, kernel: FusedMoEModularKernel) -> Iterator[tupl
         yield RIGHT if good else f"record {record}", RIGHT
 
 
-def _too_many(on: Stage, manager: Any) -> tuple[str, str]:
-    """Have the part serve a rank less than each host has: every rank is told how many it serves.
+def _serving(on: Stage, manager: Any, more: int, **also: Any) -> tuple[str, str]:
+    """Have the part serve so many ranks more than each host has: every rank is told how many.
 
-    A part that serves eight would need nine ranks to be told so as it is.
+    A part that serves eight would need nine ranks to be told so as it is. also: what else it
+    declares, such as that its hosts must be full, which these are not.
     """
-    most = on.world_size // len(manager.hosts) - 1
-    requires = replace(on.part.requires, ranks_per_host=most)
-    narrow = type(on.part.__name__, (on.part,), {"requires": requires})
+    most = on.world_size // len(manager.hosts) + more
+    requires = replace(on.part.requires, ranks_per_host=most, **also)
+    other = type(on.part.__name__, (on.part,), {"requires": requires})
     must = f"{most} on each, in blocks of one size"
     try:
-        told = str(narrow(on.case.problem, manager))
+        told = str(other(on.case.problem, manager))
     except ConfigurationError as error:
         told = str(error)
     return (must if must in told else told), must
