@@ -126,18 +126,21 @@ def test_bits_see_what_changes_on_one_rank_alone(coverage: Coverage, tmp_path: P
          'begin(1, "construct", nbytes)', "'step': 1, 'phase': 'construct'"),
         (BY_HOSTS, "rendezvous/hosts", "    if most is None:\n", "    if most is not None:\n",
          "not 1 on each, in blocks"),
+        (BY_HOSTS, "rendezvous/store_rounds", "heard and self._store.check([self._key(rank)]):",
+         "heard:", "Timed out waiting"),
         (BY_HOSTS, "host_then_rank/slots", "flags + place * each", "flags", "not right"),
         (BY_HOSTS, "host_then_rank/group", "            self.inside.destroy()", "            pass",
          "not UnsupportedError"),
     ],
     ids=["far-copy", "third-call", "two-hosts", "another-device", "rank-0-missed", "no-layer",
-         "construct-in-a-call", "too-many-on-a-host", "one-room-for-all", "memory-stays-open"],
+         "construct-in-a-call", "too-many-on-a-host", "no-look", "one-room-for-all", "memory-stays-open"],
 )  # fmt: skip
 def test_scenes_tell_a_part_that_errs_of(
     part: str, file: str, old: str, new: str, found: str, tmp_path: Path
 ) -> None:
     mutant = changed(old, new, tmp_path, f"prepare_finalize/{file}.py")
-    fault = {"32) & 0xFFFFFF": "late", "layer: int = 0": "broken-off"}.get(old, "misunderstood")
+    faults = {"32) & 0xFFFFFF": "late", "layer: int = 0": "broken-off", "heard and": "stays-out"}
+    fault = next((faults[line] for line in faults if line in old), "misunderstood")
     machine = this_machine(device="cpu")
     case = replace(rank_cases_for(part, "TorchExperts", machine, 2).cases[0], fault=fault)
     with Ranks(2, None, (mutant,), [Covered(case, 5.0, "", {})]) as ranks:

@@ -317,7 +317,20 @@ def _reason(told: str) -> str:
 
 
 def stays_out(on: Stage) -> Lines:
-    """Rank 1 makes no kernel where the others do; then all make one together."""
+    """Rank 1 makes no kernel where the others do; then all make one together.
+
+    Where ranks share memory, it makes a manager with them first: they look for it a second time.
+    """
+    if shares_memory(on.part):
+        manager = manager_class(on.part)(None, deadline_s=_SHORT_S)
+        if not on.at_fault:
+            told = said(lambda: str(on.over(manager)))
+            must = on.error(
+                "ranks that share buffers", "no sign of life", "", (0, 0, 0), (VICTIM,), "construct"
+            )
+            yield before(told, ", need"), before(must, ", need")
+        dist.barrier()
+        manager.destroy()
     if not on.at_fault:
         told, counts = said(lambda: str(on.waiting(_SHORT_S))), counts_calls(on.part)
         what = "exchange between ranks" if counts else "ranks that share buffers"
