@@ -133,7 +133,8 @@ def test_bits_see_what_changes_on_one_rank_alone(coverage: Coverage, tmp_path: P
          "not UnsupportedError"),
     ],
     ids=["far-copy", "third-call", "two-hosts", "another-device", "rank-0-missed", "no-layer",
-         "construct-in-a-call", "too-many-on-a-host", "no-look", "one-room-for-all", "memory-stays-open"],
+         "construct-in-a-call", "too-many-on-a-host", "no-look", "one-room-for-all",
+         "memory-stays-open"],
 )  # fmt: skip
 def test_scenes_tell_a_part_that_errs_of(
     part: str, file: str, old: str, new: str, found: str, tmp_path: Path
