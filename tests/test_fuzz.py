@@ -1,7 +1,7 @@
 """Random input for everything public ends right or in a typed error; and the fuzz can fail."""
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,6 +13,7 @@ from shares import tree_hash
 from experts.triton.configs import files as tile_files
 from experts.triton.launch_config import LaunchConfig
 from modular_kernel import types, validate
+from modular_kernel.catalog import make_kernel
 from modular_kernel.errors import InputError
 from modular_kernel.importers import boxes, checkpoint, groups, layouts
 from modular_kernel.importers import files as importers_files
@@ -20,6 +21,7 @@ from modular_kernel.importers import stored as importers_stored
 from modular_kernel.models import config_file
 from modular_kernel.ops import mlp
 from modular_kernel.select import choosing, stored
+from modular_kernel.tensors import Routing
 from modular_kernel.testing.stress.fuzz import (
     calls,
     checkpoints,
@@ -31,6 +33,7 @@ from modular_kernel.testing.stress.fuzz import (
     runs,
 )
 from modular_kernel.testing.stress.fuzz.__main__ import main, summary
+from modular_kernel.testing.stress.fuzz.oracle import Oracle
 from modular_kernel.testing.stress.fuzz.outcome import (
     ACCEPTED,
     BAD,
@@ -132,6 +135,23 @@ def test_a_check_that_is_gone_is_found(
     monkeypatch.setattr(module, name, instead)
     most = 4000 if target is files.stored_files else 400
     assert _kinds(target, most) & set(kinds)
+
+
+@pytest.mark.parametrize("nowhere", [1, 2**31 - 1])
+def test_a_pair_whose_expert_is_mapped_to_no_row_is_skipped(nowhere: int) -> None:
+    """A negated expert_map has such values: what they name is no row of the weights."""
+    problem = Problem(2, 8, 8, 2, 1, dtype=torch.float32, local_experts=1, expert_map=True)
+    given = draw.draw_inputs(problem, Random("mapped"))
+    ids = torch.tensor([[0], [1]], dtype=torch.int32)
+    table = torch.tensor([0, nowhere], dtype=torch.int32)
+    weights, x_TH = replace(given.weights, expert_map=table), torch.ones(2, 8)
+    routing = Routing(torch.ones(2, 1), ids)
+    found = make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem)(
+        x_TH, weights, routing
+    )
+    assert Oracle(problem, x_TH, weights, routing).fault(found) == ""
+    assert found[0].any()
+    assert not found[1].any()
 
 
 def test_weights_of_the_next_expert_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,18 @@
 """What the README shows runs as it stands there."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 from doc_blocks import blocks_of, run_page
 
+from modular_kernel.catalog import load_catalog
 from modular_kernel.select.kernel import ComposedKernel
 
 PAGE = Path(__file__).parents[1] / "README.md"
 README = PAGE.read_text(encoding="utf-8")
+KINDS = ("prepare_finalize", "experts", "topk_reduce")
 
 
 def no_commands(*words: str) -> tuple[int, str]:
@@ -40,3 +43,17 @@ def test_the_table_of_commands_has_each() -> None:
     table = PAGE.with_name("docs") / "command-line.md"
     shown = re.findall(r"^\| `mk (\w+)", table.read_text(encoding="utf-8"), re.M)
     assert set(shown) == set(VERBS)
+
+
+def test_what_is_said_of_the_proofs_is_what_is_recorded() -> None:
+    docs = PAGE.with_name("docs")
+    record = json.loads((docs / "verified.json").read_text(encoding="utf-8"))
+    cases = sum(pair["cases"] for run in record["runs"] for pair in run["pairs"])
+    assert re.findall(r"`make verify` all: (\d+) with no failure", README) == [str(cases)]
+    parts = load_catalog()
+    names = {name for kind in KINDS for name in parts.names(kind)}
+    scopes = [json.loads(path.read_text(encoding="utf-8")) for path in docs.glob("mutation/*.json")]
+    scores = {scope["part"]: scope["score"] for scope in scopes if scope["part"] in names}
+    said = re.findall(r"(\d+) of (\d+) parts have one:\s+(\d+) to 100 % of samples", README)
+    assert said == [(str(len(scores)), str(len(names)), str(int(100 * min(scores.values()))))]
+    assert max(scores.values()) == 1

@@ -12,13 +12,17 @@ from experts.triton.batched import BatchedTritonExperts
 from experts.triton.contiguous import TritonExperts
 from experts.triton.permuted import GroupedGemmExperts
 from modular_kernel import Problem, reference
+from modular_kernel.catalog import this_machine
 from modular_kernel.contracts import PermuteExpertsUnpermute
 from modular_kernel.ops import mlp
+from modular_kernel.quant import QUANT_SCHEMES
 from modular_kernel.roundings import Roundings
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.call_mutants.roundings import ROUNDING_MUTANTS
 from modular_kernel.testing.cases.inputs import make_inputs
 from modular_kernel.testing.cases.lists import BASE
+from modular_kernel.testing.verify import twins
+from modular_kernel.testing.verify.trial import Trial
 from modular_kernel.testing.verify.twins import judged
 from modular_kernel.types import Machine
 
@@ -136,3 +140,32 @@ def test_few_rows_may_differ_and_typical_ones_may_not() -> None:
     assert "typical row" in line
     assert list(judged(torch.full((20,), 0.04), torch.full((30,), 0.02), where)) == []
     assert list(judged(torch.zeros(0), torch.zeros(0), where)) == []
+
+
+def _told_of_weights(trial: Trial, change: float) -> bool:
+    """Whether router weights raised by this part of themselves would be told from the twin's."""
+    shares, own = [], []
+    for sample in (trial.first, trial.second):
+        (way,) = twins.declared(trial, sample) or []
+        weights = sample.pristine.routing.topk_weights_TK
+        right, kept = twins.twin_of(sample, way), weights.clone()
+        weights.mul_(1 + change)
+        raised = twins.twin_of(sample, way)
+        weights.copy_(kept)
+        live = twins.live_rows(sample, right)
+        shares.append(twins.differing(raised, right)[live])
+        for seed in range(3):
+            moved = twins.twin_of(sample, way, torch.Generator().manual_seed(seed))
+            own.append(twins.differing(moved, right)[live])
+    return bool(list(twins.judged(torch.cat(shares), torch.cat(own), [])))
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("quant", QUANT_SCHEMES)
+def test_how_small_a_change_of_router_weights_is_seen(quant: str) -> None:
+    """What docs/numerics.md says, scheme by scheme."""
+    for dtype, seen, unseen in ((torch.bfloat16, 12, 14), (torch.float16, 15, 17)):
+        problem = Problem(19, 160, 96, 5, 2, dtype=dtype, quant=quant)
+        trial = Trial(Case(_NO_EP, "TorchExperts", problem), this_machine(device="cpu"))
+        assert _told_of_weights(trial, 2.0**-seen)
+        assert not _told_of_weights(trial, 2.0**-unseen)

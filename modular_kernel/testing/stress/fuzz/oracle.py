@@ -125,7 +125,7 @@ class Oracle:
                     continue
                 if weights.expert_map is not None:
                     expert = int(weights.expert_map[expert])
-                if expert < 0:
+                if not 0 <= expert < problem.e:  # elsewhere, or mapped to no row
                     continue
                 weight = float(routing.topk_weights_TK[t, k])
                 rows[t, k], norms[t, k] = self._pair(
