@@ -218,7 +218,7 @@ RuleFunction = Callable[[Pairing], Violations]
 
 @dataclass(frozen=True)
 class Verdict:
-    """The judgement of one pairing: `.ok`, and every reason if not."""
+    """The judgement of one pairing: `.ok`, and every reason if not. True where it is valid."""
 
     prepare_finalize: str
     experts: str
@@ -229,6 +229,9 @@ class Verdict:
     @property
     def ok(self) -> bool:
         return not self.rejections
+
+    def __bool__(self) -> bool:
+        return self.ok
 
     @property
     def pairing(self) -> str:

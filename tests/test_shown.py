@@ -45,6 +45,12 @@ def test_verdicts_are_short_and_have_tables() -> None:
     assert "<script" not in mk.check(*PAIR, PROBLEM, CPU)._repr_html_()
 
 
+def test_a_refused_pair_is_not_true() -> None:
+    valid, refused = mk.check(*PAIR, PROBLEM, CPU), mk.check(PAIR[0], "TritonExperts", PROBLEM, CPU)
+    assert (bool(valid), bool(refused)) == (valid.ok, refused.ok)
+    assert refused.rejections
+
+
 def test_a_matrix_is_a_grid() -> None:
     found = mk.check_all(PROBLEM, CPU)
     assert isinstance(found, tuple)
