@@ -242,7 +242,7 @@ def test_bad_usage_ends_with_2_and_says_why(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("chekc", "No such command 'chekc'. Did you mean 'check'? (see mk -h)"),
+        ("doctorr", "No such command 'doctorr'. Did you mean 'doctor'? (see mk -h)"),
         ("check --exprets-type X", "No such option: --exprets-type (Possible options: "),
         ("check --tokens x", "Invalid value for '--tokens': "),
         ("check TorchExperts", "Got unexpected extra argument(s) (TorchExperts) (see mk check -h)"),

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.main import get_command
@@ -19,7 +19,7 @@ from modular_kernel.cli.streams import guarded
 _LINGER_S = 5.0
 _HELP = {"help_option_names": ["-h", "--help"]}
 # What typer raises at words that no verb takes; it has moved between typer's releases.
-_BAD_WORDS: type = typer.BadParameter.__mro__[1]
+_BAD_WORDS: Any = typer.BadParameter.__mro__[1]
 _INTERRUPTED = 130
 
 # Verb -> its function, and its line of `mk --help`, which would cut the docstring's first. In the
