@@ -11,6 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import modular_kernel as mk
+from modular_kernel.profiling.stderr import without_own_lines
 
 
 def main(path: str = "layer.trace.json") -> None:
@@ -28,7 +29,7 @@ def main(path: str = "layer.trace.json") -> None:
     plan(*call)  # once before, so that nothing is compiled while it is profiled
 
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with profile(activities=kinds) as profiler:
+    with without_own_lines(), profile(activities=kinds) as profiler:
         plan(*call)
     profiler.export_chrome_trace(path)
 

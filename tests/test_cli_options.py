@@ -239,6 +239,33 @@ def test_bad_usage_ends_with_2_and_says_why(
     assert out == ""
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("doctorr", "No such command 'doctorr'. Did you mean 'doctor'? (see mk -h)"),
+        ("check --exprets-type X", "No such option: --exprets-type (Possible options: "),
+        ("check --tokens x", "Invalid value for '--tokens': "),
+        ("check TorchExperts", "Got unexpected extra argument(s) (TorchExperts) (see mk check -h)"),
+        ("check --experts-type", "Option '--experts-type' requires an argument (see mk check -h)"),
+        ("--no-such-option", "No such option: --no-such-option (see mk -h)"),
+    ],
+)
+def test_a_wrong_command_line_is_answered_in_one_line(
+    capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    code, out, err = run_mk(capsys, *words.split())
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_no_words_at_all_are_answered_by_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run_mk(capsys)
+    assert code == 2
+    assert "Usage: mk" in out + err
+
+
 def test_bad_usage_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run_mk(capsys, "check", "--json", "--dtype", "int8")
     assert code == 2

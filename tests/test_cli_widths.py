@@ -161,3 +161,14 @@ def test_what_tells_rows_apart_is_shown(mk: Mk, monkeypatch: pytest.MonkeyPatch,
     shown = mk(*MORE[verb]).out
     for label in ("bfloat16", "fp8_w8a8_block") if verb.startswith("exchange") else ("hot1",):
         assert re.search(rf"\b{label}\b", shown)
+
+
+def test_the_packages_of_the_doctor_stay_tables(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record for each of them would take more than a hundred lines."""
+    monkeypatch.setattr(output, "width", lambda _=None: 80)
+    shown = mk("doctor").out
+    assert re.search(r"optional package +here +enables", shown)
+    assert re.search(r"absent +how to get it", shown)
+    absent = [one["name"] for one in mk("doctor", "--json").json["packages"] if not one["present"]]
+    assert [name for name in absent if len(re.findall(rf"^ {name} ", shown, re.M)) != 2] == []
+    assert len(shown.splitlines()) < 90

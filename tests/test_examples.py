@@ -41,8 +41,9 @@ def test_the_example_runs(
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     finally:
         torch.set_default_device(None)
-    printed = capfd.readouterr().out
+    printed, noise = capfd.readouterr()
     assert [text for text in PRINTED[name] if text not in printed] == []
+    assert "USDT:" not in noise
     made = [path.name for path in tmp_path.iterdir()]
     assert made == (["layer.trace.json"] if name == "profile_to_a_trace.py" else [])
 

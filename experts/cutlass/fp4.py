@@ -10,10 +10,10 @@ from dataclasses import replace
 import torch
 
 from experts.common.batched_rows import UnweightedRowsExperts
-from experts.common.declared import of_batched_rows
 from experts.common.sorted_rows import SummedRowsExperts
 from experts.cutlass.fp4_mlp import launch_without_memory, mlp, mlp_specs
 from experts.cutlass.fp4_product import MULTIPLE, fp4_gemm
+from experts.declared import of_batched_rows
 from experts.triton.path import room_for
 from modular_kernel import stages
 from modular_kernel.ops.fp4_rows import (

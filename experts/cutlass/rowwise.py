@@ -5,7 +5,6 @@ from dataclasses import replace
 import torch
 
 from experts.common.batched_rows import BatchedRowsExperts
-from experts.common.declared import of_batched_rows
 from experts.common.sorted_rows import RowOrder, SortedRowsExperts
 from experts.cutlass.scaled_mm import (
     ARCHS,
@@ -15,6 +14,7 @@ from experts.cutlass.scaled_mm import (
     rows_product,
     scale_specs,
 )
+from experts.declared import of_batched_rows
 from modular_kernel.tensors import BatchedShape
 from modular_kernel.workspace import BufferSpec, Workspace
 

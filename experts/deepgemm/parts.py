@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from experts.common.batched_rows import BatchedRowsExperts
-from experts.common.declared import of_batched_rows
 from experts.common.sorted_rows import RowOrder, SortedRowsExperts
+from experts.declared import of_batched_rows
 from experts.deepgemm.aligned_rows import aligned_rows, aligned_specs, most_aligned
 from experts.deepgemm.library import BLOCK, DEEP_GEMM, TILE_M, contiguous, load, masked
 from modular_kernel.tensors import BatchedShape, DispatchedRouting

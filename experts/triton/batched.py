@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from experts.common.declared import of_batched_rows
+from experts.declared import of_batched_rows
 from experts.triton.adapters import Shrunk, adapter_specs, shrink_batched
 from experts.triton.configs.select import choose_config
 from experts.triton.launch_config import LaunchConfig

@@ -201,8 +201,11 @@ def _print_text(report: DoctorReport) -> None:
     output.table(("reads from", *(f"gpu {i}" for i in range(len(links)))), rows)
     if report.topology:
         output.line(f"{report.topology}\n")
-    packages = [(p.name, _here(p), p.enables, "" if p.present else p.get) for p in report.packages]
-    output.table(("optional package", "here", "enables", "how to get it"), packages)
+    packages = [(p.name, _here(p), p.enables) for p in report.packages]
+    output.table(("optional package", "here", "enables"), packages)
+    # Names of parts and an address do not stand side by side in 80 columns.
+    absent = [(p.name, p.get) for p in report.packages if not p.present]
+    output.table(("absent", "how to get it"), absent)
     broken = [(b.name, b.origin, b.error) for b in report.broken]
     output.table(("broken entry point", "from", "error"), broken)
 

@@ -5,19 +5,22 @@ import time
 from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.main import get_command
 
 import modular_kernel
 from modular_kernel.cli.options import flattened
-from modular_kernel.cli.output import STDOUT, reports, reports_errors
+from modular_kernel.cli.output import STDOUT, reports, reports_errors, tell_error
 from modular_kernel.cli.streams import guarded
 
 # A launcher ends its world as soon as one rank fails: rank 0 is to report before.
 _LINGER_S = 5.0
 _HELP = {"help_option_names": ["-h", "--help"]}
+# What typer raises at words that no verb takes; it has moved between typer's releases.
+_BAD_WORDS: Any = typer.BadParameter.__mro__[1]
+_INTERRUPTED = 130
 
 # Verb -> its function, and its line of `mk --help`, which would cut the docstring's first. In the
 # order of the help.
@@ -96,11 +99,31 @@ def run(argv: list[str] | None = None) -> None:
         try:
             words = _with_values(sys.argv[1:] if argv is None else argv)
             verb = words[0] if words and words[0] in VERBS else None
-            _command(verb)(args=words, prog_name="mk")
+            sys.exit(_status_of(_command(verb), words))
         except SystemExit as end:
             if end.code and not reports():
                 time.sleep(_LINGER_S)
             raise
+
+
+def _status_of(command: Callable[..., object], words: list[str]) -> int:
+    """Run the command: typer would answer bad words in several lines, the last of which counts."""
+    try:
+        status = command(args=words, prog_name="mk", standalone_mode=False)
+    except typer.Abort:
+        return _INTERRUPTED
+    except _BAD_WORDS as error:
+        if words:
+            why = " ".join(error.format_message().split()).rstrip(".")
+            tell_error(f"{why} (see {_help_of(words)})")
+        else:
+            error.show()  # the help
+        return 2
+    return status if isinstance(status, int) else 0
+
+
+def _help_of(words: list[str]) -> str:
+    return f"mk {words[0]} -h" if words[0] in VERBS else "mk -h"
 
 
 def _with_values(words: list[str]) -> list[str]:

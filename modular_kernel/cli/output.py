@@ -84,7 +84,7 @@ def writing(path: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        _error(f"output was lost: {path}: {error.strerror or error}")
+        tell_error(f"output was lost: {path}: {error.strerror or error}")
         raise SystemExit(LOST_OUTPUT) from None
 
 
@@ -168,7 +168,7 @@ def note(text: str) -> None:
         _tell(text)
 
 
-def _error(text: str) -> None:
+def tell_error(text: str) -> None:
     """Print an error on stderr, of any rank: it may be this one's alone."""
     rank = _later_rank()
     _tell(f"rank {rank}: error: {text}" if rank else f"error: {text}")
@@ -379,10 +379,10 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
                         }
                     }
                 )
-            _error(str(error))
+            tell_error(str(error))
             raise typer.Exit(2) from None
         except ModularKernelError as error:
-            _error(str(error))
+            tell_error(str(error))
             raise typer.Exit(BROKEN) from None
 
     return guarded
