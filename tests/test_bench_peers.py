@@ -17,14 +17,23 @@ FILE = Path(__file__).parents[1] / "tools" / "bench_peers.py"
 PROBLEM = Problem(tokens=64, hidden=256, intermediate=128, experts=4, top_k=2)
 
 
-@pytest.fixture
-def peers() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_peers", FILE)
+def loaded(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, FILE.with_name(f"{name}.py"))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def peers() -> ModuleType:
+    return loaded("bench_peers")
+
+
+@pytest.fixture
+def flashinfer() -> ModuleType:
+    return loaded("bench_peers_flashinfer")
 
 
 def test_what_cannot_be_imported_is_named(
@@ -72,3 +81,32 @@ def test_gate_and_up_rows_lie_in_turns(peers: ModuleType) -> None:
 def test_the_file_is_one_that_bench_takes() -> None:
     names = {offer.name for offer in peer_offers(FILE)}
     assert names <= {"vllm_triton", "vllm_deepgemm", "vllm_cutlass", "triton_kernels"}
+
+
+def test_flashinfers_layers_name_their_schemes_and_refuse_sizes_that_are_no_blocks(
+    flashinfer: ModuleType,
+) -> None:
+    made = [flashinfer.Bf16(), flashinfer.Fp8Block(), flashinfer.Mxfp4()]
+    assert [layer.quant for layer in made] == ["none", "fp8_w8a8_block", "mxfp4_w4a16"]
+    for layer in made:
+        assert layer.refusal(PROBLEM) is None
+        assert layer.refusal(replace(PROBLEM, hidden=192))
+        assert layer.refusal(replace(PROBLEM, activation="gelu"))
+
+
+def test_flashinfers_up_rows_come_first(flashinfer: ModuleType) -> None:
+    rows = torch.arange(12, dtype=torch.bfloat16).reshape(1, 6, 2)
+    got = flashinfer.up_first(rows)
+    assert got.dtype == torch.bfloat16
+    assert got[0, :, 0].tolist() == [6, 8, 10, 0, 2, 4]
+
+
+def test_flashinfers_weights_by_block_keep_each_scale_with_its_rows(
+    flashinfer: ModuleType,
+) -> None:
+    layer = flashinfer.Fp8Block()
+    w1, _, one, _ = layer.stored(PROBLEM, make_weights(PROBLEM, torch.device("cpu")))
+    layer.load(PROBLEM, make_weights(PROBLEM, torch.device("cpu")))
+    half = PROBLEM.intermediate
+    assert torch.equal(layer.w1[:, :half].float(), w1[:, half:].float())
+    assert torch.equal(layer.scales[0][:, : half // 128], one[:, half // 128 :])

@@ -29,6 +29,7 @@ from functools import partial
 from pathlib import Path
 
 import bench_peers
+import bench_peers_flashinfer
 import in_checkout  # noqa: F401  finds the packages
 import torch
 
@@ -72,7 +73,8 @@ def int4(shape, points=False):
 
 
 def peers(*wanted):
-    return [layer for layer in bench_peers.layers() if (layer.name, layer.quant) in wanted]
+    made = [*bench_peers.layers(), *bench_peers_flashinfer.layers()]
+    return [layer for layer in made if (layer.name, layer.quant) in wanted]
 
 
 def fp8_block(shape):
@@ -81,7 +83,7 @@ def fp8_block(shape):
         Pair("mk_triton", "TritonExperts", quant),
         Pair("mk_cutlass", "CutlassExpertsFP8", quant),
         Pair("mk_deepgemm", "DeepGemmExperts", quant),
-        *peers(("vllm_deepgemm", quant), ("vllm_triton", quant)),
+        *peers(("vllm_deepgemm", quant), ("vllm_triton", quant), ("flashinfer", quant)),
     ]
 
 
@@ -99,7 +101,7 @@ def four_bits(shape):
         Pair("mxfp4_each_call", "TritonExperts", "mxfp4_w4a16"),
         Pair("mxfp4_tk_part", "TritonKernelsExperts", "mxfp4_w4a16"),
         *peers(
-            *((n, "mxfp4_w4a16") for n in ("triton_kernels", "vllm_marlin_mxfp4")),
+            *((n, "mxfp4_w4a16") for n in ("triton_kernels", "vllm_marlin_mxfp4", "flashinfer")),
             *((n, "int4_w4a16_group") for n in ("vllm_triton", "vllm_marlin")),
         ),
     ]
@@ -110,7 +112,7 @@ def bf16(shape):
         Pair("mk_triton", "TritonExperts", "none"),
         Pair("mk_triton_kernels", "TritonKernelsExperts", "none"),
         Pair("mk_deepgemm", "DeepGemmExperts", "none"),
-        *peers(("triton_kernels", "none"), ("vllm_triton", "none")),
+        *peers(*((name, "none") for name in ("triton_kernels", "vllm_triton", "flashinfer"))),
         TorchGroupedMm(),
     ]
 
@@ -199,6 +201,8 @@ def prepared_layers(section, shape, tokens, weights, args, tell):
         if why:
             tell(f"{layer.name}: {why[:150]}")
             continue
+        if args.compile_only and getattr(layer, "tuned", False):
+            continue  # nothing to compile, and its own tuner would time it beside compilers
         try:
             layer.setup(problem, weights)
             calls = [partial(layer.call, given.x_TH, given.routing) for given in inputs]
@@ -338,12 +342,14 @@ def main():
         warm(args, cells)
     meter = Meter() if args.sustained else None
     notes = []
-    rows = list(measured(args, cells, meter, notes))
+    facts = environment(torch.device("cuda"), " ".join(sys.argv[1:]))
+    rows = []
+    for row in measured(args, cells, meter, notes):
+        rows.append(row)
+        if args.out:  # after every row: a library may end the process in a later cell
+            args.out.write_text(json.dumps({"environment": facts, "notes": notes, "rows": rows}))
     if meter:
         meter.close()
-    if args.out:
-        facts = environment(torch.device("cuda"), " ".join(sys.argv[1:]))
-        args.out.write_text(json.dumps({"environment": facts, "notes": notes, "rows": rows}))
     if rows:
         shown(rows, "bf16" if args.section == "four_bits" else "vllm_deepgemm")
 

@@ -1,0 +1,106 @@
+"""FlashInfer's CUTLASS layers beside ours: `mk bench --model baseline --peer THIS FILE`.
+
+bf16, fp8 by block, and mxfp4 with weights in the order of its products on Hopper. bf16 and mxfp4
+are tuned by FlashInfer's own tuner for the tokens of the cell, untimed; the products by block have
+no tactics. Its module `fused_moe_90` is compiled at the first use where it was not built before.
+"""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from bench_peers import LayerPeer, offered
+
+_CORE = "flashinfer.fused_moe"
+
+
+def up_first(rows_eNK):
+    """Up rows before gate rows, of (e, 2I, ...) with gate rows first."""
+    gate, up = rows_eNK.view(torch.uint8).chunk(2, dim=1)
+    return torch.cat([up, gate], dim=1).view(rows_eNK.dtype)
+
+
+class FlashInfer(LayerPeer):
+    """Sort, product with SwiGLU behind it, product with the weighted sum in its stores."""
+
+    name, needs, blocks = "flashinfer", ("flashinfer",), True
+    tuned = True
+
+    def options(self):
+        """Return what its call takes beside tensors."""
+        return {}
+
+    def setup(self, problem, weights):
+        self.run = import_module(_CORE).cutlass_fused_moe
+        self.problem, self.scales = problem, None
+        self.load(problem, weights)
+        if self.tuned:
+            self.tune(problem)
+
+    def tune(self, problem):
+        """Time its tactics for this number of tokens, on random x and routing."""
+        tuner = import_module("flashinfer.autotuner")
+        made = torch.Generator(self.w1.device).manual_seed(0)
+        device = {"device": self.w1.device, "generator": made}
+        x = torch.randn(problem.tokens, problem.hidden, dtype=problem.dtype, **device)
+        chance = torch.rand(problem.tokens, problem.experts, **device)
+        ids = chance.topk(problem.top_k).indices.int()
+        with tuner.autotune(True, tuning_buckets=(problem.tokens,)):
+            self.made(x, ids, torch.ones_like(ids, dtype=torch.float32) / problem.top_k)
+        torch.cuda.synchronize()
+
+    def call(self, x_TH, routing):
+        ids, router = routing.topk_ids_TK.int(), routing.topk_weights_TK
+        return self.made(x_TH, ids, router)
+
+    def made(self, x_TH, ids_TK, router_TK):
+        out = torch.empty_like(x_TH)
+        self.run(
+            x_TH, ids_TK, router_TK, self.w1, self.w2, x_TH.dtype,
+            quant_scales=self.scales, output=out,
+            tune_max_num_tokens=self.problem.tokens, **self.options(),
+        )  # fmt: skip
+        return out
+
+
+class Bf16(FlashInfer):
+    quant = "none"
+
+    def load(self, problem, weights):
+        self.w1, self.w2 = up_first(weights.w1), weights.w2
+
+
+class Fp8Block(FlashInfer):
+    quant, tuned = "fp8_w8a8_block", False
+
+    def options(self):
+        return {"use_deepseek_fp8_block_scale": True}
+
+    def load(self, problem, weights):
+        w1, self.w2, one, two = self.stored(problem, weights)
+        self.w1, self.scales = up_first(w1), [up_first(one), two.contiguous()]
+
+
+class Mxfp4(FlashInfer):
+    quant = "mxfp4_w4a16"
+
+    def options(self):
+        return {"use_w4_group_scaling": True}
+
+    def load(self, problem, weights):
+        stored = self.stored(problem, weights)
+        prepare = import_module(f"{_CORE}.prepare")
+        words = prepare.interleave_moe_weights_for_sm90_mixed_gemm
+        folded = prepare.interleave_moe_scales_for_sm90_mixed_gemm
+        w1, w2, one, two = (tensor.view(torch.uint8) for tensor in stored)
+        self.w1, self.w2 = words(up_first(w1), "fp4"), words(w2, "fp4")
+        self.scales = [folded(scale).view(torch.int32) for scale in (up_first(one), two)]
+
+
+def layers():
+    """Those that can be imported here."""
+    return offered([Bf16(), Fp8Block(), Mxfp4()])
