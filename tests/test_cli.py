@@ -3,7 +3,7 @@
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -222,13 +222,15 @@ def test_a_failure_is_told_at_once(
 ) -> None:
     cases, told = list[Case](), list[str]()
 
-    def every_second_fails(host: Host, case: Case) -> Proof:
-        told.append(capsys.readouterr().err)
-        cases.append(case)
-        failures = ("oracle: no",) if len(cases) % 2 else ()
-        return Proof(case, host.machine, 0.0, 1.0, failures, 0.0)
+    def every_second_fails(host: Host, asked: Sequence[Case], workers: int) -> Iterator[Proof]:
+        assert workers == 1
+        for case in asked:
+            told.append(capsys.readouterr().err)
+            cases.append(case)
+            failures = ("oracle: no",) if len(cases) % 2 else ()
+            yield Proof(case, host.machine, 0.0, 1.0, failures, 0.0)
 
-    monkeypatch.setattr(Host, "prove", every_second_fails)
+    monkeypatch.setattr(Host, "prove_all", every_second_fails)
     assert run_mk(capsys, "test", *TORCH_PAIR).code == 1
     assert len(cases) > 3
     assert told[1:3] == [f"failed: {cases[0]}\n", ""]

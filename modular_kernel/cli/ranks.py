@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -65,17 +65,19 @@ class Host:
         per_host = self.pool.ranks_per_host
         return rank_cases_for(*pair, self.machine, ranks, level, ranks_per_host=per_host)
 
-    def prove(self, case: "Case") -> "Proof":
-        """One case; a RankCase where there are ranks."""
+    def prove_all(self, cases: "Sequence[Case]", workers: int) -> "Iterator[Proof]":
+        """Every case, in this order; each a RankCase where there are ranks, which share no work."""
         if self.pool is None:
-            from modular_kernel.testing.verify.one_process import prove
+            from modular_kernel.testing.verify.in_processes import prove_all
 
-            return prove(case, self.machine)
+            yield from prove_all(cases, self.machine, workers)
+            return
         from modular_kernel.testing.cases.ranks import RankCase
         from modular_kernel.testing.verify.over_ranks import prove_ranks
 
-        assert isinstance(case, RankCase)
-        return prove_ranks(case, self.pool, self.machine)
+        for case in cases:
+            assert isinstance(case, RankCase)
+            yield prove_ranks(case, self.pool, self.machine)
 
     def sensitivity(self, prepare_finalize: str, experts: str) -> "tuple[Kill, ...]":
         """Every defect of the battery for so many ranks, put into one pairing."""

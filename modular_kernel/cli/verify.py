@@ -1,5 +1,6 @@
 """`mk test`: verify one pairing, every pairing, or one case; and the verification itself."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -63,6 +64,14 @@ class VerifyManner:
         bool,
         typer.Option("--torch-only", help="On a CPU: plain torch, without Triton's interpreter."),
     ] = False
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            help="Processes that share the cases.  [default: --level full on a CPU: one a "
+            "processor; else 1]",
+            show_default=False,
+        ),
+    ] = None
     backend: Backend = None
 
 
@@ -134,6 +143,10 @@ def verify(
         raise ConfigurationError("problem, routing or seed options", got="no --one", need=need)
     options = launched(options)
     mutating.check(beside=replay.one)
+    unshared = replay.one or mutating.mutate is not None or options.world_size is not None
+    if manner.workers is not None and (manner.workers < 1 or unshared):
+        need = "1 or more, without --one, --mutate and --world-size"
+        raise ConfigurationError("--workers", got=manner.workers, need=need)
     level = _level(manner.level or ("full" if mutating.mutate else "smoke"))
     if manner.torch_only:
         if options.world_size is not None:
@@ -151,7 +164,7 @@ def verify(
             jobs = [_single_case(options, replay, pf_type, experts_type)]
         else:
             jobs = _jobs(host, pf_type, experts_type, level)
-        ok = _verify(jobs, host, as_json=as_json)
+        ok = _verify(jobs, host, _workers(manner, host, level), as_json=as_json)
     if not ok:
         raise typer.Exit(1)
 
@@ -228,13 +241,24 @@ def _named_pairs(
     return [(job.prepare_finalize, job.experts) for job in jobs]
 
 
-def _verify(jobs: Sequence[VerifyJob], host: Host, *, as_json: str | None) -> bool:
+def _workers(manner: VerifyManner, host: Host, level: Literal["smoke", "full"]) -> int:
+    """Return how many processes share the cases. Ranks, and calls on a GPU, take turns."""
+    if manner.workers is not None:
+        return manner.workers
+    if level == "smoke" or host.pool is not None or host.machine.device != "cpu":
+        return 1
+    return len(os.sched_getaffinity(0))
+
+
+def _verify(jobs: Sequence[VerifyJob], host: Host, workers: int, *, as_json: str | None) -> bool:
     results = []
-    with output.progress(sum(len(job.cases) for job in jobs), "cases") as advance:
+    cases = [case for job in jobs for case in job.cases]
+    proven = host.prove_all(cases, min(workers, max(1, len(cases))))
+    with output.progress(len(cases), "cases") as advance:
         for job in jobs:
             proofs = []
             for case in job.cases:
-                proofs.append(proof := host.prove(case))
+                proofs.append(proof := next(proven))
                 if not proof.passed:  # at once: a run that is cut off has told what it found
                     output.note(f"failed: {case}")
                 advance()
