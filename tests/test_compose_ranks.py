@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from modular_kernel.composer import random_inputs
+from modular_kernel.errors import ConfigurationError
 from modular_kernel.select.cache import Cache
 from modular_kernel.select.choosing import Terms, choose, compose
 from modular_kernel.select.inputs import SelectSituation, make_weights
@@ -96,6 +97,31 @@ def _late(rank: int, world: int, group: object, folder: Path):
 
 def test_ranks_agree_whether_there_is_time(rank_pool, tmp_path: Path) -> None:
     assert rank_pool(2).run(_late, tmp_path, timeout=60) == [1, 1]
+
+
+def _unlike(rank: int, world: int, group: object, folder: Path, own: dict, tokens: int) -> str:
+    """What is said where the second rank asks for something else."""
+    problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
+    problem = problem.with_tokens(tokens) if rank else problem
+    terms = Terms(**({"tokens": (2, 8), "folder": folder} | (own if rank else {})))
+    with pytest.raises(ConfigurationError) as told:
+        choose(problem, Machine("cpu"), group=group, terms=terms)
+    return str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("own", "tokens", "got", "need"),
+    [
+        ({"tokens": (2, 4, 8)}, 8, "{'tokens': '(2, 4, 8)'}", "{'tokens': '(2, 8)'}"),
+        ({"tokens": (2, 4)}, 4, "{'tokens': '(2, 4)'}", "{'tokens': '(2, 8)'}"),
+        ({"fresh": True}, 8, "{'fresh': 'True'}", "{'fresh': 'False'}"),
+    ],
+)
+def test_ranks_that_ask_for_other_things_are_told(
+    rank_pool, tmp_path: Path, own: dict, tokens: int, got: str, need: str
+) -> None:
+    told = rank_pool(2).run(_unlike, tmp_path, own, tokens, timeout=60)
+    assert told == [f"rank 1's choice: got {got}, need {need} as rank 0"] * 2
 
 
 def _keeps(rank: int, _world: int, _group: object, folder: Path) -> int:

@@ -22,6 +22,7 @@ from modular_kernel.types import Machine
 CPU = this_machine(device="cpu")
 pytestmark = pytest.mark.cpu
 SYMMETRIC = "SymmMemPrepareAndFinalize"
+BY_HOSTS = "HostThenRankPrepareAndFinalize"
 
 
 pool = module_ranks(2)
@@ -76,22 +77,31 @@ def in_any_order(case: Case, machine: Machine, poison: bool, group: object) -> A
     return kernel
 
 
+def notes_no_memory(case: Case, machine: Machine, poison: bool, group: object) -> Any:
+    kernel = build_kernel(case, machine, poison, group)
+    manager: Any = kernel.prepare_finalize.manager
+    manager.inside.last_calls.json_lines = lambda: ""
+    return kernel
+
+
 @pytest.mark.parametrize(
-    ("build", "fault", "found"),
+    ("part", "build", "fault", "found"),
     [
-        (counts_layers_by_two, "misunderstood", "layer 1, 3 by rank"),
-        (tells_nobody, "broken-off", "rank 0: faults: "),
-        (in_any_order, "finished-by-turns", "right, not (0, 'counts', 3, 1, 3, (1,))"),
+        (REPLICATED, counts_layers_by_two, "misunderstood", "layer 1, 3 by rank"),
+        (REPLICATED, tells_nobody, "broken-off", "rank 0: faults: "),
+        (REPLICATED, in_any_order, "finished-by-turns", "right, not (0, 'counts', 3, 1, 3, (1,))"),
+        (BY_HOSTS, notes_no_memory, "misunderstood", "no record of memory, not right"),
     ],
 )
 def test_a_part_that_tells_something_else_fails(
     pool: RankPool,
     monkeypatch: pytest.MonkeyPatch,
+    part: str,
     build: Callable[..., FusedMoEModularKernel],
     fault: str,
     found: str,
 ) -> None:
-    case = case_of(REPLICATED, fault)
+    case = case_of(part, fault)
     failures = prove_ranks(case, pool, build=build, checks=(faults,), timeout=40).failures
     assert any(found in failure for failure in failures), failures
 

@@ -225,6 +225,12 @@ def test_what_is_no_file_is_a_typed_error(tmp_path: Path) -> None:
         facts_of_file(str(tmp_path))
 
 
+def test_a_folder_without_a_config_is_refused_by_the_file_that_lacks(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        facts_of_file(str(tmp_path))
+    assert f"{str(tmp_path / 'config.json')!r}: No such file" in str(refused.value)
+
+
 def test_names_are_no_files() -> None:
     assert not is_file("mixtral-8x7b")
     assert is_file("./model")

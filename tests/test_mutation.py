@@ -217,6 +217,18 @@ def test_bad_usage_ends_with_2(words: tuple[str, ...]) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.share(2)
+@pytest.mark.parametrize("bits", [(), ("--bits", "3")])
+def test_what_is_no_mutant_is_refused_before_any_case_runs(bits: tuple[str, ...]) -> None:
+    named = ("--mutate", "TorchExperts", "--only", "nosuch", *bits)
+    command = [sys.executable, "-m", "modular_kernel", "test", *named]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=40
+    )
+    assert done.returncode == 2
+    assert "--only: got 'nosuch', need the identity of one of the" in done.stderr
+
+
 def test_the_page_names_the_parts_without_a_score(tmp_path: Path) -> None:
     score = json.loads((ROOT / "docs/mutation/TorchExperts.json").read_text(encoding="utf-8"))
     nothing = tmp_path / "absent.json"

@@ -15,7 +15,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.printable import counted
 
 if TYPE_CHECKING:
-    from modular_kernel.testing.mutation import Score, Survey, Where
+    from modular_kernel.testing.mutation import Mutant, Score, Survey, Where
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +100,9 @@ def run_mutation(
     from modular_kernel.testing.mutation import OneProcess, OverRanks, pairs_of, surveys
 
     assert wanted.mutate is not None
-    if wanted.only is not None and wanted.code:
-        return _print_code(wanted.only.split(","), wanted.mutate, as_json=as_json)
+    mutants = _named(wanted)
+    if wanted.code:
+        return _print_code(mutants, as_json=as_json)
     count, parts = wanted.count(), wanted.mutate.split(",")
     if host.pool is not None and host.pool.backend != "gloo":
         raise ConfigurationError("--mutate", got="ranks over nccl", need="--backend gloo")
@@ -119,8 +120,8 @@ def run_mutation(
     if as_json != output.STDOUT and kills:
         print_kills(kills)
     found = surveys(parts, pairs, level, where=where)
-    if wanted.only is not None and wanted.bits is not None:
-        return _print_bits(wanted.only.split(","), found[0], wanted.bits, as_json=as_json)
+    if wanted.bits is not None:
+        return _print_bits(mutants, found[0], wanted.bits, as_json=as_json)
     scores, records = _scored(found, wanted)
     ok = noticed and not any(score.survivors for score in scores)
     told = records[0] if wanted.only else {**calls, "ok": ok, **_of_parts(records)}
@@ -131,6 +132,19 @@ def run_mutation(
 
     output.answer(told, as_json, show)
     return ok
+
+
+def _named(wanted: Mutating) -> "list[Mutant]":
+    """Return the mutants of --only; ConfigurationError for no mutant before minutes of cases."""
+    from modular_kernel.catalog import load_catalog
+    from modular_kernel.testing.mutation.score import mutant_of, mutants_in
+
+    if wanted.mutate is None or wanted.only is None:
+        return []
+    known = mutants_in(wanted.mutate, load_catalog())
+    several = wanted.code or wanted.bits is not None
+    idents = wanted.only.split(",") if several else [wanted.only]
+    return [mutant_of(known, wanted.mutate, ident) for ident in idents]
 
 
 def _scored(
@@ -190,7 +204,9 @@ def _of_parts(records: list[dict[str, object]]) -> dict[str, object]:
     return {"parts": {str(record["part"]): record for record in records}}
 
 
-def _print_bits(idents: list[str], found: "Survey", problems: int, *, as_json: str | None) -> bool:
+def _print_bits(
+    mutants: "list[Mutant]", found: "Survey", problems: int, *, as_json: str | None
+) -> bool:
     """Print the bits found; return whether the mutants may be called equivalent.
 
     They were put in together, and are equivalent if no bit differs.
@@ -198,7 +214,6 @@ def _print_bits(idents: list[str], found: "Survey", problems: int, *, as_json: s
     from modular_kernel.testing.cases.lists import command
     from modular_kernel.testing.mutation.bits import compare_bits
 
-    mutants = [found.mutant(ident) for ident in idents]
     bits = compare_bits(mutants, found.coverage, problems, where=found.where)
     differing = command(bits.differing) if bits.differing else None
 
@@ -208,22 +223,22 @@ def _print_bits(idents: list[str], found: "Survey", problems: int, *, as_json: s
         output.line(f"no bit differs in {bits.problems} problems")
         output.line(f"then one does: {differing}" if differing else "then there were no more")
 
-    record = {"id": ",".join(idents), "problems": bits.problems, "differing": differing}
+    record = {"id": _ids(mutants), "problems": bits.problems, "differing": differing}
     output.answer(record, as_json, show)
     return differing is None
 
 
-def _print_code(idents: list[str], part: str, *, as_json: str | None) -> bool:
+def _ids(mutants: "list[Mutant]") -> str:
+    return ",".join(mutant.ident for mutant in mutants)
+
+
+def _print_code(mutants: "list[Mutant]", *, as_json: str | None) -> bool:
     """Print the forms found; return whether the mutants leave all code of kernels as it is.
 
     They were put in together.
     """
-    from modular_kernel.catalog import load_catalog
     from modular_kernel.testing.mutation.same_code import same_code
-    from modular_kernel.testing.mutation.score import mutant_of, mutants_in
 
-    known = mutants_in(part, load_catalog())
-    mutants = [mutant_of(known, part, ident) for ident in idents]
     same = same_code(mutants)
 
     def show() -> None:
@@ -232,7 +247,7 @@ def _print_code(idents: list[str], part: str, *, as_json: str | None) -> bool:
         are = "is" if same.differing == 1 else "are"
         output.line(f"{counted(same.differing, 'form')} {are} other code with them")
 
-    record = {"id": ",".join(idents), "reached": same.reached, "differing": same.differing}
+    record = {"id": _ids(mutants), "reached": same.reached, "differing": same.differing}
     output.answer(record, as_json, show)
     return same.proven
 

@@ -64,7 +64,7 @@ def config_of_file(model: str) -> tuple[Path, Config]:
             path = path / "config.json"
         content = json_files.content(path, _MOST_BYTES)
     except OSError as error:
-        got = f"{model[:200]!r}: {error.strerror}"
+        got = f"{str(path)[:200]!r}: {error.strerror}"
         raise ConfigurationError("model", got=got, need="a file") from None
     except ValueError as error:
         raise _bad(path, str(error), "a config.json") from None

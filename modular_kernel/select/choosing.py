@@ -127,7 +127,7 @@ def choose(
     candidates = find(problem, machine, asked, replicated=terms.replicated)
     identity = keys.identity(problem, machine, routing=terms.routing, replicated=terms.replicated)
     facts = identity | keys.versions(machine)
-    _alike(team, facts)
+    _alike(team, facts | {"tokens": str(asked), "fresh": str(terms.fresh)})
     cache = Cache(terms.folder or read_settings().cache_dir, identity, keys.versions(machine))
     search = _Search(problem, machine, terms, team, tokens, candidates, cache)
     buckets, timed, notes = search.run()
@@ -137,13 +137,13 @@ def choose(
 
 
 def _alike(team: Team, facts: keys.Facts) -> None:
-    """Ranks of unlike machines or versions cannot share one choice."""
+    """Ranks of unlike machines, versions or terms cannot share one choice, nor time in step."""
     first, *others = team.all(facts)
     for rank, other in enumerate(others, 1):
         unlike = {n: other.get(n) for n in first if other.get(n) != first[n]}
         if unlike:
             need = {name: first[name] for name in unlike}
-            raise ConfigurationError(f"rank {rank}'s machine", got=unlike, need=f"{need} as rank 0")
+            raise ConfigurationError(f"rank {rank}'s choice", got=unlike, need=f"{need} as rank 0")
 
 
 @dataclass

@@ -1,17 +1,16 @@
 """All ranks gather all tokens, and send the sums of each rank's tokens back to it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
 from modular_kernel import stages
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
 from modular_kernel.placement import pairs_to_slots
-from modular_kernel.quant import ACTIVATION_SCHEMES
-from modular_kernel.support import PrepareFinalizeRequirements
 from modular_kernel.tensors import Dispatched, ExpertWeights, Handle, Routing
-from modular_kernel.types import ActivationFormat, Reduce
 from modular_kernel.workspace import BufferSpec
+from prepare_finalize.collectives.declared import CONTIGUOUS
 from prepare_finalize.common.agreement import agree
 from prepare_finalize.common.group_part import GroupHandle, RowsPart
 from prepare_finalize.common.tokens import (
@@ -31,16 +30,7 @@ class AllGatherReduceScatterPrepareAndFinalize(RowsPart):
 
     near_first = False  # ranks that have all tokens must agree on copies
 
-    requires = PrepareFinalizeRequirements(
-        activation_format=ActivationFormat.STANDARD,
-        reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),
-        localises_ids=True,
-        dispatch_schemes=ACTIVATION_SCHEMES,
-        world_sizes=(2, None),
-        batch_invariant=True,
-        asynchronous=True,
-        lora=True,
-    )
+    requires = replace(CONTIGUOUS, batch_invariant=True, asynchronous=True)
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, world = self.problem, self.problem.parallel.world_size

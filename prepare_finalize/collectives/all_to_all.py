@@ -1,7 +1,7 @@
 """torch.distributed's all_to_all with uneven splits: each row goes where it is needed, once."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -9,8 +9,6 @@ import torch
 from modular_kernel import stages
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
 from modular_kernel.placement import pairs_to_slots
-from modular_kernel.quant import ACTIVATION_SCHEMES
-from modular_kernel.support import PrepareFinalizeRequirements
 from modular_kernel.tensors import (
     ContiguousTokens,
     Dispatched,
@@ -18,8 +16,8 @@ from modular_kernel.tensors import (
     Handle,
     Routing,
 )
-from modular_kernel.types import ActivationFormat, Reduce
 from modular_kernel.workspace import BufferSpec
+from prepare_finalize.collectives.declared import CONTIGUOUS
 from prepare_finalize.common.agreement import Agreement, agree, refuse_more_rows
 from prepare_finalize.common.group_part import GroupHandle, RowsPart
 from prepare_finalize.common.tokens import (
@@ -43,17 +41,7 @@ class TorchAll2AllPrepareAndFinalize(RowsPart):
     Counts are exchanged first and read on the host: T may differ from rank to rank and be 0.
     """
 
-    requires = PrepareFinalizeRequirements(
-        activation_format=ActivationFormat.STANDARD,
-        reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),
-        localises_ids=True,
-        dispatch_schemes=ACTIVATION_SCHEMES,
-        world_sizes=(2, None),
-        batch_invariant=True,
-        asynchronous=True,
-        bounds_received=True,
-        lora=True,
-    )
+    requires = replace(CONTIGUOUS, batch_invariant=True, asynchronous=True, bounds_received=True)
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, world = self.problem, self.problem.parallel.world_size

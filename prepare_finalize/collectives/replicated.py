@@ -1,17 +1,16 @@
 """Every rank sees every token: no dispatch, and one all-reduce at the end."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
 from modular_kernel import stages
 from modular_kernel.contracts import Call, TopKWeightAndReduce
 from modular_kernel.placement import pairs_to_slots
-from modular_kernel.quant import ACTIVATION_SCHEMES
-from modular_kernel.support import PrepareFinalizeRequirements
 from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
-from modular_kernel.types import ActivationFormat, Reduce
 from modular_kernel.workspace import BufferSpec
+from prepare_finalize.collectives.declared import CONTIGUOUS
 from prepare_finalize.common.agreement import Agreement, agree, refuse_unequal_tokens
 from prepare_finalize.common.group_part import AgreeingPart, GroupHandle
 from prepare_finalize.common.tokens import quantise_tokens, token_specs, weight_and_reduce
@@ -27,16 +26,7 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
 
     near_first = False  # ranks that have all tokens must agree on copies
 
-    requires = PrepareFinalizeRequirements(
-        activation_format=ActivationFormat.STANDARD,
-        reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),
-        localises_ids=True,
-        dispatch_schemes=ACTIVATION_SCHEMES,
-        world_sizes=(2, None),
-        replicated_input=True,
-        deterministic=False,
-        lora=True,
-    )
+    requires = replace(CONTIGUOUS, replicated_input=True, deterministic=False)
 
     def num_dispatchers(self) -> int:
         return 1

@@ -86,6 +86,16 @@ def _scaled(
 
 
 @gluon.jit
+def store_by_threads(place, row, end, first_column, out_ptr, columns, LAYOUT: gl.constexpr):
+    """Store a tile that lies in shared memory, but for rows from `end` on, and columns."""
+    rows = row + gl.arange(0, place.shape[0], gl.SliceLayout(1, LAYOUT))
+    column = first_column + gl.arange(0, place.shape[1], gl.SliceLayout(0, LAYOUT))
+    out_ptrs = out_ptr + rows.to(gl.int64)[:, None] * columns + column[None, :]
+    mask = (rows < end)[:, None] & (column < columns)[None, :]
+    gl.store(out_ptrs, place.load(LAYOUT), mask=mask)
+
+
+@gluon.jit
 def store_rows(
     values, row, end, first_column, out_ptr, out_desc, staging, slot: gl.constexpr, columns,
 ):  # fmt: skip
@@ -108,11 +118,7 @@ def store_rows(
     else:
         LANES: gl.constexpr = WIDTH // 8 if WIDTH < 256 else 32
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-        column = first_column + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-        out_ptrs = out_ptr + rows.to(gl.int64)[:, None] * columns + column[None, :]
-        mask = (rows < end)[:, None] & (column < columns)[None, :]
-        gl.store(out_ptrs, place.load(LAYOUT), mask=mask)
+        store_by_threads(place, row, end, first_column, out_ptr, columns, LAYOUT)
 
 
 @gluon.jit

@@ -54,8 +54,10 @@ def journal_of_a_host(on: Stage, kernel: FusedMoEModularKernel) -> Iterator[tupl
     inside = getattr(manager_of(kernel.prepare_finalize), "inside", None)
     if inside is None:
         return
-    for line in inside.last_calls.json_lines().splitlines():
-        record = json.loads(line)
+    records = [json.loads(line) for line in inside.last_calls.json_lines().splitlines()]
+    if not records:
+        yield "no record of memory", RIGHT
+    for record in records:
         state = record["state"].partition(": got ")[0]
         told = record["rank"], record["step"], record["phase"], record["bytes"] > 0
         good = told == (on.rank, 0, "construct", True)

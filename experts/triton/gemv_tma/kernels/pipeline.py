@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from experts.triton.kernels.gluon_ring import barriers
 from modular_kernel.ops.kernels.quantise import quantised_values, scale_of
 from modular_kernel.ops.launch.triton_versions import reinterpret
 
@@ -268,11 +269,7 @@ def multiply(
 def make_ring(dtype: gl.constexpr, STAGES: gl.constexpr, EACH: gl.constexpr):
     """Make a ring of STAGES places of EACH panels, and barriers of its full and empty places."""
     ring = gl.allocate_shared_memory(dtype, [STAGES * EACH, ROWS, PANEL], SWIZZLED)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for place in gl.static_range(STAGES):
-        mbarrier.init(full.index(place), count=1)
-        mbarrier.init(empty.index(place), count=1)
+    full, empty = barriers(STAGES, 1)
     return ring, full, empty
 
 

@@ -25,6 +25,7 @@ from experts.triton.grouped_tma.kernels.gather import (
     tokens_of,
 )
 from experts.triton.kernels.gluon_epilogue import finish
+from experts.triton.kernels.gluon_ring import barriers
 from modular_kernel.ops.launch.triton_versions import load_box
 
 ROWS = gl.constexpr(64)  # of a warpgroup
@@ -364,11 +365,7 @@ def grouped_gemm_tma_kernel(
     other_staging = gl.allocate_shared_memory(
         out_desc.dtype, [SLOTS, ROWS, COLUMNS], out_desc.layout
     )
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for place in gl.static_range(STAGES):
-        mbarrier.init(full.index(place), count=1)
-        mbarrier.init(empty.index(place), count=2)
+    full, empty = barriers(STAGES, 2)
     first: gl.constexpr = 0
     second: gl.constexpr = 1
     gl.warp_specialize(

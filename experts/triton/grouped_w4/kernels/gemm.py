@@ -19,7 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from experts.triton.grouped_tma.kernels.gemm import look_up
 from experts.triton.grouped_w4.kernels.unpack import BLOCK, scales_of_blocks, unpack
-from experts.triton.kernels.gluon_epilogue import activate, store_rows
+from experts.triton.kernels.gluon_epilogue import activate, store_by_threads, store_rows
+from experts.triton.kernels.gluon_ring import barriers
 from modular_kernel.ops.launch.triton_versions import load_box
 
 
@@ -113,11 +114,7 @@ def _store_columns(
                 tma.store_wait(0)
             place = staging.index(slot).slice(0, turned.shape[0], 0)
             place.store(turned)
-            rows = row + gl.arange(0, turned.shape[0], gl.SliceLayout(1, LAYOUT))
-            at = column + gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
-            out_ptrs = out_ptr + rows.to(gl.int64)[:, None] * columns + at[None, :]
-            mask = (rows < end)[:, None] & (at < columns)[None, :]
-            gl.store(out_ptrs, place.load(LAYOUT), mask=mask)
+            store_by_threads(place, row, end, column, out_ptr, columns, LAYOUT)
 
 
 @gluon.jit
@@ -225,11 +222,7 @@ def grouped_gemm_w4_tma_kernel(
     )
     staging = gl.allocate_shared_memory(out_desc.dtype, [SLOTS, TOKENS, BLOCK], out_desc.layout)
     other = gl.allocate_shared_memory(out_desc.dtype, [SLOTS, TOKENS, BLOCK], out_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for place in gl.static_range(STAGES):
-        mbarrier.init(full.index(place), count=1)
-        mbarrier.init(empty.index(place), count=2)
+    full, empty = barriers(STAGES, 2)
     first: gl.constexpr = 0
     second: gl.constexpr = 1
     gl.warp_specialize(
