@@ -16,10 +16,9 @@ from typing import Any
 import torch
 import transformers
 
+from hf_suites.outcomes import Case, Outcome, judged, reason
 from modular_kernel.errors import IncompatibleError, InputError
 from modular_kernel.integrations.transformers import register, registration
-
-from .outcomes import Case, Outcome, judged, reason
 
 E, H, I, K = 4, 32, 24, 2  # noqa: E741
 PARTS = ("TorchExperts", "TritonExperts")
@@ -95,7 +94,9 @@ class Call:
     mode: str
 
     def __str__(self) -> str:
-        return f"{self.part}, {str(self.dtype).removeprefix('torch.')}, T={self.tokens}, {self.mode}"
+        return (
+            f"{self.part}, {str(self.dtype).removeprefix('torch.')}, T={self.tokens}, {self.mode}"
+        )
 
 
 def calls(parts: tuple[str, ...] = PARTS) -> list[Call]:
@@ -105,7 +106,9 @@ def calls(parts: tuple[str, ...] = PARTS) -> list[Call]:
 
 def cases(parts: tuple[str, ...] = PARTS) -> Iterator[Case]:
     """Yield a case for every class and call."""
-    names = {part: register("MoEPrepareAndFinalizeNoEP", part, name=f"suites_{part}") for part in parts}
+    names = {
+        part: register("MoEPrepareAndFinalizeNoEP", part, name=f"suites_{part}") for part in parts
+    }
     for cls in found():
         for call in calls(parts):
             yield case(cls, call, names[call.part])
@@ -115,9 +118,11 @@ def case(cls: type[torch.nn.Module], call: Call, ours: str) -> Case:
     """Run one call of a class on both sides."""
     name = f"{cls.__name__}, {call}"
     try:
-        return Case(f"transformers' experts classes, {call.part}", name, *_compared(cls, call, ours))
+        return Case(
+            f"transformers' experts classes, {call.part}", name, *_compared(cls, call, ours)
+        )
     except (InputError, IncompatibleError) as error:
-        end, why = Outcome.REFUSED, f"{cls.__name__}: {error.got}"
+        end, why = Outcome.REFUSED, f"{cls.__name__}: {getattr(error, 'got', error)}"
     except Exception as error:  # noqa: BLE001 (that is what is looked for)
         end, why = Outcome.RAW, reason(error)
     return Case(f"transformers' experts classes, {call.part}", name, end, why)
@@ -138,8 +143,11 @@ def _compared(cls: type[torch.nn.Module], call: Call, ours: str) -> tuple[Outcom
             results[side] = _run(experts, side, x, ids, scores)
     served = registration(ours)
     ran = experts in served.layers
-    errors = [float((results[s].double() - want).norm() / want.norm()) for s in (ours, "eager")]
-    end, why = judged(*errors, BOUNDS[call.dtype])
+    errors = {
+        side: float((y.detach().double() - want).norm() / want.norm())
+        for side, y in results.items()
+    }
+    end, why = judged(errors[ours], errors["eager"], BOUNDS[call.dtype])
     if results[ours].dtype is not call.dtype or results[ours].shape != x.shape:
         return Outcome.OURS, f"{results[ours].dtype} {tuple(results[ours].shape)}"
     if end is Outcome.AGREE and call.mode == "grad, trainable":
@@ -161,7 +169,10 @@ def _same_gradients(
 ) -> tuple[Outcome, str]:
     """Compare gradients of the weights; both are transformers' own."""
     given = list(experts.parameters())
-    pairs = [torch.autograd.grad(y.float().square().sum(), given, allow_unused=True) for y in (ours, theirs)]
+    pairs = [
+        torch.autograd.grad(y.float().square().sum(), given, allow_unused=True)
+        for y in (ours, theirs)
+    ]
     for one, other in zip(*pairs, strict=True):
         if (one is None) != (other is None):
             return Outcome.OURS, "a gradient is missing"

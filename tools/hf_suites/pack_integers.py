@@ -3,15 +3,17 @@
 Each gets weights that are whole multiples of their groups' scales, so that the truth is known.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .packed import Packed, Packer, grid, library, loaded
+from hf_suites.packed import Packed, Packer, grid, library, loaded
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ def _gptqmodel(version: int, options: Any, weight: torch.Tensor, g: torch.Genera
     linear, zeros = _linear(drawn, torch.float32), drawn.zeros.float()
     made.pack_block(linear, drawn.scales.float(), zeros, drawn.order.int(), workers=1)
     tensors = {n: getattr(made, n).clone() for n in ("qweight", "scales", "qzeros", "g_idx")}
-    made.post_init()
+    made.enable_wf_unsqueeze = True  # what its post_init does, which also compiles
     theirs = made.dequantize_weight().T
     if version == 1:  # files of the first version have zero points less one
         ones = sum(1 << shift for shift in range(0, 32, options["bits"]))
@@ -124,20 +126,19 @@ def _auto_round(which: str, options: Any, weight: torch.Tensor, g: torch.Generat
     drawn = draw(weight, g, dtype=torch.float16, **options)
     rows, depth = weight.shape
     cls = loaded(f"auto_round_extension.torch.{which}").QuantLinear
-    made = cls(options["bits"], options["group"], depth, rows, bias=False, g_idx=True)
+    made = cls(options["bits"], options["group"], depth, rows, bias=False)
     linear, zeros = _linear(drawn, torch.float32), drawn.zeros.float()
+    made.device = "cpu"  # as its exporter sets it
     made.pack(linear, drawn.scales.float(), zeros, drawn.order.int(), device="cpu")
     names = ("qweight", "scales", "qzeros")
     tensors = {n: getattr(made, n).clone() for n in names} | {"g_idx": drawn.order.int()}
-    made.g_idx = drawn.order.int()
-    made.post_init()
     theirs = made(torch.eye(depth, dtype=torch.float16)).T
     return Packed(tensors, drawn.values, theirs, drawn.values)
 
 
 def _gptq_packers() -> Iterator[Packer]:
     """Zero points from 1 on: the first version of the format stores them less one."""
-    plain = dict(bits=(4, 8), group=(32, 64, 128, -1), sym=(True, False))
+    plain = {"bits": (4, 8), "group": (32, 64, 128, -1), "sym": (True, False)}
     for options in grid(**plain, least=(1, 0)):
         if options["sym"] and options["least"] == 0:
             continue
@@ -152,11 +153,13 @@ def _gptq_packers() -> Iterator[Packer]:
             make = partial(_gptqmodel, version, options)
             name = f"version {version} {_text(options)}"
             yield Packer("GPTQModel", name, _gptq_config(options, **more), make)
-    for which, least in (("qlinear_torch", 1), ("qlinear_torch_zp", 0)):
+    for which, least in (("qlinear_torch_zp", 1), ("qlinear_torch", 0)):
         more = {"checkpoint_format": "gptq" if least else "gptq_v2"}
         for options in grid(**plain, least=(least,)):
             make = partial(_auto_round, which, options)
-            yield Packer("AutoRound", f"{which} {_text(options)}", _gptq_config(options, **more), make)
+            yield Packer(
+                "AutoRound", f"{which} {_text(options)}", _gptq_config(options, **more), make
+            )
 
 
 # ------------------------------------------------------------------ AWQ, compressed-tensors
@@ -187,11 +190,11 @@ def _compressed(scheme: Any, options: Any, weight: torch.Tensor, g: torch.Genera
 
 
 def compressed_config(scheme: Any, packing: str) -> dict[str, Any]:
-    """Return the quantization_config that compressed-tensors writes for a scheme of linear layers."""
+    """Return the quantization_config that compressed-tensors writes for a scheme."""
     cls = loaded("compressed_tensors.quantization").QuantizationConfig
     status = loaded("compressed_tensors.quantization").QuantizationStatus.COMPRESSED
     made = cls(config_groups={"group_0": scheme}, format=packing, quantization_status=status)
-    found: dict[str, Any] = made.to_dict()
+    found: dict[str, Any] = json.loads(json.dumps(made.to_dict(), default=str))  # as in files
     return found
 
 
@@ -203,7 +206,7 @@ def scheme_of(weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> 
 
 
 def _other_packers() -> Iterator[Packer]:
-    for options in grid(bits=(4, 8), group=(32, 64, 128, -1), sym=(True, False)):
+    for options in grid(bits=(4,), group=(32, 64, 128, -1), sym=(True, False)):
         config = {"quant_method": "awq", "version": "gemm", "bits": options["bits"]}
         config |= {"group_size": options["group"], "zero_point": not options["sym"]}
         make = partial(_auto_awq, options)
@@ -211,7 +214,9 @@ def _other_packers() -> Iterator[Packer]:
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     for options in grid(bits=(4, 8), group=(32, 64, 128, -1), sym=(True, False), dtype=dtypes):
         group = options["group"]
-        kind = {"strategy": "channel"} if group == -1 else {"strategy": "group", "group_size": group}
+        kind = (
+            {"strategy": "channel"} if group == -1 else {"strategy": "group", "group_size": group}
+        )
         weights = {"num_bits": options["bits"], "symmetric": options["sym"], **kind}
         scheme = scheme_of(weights)
         config = compressed_config(scheme, "pack-quantized")
@@ -220,7 +225,9 @@ def _other_packers() -> Iterator[Packer]:
 
 
 def _text(options: Any) -> str:
-    return " ".join(f"{name}={str(value).removeprefix('torch.')}" for name, value in options.items())
+    return " ".join(
+        f"{name}={str(value).removeprefix('torch.')}" for name, value in options.items()
+    )
 
 
 def packers(sources: Path) -> Iterator[Packer]:
@@ -228,9 +235,7 @@ def packers(sources: Path) -> Iterator[Packer]:
     (awq,) = sources.glob("autoawq-*/awq")
     for name in ("", ".modules", ".modules.linear", ".utils"):
         library(f"awq{name}", awq / name.strip(".").replace(".", "/"))
-    import importlib.util
-
-    spec = importlib.util.find_spec("auto_gptq")
+    spec = find_spec("auto_gptq")
     assert spec is not None
     assert spec.origin is not None
     folder = Path(spec.origin).parent

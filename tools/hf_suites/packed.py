@@ -17,16 +17,15 @@ import torch
 from safetensors.torch import save_file
 
 import modular_kernel as mk
+from hf_suites.outcomes import Case, Outcome, reason
 from modular_kernel.errors import IncompatibleError, InputError
 from modular_kernel.importers import Matrix, format_of, merge
 from modular_kernel.importers.formats import Format
 from modular_kernel.quant import dequantise
 
-from .outcomes import Case, Outcome, reason
-
 Tensors = dict[str, torch.Tensor]
 EXPERTS, TOP_K = 2, 2
-# (intermediate, hidden)
+# Each is I, then H.
 SHAPES = ((64, 128), (128, 64), (128, 256), (256, 128))
 # Of a layer's output in float32, by whether its activations are rounded to 8 bits.
 LAYER_BOUND, ROUNDED_BOUND = 1e-5, 8e-2
@@ -109,7 +108,7 @@ def _run(packer: Packer, width: int, hidden: int, seed: int) -> tuple[Outcome, s
         for rows, depth in ((width, hidden), (width, hidden), (hidden, width)):
             try:
                 matrices.append(packer.make(torch.randn(rows, depth, generator=g) / 8, g))
-            except Exception as error:  # noqa: BLE001 (theirs)
+            except Exception as error:
                 raise TheirError(reason(error)) from error
     format = format_of(packer.config, depth=max(width, hidden))
     for packed in matrices:
@@ -184,8 +183,8 @@ def _layer(matrices: list[torch.Tensor], x: torch.Tensor, routing: mk.Routing) -
     for expert in range(EXPERTS):
         gate, up, down = matrices[3 * expert : 3 * expert + 3]
         rows = (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
-        own = (routing.topk_weights_TK.double() * (routing.topk_ids_TK == expert)).sum(1, keepdim=True)
-        total += own * rows
+        own = routing.topk_weights_TK.double() * (routing.topk_ids_TK == expert)
+        total += own.sum(1, keepdim=True) * rows
     return total
 
 

