@@ -200,3 +200,17 @@ def test_a_failed_comparison_is_judged_by_float64() -> None:
     assert upstream.by_errors(case, errors | {"modular_kernel": 4.1e-3}).outcome is Outcome.THEIRS
     assert upstream.by_errors(case, errors | {"modular_kernel": 6e-3}).outcome is Outcome.OURS
     assert upstream.by_errors(case, errors | {"modular_kernel": NAN}).outcome is Outcome.OURS
+
+
+def test_a_file_of_tests_without_a_case_is_a_case(tmp_path) -> None:
+    lines = upstream.Lines(tmp_path)
+    lines.of("theirs").write_text(
+        '{"case": "f::test_generate", "outcome": "passed", "why": "", "ran": 0}\n'
+        '{"case": "half::test_generate", "outcome": "passed", "why": "", "ran": 0}\n'
+    )
+    lines.of("ours").write_text(
+        '{"case": "f::test_generate", "outcome": "passed", "why": "", "ran": 3}\n'
+    )
+    lines.finish(["f", "g"])
+    ends = {case.name: case.outcome for case in lines.judged()}
+    assert ends == {"f::test_generate": Outcome.AGREE, "g": Outcome.NOT_USABLE}

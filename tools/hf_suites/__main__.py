@@ -7,7 +7,8 @@ python tools/hf_suites packers --site DIR... --sources DIR    what packers wrote
 
 --checkout: src, tests and utils of a commit of transformers. --site: folders that pip filled, with
 packers or with what upstream's tests need. --sources: unpacked source distributions. --models: of
-upstream alone. Nothing of them is copied here.
+upstream alone. --lines: a folder that keeps how upstream's cases ended; models that are in it are
+not run again. Nothing of them is copied here.
 
 Exit code 1: a result of ours is wrong, or a call ended in a raw exception.
 """
@@ -46,6 +47,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--site", type=Path, action="append", default=[])
     parser.add_argument("--sources", type=Path)
     parser.add_argument("--models", nargs="*", default=[])
+    parser.add_argument("--lines", type=Path)
     parser.add_argument("--write", type=Path)
     asked = parser.parse_args(given)
     sys.path += map(str, asked.site)
@@ -77,14 +79,16 @@ def _upstream(asked: argparse.Namespace) -> Iterator[Case]:
     if asked.models:
         files = [file for file in files if file.split("/")[2] in asked.models]
     (site,) = asked.site
-    for start in range(0, len(files), AT_ONCE):
-        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
-            ends = {side: Path(folder, side) for side in ("theirs", "ours")}
-            part = files[start : start + AT_ONCE]
+    with tempfile.TemporaryDirectory() as folder:
+        lines = upstream.Lines(asked.lines or Path(folder))
+        left = [file for file in files if file not in lines.files]
+        for start in range(0, len(left), AT_ONCE):
+            part = left[start : start + AT_ONCE]
             run = partial(upstream.run, asked.checkout, site, part)
-            list(pool.map(run, ends, ends.values()))
-            cases = upstream.judge(*(upstream.read(ends[side]) for side in ends))
-        for case in cases:
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(run, upstream.SIDES, map(lines.of, upstream.SIDES)))
+            lines.finish(part)
+        for case in lines.judged():
             yield upstream.nearer(case, asked.checkout, site)
 
 

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ UNWANTED = (
     *("fsdp", "tp_", "ep_", "parallel", "deepspeed", "compile", "compilation", "sdpa", "flash"),
     *("export", "inherits", "integration"),
 )
+SIDES = ("theirs", "ours")
 LIBRARY = Path(__file__).resolve().parents[2]
 
 
@@ -58,20 +59,59 @@ def environment(checkout: Path, site: Path) -> dict[str, str]:
 
 
 def run(checkout: Path, site: Path, files: Iterable[str], side: str, into: Path) -> int:
-    """Run upstream's tests on one side; the file `into` gets a line for each case."""
-    into.unlink(missing_ok=True)
+    """Run upstream's tests on one side; adds a line for each case to the file `into`."""
     wanted = f"({' or '.join(WANTED)}) and not ({' or '.join(UNWANTED)})"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--continue-on-collection-errors",
+    ]
     command += ["-p", "hf_suites.upstream_plugin", "-k", wanted, *files]
     env = environment(checkout, site) | {"HF_SUITES_SIDE": side, "HF_SUITES_INTO": str(into)}
     return subprocess.run(command, cwd=checkout, env=env, check=False).returncode
 
 
-def read(into: Path) -> dict[str, dict[str, Any]]:
-    """Return what `run` wrote, by case; of cases that are wanted by their own names."""
-    lines = map(json.loads, into.read_text().splitlines())
-    found = {line["case"]: line for line in lines}
-    return {case: line for case, line in found.items() if is_wanted(case.rpartition("::")[2])}
+@dataclass(frozen=True)
+class Lines:
+    """A folder with a line for each case of each side, and the files of tests that were run."""
+
+    folder: Path
+
+    def of(self, side: str) -> Path:
+        """Return the file of a side."""
+        return self.folder / f"{side}.jsonl"
+
+    @property
+    def files(self) -> list[str]:
+        """The files of tests that were run, on both sides."""
+        done = self.folder / "done.txt"
+        return done.read_text().splitlines() if done.exists() else []
+
+    def finish(self, files: Iterable[str]) -> None:
+        """Note that these were run."""
+        with (self.folder / "done.txt").open("a") as done:
+            done.writelines(f"{file}\n" for file in files)
+
+    def judged(self) -> list[Case]:
+        """Judge every case of either side; a file without any is a case by itself."""
+        theirs, ours = map(self._read, SIDES)
+        return judge(theirs, ours, self.files)
+
+    def _read(self, side: str) -> dict[str, dict[str, Any]]:
+        """Return the lines of wanted cases, by case."""
+        if not self.of(side).exists():
+            return {}
+        lines = [json.loads(line) for line in self.of(side).read_text().splitlines()]
+        ran = {line["case"]: line for line in lines if _file(line["case"]) in self.files}
+        return {case: line for case, line in ran.items() if is_wanted(case.rpartition("::")[2])}
+
+
+def _file(case: str) -> str:
+    return case.partition("::")[0]
 
 
 def is_wanted(test: str) -> bool:
@@ -103,16 +143,24 @@ def by_errors(case: Case, errors: Mapping[str, float]) -> Case:
 
 
 def judge(
-    theirs: Mapping[str, Mapping[str, Any]], ours: Mapping[str, Mapping[str, Any]]
+    theirs: Mapping[str, Mapping[str, Any]],
+    ours: Mapping[str, Mapping[str, Any]],
+    files: Iterable[str] = (),
 ) -> list[Case]:
-    """Judge every case of either side."""
-    return [
-        _case(name, theirs.get(name), ours.get(name)) for name in dict.fromkeys((*theirs, *ours))
-    ]
+    """Judge every case of either side, and every file that has none."""
+    names = dict.fromkeys((*theirs, *ours))
+    found = [_case(name, theirs.get(name), ours.get(name)) for name in names]
+    none = dict.fromkeys(file for file in files if file not in set(map(_file, names)))
+    why = "its tests were not collected"
+    return found + [Case(SUITE, _shown(file), Outcome.NOT_USABLE, why) for file in none]
+
+
+def _shown(name: str) -> str:
+    return name.removeprefix("tests/models/")
 
 
 def _case(name: str, theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None) -> Case:
-    shown = name.removeprefix("tests/models/")
+    shown = _shown(name)
     if theirs is None or theirs["outcome"] != "passed":
         why = "not run without ours" if theirs is None else theirs["outcome"]
         return Case(SUITE, shown, Outcome.NOT_USABLE, why)
