@@ -1,0 +1,109 @@
+"""Run cases of transformers' own suite, and of real packers, on our parts.
+
+TRITON_INTERPRET=1 python tools/hf_suites classes             every experts class of transformers
+python tools/hf_suites upstream --checkout DIR --site DIR     transformers' own tests, both sides
+python tools/hf_suites packers --site DIR... --sources DIR    what packers wrote, imported
+... --write RECORD.json                                       keeps the counts there too
+
+--checkout: src, tests and utils of a commit of transformers. --site: folders that pip filled, with
+packers or with what upstream's tests need. --sources: unpacked source distributions. --models: of
+upstream alone. --lines: a folder that keeps how upstream's cases ended; models that are in it are
+not run again. Nothing of them is copied here.
+
+Exit code 1: a result of ours is wrong, or a call ended in a raw exception.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[number]) for number in (1, 2)]
+
+from hf_suites import upstream
+from hf_suites.outcomes import Case, summary
+
+# GPTQModel compiles an extension and its layers; others ask for the hub.
+QUIET = {"GPTQMODEL_DISABLE_PACK_EXT": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+AT_ONCE = 4  # models whose tests run in one process
+_PACKAGES = (
+    *("torch", "triton", "transformers", "auto_gptq", "gptqmodel", "auto_round", "autoawq"),
+    *("compressed_tensors", "torchao", "nvidia_modelopt"),
+)
+
+
+def main(given: list[str] | None = None) -> int:
+    """Run a suite, print how its cases ended, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("suite", choices=("classes", "upstream", "packers"))
+    parser.add_argument("--checkout", type=Path)
+    parser.add_argument("--site", type=Path, action="append", default=[])
+    parser.add_argument("--sources", type=Path)
+    parser.add_argument("--models", nargs="*", default=[])
+    parser.add_argument("--lines", type=Path)
+    parser.add_argument("--write", type=Path)
+    asked = parser.parse_args(given)
+    sys.path += map(str, asked.site)
+    run = {"classes": _classes, "upstream": _upstream, "packers": _packers}[asked.suite]
+    found = summary(run(asked))
+    print(json.dumps(found, indent=1, ensure_ascii=False))
+    if asked.write is not None:
+        _keep(asked, found)
+    return int(bool(found["bad"]))
+
+
+def _classes(asked: argparse.Namespace) -> Iterator[Case]:
+    from hf_suites import classes  # noqa: PLC0415 (needs transformers)
+
+    return classes.cases()
+
+
+def _packers(asked: argparse.Namespace) -> Iterator[Case]:
+    os.environ |= QUIET  # noqa: TID251 (packers read it when they are imported)
+    sys.path += map(str, asked.sources.glob("gptqmodel-*"))
+    from hf_suites import pack_floats, pack_integers, packed  # noqa: PLC0415 (read those)
+
+    yield from packed.cases(pack_integers.packers(asked.sources))
+    yield from packed.cases(pack_floats.packers())
+
+
+def _upstream(asked: argparse.Namespace) -> Iterator[Case]:
+    files = upstream.models(asked.checkout)
+    if asked.models:
+        files = [file for file in files if file.split("/")[2] in asked.models]
+    (site,) = asked.site
+    with tempfile.TemporaryDirectory() as folder:
+        lines = upstream.Lines(asked.lines or Path(folder))
+        left = [file for file in files if file not in lines.files]
+        for start in range(0, len(left), AT_ONCE):
+            part = left[start : start + AT_ONCE]
+            run = partial(upstream.run, asked.checkout, site, part)
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(run, upstream.SIDES, map(lines.of, upstream.SIDES)))
+            lines.finish(part)
+        for case in lines.judged():
+            yield upstream.nearer(case, asked.checkout, site)
+
+
+def _keep(asked: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Put the suite's counts into the record, beside those of other suites."""
+    record = json.loads(asked.write.read_text()) if asked.write.exists() else {}
+    versions = record.setdefault("versions", {})
+    for name in _PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    record[asked.suite] = found
+    asked.write.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,248 @@
+"""Packers of floating codes: compressed-tensors, torchao, modelopt, transformers.
+
+Each gets random weights and chooses scales itself; the truth is what its codes say, in float64.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from hf_suites.pack_integers import compressed_config, scheme_of
+from hf_suites.packed import Packed, Packer, loaded
+
+FP8 = torch.float8_e4m3fn
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def e2m1(packed: torch.Tensor) -> torch.Tensor:
+    """Return the float64 values of two codes a byte, the even column in the low nibble."""
+    codes = torch.stack([packed.view(torch.uint8) & 15, packed.view(torch.uint8) >> 4], -1).flatten(
+        -2
+    )
+    sign = 1 - 2 * (codes >> 3).double()
+    return sign * _E2M1[(codes & 7).long()]
+
+
+def e8m0(scale: torch.Tensor) -> torch.Tensor:
+    """Return the float64 powers of two that bytes say."""
+    return torch.pow(2.0, scale.view(torch.uint8).double() - 127)
+
+
+def over(tiles: torch.Tensor, rows: int, depth: int, high: int, wide: int) -> torch.Tensor:
+    """Spread a scale of each tile over its values."""
+    return tiles.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :depth]
+
+
+# ------------------------------------------------------------------ compressed-tensors
+
+
+def _whole(
+    scheme: Any, dtype: torch.dtype, static: bool, weight: torch.Tensor, g: torch.Generator
+) -> Packed:
+    """8 bits by tensor, channel or block, scales by its own observer's formula."""
+    args, (rows, depth) = scheme.weights, weight.shape
+    tile = {"tensor": (rows, depth), "channel": (1, depth)}.get(args.strategy)
+    high, wide = tile or tuple(args.block_structure)
+    tall, broad = -(-rows // high), -(-depth // wide)
+    room = torch.zeros(tall * high, broad * wide)
+    room[:rows, :depth] = weight
+    tiles = room.reshape(tall, high, broad, wide)
+    helpers = loaded("compressed_tensors.quantization.utils")
+    scale, _ = helpers.calculate_qparams(tiles.amin((1, 3)), tiles.amax((1, 3)), args)
+    scale = scale.to(dtype).reshape(()) if args.strategy == "tensor" else scale.to(dtype)
+    name = "IntQuantizationCompressor" if args.type == "int" else "FloatQuantizationCompressor"
+    compressor = getattr(loaded("compressed_tensors.compressors"), name)
+    tensors = compressor.compress({"weight": weight, "weight_scale": scale}, scheme)
+    theirs = compressor.decompress(tensors, scheme)["weight"]
+    spread = over(scale.double().reshape(tall, broad), rows, depth, high, wide)
+    tensors = {n: t for n, t in tensors.items() if n != "weight_zero_point"}
+    if static:
+        tensors["input_scale"] = torch.rand(1, generator=g) / 20 + 0.2  # nothing saturates
+    return Packed(tensors, tensors["weight"].double() * spread, theirs, weight)
+
+
+def _whole_packers() -> Iterator[Packer]:
+    kinds: dict[str, dict[str, Any]] = {
+        "tensor": {"strategy": "tensor"},
+        "channel": {"strategy": "channel"},
+        "block": {"strategy": "block", "block_structure": [128, 128]},
+        "small block": {"strategy": "block", "block_structure": [64, 64]},
+    }
+    token = {"strategy": "token", "dynamic": True}
+    rows: dict[str, dict[str, Any]] = {
+        "tensor": {"strategy": "tensor", "dynamic": False},
+        "channel": token,
+        "block": {"strategy": "group", "group_size": 128, "dynamic": True},
+        "small block": {"strategy": "group", "group_size": 64, "dynamic": True},
+    }
+    for kind, dtype, activations in product(kinds, DTYPES, (False, True)):
+        inputs = {"num_bits": 8, "type": "float", **rows[kind]} if activations else None
+        scheme = scheme_of({"num_bits": 8, "type": "float", **kinds[kind]}, inputs)
+        name = f"fp8 by {kind}, {dtype}, {'inputs too' if activations else 'weights alone'}"
+        config = compressed_config(scheme, "float-quantized")
+        make = partial(_whole, scheme, dtype, activations and kind == "tensor")
+        yield Packer("compressed-tensors, floats", name, config, make)
+    for dtype in DTYPES:
+        inputs = {"num_bits": 8, "type": "int", **token}
+        scheme = scheme_of({"num_bits": 8, "type": "int", "strategy": "channel"}, inputs)
+        config = compressed_config(scheme, "int-quantized")
+        make = partial(_whole, scheme, dtype, False)
+        yield Packer("compressed-tensors, integers", f"w8a8 by channel, {dtype}", config, make)
+
+
+def _nvfp4(scheme: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
+    helpers = loaded("compressed_tensors.quantization.utils")
+    groups = weight.reshape(len(weight), -1, 16)
+    whole = helpers.generate_gparam(weight.amin(), weight.amax())
+    scale, _ = helpers.calculate_qparams(groups.amin(2), groups.amax(2), scheme.weights, whole)
+    compressor = loaded("compressed_tensors.compressors").NVFP4PackedCompressor
+    given = {"weight": weight, "weight_scale": scale, "weight_global_scale": whole}
+    tensors = compressor.compress(given, scheme)
+    theirs = compressor.decompress(tensors, scheme)["weight"]
+    spread = tensors["weight_scale"].double().repeat_interleave(16, 1)
+    truth = e2m1(tensors["weight_packed"]) * spread / whole.double()
+    if scheme.input_activations is not None:
+        tensors["input_global_scale"] = torch.rand(1, generator=g) * 100 + 100
+    return Packed(tensors, truth, theirs, weight, rounds=True)
+
+
+def _mxfp4(scheme: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
+    helpers = loaded("compressed_tensors.quantization.utils")
+    groups = weight.reshape(len(weight), -1, 32)
+    scale, _ = helpers.calculate_qparams(groups.amin(2), groups.amax(2), scheme.weights)
+    compressor = loaded("compressed_tensors.compressors").MXFP4PackedCompressor
+    tensors = compressor.compress({"weight": weight, "weight_scale": scale}, scheme)
+    theirs = compressor.decompress(tensors, scheme)["weight"]
+    spread = e8m0(tensors["weight_scale"]).repeat_interleave(32, 1)
+    return Packed(tensors, e2m1(tensors["weight_packed"]) * spread, theirs, weight)
+
+
+def _four_bits() -> Iterator[Packer]:
+    float4 = {"num_bits": 4, "type": "float", "symmetric": True}
+    group16 = float4 | {"strategy": "tensor_group", "group_size": 16, "scale_dtype": FP8}
+    for inputs in (None, group16 | {"dynamic": "local"}):
+        scheme = scheme_of(group16, inputs)
+        config = compressed_config(scheme, "nvfp4-pack-quantized")
+        name = f"nvfp4, {'weights alone' if inputs is None else 'inputs too'}"
+        yield Packer("compressed-tensors, floats", name, config, partial(_nvfp4, scheme))
+    group32 = float4 | {"strategy": "group", "group_size": 32, "scale_dtype": torch.uint8}
+    scheme = scheme_of(group32)
+    config = compressed_config(scheme, "mxfp4-pack-quantized")
+    yield Packer("compressed-tensors, floats", "mxfp4", config, partial(_mxfp4, scheme))
+
+
+# ------------------------------------------------------------------ torchao, modelopt, transformers
+
+MXFP4 = {"quant_method": "mxfp4"}
+
+
+def _torchao_mx(dtype: torch.dtype, mode: str, weight: torch.Tensor, g: torch.Generator) -> Packed:
+    """Pack by torchao; transformers' reader of gpt-oss's files is a second dequantiser."""
+    module = loaded("torchao.prototype.mx_formats.mx_tensor")
+    given = weight.to(dtype)
+    made = module.MXTensor.to_mx(
+        given, torch.float4_e2m1fn_x2, 32, scaling_mode=getattr(module.ScaleCalculationMode, mode)
+    )
+    rows, depth = weight.shape
+    codes, scale = made.qdata.view(torch.uint8), made.scale.view(torch.uint8).reshape(rows, -1)
+    truth = e2m1(codes) * e8m0(scale).repeat_interleave(32, 1)
+    theirs = made.dequantize(torch.float32)
+    blocks = codes.reshape(rows, depth // 32, 16)
+    read = loaded("transformers.integrations.mxfp4").convert_moe_packed_tensors
+    again = read(blocks[None].clone(), scale[None].clone(), dtype=torch.bfloat16)[0].T
+    if not torch.equal(again.double(), truth):
+        theirs = again
+    return Packed({"blocks": blocks, "scales": scale}, truth, theirs, given)
+
+
+def _torchao_nv(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) -> Packed:
+    module = loaded("torchao.prototype.mx_formats.nvfp4_tensor")
+    given = weight.to(dtype)
+    whole = module.per_tensor_amax_to_scale(given.abs().amax())
+    made = module.NVFP4Tensor.to_nvfp4(given, per_tensor_scale=whole)
+    codes, scale = made.qdata.view(torch.uint8), made.scale.reshape(weight.shape[0], -1)
+    truth = e2m1(codes) * scale.double().repeat_interleave(16, 1) * whole.double()
+    tensors = {"weight": codes, "weight_scale": scale.view(FP8), "weight_scale_2": whole.float()}
+    return Packed(tensors, truth, made.dequantize(torch.float32), given, rounds=True)
+
+
+def _modelopt_nv(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) -> Packed:
+    cls = loaded("modelopt.torch.quantization.qtensor").NVFP4QTensor
+    given = weight.to(dtype)
+    made, scale, whole = cls.quantize(given, 16)
+    codes = made._quantized_data
+    truth = e2m1(codes) * scale.double().repeat_interleave(16, 1) * whole.double()
+    theirs = made.dequantize(
+        dtype=torch.float32, scale=scale, double_scale=whole, block_sizes={-1: 16}
+    )
+    tensors = {"weight": codes, "weight_scale": scale, "weight_scale_2": whole.float().reshape(())}
+    return Packed(tensors, truth, theirs, given, rounds=True)
+
+
+def _modelopt_mx(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) -> Packed:
+    cls = loaded("modelopt.torch.quantization.qtensor").MXFP4QTensor
+    given, (rows, depth) = weight.to(dtype), weight.shape
+    made, scale = cls.quantize(given, 32)
+    codes, scale = made._quantized_data.reshape(rows, -1), scale.reshape(rows, -1)
+    truth = e2m1(codes) * e8m0(scale).repeat_interleave(32, 1)
+    theirs = made.dequantize(dtype=torch.float32, scale=scale, block_sizes={-1: 32})
+    tensors = {"blocks": codes.reshape(rows, depth // 32, 16), "scales": scale}
+    return Packed(tensors, truth, theirs.reshape(rows, depth), given)
+
+
+def _modelopt_fp8(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) -> Packed:
+    cls = loaded("modelopt.torch.quantization.qtensor").FP8QTensor
+    given = weight.to(dtype)
+    made, scale = cls.quantize(given)
+    theirs = made.dequantize(dtype=torch.float32, scale=scale)
+    codes = made._quantized_data
+    tensors = {"weight": codes, "weight_scale": scale.float().reshape(())}
+    tensors["input_scale"] = torch.rand((), generator=g) / 20 + 0.2  # nothing saturates
+    return Packed(tensors, codes.double() * tensors["weight_scale"].double(), theirs, given)
+
+
+def _transformers_fp8(
+    block: tuple[int, int], ue8m0: bool, weight: torch.Tensor, g: torch.Generator
+) -> Packed:
+    module = loaded("transformers.integrations.finegrained_fp8")
+    config = SimpleNamespace(weight_block_size=block, scale_fmt="ue8m0" if ue8m0 else "float")
+    packer = module.Fp8Quantize(SimpleNamespace(quantization_config=config))
+    tensors = packer.convert({"weight": weight})
+    (scale,) = (tensor for name, tensor in tensors.items() if "scale" in name)
+    made = {"weight": tensors["weight"], "weight_scale_inv": scale}
+    (theirs,) = packer.reverse_op.convert(dict(made)).values()
+    spread = over(scale.double(), *weight.shape, *block)  # type: ignore[call-arg]
+    return Packed(made, made["weight"].double() * spread, theirs, weight)
+
+
+def packers(_sources: object = None) -> Iterator[Packer]:
+    """Yield every packer of floating codes."""
+    yield from _whole_packers()
+    yield from _four_bits()
+    for dtype in DTYPES:
+        for mode in ("FLOOR", "RCEIL", "CEIL", "EVEN"):
+            make = partial(_torchao_mx, dtype, mode)
+            yield Packer("torchao", f"mxfp4, {mode}, {dtype}", MXFP4, make, layer=False)
+        nvfp4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+        fp8 = {"quant_method": "modelopt", "quant_algo": "FP8"}
+        yield Packer("torchao", f"nvfp4, {dtype}", nvfp4, partial(_torchao_nv, dtype))
+        yield Packer("modelopt", f"nvfp4, {dtype}", nvfp4, partial(_modelopt_nv, dtype))
+        yield Packer(
+            "modelopt", f"mxfp4, {dtype}", MXFP4, partial(_modelopt_mx, dtype), layer=False
+        )
+        yield Packer("modelopt", f"fp8, {dtype}", fp8, partial(_modelopt_fp8, dtype))
+    for block, ue8m0 in product(((64, 64), (32, 64), (64, 32)), (False, True)):
+        config: dict[str, Any] = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+        }
+        config = config | {"weight_block_size": list(block)}
+        config |= {"scale_fmt": "ue8m0"} if ue8m0 else {}
+        name = f"fp8 by {block[0]}x{block[1]}, {'UE8M0' if ue8m0 else 'float32'} scales"
+        yield Packer("transformers, fp8", name, config, partial(_transformers_fp8, block, ue8m0))

@@ -1,0 +1,200 @@
+"""What a real packer made of matrices, imported by us and compared with its own dequantiser.
+
+The truth is float64: of what the packer was given where it only packs, else of the codes it wrote.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+import modular_kernel as mk
+from hf_suites.outcomes import Case, Outcome, reason
+from modular_kernel.errors import IncompatibleError, InputError
+from modular_kernel.importers import Matrix, format_of, merge
+from modular_kernel.importers.formats import Format
+from modular_kernel.quant import dequantise
+
+Tensors = dict[str, torch.Tensor]
+EXPERTS, TOP_K = 2, 2
+# Each is I, then H.
+SHAPES = ((64, 128), (128, 64), (128, 256), (256, 128))
+# Of a layer's output in float32, by whether its activations are rounded to 8 bits.
+LAYER_BOUND, ROUNDED_BOUND = 1e-5, 8e-2
+# A packer's codes stand for the weights that it was given, up to this.
+NEAR = 0.35
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One matrix of a packer. tensors: by their names in files. truth: (N, K) float64.
+
+    theirs: what their dequantiser makes of the tensors. given: what they packed. rounds: dividing
+    by a stored number, ours may differ from the truth in the last bit of float32.
+    """
+
+    tensors: Tensors
+    truth: torch.Tensor
+    theirs: torch.Tensor
+    given: torch.Tensor
+    rounds: bool = False
+
+
+Make = Callable[[torch.Tensor, torch.Generator], Packed]
+
+
+@dataclass(frozen=True)
+class Packer:
+    """A packer with its options. config: the quantization_config that its files have.
+
+    layer: its tensors have names that a file of Mixtral may have, so that whole layers are run.
+    """
+
+    suite: str
+    name: str
+    config: dict[str, Any]
+    make: Make
+    layer: bool = True
+
+
+def library(name: str, folder: Path) -> None:
+    """Make a package's modules importable without running what its own __init__ imports."""
+    made = ModuleType(name)
+    made.__path__ = [str(folder)]
+    sys.modules[name] = made
+
+
+def loaded(name: str) -> Any:
+    """Import a module of a packer."""
+    return import_module(name)
+
+
+def cases(packers: Iterator[Packer]) -> Iterator[Case]:
+    """Yield a case for every packer and shape."""
+    for packer in packers:
+        for number, (width, hidden) in enumerate(SHAPES):
+            name = f"{packer.name}, I={width}, H={hidden}"
+            try:
+                end, why = _run(packer, width, hidden, number)
+            except (InputError, IncompatibleError) as error:
+                end, why = Outcome.REFUSED, _short(error)
+            except TheirError as error:
+                end, why = Outcome.NOT_USABLE, str(error)
+            except Exception as error:  # noqa: BLE001 (that is what is looked for)
+                end, why = Outcome.RAW, reason(error)
+            yield Case(packer.suite, name, end, why)
+
+
+class TheirError(Exception):
+    """The packer itself does not pack this."""
+
+
+def _short(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:160]
+
+
+def _run(packer: Packer, width: int, hidden: int, seed: int) -> tuple[Outcome, str]:
+    g = torch.Generator().manual_seed(seed)
+    matrices = []
+    for _ in range(EXPERTS):
+        for rows, depth in ((width, hidden), (width, hidden), (hidden, width)):
+            try:
+                matrices.append(packer.make(torch.randn(rows, depth, generator=g) / 8, g))
+            except Exception as error:
+                raise TheirError(reason(error)) from error
+    format = format_of(packer.config, depth=max(width, hidden))
+    for packed in matrices:
+        end, why = _same_matrix(format, packed)
+        if end is not Outcome.AGREE:
+            return end, why
+    return _same_layer(packer, matrices, width, hidden, g) if packer.layer else (Outcome.AGREE, "")
+
+
+def values(format: Format, matrix: Matrix) -> torch.Tensor:
+    """Return float32 (N, K) of a matrix as a layer holds it, its columns where they were."""
+    assert matrix.scale is not None
+    zero = None if matrix.zero_point is None else matrix.zero_point[None]
+    found = dequantise(matrix.w[None], matrix.scale[None], zero, format.scheme)[0]
+    if matrix.global_scale is not None:
+        found = found * matrix.global_scale.float()
+    return found if matrix.order is None else found[:, matrix.order.long().argsort()]
+
+
+def _same_matrix(format: Format, packed: Packed) -> tuple[Outcome, str]:
+    """Compare ours with the truth, bit by bit; theirs with the truth, in its own precision."""
+    ours = values(format, merge(format, [packed.tensors], torch.float32))
+    want = packed.truth.float()
+    wrong = (ours != want) if not packed.rounds else ~_close(ours, packed.truth, 2.0**-21)
+    if bool(wrong.any()):
+        return Outcome.OURS, f"{int(wrong.sum())} of {wrong.numel()} values differ from float64"
+    theirs = packed.theirs
+    off = ~_close(theirs, packed.truth, 2 * torch.finfo(theirs.dtype).eps)
+    if bool(off.any()):
+        return Outcome.THEIRS, f"its dequantiser is off in some values ({theirs.dtype})"
+    distance = float((packed.truth - packed.given).norm() / packed.given.double().norm())
+    if not distance < NEAR:
+        return Outcome.THEIRS, "what it packed is not what it was given"
+    return Outcome.AGREE, ""
+
+
+def _close(found: torch.Tensor, want: torch.Tensor, eps: float) -> torch.Tensor:
+    """Tell which values are as near as `eps`; below float16's least number anything is."""
+    return (found.double() - want).abs() <= eps * want.abs() + 2.0**-24
+
+
+def _same_layer(
+    packer: Packer, matrices: list[Packed], width: int, hidden: int, g: torch.Generator
+) -> tuple[Outcome, str]:
+    """Write the matrices as a checkpoint of Mixtral, load it, run it, compare with float64."""
+    tensors: Tensors = {}
+    for number, packed in enumerate(matrices):
+        expert, which = divmod(number, 3)
+        for name, tensor in packed.tensors.items():
+            at = f"model.layers.0.block_sparse_moe.experts.{expert}.{('w1', 'w3', 'w2')[which]}"
+            tensors[f"{at}.{name}"] = tensor.clone().contiguous()
+    sizes = {"hidden_size": hidden, "intermediate_size": width, "num_local_experts": EXPERTS}
+    config = {"model_type": "mixtral", "hidden_act": "silu", "num_experts_per_tok": TOP_K}
+    x = torch.randn(5, hidden, generator=g)
+    routing = mk.Routing(torch.rand(5, TOP_K, generator=g), torch.tensor([[0, 1]] * 4 + [[1, 0]]))
+    with tempfile.TemporaryDirectory() as folder:
+        whole = config | sizes | {"quantization_config": packer.config}
+        Path(folder, "config.json").write_text(json.dumps(whole, default=str))
+        save_file(tensors, Path(folder, "model.safetensors"))
+        held = mk.load_experts(folder, layer=0, dtype=torch.float32)
+        kernel = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", held.problem(tokens=5))
+        ours = kernel(x, held.weights, routing)
+    want = _layer([packed.truth for packed in matrices], x.double(), routing)
+    error = float((ours.double() - want).norm() / want.norm())
+    rounded = held.format.scheme.quantises_activations
+    bound = ROUNDED_BOUND if rounded else LAYER_BOUND
+    return (Outcome.AGREE, "") if error <= bound else (Outcome.OURS, f"layer's error {error:.2e}")
+
+
+def _layer(matrices: list[torch.Tensor], x: torch.Tensor, routing: mk.Routing) -> torch.Tensor:
+    total = torch.zeros_like(x)
+    for expert in range(EXPERTS):
+        gate, up, down = matrices[3 * expert : 3 * expert + 3]
+        rows = (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
+        own = routing.topk_weights_TK.double() * (routing.topk_ids_TK == expert)
+        total += own.sum(1, keepdim=True) * rows
+    return total
+
+
+def grid(**options: tuple[Any, ...]) -> Iterator[Mapping[str, Any]]:
+    """Yield every combination of options."""
+    names = list(options)
+    if not names:
+        yield {}
+        return
+    first, rest = names[0], {name: options[name] for name in names[1:]}
+    for value in options[first]:
+        for other in grid(**rest):
+            yield {first: value, **other}

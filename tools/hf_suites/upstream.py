@@ -1,0 +1,174 @@
+"""transformers' own tests of its models with experts, with our implementation switched in.
+
+Every case runs twice, without ours and with it, by a checkout's own tests on the same checkout's
+source. Only a case that passes without ours and fails with it counts against us.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hf_suites.outcomes import Case, Outcome
+
+SUITE = "transformers' own tests"
+# Cases in which experts compute: forwards, generation, batches, padding, implementations. Left out
+# are those that take a compiler, several processes, or read and write checkpoints alone.
+WANTED = (
+    *("eager_matches_batched", "generate", "batching_equivalence", "left_padding", "greedy"),
+    *("sample", "beam", "assisted", "outputs_equivalence", "forward", "hidden_states_output"),
+    *(
+        "retain_grad",
+        "determinism",
+        "logits_to_keep",
+        "prompt_lookup",
+        "inputs_embeds",
+        "load_balanc",
+    ),
+    *("feed_forward_chunking", "expert", "cache", "continue"),
+)
+UNWANTED = (
+    *("fsdp", "tp_", "ep_", "parallel", "deepspeed", "compile", "compilation", "sdpa", "flash"),
+    *("export", "inherits", "integration"),
+)
+SIDES = ("theirs", "ours")
+LIBRARY = Path(__file__).resolve().parents[2]
+
+
+def models(checkout: Path) -> list[str]:
+    """Return the tests of a checkout's models whose experts transformers can dispatch."""
+    found = []
+    for path in sorted((checkout / "src/transformers/models").glob("*/modeling_*.py")):
+        name = path.parent.name
+        tests = checkout / "tests/models" / name / f"test_{path.stem}.py"
+        if "@use_experts_implementation" in path.read_text() and tests.exists():
+            found.append(str(tests.relative_to(checkout)))
+    return found
+
+
+def environment(checkout: Path, site: Path) -> dict[str, str]:
+    """Return the variables under which a checkout's tests find its source, and us."""
+    paths = [checkout / "src", checkout, site, LIBRARY, LIBRARY / "tools"]
+    more = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1"}
+    own = os.environ  # noqa: TID251 (handed on)
+    return {**own, **more, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def run(checkout: Path, site: Path, files: Iterable[str], side: str, into: Path) -> int:
+    """Run upstream's tests on one side; adds a line for each case to the file `into`."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--continue-on-collection-errors",
+    ]
+    command += ["-p", "hf_suites.upstream_plugin", *files]
+    env = environment(checkout, site) | {"HF_SUITES_SIDE": side, "HF_SUITES_INTO": str(into)}
+    return subprocess.run(command, cwd=checkout, env=env, check=False).returncode
+
+
+@dataclass(frozen=True)
+class Lines:
+    """A folder with a line for each case of each side, and the files of tests that were run."""
+
+    folder: Path
+
+    def of(self, side: str) -> Path:
+        """Return the file of a side."""
+        return self.folder / f"{side}.jsonl"
+
+    @property
+    def files(self) -> list[str]:
+        """The files of tests that were run, on both sides."""
+        done = self.folder / "done.txt"
+        return done.read_text().splitlines() if done.exists() else []
+
+    def finish(self, files: Iterable[str]) -> None:
+        """Note that these were run."""
+        with (self.folder / "done.txt").open("a") as done:
+            done.writelines(f"{file}\n" for file in files)
+
+    def judged(self) -> list[Case]:
+        """Judge every case of either side; a file without any is a case by itself."""
+        theirs, ours = map(self._read, SIDES)
+        return judge(theirs, ours, self.files)
+
+    def _read(self, side: str) -> dict[str, dict[str, Any]]:
+        """Return the lines of wanted cases, by case."""
+        if not self.of(side).exists():
+            return {}
+        lines = [json.loads(line) for line in self.of(side).read_text().splitlines()]
+        ran = {line["case"]: line for line in lines if _file(line["case"]) in self.files}
+        return {case: line for case, line in ran.items() if is_wanted(case.rpartition("::")[2])}
+
+
+def _file(case: str) -> str:
+    return case.partition("::")[0]
+
+
+def is_wanted(test: str) -> bool:
+    """Tell whether experts compute in a test, by its name; pytest's -k looks at files' too."""
+    return any(word in test for word in WANTED) and not any(word in test for word in UNWANTED)
+
+
+def nearer(case: Case, checkout: Path, site: Path) -> Case:
+    """Judge a failed comparison of implementations by float64 instead of upstream's tolerance."""
+    if case.outcome is not Outcome.OURS or "eager_matches_batched" not in case.name:
+        return case
+    command = [sys.executable, "-m", "hf_suites.nearer", f"tests/models/{case.name}"]
+    env = environment(checkout, site)
+    done = subprocess.run(
+        command, cwd=checkout, env=env, check=False, capture_output=True, text=True
+    )
+    if done.returncode:
+        return case
+    return by_errors(case, json.loads(done.stdout.splitlines()[-1]))
+
+
+def by_errors(case: Case, errors: Mapping[str, float]) -> Case:
+    """Say whose a mismatch is: ours may be off float64 by no more than a quarter above theirs."""
+    ours, theirs = errors["modular_kernel"], max(errors["eager"], errors["batched_mm"])
+    seen = f"against float64 ours {ours:.2e}, eager {errors['eager']:.2e}"
+    if ours <= 1.25 * theirs:
+        return replace(case, outcome=Outcome.THEIRS, why=f"its tolerance of 1e-4: {seen}")
+    return replace(case, why=f"{case.why} {seen}")
+
+
+def judge(
+    theirs: Mapping[str, Mapping[str, Any]],
+    ours: Mapping[str, Mapping[str, Any]],
+    files: Iterable[str] = (),
+) -> list[Case]:
+    """Judge every case of either side, and every file that has none."""
+    names = dict.fromkeys((*theirs, *ours))
+    found = [_case(name, theirs.get(name), ours.get(name)) for name in names]
+    none = dict.fromkeys(file for file in files if file not in set(map(_file, names)))
+    why = "its tests were not collected"
+    return found + [Case(SUITE, _shown(file), Outcome.NOT_USABLE, why) for file in none]
+
+
+def _shown(name: str) -> str:
+    return name.removeprefix("tests/models/")
+
+
+def _case(name: str, theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None) -> Case:
+    shown = _shown(name)
+    if theirs is None or theirs["outcome"] != "passed":
+        why = "not run without ours" if theirs is None else theirs["outcome"]
+        return Case(SUITE, shown, Outcome.NOT_USABLE, why)
+    if ours is None or ours["outcome"] == "lost":
+        return Case(SUITE, shown, Outcome.RAW, "no end with ours")
+    if ours["outcome"] == "passed":
+        return Case(SUITE, shown, Outcome.AGREE if ours["ran"] else Outcome.NOT_REACHED)
+    if "modular_kernel.errors." in ours["why"]:
+        return Case(
+            SUITE, shown, Outcome.REFUSED, ours["why"].partition("modular_kernel.errors.")[2]
+        )
+    return Case(SUITE, shown, Outcome.OURS, ours["why"])
