@@ -1,21 +1,26 @@
 """Options of the `mk` command: help at once, the problem they make, and bad usage."""
 
+import inspect
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import torch
+import typer
 from run_mk import run_mk
 
 from modular_kernel.cli import main, verify
+from modular_kernel.cli import models as list_models_module
 from modular_kernel.cli.host import parse_arch
-from modular_kernel.cli.options import ProblemOptions
+from modular_kernel.cli.options import ProblemOptions, flattened
 from modular_kernel.cli.presets import MODELS
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.testing.cases.lists import BASE, Case, axes, cases_for, command
@@ -210,7 +215,7 @@ def test_the_line_that_replays_a_case_makes_that_case(monkeypatch: pytest.Monkey
         ("plan --worlds 8 --model=", "model: got '', need a name of `mk models`"),
         ("check --top-k 0", "top_k: got 0, need an int >= 1"),
         ("check --inplace --combine topk_weighted", "inplace: got combine=TOPK_WEIGHTED"),
-        ("check --tokens many", "--tokens"),
+        ("check --tokens many", "--tokens: got 'many', need a whole number"),
         ("check --no-such-option", "No such option"),
         ("check --arch nine", "--arch: got 'nine', need a capability such as 9.0"),
         ("check --device tpu", "--device: got 'tpu', need cuda or cpu"),
@@ -244,7 +249,8 @@ def test_bad_usage_ends_with_2_and_says_why(
     [
         ("doctorr", "No such command 'doctorr'. Did you mean 'doctor'? (see mk -h)"),
         ("check --exprets-type X", "No such option: --exprets-type (Possible options: "),
-        ("check --tokens x", "Invalid value for '--tokens': "),
+        ("check --tokens x", "--tokens: got 'x', need a whole number\n"),
+        ("check --routed-scaling-factor 1,5", "got '1,5', need a number\n"),
         ("check TorchExperts", "Got unexpected extra argument(s) (TorchExperts) (see mk check -h)"),
         ("check --experts-type", "Option '--experts-type' requires an argument (see mk check -h)"),
         ("--no-such-option", "No such option: --no-such-option (see mk -h)"),
@@ -258,6 +264,69 @@ def test_a_wrong_command_line_is_answered_in_one_line(
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert message in err
+
+
+def numbers() -> list[tuple[str, str, str]]:
+    """(verb, option, what it needs) of every option that takes a number."""
+    needs = {"int": "a whole number", "float": "a number"}
+    found = []
+    for verb, (place, _) in main.VERBS.items():
+        module, function = place.split(":")
+        command = getattr(import_module(f"modular_kernel.cli.{module}"), function)
+        for parameter in inspect.signature(flattened(command)).parameters.values():
+            kind = re.match(r"typing.Annotated\[(int|float)\b", str(parameter.annotation))
+            if kind:
+                found.append((verb, f"--{parameter.name.replace('_', '-')}", needs[kind[1]]))
+    return found
+
+
+def test_every_option_with_a_number_names_itself_and_what_it_needs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    listed = numbers()
+    assert len(listed) > 100
+    for verb, option, need in listed:
+        ended = run_mk(capsys, verb, option, "x")
+        assert ended == (2, "", f"error: {option}: got 'x', need {need}\n")
+
+
+def test_a_word_that_is_no_number_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run_mk(capsys, "check", "--json", "--tokens", "9" * 5000)
+    assert code == 2
+    error = json.loads(out)["error"]
+    assert (error["what"], error["need"]) == ("--tokens", "a whole number")
+    assert len(error["got"]) < 200
+
+
+def test_words_become_what_a_verb_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths, several of one, two names: whatever typer makes of an annotation."""
+    seen: dict[str, object] = {}
+
+    def verb(
+        *,
+        many: Annotated[list[Path] | None, typer.Option()] = None,
+        one: Annotated[Path | None, typer.Option()] = None,
+        two: Annotated[tuple[str, str] | None, typer.Option()] = None,
+        share: float = 0.5,
+        yes: bool = False,
+    ) -> None:
+        seen.update(many=many, one=one, two=two, share=share, yes=yes)
+
+    monkeypatch.setattr(list_models_module, "list_models", verb)
+    main._command.cache_clear()
+    try:
+        for words, expected in (
+            ("", (None, None, None, 0.5, False)),
+            ("--many a --many b --share 2 --yes", ([Path("a"), Path("b")], None, None, 2.0, True)),
+            ("--one c --two d e", (None, Path("c"), ("d", "e"), 0.5, False)),
+        ):
+            with pytest.raises(SystemExit) as ended:
+                main.run(["models", *words.split()])
+            assert not ended.value.code
+            assert tuple(seen.values()) == expected
+            assert [type(value) for value in seen.values()] == [type(value) for value in expected]
+    finally:
+        main._command.cache_clear()
 
 
 def test_no_words_at_all_are_answered_by_the_help(capsys: pytest.CaptureFixture[str]) -> None:

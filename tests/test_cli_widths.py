@@ -15,6 +15,7 @@ from modular_kernel.cli import call_defects, demo, main, mutate, output, tune_ou
 from modular_kernel.cli.demo_output import CheckpointRow, DemoRow
 from modular_kernel.testing.compile import cases as compiled
 from modular_kernel.testing.compile.report import CompileRecord
+from modular_kernel.types import Machine
 
 WIDTHS = (80, 200)
 PARTS = ("AllGatherReduceScatterPrepareAndFinalize", "BatchedTritonExperts")
@@ -161,6 +162,38 @@ def test_what_tells_rows_apart_is_shown(mk: Mk, monkeypatch: pytest.MonkeyPatch,
     shown = mk(*MORE[verb]).out
     for label in ("bfloat16", "fp8_w8a8_block") if verb.startswith("exchange") else ("hot1",):
         assert re.search(rf"\b{label}\b", shown)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_the_demo_fits_a_screen_and_names_what_was_interpreted(
+    mk: Mk, monkeypatch: pytest.MonkeyPatch, gpu: bool
+) -> None:
+    """With all its rows, in 80 columns; "Triton kernels need a GPU" stood beside such that ran."""
+    experts = [name for _, name in demo.PAIRINGS]
+    pairings = [" x ".join(pair) for pair in demo.PAIRINGS]
+    rows = [replace(row, pairing=pairing) for row in demo_rows()[:4] for pairing in pairings]
+    stored = ("awq", "qwen3 fp8", "compressed int4", "mxfp4")
+    layer = CheckpointRow("deepseek_v3", "", "int4_w4a16", "", 1e-3, 2e-3, 4096, 0.1)
+    packed = [
+        replace(layer, stored=name, pairing=pairing) for pairing in pairings[:2] for name in stored
+    ]
+    rates = {"transformers' eager": 59_837.0, pairings[0]: 52_197.0}
+    monkeypatch.setattr(output, "width", lambda _=None: 80)
+    monkeypatch.setattr(demo, "_available", lambda *_: True)
+    monkeypatch.setattr(demo, "_rows", lambda *_: iter(rows))
+    monkeypatch.setattr(demo, "_packed", lambda *_: iter(packed))
+    monkeypatch.setattr(demo, "_rates", lambda *_: rates)
+    machine = Machine("cuda", (9, 0)) if gpu else Machine("cpu", interpreter=True)
+    monkeypatch.setattr(demo, "_machine", lambda _: machine)
+    ended = mk("demo")
+    assert ended.code == 0
+    assert len((ended.out + ended.err).splitlines()) <= 34
+    assert [n for pair in demo.PAIRINGS for n in pair if f" {n}" not in ended.out] == []
+    assert [name for name in stored if ended.out.count(f"{name} ") != 1] == []
+    assert "need a GPU" not in ended.out
+    told = f"interpreted, no machine's speed: {experts[1]}, {experts[3]}\n"
+    assert (told in ended.out) is not gpu
+    assert ("interpreted" in ended.out) is not gpu
 
 
 def test_the_packages_of_the_doctor_stay_tables(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:

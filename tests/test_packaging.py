@@ -3,6 +3,7 @@
 import ast
 import configparser
 import email
+import hashlib
 import re
 import shutil
 import subprocess
@@ -85,6 +86,22 @@ def changelog_versions() -> list[str]:
     dated = [re.fullmatch(r"\[(\d+\.\d+\.\d+)\] - \d{4}-\d{2}-\d{2}", head) for head in heads]
     assert None not in dated, heads
     return [found[1] for found in dated if found]
+
+
+# Of the text of each release, as it was made.
+RELEASED = {"[0.2.0] - 2026-11-24": "9d7195d64263175e", "[0.1.0] - 2026-11-20": "8805e91bfb94f5e4"}
+
+
+def test_releases_keep_their_words_and_what_is_new_stands_apart() -> None:
+    """A release's section is never rewritten: a change after it belongs under Unreleased."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    _, *sections = re.split(r"^## ", text, flags=re.M)
+    heads = [section.partition("\n")[0] for section in sections]
+    assert heads == ["[Unreleased]", *RELEASED]
+    digests = [hashlib.sha256(f"## {section}".encode()).hexdigest()[:16] for section in sections]
+    assert digests[1:] == list(RELEASED.values())
+    kinds = re.findall(r"^### (.*)$", sections[0], re.M)
+    assert kinds == [kind for kind in ("Added", "Changed", "Fixed") if kind in kinds]
 
 
 def test_wheel_alone_writes_and_judges_the_checkpoints_of_the_demo(

@@ -138,7 +138,8 @@ def demo(
         "tokens_per_second": rates,
         "matrix": matrix_record(verdicts, problem, machine),
     }
-    output.answer(record, as_json, lambda: print_demo(rows, packed, seconds, rates, verdicts))
+    slow = _interpreted(pairings, machine)
+    output.answer(record, as_json, lambda: print_demo(rows, packed, seconds, rates, verdicts, slow))
     right = [row.ok for row in rows] + [row.ok for row in packed]
     if not rows or not packed or not all(right):
         raise typer.Exit(1)
@@ -239,6 +240,13 @@ def _available(prepare_finalize: str, experts: str, machine: "Machine") -> bool:
     if reasons:
         output.note(f"not run: {prepare_finalize} x {experts}: {'; '.join(map(str, reasons))}")
     return not reasons
+
+
+def _interpreted(pairings: Sequence[Pair], machine: "Machine") -> list[str]:
+    """Return the experts whose pairings ran in Triton's interpreter."""
+    from modular_kernel.catalog import needs_triton
+
+    return [pair[1] for pair in pairings if machine.interpreter and needs_triton(*pair)]
 
 
 def baseline(model: Model) -> Baseline:

@@ -68,11 +68,12 @@ def print_demo(
     seconds: float,
     rates: Mapping[str, float],
     verdicts: "Sequence[Verdict]",
+    interpreted: Sequence[str],
 ) -> None:
     """Print the demo's results.
 
     packed: of checkpoints. seconds: that all rows took. rates: tokens per second of one model, by
-    experts implementation.
+    experts implementation. interpreted: the experts that ran in Triton's interpreter.
     """
     models = tuple(dict.fromkeys(row.model for row in rows))
     pairings = dict.fromkeys(row.pairing or "no kernel ran" for row in rows)
@@ -101,7 +102,8 @@ def print_demo(
         speeds = ", ".join(f"{name} {rate:,.0f}" for name, rate in rates.items())
         output.line(f"tokens per second of a small mixtral: {speeds}")
         if any("TorchExperts" in name for name in rates):
-            output.line("TorchExperts is the reference in plain torch; Triton kernels need a GPU.")
+            output.line("TorchExperts is the reference in plain torch")
+    output.interpreted(interpreted)
     valid = sum(verdict.ok for verdict in verdicts)
     output.line(f"{valid} of {counted(len(verdicts), 'pair')} are valid here for a small layer")
     output.line("\nnext:")
@@ -110,15 +112,16 @@ def print_demo(
 
 
 def _print_packed(rows: Sequence[CheckpointRow]) -> None:
-    """Print a grid of checkpoints and pairings."""
-    checkpoints = dict.fromkeys((row.model, row.stored) for row in rows)
+    """Print a grid of checkpoints and experts, whose names fit a narrow terminal's columns."""
+    found = {(row.model, row.stored, row.pairing): row for row in rows}
+    pairings = dict.fromkeys(row.pairing for row in rows)
     cells = []
-    for pairing in dict.fromkeys(row.pairing for row in rows):
-        own = {(row.model, row.stored): row for row in rows if row.pairing == pairing}
-        shown = [_share(own[at].ok, own[at].error, own[at].bound) for at in checkpoints]
-        cells.append((pairing.rpartition(" x ")[2], *shown))
-    names = (f"{model} {stored.removeprefix(f'{model[:5]} ')}" for model, stored in checkpoints)
-    output.table(("packed, from disk", *names), cells)
+    for model, stored in dict.fromkeys((row.model, row.stored) for row in rows):
+        own = [found.get((model, stored, pairing)) for pairing in pairings]
+        shown = ["-" if row is None else _share(row.ok, row.error, row.bound) for row in own]
+        cells.append((f"{model} {stored.removeprefix(f'{model[:5]} ')}", *shown))
+    experts = (pairing.rpartition(" x ")[2] for pairing in pairings)
+    output.table(("packed, from disk", *experts), cells)
     for row in rows:
         if not row.ok:
             error = f"relative error {row.error:.2e}, bound {row.bound:.2e}"

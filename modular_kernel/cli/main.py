@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from typer.main import get_command
@@ -14,6 +14,7 @@ import modular_kernel
 from modular_kernel.cli.options import flattened
 from modular_kernel.cli.output import STDOUT, reports, reports_errors, tell_error
 from modular_kernel.cli.streams import guarded
+from modular_kernel.cli.words import converted, leave_words
 
 # A launcher ends its world as soon as one rank fails: rank 0 is to report before.
 _LINGER_S = 5.0
@@ -63,7 +64,7 @@ def application(verbs: Iterable[str] = VERBS) -> typer.Typer:
         module, function = place.split(":")
         found = getattr(import_module(f"modular_kernel.cli.{module}"), function)
         command = app.command(verb, context_settings=_HELP, short_help=short)
-        command(reports_errors(flattened(found)))
+        command(reports_errors(converted(flattened(found))))
     return app
 
 
@@ -87,7 +88,9 @@ def _common(
 @cache
 def _command(verb: str | None) -> Callable[..., object]:
     """Build the command once, for a process that runs several: with one verb, or all for None."""
-    return get_command(application(VERBS if verb is None else (verb,)))
+    made: Any = get_command(application(VERBS if verb is None else (verb,)))
+    leave_words(made)
+    return cast("Callable[..., object]", made)
 
 
 def run(argv: list[str] | None = None) -> None:

@@ -1,0 +1,81 @@
+"""Turn the words of options into values.
+
+typer would do it through pydantic, whose import takes as long as judging a pair, and answer in
+pydantic's words.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from modular_kernel.errors import ConfigurationError
+
+_NEED: dict[Any, str] = {int: "a whole number", float: "a number"}
+_SHOWN = 100
+
+
+def leave_words(command: Any) -> None:
+    """Have typer hand the words of options to a command's function as they are, in verbs too."""
+    command.get_params = partial(_parameters, command.get_params)
+    for verb in getattr(command, "commands", {}).values():
+        leave_words(verb)
+
+
+def _parameters(find: Callable[..., list[Any]], context: Any) -> list[Any]:
+    """Return a command's parameters; typer adds --help when it is asked for them."""
+    parameters = find(context)
+    for parameter in parameters:
+        if "process_value" not in vars(parameter):
+            parameter.process_value = partial(_as_given, parameter, parameter.process_value)
+    return parameters
+
+
+def _as_given(parameter: Any, process: Callable[..., Any], context: Any, value: Any) -> Any:
+    if not isinstance(value, str | int | float | Path | list | tuple | None):
+        return process(context, value)  # the mark of a parser for an option that was not given
+    if value is None and parameter.multiple:
+        value = ()
+    return value if parameter.callback is None else parameter.callback(context, parameter, value)
+
+
+def converted(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` with values where it would be given words, as its annotations say.
+
+    ConfigurationError names the first option that is given another word than it takes.
+    """
+    kinds = {p.name: _kind(p.annotation) for p in inspect.signature(command).parameters.values()}
+
+    @functools.wraps(command)
+    def taking_words(**values: Any) -> None:
+        command(**{name: _value(name, kinds[name], given) for name, given in values.items()})
+
+    return taking_words
+
+
+def _kind(annotation: Any) -> Any:
+    """Return what an option holds: int of Annotated[int | None, ...]."""
+    if get_origin(annotation) is Annotated:
+        return _kind(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        (kind,) = (one for one in get_args(annotation) if one is not NoneType)
+        return kind
+    return annotation
+
+
+def _value(name: str, kind: Any, given: Any) -> Any:
+    if get_origin(kind) is list and given is not None:
+        return [_value(name, get_args(kind)[0], one) for one in given]
+    if kind is Path and isinstance(given, str):
+        return Path(given)
+    if kind in _NEED and isinstance(given, str):
+        try:
+            return kind(given)
+        except ValueError:
+            got = repr(given if len(given) <= _SHOWN else f"{given[:_SHOWN]}...")
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigurationError(option, got=got, need=_NEED[kind]) from None
+    return given
