@@ -205,6 +205,9 @@ def test_no_case_vanishes(
     kept = json.loads(record.read_text())
     assert kept["cases"] == len(kinds) + 9
     assert kept["suites"]["fake many"]["outcomes"] == {"feature missing": 9}
+    other = tmp_path / "other.json"
+    assert tool.main(["--add", str(record), "--out", str(other), "--commits", "fake=abc"]) == 0
+    assert json.loads(other.read_text()) == kept | {"checkouts": {"fake": "abc"}}
 
 
 def test_routers(tool: ModuleType, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:

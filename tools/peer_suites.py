@@ -15,8 +15,9 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
@@ -40,17 +41,20 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in PROJECTS:
         parser.add_argument(f"--{name}", type=Path, help=f"a checkout of {name}")
-    parser.add_argument("--only", default="", help="suites with this in their names")
+    parser.add_argument("--only", nargs="+", default=[""], help="suites with one of these words")
     parser.add_argument("--most", type=int, default=100, help="cases of a suite, drawn at random")
     parser.add_argument("--out", type=Path, help="put the counts into this JSON record")
+    parser.add_argument("--add", nargs="*", type=Path, default=[], help="records to put in as well")
     parser.add_argument("--commits", nargs="*", default=[], help="NAME=WHAT, for the record")
     arguments = parser.parse_args(argv)
     suites: list[Suite] = []
     for name, make in PROJECTS.items():
         root = getattr(arguments, name)
         suites += make(root) if root is not None else []
-    suites = [suite for suite in suites if arguments.only in f"{suite.group} {suite.name}"]
-    if not suites:
+    names = [f"{suite.group} {suite.name}" for suite in suites]
+    chosen = [any(word in name for word in arguments.only) for name in names]
+    suites = [suite for suite, named in zip(suites, chosen, strict=True) if named]
+    if not suites and not arguments.add:
         parser.error("no checkout, or no suite of that name")
     tallies = []
     for suite in suites:
@@ -60,7 +64,9 @@ def main(argv: list[str] | None = None) -> int:
         for (outcome, why), count in tallies[-1].reasons.most_common():
             print(f"  {count} {outcome}: {why}", flush=True)
         if arguments.out is not None:
-            _write(arguments.out, tallies[-1], arguments.commits)
+            _store(arguments.out, {tallies[-1].suite: _counts(tallies[-1])}, arguments.commits)
+    for path in arguments.add if arguments.out is not None else []:
+        _store(arguments.out, json.loads(path.read_text())["suites"], arguments.commits)
     print(_line(_sum(tallies)))
     return int(any(tally.failed for tally in tallies))
 
@@ -82,17 +88,20 @@ def _sum(tallies: Iterable[Tally]) -> Tally:
     return total
 
 
-def _write(path: Path, tally: Tally, commits: list[str]) -> None:
-    """Put a suite into the record, in place of what it had of that suite before."""
-    record = json.loads(path.read_text()) if path.exists() else {}
-    suites = record.get("suites", {})
-    suites[tally.suite] = {
+def _counts(tally: Tally) -> dict[str, object]:
+    return {
         "cases": tally.cases,
         "shrunk": tally.shrunk,
         "outcomes": dict(tally.outcomes),
         "comparisons": dict(tally.compared),
         "reasons": {f"{end}: {why}": n for (end, why), n in tally.reasons.most_common(12)},
     }
+
+
+def _store(path: Path, found: Mapping[str, Any], commits: list[str]) -> None:
+    """Put suites into the record, each in place of what it had of that suite before."""
+    record = json.loads(path.read_text()) if path.exists() else {}
+    suites = record.get("suites", {}) | found
     outcomes: Counter[str] = Counter()
     comparisons: Counter[str] = Counter()
     for each in suites.values():

@@ -81,7 +81,7 @@ def _judged(routing: Routing, other: Chosen, case: Router, exact: "Exact", rows:
     close = (mine[0] - their[0]).abs() <= case.atol + case.rtol * their[0].abs()
     if same and bool(close.all()):
         return Ending(AGREE)
-    blame = exact.wrong(*their, rows, case.scaling)
+    blame = exact.wrong(*their, rows, case.scaling, case.atol + case.rtol)
     if not same and not blame:  # two experts as good as each other
         return Ending(AGREE, "ids differ where two scores are equal")
     return Ending(THEIRS, f"against float64 theirs: {blame or 'weights outside their tolerance'}")
@@ -110,8 +110,18 @@ class Exact:
         shares = torch.exp(logits - logits.amax(-1, keepdim=True))
         return shares / shares.sum(-1, keepdim=True)
 
-    def wrong(self, weights: torch.Tensor, ids: torch.Tensor, rows: slice, scaling: float) -> str:
-        """Return what is wrong with chosen ids and their weights; "" if nothing is."""
+    def wrong(
+        self,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        rows: slice,
+        scaling: float,
+        limit: float = 1e-6,
+    ) -> str:
+        """Return what is wrong with chosen ids and their weights; "" if nothing is.
+
+        limit: of the error of a weight beside 1e-5 of it; theirs may be of the logits' type.
+        """
         if ids.min() < 0 or ids.max() >= self.logits.shape[1]:
             return "an id out of range"
         if bool((ids.sort(dim=1).values.diff(dim=1) == 0).any()):
@@ -123,8 +133,10 @@ class Exact:
             score = self._score(self.logits[rows].gather(1, ids))
         if self.spec.renormalise:
             score = score / score.sum(1, keepdim=True)
-        error = float((weights.double() - score * scaling).abs().max())
-        return "" if error <= 1e-4 * max(1.0, scaling) else f"weights by {error:.2g}"
+        score = score * scaling
+        error = (weights.double() - score).abs()
+        wrong = error > limit * max(1.0, scaling) + 1e-5 * score
+        return f"weights by {float(error.max()):.1g}" if bool(wrong.any()) else ""
 
     def _best(self, ids: torch.Tensor, rows: slice) -> bool:
         """Say whether no expert that may take part is better than a chosen one."""
