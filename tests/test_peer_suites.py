@@ -253,6 +253,21 @@ def test_quantisers(tool: ModuleType, checkout: Path, monkeypatch: pytest.Monkey
     assert found.outcome == "mismatch: ours"
 
 
+def test_whose_a_difference_is(tool: ModuleType) -> None:
+    from peer_suites_lib.endings import Tolerance, judged
+
+    exact = torch.linspace(1, 2, 50, dtype=torch.float64)
+    near, far = exact * 1.001, exact * 1.03
+    tight, wide = Tolerance(0.0, 1e-2), Tolerance(0.0, 1e-1)
+    assert judged(near, far, exact, tight, 2e-3).outcome == "mismatch: theirs"
+    assert judged(far, near, exact, tight, 5e-2).outcome == "mismatch: roundings"
+    assert judged(far, near, exact, tight, 2e-3).outcome == "mismatch: ours"
+    # A tolerance wider than the numbers hides nothing.
+    assert judged(far, near, exact, wide, 2e-3).outcome == "mismatch: ours"
+    assert judged(far, far, exact, tight, 2e-3).outcome == "agree"
+    assert judged(near * torch.nan, near, exact, wide, 1.0).outcome == "mismatch: ours"
+
+
 def test_alignment(tool: ModuleType) -> None:
     from peer_suites_lib import rows
 

@@ -15,14 +15,27 @@ AGREE = "agree"
 REFUSED = "refused"
 MISSING = "feature missing"
 THEIRS = "mismatch: theirs"
+ROUNDED = "mismatch: roundings"
 OURS = "mismatch: ours"
 RAW = "raw exception"
 NO_REFERENCE = "their reference raises"
 REPEATED = "the same after shrinking"
 SKIPPED = "skipped by their test"
 LEFT_OUT = "left out of the sample"
-ENDINGS = (AGREE, REFUSED, MISSING, SKIPPED, REPEATED, LEFT_OUT, THEIRS, NO_REFERENCE, OURS, RAW)
-_WORST = (OURS, RAW, THEIRS, REFUSED, AGREE)
+ENDINGS = (
+    AGREE,
+    REFUSED,
+    MISSING,
+    SKIPPED,
+    REPEATED,
+    LEFT_OUT,
+    THEIRS,
+    ROUNDED,
+    NO_REFERENCE,
+    OURS,
+    RAW,
+)
+_WORST = (OURS, RAW, ROUNDED, THEIRS, REFUSED, AGREE)
 
 
 class MissingError(Exception):
@@ -201,8 +214,9 @@ def judged(
         return Ending(OURS, f"{told}; limit {limit:.2g}")
     if tolerance.holds(ours, other):
         return Ending(AGREE)
-    why = "their error is larger" if their >= mine else "their tolerance is below our roundings"
-    return Ending(THEIRS, f"{why}; {told}")
+    if their >= mine:
+        return Ending(THEIRS, f"their error is larger; {told}")
+    return Ending(ROUNDED, f"plain torch rounds as much; {told}")
 
 
 def _round(error: float) -> str:
