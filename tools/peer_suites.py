@@ -1,0 +1,125 @@
+"""Our parts on the cases of other projects' own tests, against their own torch references.
+
+    python tools/peer_suites.py --vllm ~/vllm --sglang ~/sglang --flashinfer ~/flashinfer
+    python tools/peer_suites.py --vllm ~/vllm --only block_fp8 --most 10 --out record.json
+
+Each argument is a checkout, of which some are enough. Grids and references are taken out of its
+files (`tools/peer_suites_lib/checkout.py`); nothing of it is imported or copied. Kernels are
+interpreted on the CPU. A case is compared with their reference at their test's tolerance, and both
+with float64, so that a mismatch says whose it is. Exit code 1: a mismatch of ours, or a raw
+exception.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+from modular_kernel.settings import enable_interpreter
+
+enable_interpreter()  # before triton is imported
+
+import torch
+import triton
+from peer_suites_lib.endings import ENDINGS, Suite, Tally, run_suite
+from peer_suites_lib.flashinfer_tests import suites as flashinfer
+from peer_suites_lib.sglang_tests import suites as sglang
+from peer_suites_lib.vllm_tests import suites as vllm
+
+PROJECTS = {"vllm": vllm, "sglang": sglang, "flashinfer": flashinfer}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the suites of every checkout that is given; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name in PROJECTS:
+        parser.add_argument(f"--{name}", type=Path, help=f"a checkout of {name}")
+    parser.add_argument("--only", nargs="+", default=[""], help="suites with one of these words")
+    parser.add_argument("--most", type=int, default=100, help="cases of a suite, drawn at random")
+    parser.add_argument("--out", type=Path, help="put the counts into this JSON record")
+    parser.add_argument("--add", nargs="*", type=Path, default=[], help="records to put in as well")
+    parser.add_argument("--commits", nargs="*", default=[], help="NAME=WHAT, for the record")
+    arguments = parser.parse_args(argv)
+    suites: list[Suite] = []
+    for name, make in PROJECTS.items():
+        root = getattr(arguments, name)
+        suites += make(root) if root is not None else []
+    names = [f"{suite.group} {suite.name}" for suite in suites]
+    chosen = [any(word in name for word in arguments.only) for name in names]
+    suites = [suite for suite, named in zip(suites, chosen, strict=True) if named]
+    if not suites and not arguments.add:
+        parser.error("no checkout, or no suite of that name")
+    tallies = []
+    for suite in suites:
+        started = time.monotonic()
+        tallies.append(run_suite(suite, arguments.most))
+        print(_line(tallies[-1]), f"({time.monotonic() - started:.0f} s)", flush=True)
+        for (outcome, why), count in tallies[-1].reasons.most_common():
+            print(f"  {count} {outcome}: {why}", flush=True)
+        if arguments.out is not None:
+            _store(arguments.out, {tallies[-1].suite: _counts(tallies[-1])}, arguments.commits)
+    for path in arguments.add if arguments.out is not None else []:
+        _store(arguments.out, json.loads(path.read_text())["suites"], arguments.commits)
+    print(_line(_sum(tallies)))
+    return int(any(tally.failed for tally in tallies))
+
+
+def _line(tally: Tally) -> str:
+    counts = ", ".join(f"{tally.outcomes[end]} {end}" for end in ENDINGS if tally.outcomes[end])
+    return f"{tally.suite}: {tally.cases} cases, {tally.shrunk} shrunk: {counts}"
+
+
+def _sum(tallies: Iterable[Tally]) -> Tally:
+    total = Tally("all")
+    for tally in tallies:
+        total.cases += tally.cases
+        total.shrunk += tally.shrunk
+        total.outcomes += tally.outcomes
+        total.reasons += tally.reasons
+        total.compared += tally.compared
+    assert total.cases == sum(total.outcomes.values())
+    return total
+
+
+def _counts(tally: Tally) -> dict[str, object]:
+    return {
+        "cases": tally.cases,
+        "shrunk": tally.shrunk,
+        "outcomes": dict(tally.outcomes),
+        "comparisons": dict(tally.compared),
+        "reasons": {f"{end}: {why}": n for (end, why), n in tally.reasons.most_common(12)},
+    }
+
+
+def _store(path: Path, found: Mapping[str, Any], commits: list[str]) -> None:
+    """Put suites into the record, each in place of what it had of that suite before."""
+    record = json.loads(path.read_text()) if path.exists() else {}
+    suites = record.get("suites", {}) | found
+    outcomes: Counter[str] = Counter()
+    comparisons: Counter[str] = Counter()
+    for each in suites.values():
+        outcomes.update(each["outcomes"])
+        comparisons.update(each["comparisons"])
+    checkouts = record.get("checkouts", {}) | dict(each.split("=", 1) for each in commits)
+    record = {
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "checkouts": checkouts,
+        "cases": sum(outcomes.values()),
+        "shrunk": sum(each["shrunk"] for each in suites.values()),
+        "outcomes": dict(outcomes),
+        "comparisons": dict(comparisons),
+        "suites": suites,
+    }
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

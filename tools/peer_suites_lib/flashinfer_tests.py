@@ -1,0 +1,330 @@
+"""FlashInfer's grids and torch references: layers of four kinds, routers, and their tables."""
+
+import zlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modular_kernel.ops.route import RouterTensors, route
+from modular_kernel.quant import values_of
+from peer_suites_lib.checkout import Params, Source, Words
+from peer_suites_lib.endings import (
+    AGREE,
+    OURS,
+    THEIRS,
+    Ending,
+    MissingError,
+    SkippedError,
+    Suite,
+    Tolerance,
+    theirs,
+)
+from peer_suites_lib.layers import Given, Layer, LayerCheck
+from peer_suites_lib.routers import TWIN_TOKENS, Chosen, Router, check_router, spec_of
+
+_GIVEN: dict[str, object] = {
+    "ActivationType": Words(), "RoutingMethodType": Words(), "zlib": zlib,
+    "DEFAULT_SITU_BETA": 4.0, "DEFAULT_SITU_LINEAR_BETA": 25.0, "FP8_DTYPE": torch.float8_e4m3fn,
+}  # fmt: skip
+
+
+def suites(root: Path) -> list[Suite]:
+    """Return every suite that is taken from a checkout of FlashInfer."""
+    return [*_layers(root), *_routers(root)]
+
+
+def _suite(source: Source, test: str, check: Callable[[Params], Ending], *apart: str) -> Suite:
+    """Return the suite of a test; cases that differ in `apart` alone are one case."""
+
+    def cases() -> Iterator[Params]:
+        seen = set()
+        for params in source.grid(test):
+            kept = {key: value for key, value in params.items() if key not in apart}
+            if str(kept) not in seen:
+                seen.add(str(kept))
+                yield kept
+
+    return Suite("FlashInfer", f"{source.name}::{test}", cases, check)
+
+
+# --------------------------------------------------------------------------------------- layers
+
+
+def _layers(root: Path) -> list[Suite]:
+    name = "tests/moe/test_trtllm_cutlass_fused_moe.py"
+    enums = Source(root, "flashinfer/tllm_enums.py")
+    betas = {key: enums.space[key] for key in ("DEFAULT_SITU_BETA", "DEFAULT_SITU_LINEAR_BETA")
+             if key in enums.space}  # fmt: skip
+    cutlass = Source(root, name, _GIVEN | betas)
+    cutlass.take("compute_with_experts", "compute_with_experts_gelu_tanh")
+    mono = Source(root, "tests/moe/test_monomoe.py")
+    mono.take("_quant_act_block_wise", "_block_wise_gemm", "_python_reference_fp8")
+    mx = _Cutlass(cutlass, "mxfp4_w4a16", torch.bfloat16, Tolerance(1e-1, 1e-1))
+    plain = _Cutlass(cutlass, "none", torch.float16, Tolerance(1e-2, 1e-2))
+    gelu = _Cutlass(cutlass, "none", torch.float16, Tolerance(1e-2, 1e-2), gelu=True)
+    fp8 = _Cutlass(cutlass, "fp8_w8a8_tensor", torch.float16, Tolerance(1e-1, 1e-1))
+    monomoe = LayerCheck(_mono_reference(mono), Tolerance(mean=0.2))
+    mxfp8, fp4 = partial(_missing, "mxfp8 activations"), "nvfp4 whose groups reach 4 or 6"
+    int4 = partial(_missing, "int4 weights with fp8 activations")
+    return [
+        _suite(cutlass, "test_moe", plain),
+        _suite(cutlass, "test_moe_gelu_tanh", gelu),
+        _suite(cutlass, "test_moe_expert_parallel", partial(_shared, cutlass)),
+        _suite(cutlass, "test_moe_fp8", fp8),
+        _suite(cutlass, "test_moe_bf16_mxfp4", mx),
+        _suite(cutlass, "test_moe_bf16_mxfp4_hopper_correctness", mx),
+        _suite(cutlass, "test_moe_bf16_mxfp4_hopper_coverage", mx),
+        _suite(cutlass, "test_moe_bf16_mxfp4_hopper_activations", mx),
+        _suite(cutlass, "test_moe_nvfp4", partial(_missing, fp4)),
+        _suite(cutlass, "test_moe_mxfp8_mxfp4", mxfp8, "use_autotune"),
+        _suite(cutlass, "test_moe_mxfp8_mxfp8", mxfp8, "use_autotune"),
+        _suite(cutlass, "test_moe_w4a8", int4, "use_autotune"),
+        _suite(mono, "test_monomoe_accuracy", partial(_mono, monomoe)),
+    ]
+
+
+def _missing(what: str, p: Any) -> Ending:
+    raise MissingError(what)
+
+
+class _Cutlass:
+    """Layers against `compute_with_experts`, whose w31 has the up rows first."""
+
+    def __init__(
+        self, source: Source, quant: str, dtype: torch.dtype, tolerance: Tolerance,
+        *, gelu: bool = False,
+    ) -> None:  # fmt: skip
+        self._source, self._quant, self._dtype = source, quant, dtype
+        self._tolerance, self._gelu = tolerance, gelu
+        self._checks: dict[str, LayerCheck] = {}
+
+    def __call__(self, p: Any) -> Ending:
+        """Compare one case of theirs."""
+        if p["top_k"] > p["num_experts"]:
+            raise SkippedError("topk > experts")
+        activation, options = _activation(p)
+        if self._gelu:
+            activation = "gelu_tanh"
+        layer = Layer(p["batch_size"], p["hidden_size"], p["intermediate_size"],
+                      p["num_experts"], p["top_k"], self._dtype, self._quant, activation,
+                      renormalise=True, multiple=32, scale=_scale(p),
+                      representable="wtype" in p)  # fmt: skip
+        reference = partial(_experts, self._source, options)
+        check = self._checks.setdefault(str(options), LayerCheck(reference, self._tolerance))
+        return check(layer)
+
+
+def _scale(p: Any) -> tuple[float, float, float]:
+    if "wtype" in p:
+        return 1.0, 0.1, 0.09
+    return (3.5, 0.2, 0.2) if p.get("activation_type") == "SwigluStep" else (0.2, 0.2, 0.2)
+
+
+def _activation(p: Any) -> tuple[str, dict[str, object]]:
+    """Return our activation, and what their reference is told."""
+    kind = p.get("activation_type", "Swiglu")
+    if kind == "SwigluStep":
+        return "swiglu_clamp_after:limit=7", {"activation_type": kind}
+    if kind == "Situ":
+        if p.get("situ_per_expert"):
+            raise MissingError("situ with other constants for each expert")
+        return f"situ:alpha={4.0},limit={25.0}", {
+            "activation_type": kind, "situ_beta": 4.0, "situ_linear_beta": 25.0,
+        }  # fmt: skip
+    if p.get("alpha") is None:
+        return "silu", {}
+    told = {name: p[name] for name in ("alpha", "beta", "limit")}
+    if p["beta"] != 1.0:
+        raise MissingError("swiglu_oai with another number than 1 added to up")
+    text = f"swiglu_oai:alpha={p['alpha']},limit={p['limit']},interleaved=false"
+    return text, told
+
+
+def _experts(
+    source: Source, options: dict[str, object], layer: Layer, given: Given
+) -> torch.Tensor:
+    w1, w2 = _up_first(_plain(given, "w1")), _plain(given, "w2")
+    name = "compute_with_experts"
+    if layer.activation.startswith("gelu_tanh"):
+        name = "compute_with_experts_gelu_tanh"
+    function: Any = source.space[name]
+    found: torch.Tensor = function(
+        layer.experts, given.x, w1, w2, given.routing.topk_ids_TK.long(),
+        given.routing.topk_weights_TK.to(given.x.dtype), **options,
+    )  # fmt: skip
+    return found
+
+
+def _up_first(w1: torch.Tensor) -> torch.Tensor:
+    """Return rows in their order."""
+    gate, up = w1.chunk(2, 1)
+    return torch.cat([up, gate], 1)
+
+
+def _plain(given: Given, name: str) -> torch.Tensor:
+    """Return weights as numbers of the layer's type."""
+    if given.problem.quant == "none":
+        stored: torch.Tensor = getattr(given.weights, name)
+        return stored
+    return values_of(given.weights, name, given.problem).to(given.x.dtype)
+
+
+def _shared(source: Source, p: Any) -> Ending:
+    layer = Layer(p["batch_size"], p["hidden_size"], p["intermediate_size"], p["num_experts"],
+                  p["top_k"], torch.float16, activation="silu", ep_size=2,
+                  renormalise=True, scale=(0.2, 0.2, 0.2))  # fmt: skip
+
+    def reference(layer: Layer, given: Given) -> torch.Tensor:
+        assert given.weights.expert_map is not None
+        ids = given.weights.expert_map[given.routing.topk_ids_TK.long()]
+        function: Any = source.space["compute_with_experts"]
+        found: torch.Tensor = function(
+            given.problem.e, given.x, _up_first(given.weights.w1), given.weights.w2, ids,
+            given.routing.topk_weights_TK.to(given.x.dtype),
+        )  # fmt: skip
+        return found
+
+    return LayerCheck(reference, Tolerance(1e-1, 1e-1))(layer)
+
+
+def _mono_reference(source: Source) -> Callable[[Layer, Given], torch.Tensor]:
+    function: Any = source.space["_python_reference_fp8"]
+
+    def reference(layer: Layer, given: Given) -> torch.Tensor:
+        w, routing = given.weights, given.routing
+        found: torch.Tensor = function(
+            given.x, w.w1, w.w1_scale, w.w2, w.w2_scale, routing.topk_weights_TK,
+            routing.topk_ids_TK, layer.intermediate, layer.hidden,
+        )  # fmt: skip
+        return found
+
+    return reference
+
+
+def _mono(check: LayerCheck, p: Any) -> Ending:
+    return check(Layer(p["m"], 2048, 512, 256, p["top_k"], quant="fp8_w8a8_block:block=128x128",
+                       renormalise=True, multiple=128, scale=(1.0, 0.1, 0.1)))  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------- routers
+
+
+def _routers(root: Path) -> list[Suite]:
+    utils = Source(root, "tests/moe/trtllm_gen_fused_moe_utils.py", _GIVEN)
+    utils.take("routing_reference", "noaux_tc_ref")
+    names = ["default", "renormalize", "renormalize_naive", "topk", "sigmoid_renorm", "minimax2"]
+    names = [f"routing_reference_{name}" for name in names]
+    utils.take(*names)
+    known = {name: utils.space[name] for name in names}
+    routing = Source(root, "tests/moe/test_trtllm_gen_routing.py", _GIVEN | known)
+    dsv3 = Source(root, "tests/model_optimizations/test_dsv3_fused_routing.py", _GIVEN)
+    tables = Source(root, "tests/moe/test_hash_topk.py", _GIVEN)
+    hashed = tables.function("_ref_hash_topk")
+    noaux = utils.space["noaux_tc_ref"]
+    return [
+        _suite(routing, "test_custom_routing_methods", _custom, "tile_tokens_dim"),
+        _suite(routing, "test_deepseekv3_routing", partial(_deepseek, noaux), "tile_tokens_dim"),
+        _suite(routing, "test_minimax2_routing",
+               partial(_minimax, utils.space["routing_reference_minimax2"]), "tile_tokens_dim"),
+        _suite(dsv3, "test_dsv3_fused_routing_op", partial(_dsv3, noaux)),
+        _suite(tables, "test_hash_topk", partial(_hashed, hashed), "launch_with_pdl"),
+    ]  # fmt: skip
+
+
+_METHODS = {
+    "Default": {}, "Renormalize": {"order": "topk_first"},
+    "RenormalizeNaive": {"renormalise": True},
+    "SigmoidRenorm": {"score": "sigmoid", "renormalise": True}, "Sigmoid": {"score": "sigmoid"},
+}  # fmt: skip
+
+
+def _custom(p: Any) -> Ending:
+    method = str(p["routing_method"])
+    if method not in _METHODS:
+        raise MissingError(f"router: {method}, logits as weights")
+    spec = spec_of(p["top_k"], **_METHODS[method])
+    case = Router(spec, p["num_experts"], p["num_tokens"], p["logits_dtype"], atol=1e-2, rtol=2e-2,
+                  boosted=p["hot_expert"])  # fmt: skip
+
+    def reference(x: torch.Tensor, _: object) -> Chosen:
+        info, scores = p["reference"](x, p["top_k"], p["num_experts"], 8)
+        ids = info["topKIndices"].long()
+        return scores.float().gather(1, ids), ids
+
+    return check_router(case, reference)
+
+
+def _noaux(noaux: Any, groups: int, best: int, top_k: int, factor: float) -> Any:
+    def reference(x: torch.Tensor, bias: torch.Tensor | None) -> Chosen:
+        scores = noaux(x.float(), bias, groups, best, top_k, factor)
+        weights, ids = scores.topk(top_k, 1)
+        return weights, ids
+
+    return reference
+
+
+def _deepseek(noaux: Any, p: Any) -> Ending:
+    if p["num_experts"] > 256 and p["logits_dtype"] is torch.bfloat16:
+        raise SkippedError("logits of bfloat16 for more than 256 experts")
+    spec = spec_of(p["top_k"], score="sigmoid", groups=p["n_group"], topk_groups=p["topk_group"],
+                   selection_bias=True, renormalise=True, eps=1e-20)  # fmt: skip
+    case = Router(spec, p["num_experts"], p["num_tokens"], p["logits_dtype"], p["bias_dtype"], 2.5,
+                  1e-2, 2e-2)  # fmt: skip
+    return check_router(case, _noaux(noaux, p["n_group"], p["topk_group"], p["top_k"], 2.5))
+
+
+def _minimax(reference: Any, p: Any) -> Ending:
+    spec = spec_of(p["top_k"], score="sigmoid", selection_bias=True, renormalise=True, eps=1e-20)
+    case = Router(spec, p["num_experts"], p["num_tokens"], p["logits_dtype"], torch.bfloat16,
+                  atol=1e-2, rtol=2e-2)  # fmt: skip
+
+    def chosen(x: torch.Tensor, bias: torch.Tensor | None) -> Chosen:
+        _, scores = reference(x, bias, p["top_k"], p["num_experts"], 8, 1.0)
+        weights, ids = scores.float().topk(p["top_k"], 1)
+        return weights, ids
+
+    return check_router(case, chosen)
+
+
+def _dsv3(noaux: Any, p: Any) -> Ending:
+    groups, best, top_k, experts = p["n_group"], p["topk_group"], p["topk"], p["num_experts"]
+    if best * groups < top_k or best > groups:
+        raise SkippedError("topk_group * n_group < topk or topk_group > n_group")
+    size = experts / groups
+    if groups > 1 and (size > 32 or size * best > 128):
+        raise SkippedError("limits of their kernel")
+    spec = spec_of(top_k, score="sigmoid", groups=groups, topk_groups=best, selection_bias=True,
+                   renormalise=True, eps=1e-20)  # fmt: skip
+    tolerance = {torch.bfloat16: 0.1, torch.float16: 0.05, torch.float32: 0.01}[p["data_type"]]
+    case = Router(spec, experts, p["num_tokens"], p["data_type"], p["bias_type"], 1.0, tolerance,
+                  tolerance)  # fmt: skip
+    return check_router(case, _noaux(noaux, groups, best, top_k, 1.0))
+
+
+def _hashed(reference: Any, p: Any) -> Ending:
+    if p["num_fused_shared_experts"]:
+        raise MissingError("router: shared experts as routed ones")
+    tokens, experts, top_k = min(p["num_tokens"], TWIN_TOKENS), p["num_experts"], p["topk"]
+    g = torch.Generator().manual_seed(tokens)
+    logits = torch.randn(tokens, experts, generator=g)
+    words = torch.randint(0, 1024, (tokens,), generator=g)
+    table = torch.rand(1024, experts, generator=g).topk(top_k)[1].int()
+    other = theirs(reference, logits, words, table, 0, 1.0)
+    assert isinstance(other, tuple)
+    spec = spec_of(top_k, score="sqrtsoftplus", table=True, renormalise=True)
+    few = slice(0, 8)
+    found = route(logits[few], spec, RouterTensors(None, table), token_ids_T=words[few]).routing
+    score = torch.log1p(torch.exp(logits.double())).sqrt().gather(1, table[words].long())
+    exact = score / score.sum(1, keepdim=True)
+    done = f"tokens to {TWIN_TOKENS}" if tokens < p["num_tokens"] else ""
+    if not torch.equal(found.topk_ids_TK, table[words[few]]):
+        return Ending(OURS, "other experts than the table's", done)
+    if float((found.topk_weights_TK.double() - exact[few]).abs().max()) > 1e-5:
+        return Ending(OURS, "weights", done)
+    near = float((other[0].double() - exact).abs().max()) <= 1e-5 and torch.equal(
+        other[1], table[words]
+    )
+    return Ending(AGREE if near else THEIRS, "", done, ("router's kernel",), (tokens, experts))

@@ -1,0 +1,198 @@
+"""A whole layer: every part of ours that runs on a CPU against a reference of theirs."""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from modular_kernel.catalog import make_kernel
+from modular_kernel.errors import ModularKernelError
+from modular_kernel.quant import LARGEST, STORAGE, quantise_weights, weight_specs
+from modular_kernel.reference import oracle, recipe
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.types import Problem
+from peer_suites_lib.endings import Ending, Tolerance, error_of, judged, refused, theirs, worst
+
+_LOCAL = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
+# Of the error that plain torch makes in the layer's types: what a part's may be.
+_ROUNDINGS = 2.0
+TORCH = (_LOCAL[0], "TorchExperts"), (_LOCAL[1], "NaiveBatchedExperts")
+TRITON = (
+    (_LOCAL[0], "TritonExperts"),
+    (_LOCAL[0], "GroupedGemmExperts"),
+    (_LOCAL[1], "BatchedTritonExperts"),
+)
+
+
+@dataclass(frozen=True)
+class Size:
+    """The most that is computed: values of all weights, tokens, and how far a side is halved."""
+
+    weights: int
+    tokens: int
+    least: int
+
+
+WHOLE, INTERPRETED = Size(1 << 22, 32, 128), Size(1 << 17, 4, 64)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of theirs in our words. stored: weights rounded from numbers, or random codes.
+
+    multiple: what hidden and intermediate stay multiples of. ep_size: ranks; this one has some
+    experts, by a map. scale: of the numbers in x, w1 and w2. padded: rows of weights lie apart.
+    representable: x has no values between those of float8.
+    """
+
+    tokens: int
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    dtype: torch.dtype = torch.bfloat16
+    quant: str = "none"
+    activation: str = "silu"
+    bias: bool = False
+    ep_size: int = 1
+    on_input: bool = False
+    renormalise: bool = False
+    padded: bool = False
+    stored: str = "rounded"
+    multiple: int = 1
+    scale: tuple[float, float, float] = (0.1, 0.1, 0.1)
+    representable: bool = False
+
+    def shrunk(self, size: Size) -> "Layer":
+        """Return the layer with tokens, hidden and intermediate size no larger than `size` says."""
+        hidden, inner = self.hidden, self.intermediate
+        local = max(1, self.experts // self.ep_size)
+        while local * 3 * hidden * inner > size.weights:
+            larger = max(hidden, inner)
+            half = larger // 2
+            if half < size.least or half % self.multiple:
+                break
+            hidden, inner = (half, inner) if hidden == larger else (hidden, half)
+        tokens = min(self.tokens, size.tokens)
+        return replace(self, tokens=tokens, hidden=hidden, intermediate=inner)
+
+    @property
+    def problem(self) -> Problem:
+        """The problem that is made of it."""
+        local = self.experts // self.ep_size if self.ep_size > 1 else None
+        return Problem(
+            self.tokens, self.hidden, self.intermediate, self.experts, self.top_k,
+            dtype=self.dtype, quant=self.quant, activation=self.activation, bias=self.bias,
+            local_experts=local, expert_map=self.ep_size > 1,
+            apply_router_weight_on_input=self.on_input,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Given:
+    """Tensors of one layer. score: logits that the routing comes from."""
+
+    problem: Problem
+    x: torch.Tensor
+    weights: ExpertWeights
+    routing: Routing
+    score: torch.Tensor
+
+
+Reference = Callable[[Layer, Given], torch.Tensor]
+Weights = Callable[[Layer, ExpertWeights], ExpertWeights]
+
+
+def make(layer: Layer, stored: Weights | None = None) -> Given:
+    """Make the tensors of a layer, the same ones for the same layer."""
+    problem = layer.problem
+    g = torch.Generator().manual_seed(zlib.crc32(repr(layer).encode()))
+    e = problem.e
+
+    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*shape, generator=g) * scale).to(layer.dtype)
+
+    x = normal(layer.tokens, layer.hidden, scale=layer.scale[0])
+    if layer.representable:
+        largest = x.abs().max() / 448
+        x = (x / largest).to(torch.float8_e4m3fn).to(layer.dtype) * largest
+    score = normal(layer.tokens, layer.experts)
+    w1 = normal(e, problem.w1_rows, layer.hidden, scale=layer.scale[1])
+    w2 = normal(e, layer.hidden, layer.intermediate, scale=layer.scale[2])
+    if layer.padded:
+        w1, w2 = (torch.nn.functional.pad(w, (0, 128))[..., :-128] for w in (w1, w2))
+    biases = {}
+    if layer.bias:
+        biases = {"b1": normal(e, problem.w1_rows), "b2": normal(e, layer.hidden)}
+    expert_map = None
+    if layer.ep_size > 1:
+        expert_map = torch.full((layer.experts,), -1, dtype=torch.int32)
+        here = torch.randperm(layer.experts, generator=g)[:e]
+        expert_map[here] = torch.arange(e, dtype=torch.int32)
+    weights = ExpertWeights(w1, w2, expert_map=expert_map, **biases)
+    if stored is not None:
+        weights = stored(layer, weights)
+    elif layer.stored == "codes":
+        weights = _codes(problem, weights, g)
+    elif layer.quant != "none":
+        weights = quantise_weights(weights, problem)
+    share, ids = score.float().softmax(-1).topk(layer.top_k)
+    if layer.renormalise:
+        share = share / share.sum(-1, keepdim=True)
+    return Given(problem, x, weights, Routing(share, ids.int()), score)
+
+
+def _codes(problem: Problem, weights: ExpertWeights, g: torch.Generator) -> ExpertWeights:
+    """Return random codes over the whole range, and random scales, as their tests have them."""
+    specs, largest = weight_specs(problem), LARGEST[problem.scheme.weight]
+    fields = {}
+    for name in ("w1", "w2"):
+        values = (torch.rand(specs[name].shape, generator=g) - 0.5) * 2 * largest
+        fields[name] = values.to(STORAGE[problem.scheme.weight])
+        fields[f"{name}_scale"] = torch.rand(specs[f"{name}_scale"].shape, generator=g) * 1e-2
+    return replace(weights, **fields)
+
+
+class LayerCheck:
+    """Compares layers with one reference; interpreted parts once for layers that shrink alike."""
+
+    def __init__(
+        self, reference: Reference, tolerance: Tolerance, stored: Weights | None = None
+    ) -> None:
+        self._reference, self._tolerance, self._stored = reference, tolerance, stored
+        self._known: dict[Layer, dict[str, Ending]] = {}
+
+    def __call__(self, layer: Layer) -> Ending:
+        """Return the worst that a part came to."""
+        whole, small = layer.shrunk(WHOLE), layer.shrunk(INTERPRETED)
+        endings = self._parts(whole, TORCH) | self._parts(small, TRITON)
+        done = ""
+        if whole != layer:
+            done = f"tokens to {WHOLE.tokens}, weights to {WHOLE.weights} by halving a side"
+        return worst(endings, done, whole)
+
+    def _parts(self, layer: Layer, pairs: tuple[tuple[str, str], ...]) -> dict[str, Ending]:
+        kept = self._known.setdefault(layer, {})
+        todo = [pair for pair in pairs if pair[1] not in kept]
+        if todo:
+            given = make(layer, self._stored)
+            other = theirs(self._reference, layer, given)
+            assert isinstance(other, torch.Tensor)
+            exact = oracle(given.x, given.weights, given.routing, given.problem)
+            rounded = recipe(given.x, given.weights, given.routing, given.problem)
+            limit = _ROUNDINGS * error_of(rounded, exact) + 1e-6
+            for pair in todo:
+                kept[pair[1]] = self._part(pair, given, other, exact, limit)
+        return {name: kept[name] for _, name in pairs}
+
+    def _part(
+        self, pair: tuple[str, str], given: Given, other: torch.Tensor, exact: torch.Tensor,
+        limit: float,
+    ) -> Ending:  # fmt: skip
+        try:
+            kernel = make_kernel(*pair, given.problem)
+            ours = kernel(given.x, given.weights, given.routing)
+        except ModularKernelError as error:
+            return refused(error)
+        return judged(ours, other, exact, self._tolerance, limit)

@@ -1,0 +1,158 @@
+"""A router of ours against one of theirs, and both against scores in float64."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from modular_kernel.ops.route import Routed, RouterTensors, route, route_ref
+from modular_kernel.routers import MOST_TOP_K, RouterSpec
+from modular_kernel.tensors import Routing
+from peer_suites_lib.endings import AGREE, OURS, THEIRS, Ending, MissingError, theirs, worst
+
+# Of tokens: what is interpreted, and what the torch twin computes.
+KERNEL_TOKENS, TWIN_TOKENS = 4, 256
+Chosen = tuple[torch.Tensor, torch.Tensor]  # weights and ids, (T, K)
+
+
+@dataclass(frozen=True)
+class Router:
+    """What a case of theirs says. spec: in our words. scaling: what theirs multiplies weights by.
+
+    A routed scaling factor is a layer's here, not a router's. atol, rtol: of weights in their test.
+    boosted: an expert whose logits are larger by 8.
+    """
+
+    spec: RouterSpec
+    experts: int
+    tokens: int
+    dtype: torch.dtype = torch.float32
+    bias_dtype: torch.dtype = torch.float32
+    scaling: float = 1.0
+    atol: float = 1e-2
+    rtol: float = 1e-2
+    boosted: int | None = None
+
+
+Reference = Callable[[torch.Tensor, torch.Tensor | None], Chosen]
+
+
+def spec_of(top_k: int, **fields: object) -> RouterSpec:
+    """Return a spec; what RouterSpec has no room for is missing."""
+    if top_k > MOST_TOP_K:
+        raise MissingError(f"router: top_k above {MOST_TOP_K}")
+    return RouterSpec(top_k, **fields)  # type: ignore[arg-type]
+
+
+def check_router(case: Router, reference: Reference) -> Ending:
+    """Compare the twin on many tokens and the kernel on a few with `reference`."""
+    tokens = min(case.tokens, TWIN_TOKENS)
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(tokens, case.experts, generator=g).to(case.dtype)
+    if case.boosted is not None:
+        logits[:, case.boosted] += 8
+    bias = None
+    if case.spec.selection_bias:
+        bias = torch.randn(case.experts, generator=g).to(case.bias_dtype)
+    other = theirs(reference, logits.clone(), bias)
+    assert isinstance(other, tuple)
+    shrunk = f"tokens to {TWIN_TOKENS}" if tokens < case.tokens else ""
+    exact = Exact(logits, bias, case.spec)
+    tensors = RouterTensors(bias)
+    weights = torch.empty(tokens, case.spec.top_k)
+    ids = torch.empty(tokens, case.spec.top_k, dtype=torch.int32)
+    twin = Routed(Routing(weights, ids))
+    case.spec.columns(case.experts)
+    route_ref(logits, case.spec, tensors, None, twin)
+    few = slice(0, KERNEL_TOKENS)
+    kernel = route(logits[few], case.spec, tensors)
+    endings = {"router's twin": _judged(twin.routing, other, case, exact, slice(None))}
+    endings["router's kernel"] = _judged(kernel.routing, other, case, exact, few)
+    return worst(endings, shrunk, replace(case, tokens=tokens))
+
+
+def _judged(routing: Routing, other: Chosen, case: Router, exact: "Exact", rows: slice) -> Ending:
+    mine = _by_id(routing.topk_weights_TK * case.scaling, routing.topk_ids_TK)
+    their = _by_id(other[0][rows].float(), other[1][rows])
+    bad = exact.wrong(*mine, rows, case.scaling)
+    if bad:
+        return Ending(OURS, f"against float64: {bad}")
+    same = torch.equal(mine[1], their[1])
+    close = (mine[0] - their[0]).abs() <= case.atol + case.rtol * their[0].abs()
+    if same and bool(close.all()):
+        return Ending(AGREE)
+    blame = exact.wrong(*their, rows, case.scaling, case.atol + case.rtol)
+    if not same and not blame:  # two experts as good as each other
+        return Ending(AGREE, "ids differ where two scores are equal")
+    return Ending(THEIRS, f"against float64 theirs: {blame or 'weights outside their tolerance'}")
+
+
+def _by_id(weights: torch.Tensor, ids: torch.Tensor) -> Chosen:
+    ordered, place = ids.long().sort(dim=1)
+    return weights.gather(1, place), ordered
+
+
+class Exact:
+    """Scores in float64, written from the definition: which choices and weights are right."""
+
+    def __init__(self, logits: torch.Tensor, bias: torch.Tensor | None, spec: RouterSpec) -> None:
+        self.spec, self.logits = spec, logits.double()
+        self.scores = self._score(self.logits)
+        choice = self.logits if spec.order == "topk_first" else self.scores
+        self.choice = choice if bias is None else choice + bias.double()
+        self._spread = 1e-6 + 1e-6 * self.choice.abs().amax()
+
+    def _score(self, logits: torch.Tensor) -> torch.Tensor:
+        if self.spec.score == "sigmoid":
+            return 1 / (1 + torch.exp(-logits))
+        if self.spec.score == "sqrtsoftplus":
+            return torch.log1p(torch.exp(logits)).sqrt()
+        shares = torch.exp(logits - logits.amax(-1, keepdim=True))
+        return shares / shares.sum(-1, keepdim=True)
+
+    def wrong(
+        self,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        rows: slice,
+        scaling: float,
+        limit: float = 1e-6,
+    ) -> str:
+        """Return what is wrong with chosen ids and their weights; "" if nothing is.
+
+        limit: of the error of a weight beside 1e-5 of it; theirs may be of the logits' type.
+        """
+        if ids.min() < 0 or ids.max() >= self.logits.shape[1]:
+            return "an id out of range"
+        if bool((ids.sort(dim=1).values.diff(dim=1) == 0).any()):
+            return "an expert twice"
+        if not self._best(ids, rows):
+            return "not the best experts"
+        score = self.scores[rows].gather(1, ids)
+        if self.spec.order == "topk_first":
+            score = self._score(self.logits[rows].gather(1, ids))
+        if self.spec.renormalise:
+            score = score / score.sum(1, keepdim=True)
+        score = score * scaling
+        error = (weights.double() - score).abs()
+        wrong = error > limit * max(1.0, scaling) + 1e-5 * score
+        return f"weights by {float(error.max()):.1g}" if bool(wrong.any()) else ""
+
+    def _best(self, ids: torch.Tensor, rows: slice) -> bool:
+        """Say whether no expert that may take part is better than a chosen one."""
+        choice, spec = self.choice[rows], self.spec
+        chosen = torch.zeros_like(choice, dtype=torch.bool).scatter(1, ids, True)
+        open_ = torch.ones_like(chosen)
+        if spec.topk_groups < spec.groups:
+            by_group = choice.view(len(choice), spec.groups, -1)
+            value = by_group.amax(2) if spec.group_score == "max" else by_group.topk(2, 2)[0].sum(2)
+            edge = value.topk(spec.topk_groups, 1)[0][:, -1:]
+            sure = value > edge + self._spread
+            maybe = value >= edge - self._spread
+            size = by_group.shape[2]
+            if bool((chosen & ~maybe.repeat_interleave(size, 1)).any()):
+                return False
+            open_ = sure.repeat_interleave(size, 1)
+        worst_in = choice.masked_fill(~chosen, torch.inf).amin(1)
+        best_out = choice.masked_fill(chosen | ~open_, -torch.inf).amax(1)
+        return bool((worst_in >= best_out - self._spread).all())

@@ -1,0 +1,180 @@
+"""Quantisers, activations and alignment of ours against theirs."""
+
+from collections.abc import Callable
+
+import torch
+
+from modular_kernel.ops.activation import gated_activation, gated_activation_ref
+from modular_kernel.ops.align import moe_align_block_size
+from modular_kernel.ops.quantise import Quantised, dequantise_rows, quantise_rows, quantised
+from modular_kernel.reference import activation as exact_activation
+from modular_kernel.schemes import QuantScheme
+from modular_kernel.types import ActivationSpec
+from peer_suites_lib.endings import AGREE, OURS, THEIRS, Ending, Tolerance, judged, theirs, worst
+
+ROWS, COLUMNS, KERNEL_ROWS = 64, 2048, 2
+ALIGNED_TOKENS = 256
+# One rounding to the type, which is all that an activation does.
+_ROUNDING = {torch.float32: 1e-6, torch.float16: 6e-4, torch.bfloat16: 2.5e-3}
+Quantiser = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def shrink_rows(rows: int, columns: int, multiple: int = 1) -> tuple[int, int, str]:
+    """Return sizes that a CPU can hold, and what was done to get them."""
+    small = min(rows, ROWS), min(columns, max(COLUMNS // multiple * multiple, multiple))
+    done = f"rows to {ROWS}, columns to {COLUMNS}" if small != (rows, columns) else ""
+    return *small, done
+
+
+def numbers(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return normal numbers, the same for the same sizes."""
+    g = torch.Generator().manual_seed(rows * 7919 + columns)
+    return torch.randn(rows, columns, generator=g).to(dtype)
+
+
+def check_quantiser(
+    x: torch.Tensor, quant: str, reference: Quantiser, shrunk: str, rtol: float = 1e-5
+) -> Ending:
+    """Compare what rows become, as numbers: theirs, the twin's and, of a few rows, the kernel's.
+
+    Two codes beside each other are both right where a value lies between them.
+    """
+    scheme = QuantScheme.parse(quant)
+    endings = {}
+    for name, part in (("quantiser's twin", x), ("quantiser's kernel", x[:KERNEL_ROWS])):
+        other = theirs(reference, part.clone())
+        assert isinstance(other, tuple)
+        if name.endswith("twin"):
+            q, scale = quantised(part.float(), scheme)
+        else:
+            out = _room(part, scheme)
+            quantise_rows(part, scheme, out=out)
+            q, scale = out.q_RK, out.scale
+        endings[name] = _codes(part, (q, scale), other, scheme, rtol)
+    return worst(endings, shrunk, (x.shape, x.dtype, quant))
+
+
+def _room(x: torch.Tensor, scheme: QuantScheme) -> Quantised:
+    q, scale = quantised(x.float(), scheme)
+    whole = scheme.activation_granularity == "tensor"
+    partials = torch.zeros(1024) if whole else None
+    return Quantised(torch.empty_like(q), torch.empty_like(scale), partials)
+
+
+def _codes(
+    x: torch.Tensor,
+    mine: tuple[torch.Tensor, torch.Tensor],
+    other: tuple[torch.Tensor, torch.Tensor],
+    scheme: QuantScheme,
+    rtol: float,
+) -> Ending:
+    (q, scale), (their_q, their_scale) = mine, other
+    their_scale = their_scale.float().view_as(scale)
+    exact = x.double()
+    near = bool(((scale - their_scale).abs() <= rtol * their_scale.abs()).all())
+    codes, their_codes = q.float(), their_q.float().view_as(q)
+    step = torch.ones(()) if q.dtype is torch.int8 else (codes.abs() / 8).clamp(min=2.0**-9)
+    apart = (codes - their_codes).abs()
+    close = bool((apart <= step * 1.01).all())
+    worst_step = _error(dequantise_rows(q, scale, scheme), exact, scale, q.dtype)
+    if worst_step > 0.501:
+        return Ending(OURS, f"{worst_step:.3f} steps from the value")
+    their_numbers = dequantise_rows(their_q.view_as(q), their_scale, scheme)
+    their_step = _error(their_numbers, exact, their_scale, q.dtype)
+    if near and close:
+        one_apart = "ties" if their_step < 0.501 else "truncation of theirs"
+        return Ending(AGREE, f"codes one apart: {one_apart}" if bool(apart.any()) else "")
+    blame = THEIRS if their_step >= worst_step else OURS
+    return Ending(blame, f"largest error in steps: ours {worst_step:.2f}, theirs {their_step:.2f}")
+
+
+def _error(
+    found: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+) -> float:
+    """Return the largest error in steps between two codes around the value."""
+    per = scale.double()
+    if per.dim() == 2 and per.shape[1] > 1:
+        per = per.repeat_interleave(-(-exact.shape[1] // per.shape[1]), 1)[:, : exact.shape[1]]
+    if dtype is torch.int8:
+        step = per.expand_as(exact)
+    else:
+        code = (exact / per).abs().clamp(min=2.0**-6, max=447.9)
+        step = per * torch.exp2(code.log2().floor() - 3)
+    if not exact.numel():
+        return 0.0
+    slack = 1e-5 * exact.abs()
+    return float((((found.double() - exact).abs() - slack).clamp(min=0) / step).max())
+
+
+def check_activation(
+    x: torch.Tensor,
+    spec: ActivationSpec,
+    reference: Callable[[torch.Tensor], torch.Tensor],
+    tolerance: Tolerance,
+    shrunk: str,
+) -> Ending:
+    """Compare an activation of (R, N) rows: the twin of all, the kernel of a few."""
+    endings = {}
+    limit = _ROUNDING[x.dtype]
+    for name, part in (("activation's twin", x), ("activation's kernel", x[:KERNEL_ROWS])):
+        other = theirs(reference, part.clone())
+        assert isinstance(other, torch.Tensor)
+        exact = exact_activation(part.double(), spec)
+        if name.endswith("twin"):
+            ours = gated_activation_ref(_ordered(part, spec), spec).to(x.dtype)
+        else:
+            ours = torch.empty(exact.shape, dtype=x.dtype)
+            gated_activation(_ordered(part, spec), spec, ours)
+        endings[name] = judged(ours, other, exact, tolerance, limit)
+    return worst(endings, shrunk, (x.shape, x.dtype, spec))
+
+
+def _ordered(x: torch.Tensor, spec: ActivationSpec) -> torch.Tensor:
+    """Return rows as operations take them: gate first (of a layer, its weights are put so)."""
+    if not spec.up_first:
+        return x
+    up, gate = x.chunk(2, dim=1)
+    return torch.cat([gate, up], 1)
+
+
+Aligned = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def check_align(
+    ids: torch.Tensor,
+    block: int,
+    experts: int,
+    reference: Callable[[torch.Tensor], Aligned],
+    shrunk: str,
+    expert_map: torch.Tensor | None = None,
+) -> Ending:
+    """Compare which pairs lie in the blocks of which expert; their order within one is free."""
+    found = moe_align_block_size(ids, block, experts, expert_map=expert_map, ignore_invalid=True)
+    other = theirs(reference, ids.clone())
+    assert isinstance(other, tuple)
+    want: dict[int, list[int]] = {}
+    for pair, expert in enumerate(ids.flatten().tolist()):
+        local = expert if expert_map is None else int(expert_map[expert])
+        if local >= 0:
+            want.setdefault(local, []).append(pair)
+    mine, their = (_blocks(each, block, ids.numel()) for each in (found, other))
+    if mine != want:
+        return Ending(OURS, "pairs in other blocks than those of their experts")
+    if their != want:
+        return Ending(THEIRS, "pairs in other blocks than those of their experts")
+    if int(found[2]) != int(other[2]):
+        padded = sum(-(-len(pairs) // block) * block for pairs in want.values())
+        return Ending(OURS if int(found[2]) != padded else THEIRS, "another padded length")
+    key = (ids.shape, block, experts, expert_map is None)
+    return Ending(AGREE, "", shrunk, ("align",), key)
+
+
+def _blocks(aligned: Aligned, block: int, padding: int) -> dict[int, list[int]]:
+    sorted_ids, expert_ids, length = aligned
+    pairs: dict[int, list[int]] = {}
+    for number in range(int(length) // block):
+        inside = sorted_ids[number * block : (number + 1) * block].tolist()
+        some = [pair for pair in inside if pair < padding]
+        if some:
+            pairs.setdefault(int(expert_ids[number]), []).extend(some)
+    return {expert: sorted(each) for expert, each in pairs.items()}

@@ -1,0 +1,322 @@
+"""SGLang's grids and torch references: layers, routers, quantisers, activations, alignment."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from modular_kernel.types import ActivationSpec
+from peer_suites_lib.checkout import Params, Source
+from peer_suites_lib.endings import Ending, MissingError, Suite, Tolerance
+from peer_suites_lib.layers import Given, Layer, LayerCheck
+from peer_suites_lib.routers import Router, check_router, spec_of
+from peer_suites_lib.rows import check_activation, check_quantiser, numbers, shrink_rows
+
+_FP8 = torch.float8_e4m3fn
+
+
+def suites(root: Path) -> list[Suite]:
+    """Return every suite that is taken from a checkout of SGLang."""
+    return [*_layers(root), *_routers(root), *_rows(root)]
+
+
+def _suite(source: Source, test: str, check: Callable[[Params], Ending], *names: str) -> Suite:
+    """Return the suite of a test: of its decorators, or of a class's lists by their names."""
+
+    def cases() -> Iterator[Params]:
+        return source.class_grid(test, *names) if names else source.grid(test)
+
+    return Suite("SGLang", f"{source.name}::{test}", cases, check)
+
+
+def _silu(root: Path) -> Any:
+    acts = Source(root, "python/sglang/srt/layers/activation.py")
+    native: Any = acts.method("SiluAndMul", "forward_native")
+    layer = SimpleNamespace(forward_native=lambda x: native(None, x))
+    return lambda: layer
+
+
+# --------------------------------------------------------------------------------------- layers
+
+
+def _layers(root: Path) -> list[Suite]:
+    blocks = Source(root, "python/sglang/test/test_block_fp8.py", {"SiluAndMul": _silu(root)})
+    blocks.take("native_per_token_group_quant_fp8", "native_w8a8_block_fp8_matmul",
+                "torch_w8a8_block_fp8_moe")  # fmt: skip
+    nothing = {"set_global_server_args_for_scheduler": lambda _: None,
+               "ServerArgs": lambda **_: None, "SiluAndMul": _silu(root)}  # fmt: skip
+    integers = Source(root, "test/registered/quant/test_block_int8.py", nothing)
+    integers.take("native_per_token_group_quant_int8", "native_w8a8_block_int8_matmul",
+                  "torch_w8a8_block_int8_moe")  # fmt: skip
+    rows_of = Source(root, "sgl-kernel/tests/test_per_token_quant_fp8.py",
+                     {"is_hip": lambda: False})  # fmt: skip
+    codes: Any = rows_of.function("torch_per_token_quant_fp8")
+
+    def by_row(x: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = x.float().abs().amax(1, keepdim=True).clamp(min=1e-10) / 448
+        return codes(x, scale), scale
+
+    channels = Source(root, "test/registered/moe/test_triton_moe_channel_fp8_kernel.py",
+                      nothing | {"scaled_fp8_quant": by_row})  # fmt: skip
+    channels.take("native_w8a8_per_token_matmul", "torch_w8a8_per_column_moe")
+    channels.space["fp8_mask"] = lambda a, mask: (
+        a.view(torch.int8)[mask].view(a.dtype) if a.dtype is _FP8 else a[mask]
+    )
+
+    def int8_by_row(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Quantise as their kernel of that name, which needs a GPU: to the nearest."""
+        scale = x.float().abs().amax(1, keepdim=True).clamp(min=1e-10) / 127
+        return (x.float() / scale).round().to(torch.int8), scale
+
+    kernel = Source(root, "test/registered/quant/test_int8_kernel.py",
+                    nothing | {"per_token_quant_int8": int8_by_row})  # fmt: skip
+    kernel.take("native_w8a8_per_token_matmul", "torch_w8a8_per_column_moe")
+    cpu = Source(root, "test/srt/cpu/utils.py")
+    cpu.take("SiluAndMul")
+    return [
+        _suite(blocks, "TestW8A8BlockFP8FusedMoE",
+               partial(_block, LayerCheck(_of(blocks, "torch_w8a8_block_fp8_moe", _blocks),
+                                          Tolerance(mean=0.02)), "fp8_w8a8_block"), *_NAMES),
+        _suite(integers, "TestW8A8BlockINT8FusedMoE",
+               partial(_block, LayerCheck(_of(integers, "torch_w8a8_block_int8_moe", _chosen),
+                                          Tolerance(mean=0.02)), "int8_w8a8_block"), *_NAMES),
+        _suite(channels, "TestW8A8FP8FusedMoE",
+               partial(_channel, LayerCheck(_of(channels, "torch_w8a8_per_column_moe", _scores),
+                                            Tolerance(mean=0.05)), "fp8_w8a8_channel"), *_NAMES),
+        _suite(kernel, "TestW8A8Int8FusedMoE",
+               partial(_channel, LayerCheck(_of(kernel, "torch_w8a8_per_column_moe", _scores),
+                                            Tolerance(mean=0.05)), "int8_w8a8_channel"), *_NAMES),
+        *_cpu(root, cpu),
+        _naive(root, nothing),
+    ]  # fmt: skip
+
+
+_NAMES = ("M", "N", "K", "E", "TOP_KS", "BLOCK_SIZE", "DTYPES")
+_Arguments = Callable[[Layer, Given], tuple[object, ...]]
+
+
+def _of(source: Source, name: str, arguments: _Arguments) -> Callable[[Layer, Given], torch.Tensor]:
+    def reference(layer: Layer, given: Given) -> torch.Tensor:
+        w = given.weights
+        function: Any = source.function(name)
+        found: torch.Tensor = function(given.x, w.w1, w.w2, w.w1_scale, w.w2_scale,
+                                       *arguments(layer, given))  # fmt: skip
+        return found
+
+    return reference
+
+
+def _side(layer: Layer) -> list[int]:
+    return [int(side) for side in layer.quant.partition("=")[2].split("x")]
+
+
+def _blocks(layer: Layer, given: Given) -> tuple[object, ...]:
+    return given.score, layer.top_k, _side(layer)
+
+
+def _chosen(layer: Layer, given: Given) -> tuple[object, ...]:
+    routing = given.routing
+    chosen = SimpleNamespace(topk_weights=routing.topk_weights_TK, topk_ids=routing.topk_ids_TK)
+    return chosen, layer.top_k, _side(layer)
+
+
+def _scores(layer: Layer, given: Given) -> tuple[object, ...]:
+    return given.score, layer.top_k
+
+
+def _block(check: LayerCheck, quant: str, p: Any) -> Ending:
+    rows, columns = p["BLOCK_SIZE"]
+    return check(
+        Layer(p["M"], p["K"], p["N"], p["E"], p["TOP_KS"], p["DTYPES"],
+              f"{quant}:block={rows}x{columns}", stored="codes", multiple=max(rows, columns))
+    )  # fmt: skip
+
+
+def _channel(check: LayerCheck, quant: str, p: Any) -> Ending:
+    return check(
+        Layer(p["M"], p["K"], p["N"], p["E"], p["TOP_KS"], p["DTYPES"], quant, stored="codes")
+    )
+
+
+def _cpu(root: Path, utils: Source) -> list[Suite]:
+    utils.take("torch_naive_fused_moe")
+    naive: Any = utils.space["torch_naive_fused_moe"]
+    source = Source(root, "test/srt/cpu/test_moe.py")
+    tolerance = Tolerance(1e-2, 1e-2)
+    check = LayerCheck(
+        lambda layer, given: naive(given.x, given.weights.w1, given.weights.w2, given.score,
+                                   layer.top_k, layer.renormalise),
+        tolerance,
+    )  # fmt: skip
+
+    def case(p: Any) -> Ending:
+        return check(Layer(p["M"], p["K"], p["N"], p["E"], p["topk"], renormalise=p["renormalize"]))
+
+    names = ("M", "N", "K", "E", "topk", "renormalize")
+    return [_suite(source, "TestFusedExperts", case, *names)]
+
+
+def _naive(root: Path, nothing: dict[str, Any]) -> Suite:
+    """TestFusedMOE, whose other axes are lists inside a method."""
+    silu = nothing["SiluAndMul"]().forward_native
+    source = Source(root, "test/registered/moe/test_fused_moe.py",
+                    nothing | {"SiluAndMul": lambda: silu})  # fmt: skip
+    naive: Any = source.method("TestFusedMOE", "torch_naive_moe")
+    tolerances: Any = source.method("TestFusedMOE", "get_tolerance")
+
+    def plain(layer: Layer, given: Given) -> torch.Tensor:
+        found: torch.Tensor = naive(None, given.x, given.weights.w1, given.weights.w2, given.score,
+                                    layer.top_k)  # fmt: skip
+        return found
+
+    checks = {}
+    for dtype in (torch.float16, torch.bfloat16):
+        rtol, atol = tolerances(None, dtype)
+        checks[dtype] = LayerCheck(plain, Tolerance(atol, rtol))
+
+    def case(p: Any) -> Ending:
+        if p["fp8_modes"]:
+            raise MissingError("fp8 tensors whose activations are not quantised but scaled")
+        # Numbers of 0.01, as theirs: the norm of the error counts, their tolerance hides it.
+        layer = Layer(p["m_values"], p["k_values"], p["n_values"], p["NUM_EXPERTS"], p["TOP_KS"],
+                      p["dtypes"], scale=(0.1, 0.1, 0.1))  # fmt: skip
+        return checks[p["dtypes"]](layer)
+
+    names = ("m_values", "n_values", "k_values", "dtypes", "fp8_modes", "NUM_EXPERTS", "TOP_KS")
+    return _suite(source, "TestFusedMOE", case, *names)
+
+
+# -------------------------------------------------------------------------------------- routers
+
+
+def _routers(root: Path) -> list[Suite]:
+    topk = Source(root, "python/sglang/srt/layers/moe/topk.py", {
+        "topk_ids_logical_to_physical": lambda ids, _: ids,
+        "_mask_topk_ids_padded_region": lambda *_: None,
+    })  # fmt: skip
+    topk.take("fused_topk_torch_native", "biased_grouped_topk_impl", "kimi_k2_biased_topk_impl")
+    softmax = Source(root, "sgl-kernel/tests/test_moe_topk_softmax.py")
+    sigmoid = Source(root, "sgl-kernel/tests/test_moe_topk_sigmoid.py")
+    gate = Source(root, "sgl-kernel/tests/test_moe_fused_gate.py")
+    kimi = Source(root, "sgl-kernel/tests/test_kimi_k2_moe_fused_gate.py")
+    native = topk.space["fused_topk_torch_native"]
+    plain = partial(_plain, native, "softmax")
+    logistic = partial(_plain, native, "sigmoid")
+    return [
+        _suite(softmax, "test_topkfast_softmax", plain),
+        _suite(softmax, "test_topk_softmax", plain),
+        _suite(softmax, "test_topk_softmax_dtype_regression", plain),
+        _suite(softmax, "test_topk_softmax_renormalize", partial(plain, renormalise=True)),
+        _suite(sigmoid, "test_topk_sigmoid", logistic),
+        _suite(sigmoid, "test_topk_sigmoid_dtype_regression", logistic),
+        _suite(sigmoid, "test_topk_sigmoid_renormalize", partial(logistic, renormalise=True)),
+        _suite(sigmoid, "test_topk_sigmoid_renormalize_correction_bias",
+               partial(logistic, renormalise=True, bias=True)),
+        _suite(gate, "test_moe_fused_gate_combined",
+               partial(_gate, topk.space["biased_grouped_topk_impl"])),
+        _suite(kimi, "test_kimi_k2_moe_fused_gate",
+               partial(_kimi, topk.space["kimi_k2_biased_topk_impl"])),
+    ]  # fmt: skip
+
+
+def _plain(
+    native: Any, score: str, p: Any, *, renormalise: bool = False, bias: bool = False
+) -> Ending:
+    spec = spec_of(p["topk"], score=score, renormalise=renormalise, selection_bias=bias)
+    case = Router(spec, p["num_experts"], p["num_tokens"], p.get("dtype", torch.float32),
+                  atol=1e-3, rtol=1e-3)  # fmt: skip
+    return check_router(case, lambda x, b: native(x, x, p["topk"], renormalise, b, score))
+
+
+def _gate(reference: Any, p: Any) -> Ending:
+    if p["num_fused_shared_experts"]:
+        raise MissingError("router: shared experts as routed ones")
+    experts, groups, best, top_k = p["params"]
+    factor = 2.5 if p["apply_routed_scaling_factor_on_output"] else 1.0
+    spec = spec_of(top_k, score="sigmoid", groups=groups, topk_groups=best, selection_bias=True,
+                   renormalise=True)  # fmt: skip
+    case = Router(spec, experts, p["seq_length"], scaling=factor, atol=1e-3)
+    return check_router(
+        case,
+        lambda x, b: reference(
+            x, x, b, top_k, True, groups, best, routed_scaling_factor=2.5,
+            apply_routed_scaling_factor_on_output=p["apply_routed_scaling_factor_on_output"],
+        ),
+    )  # fmt: skip
+
+
+def _kimi(reference: Any, p: Any) -> Ending:
+    on_output = p["apply_routed_scaling_factor_on_output"]
+    spec = spec_of(p["topk"], score="sigmoid", selection_bias=True, renormalise=True)
+    case = Router(spec, 384, p["seq_length"], p["dtype"], scaling=2.872 if on_output else 1.0,
+                  atol=1e-3)  # fmt: skip
+    return check_router(
+        case,
+        lambda x, b: reference(x, x, b, p["topk"], True, routed_scaling_factor=2.872,
+                               apply_routed_scaling_factor_on_output=on_output),
+    )  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------- rows
+
+
+def _rows(root: Path) -> list[Suite]:
+    blocks = Source(root, "python/sglang/test/test_block_fp8.py")
+    blocks.take("native_per_token_group_quant_fp8")
+    rows = Source(root, "sgl-kernel/tests/test_per_token_quant_fp8.py", {"is_hip": lambda: False})
+    acts = Source(root, "python/sglang/srt/layers/activation.py")
+    gated = Source(root, "sgl-kernel/tests/test_activation.py")
+    module = Source(root, "python/sglang/test/test_activation.py")
+    silu: Any = acts.method("SiluAndMul", "forward_native")
+    gelu: Any = acts.method("GeluAndMul", "forward_native")
+    erf, tanh = (SimpleNamespace(approximate=kind) for kind in ("none", "tanh"))
+    return [
+        _suite(blocks, "TestPerTokenGroupQuantFP8",
+               partial(_by_group, blocks.space["native_per_token_group_quant_fp8"]),
+               "NUM_TOKENS", "D", "DTYPES", "GROUP_SIZE"),
+        _suite(rows, "test_per_token_quant_compare_implementations",
+               partial(_by_row, rows.function("torch_per_token_quant_fp8"))),
+        _suite(gated, "test_fused_silu_mul", partial(_act, lambda x: silu(None, x), "silu")),
+        _suite(gated, "test_fused_gelu_tanh_mul",
+               partial(_act, lambda x: gelu(tanh, x), "gelu_tanh")),
+        _suite(gated, "test_fused_gelu_mul", partial(_act, lambda x: gelu(erf, x), "gelu")),
+        _suite(module, "TestGeluAndMul", partial(_act, lambda x: gelu(tanh, x), "gelu_tanh"),
+               "NUM_TOKENS", "D", "DTYPES"),
+        _suite(module, "TestQuickGELU", _quick, "NUM_TOKENS", "DIMS", "DTYPES"),
+    ]  # fmt: skip
+
+
+def _by_group(reference: Any, p: Any) -> Ending:
+    group = p["GROUP_SIZE"]
+    rows, columns, done = shrink_rows(p["NUM_TOKENS"], p["D"], group)
+    x = numbers(rows, columns, p["DTYPES"])
+    quant = f"fp8_w8a8_block:block={group}x{group}"
+    return check_quantiser(x, quant, lambda part: reference(part, group), done)
+
+
+def _by_row(reference: Any, p: Any) -> Ending:
+    """Their reference is given the scale; it is computed here as their kernel does."""
+    rows, columns, done = shrink_rows(p["num_tokens"], p["hidden_dim"])
+    x = numbers(rows, columns, torch.float16)
+
+    def quantise(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = part.float().abs().amax(1, keepdim=True) / 448
+        return reference(part, scale), scale
+
+    return check_quantiser(x, "fp8_w8a8_channel", quantise, done)
+
+
+def _act(reference: Any, kind: str, p: Any) -> Ending:
+    tokens = p["NUM_TOKENS"] if "NUM_TOKENS" in p else p["batch_size"] * p["seq_len"]
+    dtype = p.get("DTYPES", torch.float16)
+    rows, inner, done = shrink_rows(tokens, p["D"] if "D" in p else p["dim"])
+    tolerance = Tolerance(1e-2, 1e-2) if dtype is torch.bfloat16 else Tolerance(1e-3, 1e-3)
+    x = numbers(rows, 2 * inner, dtype)
+    return check_activation(x, ActivationSpec(kind), reference, tolerance, done)
+
+
+def _quick(p: Any) -> Ending:
+    raise MissingError("activation quick_gelu, ungated")

@@ -1,0 +1,255 @@
+"""What vLLM's references stand on, where that needs a GPU: the native functions beside them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from modular_kernel.tensors import ExpertWeights
+from peer_suites_lib.checkout import Source, Words
+from peer_suites_lib.layers import Given, Layer
+
+_FP8 = torch.float8_e4m3fn
+_FP8_LIMITS = torch.finfo(_FP8).min, torch.finfo(_FP8).max
+Pair = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class VllmReferences:
+    """References of whole layers, quantisers and activations, out of one checkout."""
+
+    def __init__(self, root: Path) -> None:
+        platform = SimpleNamespace(
+            fp8_dtype=lambda: _FP8, is_rocm=lambda: False, device_type="cpu",
+            is_fp8_fnuz=lambda: False,
+        )  # fmt: skip
+        self._acts = Source(root, "vllm/model_executor/layers/activation.py",
+                            {"current_platform": platform})  # fmt: skip
+        self.activations = self._activations()
+        self._quant = Source(root, "tests/kernels/quant_utils.py", {
+            "current_platform": platform, "get_fp8_min_max": lambda: _FP8_LIMITS,
+            "is_deep_gemm_e8m0_used": lambda: False,
+        })  # fmt: skip
+        self._quant.take(
+            "as_float32_tensor", "ref_dynamic_per_token_quant", "ref_dynamic_per_tensor_fp8_quant",
+            "native_w8a8_block_matmul", "native_per_token_group_quant_fp8",
+            "native_per_token_group_quant_int8",
+        )  # fmt: skip
+        silu = _Layer(self.activations["silu_and_mul"])
+        given: dict[str, object] = {
+            "SiluAndMul": lambda: silu, "MoEActivation": Words(), "current_platform": platform,
+            "op_registry": {"SILU": lambda: silu}, "moe_kernel_quantize_input": self._input,
+            "native_w8a8_block_matmul": self._of("native_w8a8_block_matmul"),
+            "native_per_token_group_quant_int8": self._of("native_per_token_group_quant_int8"),
+            "per_token_group_quant_fp8": lambda x, group, dtype: self.fp8_groups(x, group),
+            "per_token_quant_int8": self.int8_rows,
+            "ops": SimpleNamespace(scaled_fp8_quant=lambda x, **_: self.fp8_rows(x)),
+        }  # fmt: skip
+        kernels = "tests/kernels/"
+        self._utils = Source(root, f"{kernels}utils.py", given)
+        self._utils.take("torch_experts", "torch_moe")
+        self._block8 = Source(root, f"{kernels}moe/test_block_fp8.py", given)
+        self._blocki = Source(root, f"{kernels}moe/test_block_int8.py", given)
+        self._rows8 = Source(root, f"{kernels}moe/test_triton_moe_ptpc_fp8.py", given)
+        self._rows8.take("native_w8a8_per_token_matmul", "fp8_mask")
+        self._rowsi = Source(root, f"{kernels}quantization/test_int8_kernel.py", given)
+        self._rowsi.take("native_w8a8_per_token_matmul")
+        self._packing = Source(
+            root, "vllm/model_executor/layers/quantization/utils/quant_utils.py",
+            {"scalar_types": Words()},
+        )  # fmt: skip
+        self._packing.take("quantize_weights")
+
+    def _of(self, name: str) -> Any:
+        return self._quant.space[name]
+
+    def _activations(self) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+        def bound(owner: str, **fields: object) -> Callable[[torch.Tensor], torch.Tensor]:
+            native: Any = self._acts.method(owner, "forward_native")
+            return lambda x: native(SimpleNamespace(**fields), x)
+
+        silu: Any = self._acts.method("SiluAndMul", "forward_native")
+        return {
+            "silu_and_mul": silu, "mul_and_silu": bound("MulAndSilu"),
+            "gelu": bound("GeluAndMul", approximate="none"),
+            "gelu_tanh": bound("GeluAndMul", approximate="tanh"),
+            "swigluoai_and_mul": bound("SwigluOAIAndMul", alpha=1.702, limit=7.0),
+            "swiglustep_and_mul": bound("SwigluStepAndMul", limit=7.0),
+        }  # fmt: skip
+
+    def clamped(
+        self, alpha: float, beta: float, limit: float
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return SiluAndMulWithClamp."""
+        native: Any = self._acts.method("SiluAndMulWithClamp", "forward_native")
+        state = SimpleNamespace(alpha=alpha, beta=beta, swiglu_limit=limit, limit=limit)
+        return lambda x: native(state, x)
+
+    # ---------------------------------------------------------------------------- quantisers
+
+    def fp8_rows(self, x: torch.Tensor) -> Any:
+        """Quantise by rows."""
+        return self._of("ref_dynamic_per_token_quant")(x, _FP8)
+
+    def int8_rows(self, x: torch.Tensor) -> Any:
+        """Quantise by rows."""
+        return self._of("ref_dynamic_per_token_quant")(x, torch.int8)
+
+    def fp8_whole(self, x: torch.Tensor) -> Any:
+        """Quantise with one scale."""
+        return self._of("ref_dynamic_per_tensor_fp8_quant")(x)
+
+    def fp8_groups(self, x: torch.Tensor, group: int) -> Any:
+        """Quantise by groups of columns."""
+        return self._of("native_per_token_group_quant_fp8")(x.contiguous(), group)
+
+    def int8_groups(self, x: torch.Tensor, group: int) -> Any:
+        """Quantise by groups of columns, by truncation as their kernel does."""
+        native = self._of("native_per_token_group_quant_int8")
+        return native(x.contiguous(), group, round_to_nearest=False)
+
+    def _input(
+        self, a: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype | None,
+        by_row: bool, block: list[int] | None = None,
+    ) -> Pair:  # fmt: skip
+        """Stand for their dispatch to kernels; float32 holds fp8 codes, which torch can mask."""
+        if dtype is None:
+            return a, scale
+        if block is not None:
+            q, s = self.fp8_groups(a, block[1])
+        elif by_row:
+            q, s = self.fp8_rows(a)
+        else:
+            q, s = self.fp8_whole(a)
+        return q.float(), s
+
+    # -------------------------------------------------------------------------------- layers
+
+    def torch_moe(self, layer: Layer, given: Given) -> torch.Tensor:
+        """Compute with weights that they dequantised."""
+        w1, w2 = self._dequantised[layer]
+        return self._call(self._utils, "torch_moe", given.x, w1, w2, given.score, layer.top_k,
+                          expert_map=given.weights.expert_map)  # fmt: skip
+
+    def torch_experts(self, layer: Layer, given: Given) -> torch.Tensor:
+        """Compute with activations quantised as the layer says."""
+        w, plain = given.weights, layer.quant == "none"
+        scales = {}
+        block = [128, 128] if "block" in layer.quant else None
+        by_row = "channel" in layer.quant
+        if not plain:
+            assert w.w1_scale is not None
+            assert w.w2_scale is not None
+            scales = {"w1_scale": w.w1_scale, "w2_scale": w.w2_scale}
+            if by_row:
+                scales = {name: scale[..., None] for name, scale in scales.items()}
+        return self._call(
+            self._utils, "torch_experts", given.x, w.w1, w.w2, given.routing.topk_weights_TK,
+            given.routing.topk_ids_TK.long(), quant_dtype=None if plain else _FP8,
+            per_act_token_quant=by_row, block_shape=block, **scales,
+        )  # fmt: skip
+
+    def fp8_block(self, layer: Layer, given: Given) -> torch.Tensor:
+        """Compute with scales of blocks."""
+        w, block = given.weights, _block(layer)
+        return self._call(self._block8, "torch_w8a8_block_fp8_moe", given.x, w.w1, w.w2,
+                          w.w1_scale, w.w2_scale, given.routing.topk_weights_TK,
+                          given.routing.topk_ids_TK, block)  # fmt: skip
+
+    def int8_block(self, layer: Layer, given: Given) -> torch.Tensor:
+        """Compute with scales of blocks."""
+        w, block = given.weights, _block(layer)
+        return self._call(self._blocki, "torch_w8a8_block_int8_moe", given.x, w.w1, w.w2,
+                          w.w1_scale, w.w2_scale, given.score, layer.top_k, block)  # fmt: skip
+
+    def fp8_channel(self, layer: Layer, given: Given) -> torch.Tensor:
+        """Compute with scales of rows."""
+        w = given.weights
+        self._rows8.space["fp8_mask"] = lambda a, mask: (
+            a.view(torch.int8)[mask].view(a.dtype) if a.dtype is _FP8 else a[mask]
+        )
+        return self._call(self._rows8, "torch_w8a8_per_column_moe", given.x, w.w1, w.w2,
+                          w.w1_scale, w.w2_scale, given.score, layer.top_k)  # fmt: skip
+
+    def int8_channel(self, layer: Layer, given: Given) -> torch.Tensor:
+        """Compute with scales of rows."""
+        w = given.weights
+        return self._call(self._rowsi, "torch_w8a8_per_column_moe", given.x, w.w1, w.w2,
+                          w.w1_scale, w.w2_scale, layer.top_k, given.routing.topk_weights_TK,
+                          given.routing.topk_ids_TK)  # fmt: skip
+
+    def _call(self, source: Source, name: str, *args: object, **kwargs: object) -> torch.Tensor:
+        function: Any = source.function(name)
+        found: torch.Tensor = function(*args, **kwargs)
+        return found
+
+    # ------------------------------------------------------------- weights of 4 and 8 bits
+
+    _dequantised: dict[Layer, tuple[torch.Tensor, torch.Tensor]] = {}  # noqa: RUF012 (one layer)
+
+    def store_groups(self, layer: Layer, weights: ExpertWeights) -> ExpertWeights:
+        """Store weights by their quantiser, packed as their test packs them for their kernel."""
+        four, zeros = layer.quant.startswith("int4"), "zero_points" in layer.quant
+        kind = _Integers(4 if four else 8, signed=not zeros)
+        quantise: Any = self._packing.space["quantize_weights"]
+        fields: dict[str, torch.Tensor] = {}
+        plain = []
+        for name in ("w1", "w2"):
+            numbers = getattr(weights, name)
+            e, rows, _ = numbers.shape
+
+            def of_experts(values: torch.Tensor, e: int = e, rows: int = rows) -> torch.Tensor:
+                return values.T.reshape(e, rows, -1).contiguous()
+
+            # Columns are quantised apart, so all experts' at once.
+            w, q, s, z = quantise(numbers.flatten(0, 1).T, kind, layer.multiple, zeros, False)
+            q = of_experts(q).to(torch.uint8)
+            z = of_experts(z).to(torch.uint8) if zeros else q
+            if four:
+                q, z = q[:, :, 1::2] * 16 + q[:, :, ::2], z[:, 1::2] * 16 + z[:, ::2]
+            plain.append(of_experts(w).to(layer.dtype))
+            fields |= {name: q.contiguous(), f"{name}_scale": of_experts(s).to(layer.dtype)}
+            if zeros:
+                fields[f"{name}_zero_point"] = z.contiguous()
+        self._dequantised.clear()
+        self._dequantised[layer] = plain[0], plain[1]
+        return replace(weights, **fields)
+
+
+class _Layer:
+    """A module of theirs that is called, or whose native function is."""
+
+    def __init__(self, native: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.forward_native = native
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward_native(x)
+
+
+class _Integers:
+    """The facts of their ScalarType that their quantiser asks for."""
+
+    def __init__(self, bits: int, *, signed: bool) -> None:
+        self._bits, self._biased = bits, signed
+        self.bias = 2 ** (bits - 1)
+
+    def is_integer(self) -> bool:
+        return True
+
+    def is_signed(self) -> bool:
+        return False
+
+    def has_bias(self) -> bool:
+        return self._biased
+
+    def max(self) -> int:
+        return 2**self._bits - 1 - (self.bias if self._biased else 0)
+
+    def min(self) -> int:
+        return -self.bias if self._biased else 0
+
+
+def _block(layer: Layer) -> list[int]:
+    return [int(side) for side in layer.quant.partition("=")[2].split("x")]

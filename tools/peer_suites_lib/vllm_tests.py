@@ -1,0 +1,390 @@
+"""vLLM's grids and torch references: layers, routers, quantisers, activations, alignment."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from modular_kernel.types import ActivationSpec
+from peer_suites_lib.checkout import Params, Source, Words
+from peer_suites_lib.endings import Ending, MissingError, SkippedError, Suite, Tolerance
+from peer_suites_lib.layers import Layer, LayerCheck
+from peer_suites_lib.routers import Router, check_router, spec_of
+from peer_suites_lib.rows import (
+    ALIGNED_TOKENS,
+    check_activation,
+    check_align,
+    check_quantiser,
+    numbers,
+    shrink_rows,
+)
+from peer_suites_lib.vllm_given import VllmReferences
+
+Check = Callable[[Params], Ending]
+_TESTS = "tests/kernels/"
+_FP8 = torch.float8_e4m3fn
+
+
+def suites(root: Path) -> list[Suite]:
+    """Return every suite that is taken from a checkout of vLLM."""
+    references = VllmReferences(root)
+    return [*_layers(root, references), *_routers(root), *_rows(root, references)]
+
+
+class Taken:
+    """One test file: its grids, and axes that say how their kernel runs, which are left out."""
+
+    def __init__(self, root: Path, file: str, given: dict[str, object] | None = None) -> None:
+        platform = SimpleNamespace(is_fp8_fnuz=lambda: False, is_rocm=lambda: False)
+        known: dict[str, object] = {"MoEActivation": Words(), "current_platform": platform}
+        self.file = file
+        self.source = Source(root, _TESTS + file, known | (given or {}))
+
+    def suite(self, test: str, check: Check, without: tuple[str, ...] = ()) -> Suite:
+        """Return the suite of a test; cases that differ in `without` alone are one case."""
+
+        def cases() -> Iterator[Params]:
+            seen = set()
+            for params in self.source.grid(test):
+                kept = {key: value for key, value in params.items() if key not in without}
+                if str(kept) not in seen:
+                    seen.add(str(kept))
+                    yield kept
+
+        return Suite("vLLM", f"{self.file}::{test}", cases, check)
+
+
+def _layers(root: Path, references: VllmReferences) -> list[Suite]:
+    moe, cpu = Taken(root, "moe/test_moe.py"), Taken(root, "moe/test_cpu_fused_moe.py")
+    moe.source.take("iterative_moe")
+    cpu.source.space |= {"ACT": ["SILU", "SWIGLUOAI", "GELU", "GELU_TANH"]}
+    cpu.source.take("_ref_moe_activation", "ref_fused_moe")
+    plain = LayerCheck(
+        lambda layer, given: moe.source.space["iterative_moe"](  # type: ignore[operator]
+            given.x, given.weights.w1.contiguous(), given.weights.w2.contiguous(), given.score,
+            layer.top_k, layer.experts, given.weights.expert_map, False,
+        ),
+        Tolerance(2e-2, 0),
+    )  # fmt: skip
+    groups = LayerCheck(references.torch_moe, Tolerance(2e-2, 0), references.store_groups)
+    batched = LayerCheck(references.torch_experts, Tolerance(3e-2, 2e-2))
+    # With float16 logits of activations theirs is held to its defaults for bfloat16.
+    with_bias = LayerCheck(
+        lambda layer, given: cpu.source.space["ref_fused_moe"](  # type: ignore[operator]
+            given.x, given.weights.w1, given.weights.w2, given.weights.b1, given.weights.b2,
+            given.routing.topk_weights_TK, given.routing.topk_ids_TK, _act(layer),
+        ),
+        Tolerance(1e-3, 1.6e-2),
+    )  # fmt: skip
+    block8 = LayerCheck(references.fp8_block, Tolerance(0.035, 0.035))
+    blocki = LayerCheck(references.int8_block, Tolerance(0.065, 0.065))
+    channel8 = LayerCheck(references.fp8_channel, Tolerance(mean=0.05))
+    channeli = LayerCheck(references.int8_channel, Tolerance(mean=0.05))
+    block_fp8, block_int8 = (Taken(root, f"moe/test_block_{t}.py") for t in ("fp8", "int8"))
+    rows8 = Taken(root, "moe/test_triton_moe_ptpc_fp8.py")
+    rowsi = Taken(root, "quantization/test_int8_kernel.py")
+    return [
+        moe.suite("test_fused_moe", partial(_plain, plain), ("use_td",)),
+        moe.suite("test_naive_block_assignment_moe", partial(_plain, plain)),
+        moe.suite("test_fused_moe_wn16", partial(_groups, groups)),
+        Taken(root, "moe/test_batched_moe.py").suite(
+            "test_fused_moe_batched_experts", partial(_batched, batched)
+        ),
+        cpu.suite("test_cpu_fused_moe", partial(_cpu, with_bias), ("isa",)),
+        block_fp8.suite("test_w8a8_block_fp8_fused_moe", partial(_block, block8, "fp8_w8a8_block")),
+        block_int8.suite(
+            "test_w8a8_block_int8_fused_moe", partial(_block, blocki, "int8_w8a8_block")
+        ),
+        rows8.suite("test_w8a8_fp8_fused_moe", partial(_channel, channel8, "fp8_w8a8_channel")),
+        rowsi.suite("test_w8a8_fp8_fused_moe", partial(_channel, channeli, "int8_w8a8_channel")),
+    ]
+
+
+_ACTS = {"SILU": "silu", "GELU": "gelu", "GELU_TANH": "gelu_tanh", "SWIGLUOAI": "swiglu_oai"}
+
+
+def _act(layer: Layer) -> str:
+    kind = ActivationSpec.parse(layer.activation).kind
+    return next(name for name, ours in _ACTS.items() if ours == kind)
+
+
+def _plain(check: LayerCheck, p: Any) -> Ending:
+    layer = Layer(p["m"], p["k"], p["n"], p["e"], p["topk"], p["dtype"],
+                  ep_size=p.get("ep_size", 1), padded=p["padding"])  # fmt: skip
+    return check(layer)
+
+
+def _groups(check: LayerCheck, p: Any) -> Ending:
+    bits, group = p["weight_bits"], p["group_size"]
+    quant = f"int{bits}_w{bits}a16_group:group={group}" + ",zero_points=true" * p["has_zp"]
+    return check(
+        Layer(p["m"], p["k"], p["n"], p["e"], p["topk"], p["dtype"], quant,
+              ep_size=p["ep_size"], multiple=group)
+    )  # fmt: skip
+
+
+def _batched(check: LayerCheck, p: Any) -> Ending:
+    by_row, block, quantised = p["per_act_token_quant"], p["block_shape"], p["dtype"] is _FP8
+    if (by_row or block) and not quantised:
+        raise SkippedError("a block or a row of what is not quantised")
+    if by_row and block:
+        raise SkippedError("blocks and rows at once")
+    quant = "fp8_w8a8_block:block=128x128" if block else "fp8_w8a8_channel"
+    if not by_row and not block:
+        quant = "fp8_w8a8_tensor" if quantised else "none"
+    return check(
+        Layer(p["m"], p["k"], p["n"], p["e"], p["topk"], quant=quant, multiple=128 if block else 1)
+    )
+
+
+def _cpu(check: LayerCheck, p: Any) -> Ending:
+    return check(
+        Layer(p["batch_size"], p["hidden_size"], p["intermediate_size"], p["expert_num"],
+              max(p["expert_num"] // 2, 1), p["dtype"], activation=_ACTS[p["act"]],
+              bias=p["use_bias"],
+              scale=(0.02, 0.02, 0.02))
+    )  # fmt: skip
+
+
+def _block(check: LayerCheck, quant: str, p: Any) -> Ending:
+    if p["topk"] > p["E"]:
+        raise SkippedError("topk > E")
+    rows, columns = p["block_size"]
+    return check(
+        Layer(p["M"], p["K"], p["N"], p["E"], p["topk"], p["dtype"],
+              f"{quant}:block={rows}x{columns}", multiple=max(rows, columns))
+    )  # fmt: skip
+
+
+def _channel(check: LayerCheck, quant: str, p: Any) -> Ending:
+    return check(
+        Layer(p["M"], p["K"], p["N"], p["E"], p["topk"], p["dtype"], quant, stored="codes")
+    )
+
+
+# -------------------------------------------------------------------------------------- routers
+
+
+def _routers(root: Path) -> list[Suite]:
+    fused, grouped = Taken(root, "moe/test_fused_topk.py"), Taken(root, "moe/test_grouped_topk.py")
+    routing = Taken(root, "moe/test_routing.py")
+    root_of = Taken(root, "moe/test_topk_softplus_sqrt.py")
+    fused.source.take("torch_topk")
+    grouped.source.take("_single_group_reference")
+    routing.source.space["Llama4MoE"] = SimpleNamespace(custom_routing_function="llama4")
+    names = ("fused_topk", "fused_topk_bias", "grouped_topk", "custom_llama4")
+    routing.source.take(*(f"baseline_{name}" for name in names))
+    root_of.source.take("_torch_topk_softplus_sqrt")
+    of = routing.source.space
+    eplb = ("enable_eplb",)
+    apart = ("hidden_size", "enable_eplb", "k", "n_hidden")
+    plain = partial(_topk, fused.source.space["torch_topk"])
+    return [
+        fused.suite("test_fused_topk", partial(plain, bias=False), apart),
+        fused.suite("test_fused_topk_bias", partial(plain, bias=True), apart),
+        grouped.suite("test_grouped_topk", partial(_grouped, of["baseline_grouped_topk"]), apart),
+        grouped.suite(
+            "test_grouped_topk_single_group_tiers",
+            partial(_single, grouped.source.space["_single_group_reference"]),
+        ),
+        routing.suite("test_fused_topk", partial(_baseline, of["baseline_fused_topk"]), eplb),
+        routing.suite("test_fused_topk_bias", partial(_biased, of["baseline_fused_topk_bias"]),
+                      eplb),
+        routing.suite("test_grouped_topk", partial(_grouped, of["baseline_grouped_topk"]), eplb),
+        routing.suite("test_custom", partial(_llama4, of["baseline_custom_llama4"]),
+                      (*eplb, "renormalize")),
+        root_of.suite(
+            "test_fused_topk_softplus_sqrt",
+            partial(_root, root_of.source.space["_torch_topk_softplus_sqrt"]), apart,
+        ),
+    ]  # fmt: skip
+
+
+def _topk(reference: Any, p: Any, *, bias: bool) -> Ending:
+    spec = spec_of(p["topk"], score=p["scoring_func"], renormalise=p["renormalize"],
+                   selection_bias=bias)  # fmt: skip
+    case = Router(spec, p["num_experts"], p["num_tokens"], p["dtype"])
+    return check_router(
+        case, lambda x, b: reference(x, p["topk"], p["renormalize"], b, p["scoring_func"])
+    )
+
+
+def _grouped(reference: Any, p: Any) -> Ending:
+    k = p.get("topk", p.get("top_k"))
+    experts = p.get("n_expert", p.get("global_num_experts"))
+    spec = spec_of(k, score=p["scoring_func"], groups=p["num_expert_group"],
+                   topk_groups=p["topk_group"], selection_bias=True,
+                   renormalise=p["renormalize"])  # fmt: skip
+    case = Router(spec, experts, p.get("n_token", p.get("m")), p.get("input_dtype", torch.float32),
+                  scaling=p["routed_scaling_factor"])  # fmt: skip
+    return check_router(
+        case,
+        lambda x, b: reference(x, k, p["num_expert_group"], p["topk_group"], p["scoring_func"],
+                               p["renormalize"], b, p["routed_scaling_factor"]),
+    )  # fmt: skip
+
+
+def _single(reference: Any, p: Any) -> Ending:
+    spec = spec_of(p["topk"], score=p["scoring_func"], selection_bias=True,
+                   renormalise=p["renormalize"])  # fmt: skip
+    case = Router(spec, p["num_experts"], 33, p["input_dtype"], p["bias_dtype"],
+                  p["routed_scaling_factor"])  # fmt: skip
+    return check_router(
+        case,
+        lambda x, b: reference(x, b, p["topk"], scoring_func=p["scoring_func"],
+                               renormalize=p["renormalize"],
+                               routed_scaling_factor=p["routed_scaling_factor"]),
+    )  # fmt: skip
+
+
+def _baseline(reference: Any, p: Any) -> Ending:
+    case = Router(spec_of(p["top_k"], renormalise=p["renormalize"]), p["global_num_experts"],
+                  p["m"], atol=1e-3, rtol=1e-3)  # fmt: skip
+    return check_router(case, lambda x, _: reference(x, p["top_k"], p["renormalize"]))
+
+
+def _biased(reference: Any, p: Any) -> Ending:
+    spec = spec_of(p["top_k"], renormalise=p["renormalize"], selection_bias=True)
+    factor = p["routed_scaling_factor"]
+    case = Router(spec, p["global_num_experts"], p["m"], scaling=factor, atol=1e-3, rtol=1e-3)
+    return check_router(case, lambda x, b: reference(x, p["top_k"], p["renormalize"], b, factor))
+
+
+def _llama4(reference: Any, p: Any) -> Ending:
+    spec = spec_of(p["top_k"], score="sigmoid", order="topk_first")
+    case = Router(spec, p["global_num_experts"], p["m"], atol=1e-3, rtol=1e-3)
+    return check_router(case, lambda x, _: reference(x, p["top_k"]))
+
+
+def _root(reference: Any, p: Any) -> Ending:
+    spec = spec_of(p["topk"], score="sqrtsoftplus", selection_bias=True,
+                   renormalise=p["renormalize"])  # fmt: skip
+    factor = p["routed_scaling_factor"]
+    case = Router(spec, p["num_experts"], p["num_tokens"], p["dtype"], scaling=factor, atol=2e-2)
+    return check_router(case, lambda x, b: reference(x, p["topk"], p["renormalize"], factor, b))
+
+
+# ----------------------------------------------------------------------------------------- rows
+
+
+def _rows(root: Path, references: VllmReferences) -> list[Suite]:
+    fp8, int8 = (Taken(root, f"quantization/test_{t}_quant.py") for t in ("fp8", "int8"))
+    group = Taken(root, "quantization/test_per_token_group_quant.py")
+    align = Taken(root, "moe/test_moe_align_block_size.py",
+                  {"round_up": lambda a, b: -(-a // b) * b})  # fmt: skip
+    align.source.take("torch_moe_align_block_size")
+    golden = align.source.space["torch_moe_align_block_size"]
+    device = {"CUDA_DEVICES": ["cpu"], "FastGELU": "gelu_fast", "NewGELU": "gelu_new",
+              "QuickGELU": "gelu_quick", "ReLUSquaredActivation": "relu_squared"}  # fmt: skip
+    acts = Taken(root, "core/test_activation.py", device)
+    acts.source.space["torch"] = _TorchWithOps()
+    of = references
+    return [
+        fp8.suite("test_dynamic_per_token_fp8_quant",
+                  partial(_quantiser, "fp8_w8a8_channel", of.fp8_rows), ("seed",)),
+        fp8.suite("test_dynamic_per_tensor_fp8_quant",
+                  partial(_quantiser, "fp8_w8a8_tensor", of.fp8_whole), ("seed",)),
+        int8.suite("test_dynamic_scaled_int8_quant",
+                   partial(_quantiser, "int8_w8a8_channel", of.int8_rows), ("seed",)),
+        group.suite("test_per_token_group_quant_fp8", partial(_by_group, "fp8", of.fp8_groups),
+                    ("column_major", "tma_aligned")),
+        group.suite("test_per_token_group_quant_int8", partial(_by_group, "int8", of.int8_groups)),
+        acts.suite("test_act_and_mul", partial(_gated, of.activations), ("seed", "device")),
+        acts.suite("test_silu_and_mul_with_clamp", partial(_clamped, of), ("seed", "device")),
+        align.suite("test_moe_align_block_size", partial(_aligned, golden), ("pad_sorted_ids",)),
+        align.suite("test_moe_align_block_size_with_expert_map", partial(_mapped, golden),
+                    ("mask_inactive_experts",)),
+    ]  # fmt: skip
+
+
+class _TorchWithOps:
+    """torch, but with their operations named instead of loaded."""
+
+    ops = SimpleNamespace(_C=Words())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _quantiser(quant: str, reference: Any, p: Any) -> Ending:
+    if p.get("do_scale_ub"):
+        raise MissingError("an upper bound of computed activation scales")
+    rows, columns, done = shrink_rows(p["num_tokens"], p["hidden_size"])
+    return check_quantiser(numbers(rows, columns, p["dtype"]) * 8, quant, reference, done)
+
+
+def _by_group(kind: str, reference: Any, p: Any) -> Ending:
+    if p.get("scale_ue8m0"):
+        raise MissingError("activation scales that are powers of two")
+    group, (rows, columns) = p["group_size"], p["shape"]
+    rows, columns, done = shrink_rows(rows, columns, group)
+    x = numbers(rows, columns, p["dtype"]) * 8
+    quant = f"{kind}_w8a8_block:block={group}x{group}"
+    return check_quantiser(x, quant, lambda part: reference(part, group), done)
+
+
+_GATED = {
+    "silu_and_mul": "silu", "mul_and_silu": "silu:up_first=true", "gelu": "gelu",
+    "gelu_tanh": "gelu_tanh", "swigluoai_and_mul": "swiglu_oai",
+    "swiglustep_and_mul": "swiglu_clamp_after:limit=7",
+}  # fmt: skip
+
+
+def _tolerance(name: str, dtype: torch.dtype) -> Tolerance:
+    """Return one rounding: theirs is exact, because their kernel rounds as torch does."""
+    rtol = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1.3e-6}[dtype]
+    atol = {torch.float16: 1e-3, torch.bfloat16: 1e-3, torch.float32: 1e-5}[dtype]
+    return Tolerance(atol, rtol)
+
+
+def _gated(references: Any, p: Any) -> Ending:
+    name = p["activation"]
+    if name not in _GATED:
+        raise MissingError(f"activation {name}")
+    rows, inner, done = shrink_rows(p["num_tokens"], p["d"])
+    x = numbers(rows, 2 * inner, p["dtype"])
+    spec = ActivationSpec.parse(_GATED[name])
+    return check_activation(x, spec, references[name], _tolerance(name, p["dtype"]), done)
+
+
+def _clamped(references: VllmReferences, p: Any) -> Ending:
+    alpha, beta, limit = p["alpha"], p["beta"], p["swiglu_limit"]
+    if (alpha, beta) == (1.0, 0.0):
+        spec = ActivationSpec("swiglu_clamp_before", limit=limit)
+    elif beta == 1.0:
+        spec = ActivationSpec("swiglu_oai", alpha, limit)
+    else:
+        raise MissingError("swiglu_oai with another number than 1 added to up")
+    rows, inner, done = shrink_rows(p["num_tokens"], p["d"])
+    x = numbers(rows, 2 * inner, p["dtype"]) * 4
+    return check_activation(x, spec, references.clamped(alpha, beta, limit),
+                            _tolerance("", p["dtype"]), done)  # fmt: skip
+
+
+def _ids(tokens: int, top_k: int, experts: int) -> torch.Tensor:
+    g = torch.Generator().manual_seed(tokens)
+    return torch.rand(tokens, experts, generator=g).topk(top_k)[1].int()
+
+
+def _aligned(golden: Any, p: Any) -> Ending:
+    if p["topk"] > p["num_experts"]:
+        raise SkippedError("topk > experts")
+    tokens = min(p["m"], ALIGNED_TOKENS)
+    done = f"tokens to {ALIGNED_TOKENS}" if tokens < p["m"] else ""
+    experts, block = p["num_experts"], p["block_size"]
+    ids = _ids(tokens, p["topk"], experts)
+    return check_align(ids, block, experts, lambda x: golden(x, block, experts), done)
+
+
+def _mapped(golden: Any, p: Any) -> Ending:
+    tokens, experts, block = min(p["m"], ALIGNED_TOKENS), p["num_experts"], p["block_size"]
+    done = f"tokens to {ALIGNED_TOKENS}" if tokens < p["m"] else ""
+    expert_map = torch.full((experts,), -1, dtype=torch.int32)
+    expert_map[::2] = torch.arange(experts // 2, dtype=torch.int32)
+    ids = _ids(tokens, p["topk"], experts)
+    return check_align(
+        ids, block, experts, lambda x: golden(x, block, experts, expert_map), done, expert_map
+    )
