@@ -14,12 +14,12 @@ from experts.deepgemm import (
     TritonOrDeepGemmExperts,
 )
 from experts.flashinfer import FlashInferExperts
+from experts.grouped_gemm import GroupedGemmExperts
 from experts.naive_batched import NaiveBatchedExperts
 from experts.torch_experts import TorchExperts
 from experts.triton.aligned.staged import StagedTritonExperts
 from experts.triton.batched import BatchedTritonExperts
 from experts.triton.contiguous import TritonExperts
-from experts.triton.permuted import GroupedGemmExperts
 from experts.triton_kernels import TritonKernelsExperts
 from modular_kernel.support import Planned
 

@@ -123,10 +123,6 @@ def test_public_names_are_not_hidden_by_submodules() -> None:
     assert not modules & set(modular_kernel.__all__)
 
 
-# A part names what compiles its kernels' other callers, which import the part's kernels: late.
-_LATE = {("experts.triton.permuted", "experts.compat.ep_moe_meta")}
-
-
 def _imports() -> set[tuple[str, str]]:
     """(module, module that it imports anywhere but for type checkers): of our packages."""
     files = {}
@@ -146,7 +142,7 @@ def _imports() -> set[tuple[str, str]]:
             elif isinstance(node, ast.ImportFrom):
                 below = {f"{node.module}.{alias.name}" for alias in node.names}
                 found |= {(name, one if one in files else str(node.module)) for one in below}
-    return {(user, used) for user, used in found if used in files and used != user} - _LATE
+    return {(user, used) for user, used in found if used in files and used != user}
 
 
 def _in_loops(pairs: set[tuple[str, str]]) -> set[str]:

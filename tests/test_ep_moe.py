@@ -7,7 +7,7 @@ import torch
 from ep_moe_steps import DEVICE, ep_moe, poison, values
 
 from experts.compat.ep_moe import post_reorder, run_moe_ep_preproess
-from experts.triton.permuted import GroupedGemmExperts
+from experts.grouped_gemm import GroupedGemmExperts
 from modular_kernel import ExpertWeights, Problem, Routing, make_kernel
 from modular_kernel.composer import random_inputs
 from modular_kernel.reference import oracle

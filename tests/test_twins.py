@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from experts.grouped_gemm import GroupedGemmExperts
 from experts.naive_batched import NaiveBatchedExperts
 from experts.torch_experts import TorchExperts
 from experts.triton.batched import BatchedTritonExperts
 from experts.triton.contiguous import TritonExperts
-from experts.triton.permuted import GroupedGemmExperts
 from modular_kernel import Problem, reference
 from modular_kernel.catalog import this_machine
 from modular_kernel.contracts import PermuteExpertsUnpermute

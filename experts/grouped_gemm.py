@@ -1,4 +1,8 @@
-"""GroupedGemmExperts: pre-reorder, two products over segments of rows, post-reorder."""
+"""GroupedGemmExperts: pre-reorder, two products over segments of rows, post-reorder.
+
+Above the folders: its products are those of `experts.triton`, and `experts.compat` has them by
+their steps.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
