@@ -37,3 +37,14 @@ def test_an_entry_that_does_not_fit_is_named(tmp_path: Path) -> None:
     for old, file in (("1", "part.py"), ("7", "part.py"), ("x", "other.py")):
         with pytest.raises(ConfigurationError, match="one"):
             read(old, file)
+
+
+def test_what_full_leaves_met_the_tests_of_operations() -> None:
+    """And the page says how many of them those tests notice."""
+    record = json.loads((ROOT / "docs/source-defects.json").read_text(encoding="utf-8"))
+    left = [told for told in record.values() if not told["full"].startswith("killed")]
+    assert left
+    killed = sum(told["tests"].startswith("killed by tests/test_ops_") for told in left)
+    page = (ROOT / "docs/mutation-scores.md").read_text(encoding="utf-8")
+    assert f"Of the {len(left)} that full leaves, the tests of operations" in page
+    assert f"kill {killed}." in page

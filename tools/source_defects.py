@@ -2,13 +2,17 @@
 """Put the defects of source_defects.json into the source, one at a time: does `mk test` notice?
 
     python tools/source_defects.py smoke            # or full; writes docs/source-defects.json
+    python tools/source_defects.py tests            # what full leaves, before the tests of operations
 
 For each level a defect is killed, survives, or is met by no case on a CPU. The cases are those of
 every pairing in one process. A level leaves the other's results in the file as they are.
 """
 
 import json
+import shutil
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -16,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from modular_kernel.cli.host import prepare_host
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.settings import environment_of_child
 
 prepare_host()
 
@@ -24,6 +29,7 @@ from modular_kernel.testing import pairings
 from modular_kernel.testing.mutation import attempt, cover
 from modular_kernel.testing.mutation.attempt import Killers
 from modular_kernel.testing.mutation.defects import read_defects
+from modular_kernel.testing.mutation.source import Mutant
 
 LIST = ROOT / "tools/source_defects.json"
 RECORD = ROOT / "docs/source-defects.json"
@@ -31,11 +37,19 @@ RECORD = ROOT / "docs/source-defects.json"
 
 def main(level: str, names: list[str]) -> None:
     """names: experts parts whose pairings run; none takes all."""
-    if level not in ("smoke", "full"):
-        raise ConfigurationError("level", got=level, need="smoke or full")
+    if level not in ("smoke", "full", "tests"):
+        raise ConfigurationError("level", got=level, need="smoke, full or tests")
     defects = read_defects(LIST, ROOT)
     found = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
     record = {d.what: found.get(d.what, {"file": d.mutant.module}) for d in defects}
+    if level == "tests":
+        for defect in defects:
+            told = record[defect.what]
+            if not told.get("full", "").startswith("killed"):
+                told["tests"] = by_tests(defect.mutant)
+                print(f"  {defect.what}: {told['tests']}", flush=True)
+        RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        return
     modules = {d.mutant.module: d.mutant.path for d in defects}
     killers = Killers()
     for pair in pairings(this_machine(), level):
@@ -64,6 +78,32 @@ def main(level: str, names: list[str]) -> None:
     killed = sum(fate.startswith("killed") for fate in fates)
     lived = fates.count("survived")
     print(f"{level}: {killed} killed, {lived} survived, {len(fates) - killed - lived} not executed")
+
+
+def by_tests(mutant: Mutant) -> str:
+    """What becomes of a defect in a copy of the checkout before the whole tests of operations."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "checkout"
+        left = shutil.ignore_patterns(".*", "out", "build", "__pycache__")
+        shutil.copytree(ROOT, copy, ignore=left)
+        (copy / mutant.path.relative_to(ROOT)).write_text(mutant.text(), encoding="utf-8")
+        tests = sorted(str(path) for path in (copy / "tests").glob("test_ops_*.py"))
+        words = ["-m", "pytest", "-q", "-x", "--whole", "-p", "no:cacheprovider", *tests]
+        child = environment_of_child(interpreted=True) | {"PYTHONPATH": str(copy)}
+        done = subprocess.run(
+            [sys.executable, *words],
+            cwd=copy,
+            env=child,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if done.returncode == 1 and failed:
+        return f"killed by {failed[0].split()[1].partition('[')[0]}"
+    if done.returncode == 0:
+        return "survived"
+    raise RuntimeError(f"pytest ended with {done.returncode}: {done.stdout[-2000:]}")
 
 
 if __name__ == "__main__":

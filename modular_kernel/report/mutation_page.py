@@ -100,6 +100,8 @@ def _written(path: Path, known: dict[str, str]) -> tuple[Block, ...]:
         fate = str(record.get("full", record.get("smoke", "not run")))
         if not fate.startswith("killed"):
             why = f": {record['why']}" if "why" in record else ""
+            if record.get("tests", "").startswith("killed"):
+                why += f"; {record['tests']}"
             lists.append(f"{fate}: {what} (`{record['file']}`){why}")
     return (
         Heading(2, "Defects written by hand"),
@@ -111,8 +113,18 @@ def _written(path: Path, known: dict[str, str]) -> tuple[Block, ...]:
         ),
         *_said(known, "defects"),
         Table(("level", "defects", "killed", "survived", "not executed", "not run"), rows),
+        *_tested([record["tests"] for record in found.values() if "tests" in record]),
         *((Text("Not killed:"), Items(lists)) if lists else ()),
     )
+
+
+def _tested(fates: Sequence[str]) -> tuple[Block, ...]:
+    """Say how many of what the cases leave the tests of operations notice."""
+    if not fates:
+        return ()
+    killed = sum(fate.startswith("killed") for fate in fates)
+    text = f"Of the {len(fates)} that full leaves, the tests of operations (`tests/test_ops_*.py`) kill"
+    return (Text(f"{text} {killed}."),)
 
 
 def _read(path: Path) -> Record:
