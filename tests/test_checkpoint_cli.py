@@ -8,6 +8,7 @@ import torch
 from run_mk import run_mk
 from safetensors.torch import load_file, save_file
 
+from modular_kernel.errors import DtypeError
 from modular_kernel.importers.checkpoint import load_experts
 from modular_kernel.importers.examine import inspect
 from modular_kernel.testing.checkpoints.samples import write
@@ -28,6 +29,7 @@ def test_layers_and_format_are_told(tmp_path: Path, capsys: pytest.CaptureFixtur
         "format": "fp8_w8a8_block (fp8)",
         "bytes": 1180032,
         "quant": "fp8_w8a8_block:block=64x128",
+        "dtype_of_files": False,
     }
     asked = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path), "--quant", "none")
     assert "quant=" not in asked.out
@@ -79,10 +81,53 @@ def test_without_a_dtype_of_the_config_that_of_the_files_counts(
     ended = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path))
     assert "-float32" in ended.out
     assert "dtype" not in ended.err
+    told = "as its config.json says; float32, of which it says nothing, is the files'\n"
+    assert told in ended.out
+    record = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path), "--json").json
+    assert record["checkpoint"]["dtype_of_files"] is True
     assert inspect(tmp_path).problem_fields["dtype"] == "float32"
     assert load_experts(tmp_path, 0).weights.w1.dtype == torch.float32
     asked = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path), "--dtype", "float16")
     assert "-float16" in asked.out
+    assert "is the files'" not in asked.out
+
+
+@pytest.mark.parametrize("within", [True, False], ids=["in a layer", "between layers"])
+def test_files_of_several_dtypes_tell_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], within: bool
+) -> None:
+    """One would be taken for all, and 16 bits of another kind rounded, or made infinite."""
+    write(tmp_path, "mixtral", "fp32", layers=(0, 1))
+    path = tmp_path / "model.safetensors"
+    other = "layers.0.block_sparse_moe.experts.2.w3" if within else "layers.1."
+    kinds = {True: torch.float16, False: torch.bfloat16}
+    changed = {name: t.to(kinds[other in name]) for name, t in load_file(path).items()}
+    save_file(changed, path)
+    stated = load_experts(tmp_path, 0).weights.w1.dtype
+    words = ("check", *PAIR, "--model", str(tmp_path))
+    assert run_mk(capsys, *words).code == 0
+    without_dtype(tmp_path)
+    ended = run_mk(capsys, *words)
+    assert (ended.code, ended.out) == (2, "")
+    need = "need one dtype, or one that config.json states or is asked for (dtype=, --dtype)\n"
+    assert ended.err.endswith(need)
+    for kind in ("bfloat16 in ", " and float16 in "):
+        assert kind in ended.err
+    if within:
+        assert f"model.{other}.weight" in ended.err
+        with pytest.raises(DtypeError, match=r"got bfloat16 in .* and float16 in .*w3\.weight"):
+            load_experts(tmp_path, 0)
+    else:  # each layer has one
+        assert load_experts(tmp_path, 0).weights.w1.dtype == torch.bfloat16
+        assert load_experts(tmp_path, 1).weights.w1.dtype == torch.float16
+    asked = run_mk(capsys, *words, "--dtype", "float32")
+    assert asked.code == 0
+    assert "-float32" in asked.out
+    exact = load_experts(tmp_path, 0, dtype="float32").weights.w1
+    assert exact.dtype == torch.float32
+    assert stated == torch.float32
+    first = changed["model.layers.0.block_sparse_moe.experts.2.w3.weight"]
+    assert torch.equal(exact[2].chunk(2)[1], first.float())
 
 
 def test_files_of_a_dtype_that_no_layer_has_are_named(

@@ -11,6 +11,7 @@ from run_mk import run_mk
 
 from modular_kernel import stages
 from modular_kernel.catalog import this_machine
+from modular_kernel.cli import main, verify
 from modular_kernel.placement import Placement
 from modular_kernel.profiling.chrome import faults
 from modular_kernel.testing.cases.lists import command
@@ -40,6 +41,27 @@ def test_every_pairing_valid_for_two_ranks_is_proven(capsys: Capture) -> None:
     for pair in proven.values():
         assert pair["cases"] >= 8
         assert (pair["failed"], pair["failures"]) == (0, [])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("level", ["smoke", "full"])
+def test_what_cases_leave_out_is_said_of_their_level(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, level: str
+) -> None:
+    """Over ranks nothing is drawn by pairs of values, and `--level full` says no more of it."""
+    jobs: list[verify.VerifyJob] = []
+    monkeypatch.setattr(verify, "_verify", lambda found, *_, **__: jobs.extend(found) or True)
+    pair = PAIR if ranks == 2 else ALONE
+    over = ("--world-size", "2", *ON_CPU) if ranks == 2 else ()
+    with pytest.raises(SystemExit) as ended:
+        main.run(["test", *pair, *over, "--level", level])
+    assert not ended.value.code
+    (covers,) = (job.covers for job in jobs)
+    assert ("--level full" in covers) is (level == "smoke")
+    if ranks == 2:
+        assert "; chosen cases, not every two values of two axes" in covers
+    elif level == "full":
+        assert "pairs of values of two axes met" in covers
 
 
 def test_the_line_of_a_case_proves_it_again(capsys: Capture) -> None:

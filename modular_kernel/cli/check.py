@@ -65,7 +65,8 @@ def check(
 
     def show() -> None:
         if checkpoint is not None:
-            output.line(f"{options.model}: {checkpoint}, as its config.json says")
+            told = f"as its config.json says{_told(checkpoint)}"
+            output.line(f"{options.model}: {checkpoint}, {told}")
         if single:
             _print_verdict(verdicts[0])
             return
@@ -89,7 +90,15 @@ def _checkpoint(options: ProblemOptions) -> "Inspected | None":
     from modular_kernel.importers.examine import inspect
     from modular_kernel.importers.files import has_tensors
 
-    return inspect(options.model) if has_tensors(Path(options.model)) else None
+    here = has_tensors(Path(options.model))
+    return inspect(options.model, options.dtype) if here else None
+
+
+def _told(checkpoint: "Inspected") -> str:
+    """Say what a config.json did not."""
+    if not checkpoint.dtype_of_files:
+        return ""
+    return f"; {checkpoint.problem_fields['dtype']}, of which it says nothing, is the files'"
 
 
 def _as_stored(problem: "Problem", options: ProblemOptions, checkpoint: "Inspected") -> "Problem":
@@ -105,6 +114,7 @@ def _checkpoint_record(checkpoint: "Inspected") -> dict[str, object]:
         "format": str(checkpoint.format),
         "bytes": checkpoint.nbytes,
         "quant": checkpoint.problem_fields["quant"],
+        "dtype_of_files": checkpoint.dtype_of_files,
     }
 
 

@@ -77,12 +77,16 @@ class VerifyManner:
 
 @dataclass(frozen=True)
 class VerifyJob:
-    """The cases of one pairing, and how many more the rules refuse."""
+    """The cases of one pairing, and how many more the rules refuse.
+
+    rest: what the cases leave out, where none were drawn by pairs of values.
+    """
 
     prepare_finalize: str
     experts: str
     cases: "tuple[Case, ...]"
     refused: int
+    rest: str
     met: int = 0
     impossible: int = 0
 
@@ -92,7 +96,7 @@ class VerifyJob:
         if self.met:
             return f"{self.met} pairs of values of two axes met, {self.impossible} impossible"
         schemes = dict.fromkeys(case.problem.scheme.name for case in self.cases)
-        return f"schemes {', '.join(schemes)}; not every two values of two axes: --level full"
+        return f"schemes {', '.join(schemes)}; {self.rest}"
 
 
 @dataclass(frozen=True)
@@ -199,7 +203,7 @@ def _single_case(
     elif replay.rank_tokens is not None or replay.fault:
         need = "--world-size beside them"
         raise ConfigurationError("--rank-tokens, --fault", got="one rank", need=need)
-    return VerifyJob(pf, experts, (case,), 0)
+    return VerifyJob(pf, experts, (case,), 0, "one case")
 
 
 def _jobs(
@@ -225,10 +229,17 @@ def _jobs(
                 refused = len(selection.refused)
                 met = getattr(selection, "met", 0)  # over ranks nothing is drawn by pairs
                 impossible = len(getattr(selection, "impossible", ()))
-                jobs.append(
-                    VerifyJob(pf_name, experts_name, selection.cases, refused, met, impossible)
-                )
+                pair, rest = (pf_name, experts_name), _rest(host, level)
+                jobs.append(VerifyJob(*pair, selection.cases, refused, rest, met, impossible))
     return jobs
+
+
+def _rest(host: Host, level: str) -> str:
+    """Say what the listed cases of this level leave out, and where there are more."""
+    if host.pool is None:
+        return "not every two values of two axes: --level full"
+    chosen = "chosen cases, not every two values of two axes"
+    return chosen if level == "full" else f"{chosen}; more of them: --level full"
 
 
 def _named_pairs(

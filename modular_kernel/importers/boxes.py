@@ -19,8 +19,10 @@ from modular_kernel.importers.merging import piece
 from modular_kernel.importers.stored import FLOATS, UNREAD, Dim, Range, Stored
 from modular_kernel.importers.tensors import usable_inputs
 from modular_kernel.printable import counted
-from modular_kernel.types import DTYPES
+from modular_kernel.types import DTYPES, dtype_name
 
+# Of matrices that are not quantised.
+ONE_DTYPE = "one dtype, or one that config.json states or is asked for (dtype=, --dtype)"
 _MOST_MISSING = 10_000  # after which no other is looked for
 # Beside experts in some families' files, and no weight of them.
 _OTHERS = ("e_score_correction_bias",)
@@ -96,13 +98,23 @@ class LayerSource:
         return {role: frozenset(found) for role, found in dtypes.items()}
 
     def dtype(self) -> torch.dtype | None:
-        """Return the dtype of its first matrix; None where no layer has it, or none tells it."""
-        stored = next(each for each in self.format.stored if each.role == "w")
-        key = self.key(next(self.places()), stored)
-        if self.format.method != "none" or key is None:
+        """Return the dtype of its matrices; None where no layer has it, or none tells it.
+
+        DtypeError where they have several: in any of them, values of others would be rounded.
+        """
+        if self.format.method != "none":
             return None
-        dtype = self.files.facts(key)[1]
-        return dtype if dtype in DTYPES.values() else None
+        stored = next(each for each in self.format.stored if each.role == "w")
+        found: dict[torch.dtype, str] = {}
+        for key in (self.key(place, stored) for place in self.places()):
+            if key is not None:
+                found.setdefault(self.files.facts(key)[1], key)
+        if not found or not found.keys() <= set(DTYPES.values()):
+            return None
+        if len(found) > 1:
+            kinds = (f"{dtype_name(kind)} in {key}" for kind, key in found.items())
+            raise DtypeError(f"{self.what}: dtype", got=" and ".join(kinds), need=ONE_DTYPE)
+        return next(iter(found))
 
     def nbytes(self) -> int:
         """Return the bytes of all tensors of the layer's experts."""

@@ -28,7 +28,7 @@ from modular_kernel.importers.tensors import static_scale
 from modular_kernel.placement import Placement
 from modular_kernel.quant import weight_specs
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.types import Parallel, Problem, parse_dtype
+from modular_kernel.types import Parallel, Problem, dtype_name, parse_dtype
 
 _AT_ONCE = 1 << 22  # values of a matrix that are read, merged and copied in one step
 
@@ -102,7 +102,7 @@ def load_experts(  # noqa: PLR0913 (each is one question)
     parallelism; placement says which experts a rank holds. A tensor-parallel share is one of the
     intermediate size, in whole groups; b2 is on the first of these ranks, the others have zeros.
     dtype: of the layer, and of what is not quantised; None is the config.json's, else that of
-    files that are not quantised, else bfloat16.
+    files that are not quantised (DtypeError if they have several), else bfloat16.
     prefix: what stands in front of "layers.N" in names of tensors, where a checkpoint has several
     models. config: another config.json than the one beside the tensors. quantise_inputs: of nvfp4
     files whose recipe rounds activations too, nvfp4_w4a4 with their input scales, instead of
@@ -154,9 +154,9 @@ def _load(
     device: torch.device,
 ) -> LoadedExperts:
     stored = source.check()
-    facts = found.problem_fields(source, asked.tp[1])
-    dtype = parse_dtype(facts.get("dtype", "bfloat16") if asked.dtype is None else asked.dtype)
-    facts["dtype"] = dtype
+    given = None if asked.dtype is None else dtype_name(parse_dtype(asked.dtype))
+    facts = found.problem_fields(source, asked.tp[1], dtype=given)
+    facts["dtype"] = parse_dtype(facts.get("dtype", "bfloat16"))
     held = Parallel(asked.ep[1], placement, asked.ep[0]).place(facts["experts"])
     problem = Problem(tokens=1, local_experts=len(held.slots[asked.ep[0]]), **facts)
     rank = _Share(source, source.format.with_scheme(problem.scheme), problem, asked.tp)

@@ -16,7 +16,7 @@ from modular_kernel.errors import (
     ShapeError,
     WeightsError,
 )
-from modular_kernel.importers.boxes import LayerSource, find_layers, find_source
+from modular_kernel.importers.boxes import ONE_DTYPE, LayerSource, find_layers, find_source
 from modular_kernel.importers.files import Tensors, has_tensors, open_tensors
 from modular_kernel.importers.formats import Format, fit, format_of
 from modular_kernel.importers.layouts import LAYOUTS, ExpertLayout
@@ -41,12 +41,16 @@ class Examined:
         sizes = (self.facts["experts"], self.facts["hidden"], self.facts["intermediate"])
         return find_source(self.files, self.format, self.layers[layer], sizes, self.facts["bias"])
 
-    def problem_fields(self, source: LayerSource, world: int = 1) -> dict[str, Any]:
+    def problem_fields(
+        self, source: LayerSource, world: int = 1, *, dtype: str | None = None
+    ) -> dict[str, Any]:
         """Return what the checkpoint settles of a Problem, on each of `world` ranks of tp.
 
-        dtype: the config.json's, else that of the files where they are not quantised.
+        dtype: the caller's; None is the config.json's, else that of files that are not quantised.
+        DtypeError where those have several.
         """
-        facts, stored = dict(self.facts), None if "dtype" in self.facts else source.dtype()
+        facts = dict(self.facts) if dtype is None else self.facts | {"dtype": dtype}
+        stored = None if "dtype" in facts else source.dtype()
         facts |= {} if stored is None else {"dtype": dtype_name(stored)}
         act = ActivationSpec.parse(facts["activation"])
         if act.gated:
@@ -74,13 +78,14 @@ class Inspected:
     """What every layer of a checkpoint with experts has, checked.
 
     layers: their numbers. nbytes: of all their experts' tensors. problem_fields: what it settles of
-    a Problem of a whole layer.
+    a Problem of a whole layer. dtype_of_files: whether the files tell its dtype, no config.json.
     """
 
     layers: tuple[int, ...]
     format: Format
     nbytes: int
     problem_fields: dict[str, Any]
+    dtype_of_files: bool
 
     def __str__(self) -> str:
         numbers = "layer" if len(self.layers) == 1 else "layers"
@@ -89,20 +94,27 @@ class Inspected:
         return f"experts of {numbers} {_ranges(self.layers)} {stored}, {size}"
 
 
-def inspect(checkpoint: str | Path) -> Inspected:
+def inspect(checkpoint: str | Path, dtype: str | None = None) -> Inspected:
     """Check every layer with experts of a checkpoint against its config.json, by headers alone.
 
-    checkpoint: a folder or file, as `load_experts` takes it. Raises what `load_experts` would.
+    checkpoint, dtype: as `load_experts` takes them. Raises what `load_experts` would, and
+    DtypeError where the files alone tell dtypes and layers have several.
     """
     with open_tensors(Path(checkpoint)) as files:
         found = examine(files)
-        fields, nbytes = dict[str, Any](), 0
+        fields, nbytes, of_layer = dict[str, Any](), 0, dict[str | None, int]()
         for layer in sorted(found.layers):
             source = found.source(layer)
             source.check()
             nbytes += source.nbytes()
-            fields = fields or found.problem_fields(source)
-        return Inspected(tuple(sorted(found.layers)), found.format, nbytes, fields)
+            own = found.problem_fields(source, dtype=dtype)
+            of_layer.setdefault(own.get("dtype"), layer)
+            fields = fields or own
+        if len(of_layer) > 1:
+            got = " and ".join(f"{kind} in layer {layer}" for kind, layer in of_layer.items())
+            raise DtypeError(f"{files.path}: dtype", got=got, need=ONE_DTYPE)
+        told = "dtype" in fields and dtype is None and "dtype" not in found.facts
+        return Inspected(tuple(sorted(found.layers)), found.format, nbytes, fields, told)
 
 
 def dtype_of_files(checkpoint: str | Path) -> str | None:
