@@ -2,7 +2,7 @@
 """Put the defects of source_defects.json into the source, one at a time: does `mk test` notice?
 
     python tools/source_defects.py smoke            # or full; writes docs/source-defects.json
-    python tools/source_defects.py tests            # what full leaves, before the tests of operations
+    python tools/source_defects.py tests   # what full leaves, before the tests of operations
 
 For each level a defect is killed, survives, or is met by no case on a CPU. The cases are those of
 every pairing in one process. A level leaves the other's results in the file as they are.
@@ -13,7 +13,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -28,11 +30,13 @@ from modular_kernel.catalog import this_machine
 from modular_kernel.testing import pairings
 from modular_kernel.testing.mutation import attempt, cover
 from modular_kernel.testing.mutation.attempt import Killers
-from modular_kernel.testing.mutation.defects import read_defects
+from modular_kernel.testing.mutation.defects import Defect, read_defects
 from modular_kernel.testing.mutation.source import Mutant
 
 LIST = ROOT / "tools/source_defects.json"
 RECORD = ROOT / "docs/source-defects.json"
+
+Record = dict[str, dict[str, str]]
 
 
 def main(level: str, names: list[str]) -> None:
@@ -43,13 +47,19 @@ def main(level: str, names: list[str]) -> None:
     found = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
     record = {d.what: found.get(d.what, {"file": d.mutant.module}) for d in defects}
     if level == "tests":
-        for defect in defects:
-            told = record[defect.what]
-            if not told.get("full", "").startswith("killed"):
-                told["tests"] = by_tests(defect.mutant)
-                print(f"  {defect.what}: {told['tests']}", flush=True)
-        RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        return
+        before_tests(defects, record)
+    else:
+        before_cases(defects, record, level, names)
+    fates = [told[level] for told in record.values() if level in told]
+    killed = sum(fate.startswith("killed") for fate in fates)
+    lived = fates.count("survived")
+    print(f"{level}: {killed} killed, {lived} survived, {len(fates) - killed - lived} not executed")
+
+
+def before_cases(
+    defects: Sequence[Defect], record: Record, level: Literal["smoke", "full"], names: list[str]
+) -> None:
+    """Run the cases of a level; write the record after each pairing."""
     modules = {d.mutant.module: d.mutant.path for d in defects}
     killers = Killers()
     for pair in pairings(this_machine(), level):
@@ -74,14 +84,20 @@ def main(level: str, names: list[str]) -> None:
                 told.setdefault(level, "not executed")
             print(f"  {defect.what}: {told[level]}", flush=True)
         RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    fates = [told.get(level, "not run") for told in record.values()]
-    killed = sum(fate.startswith("killed") for fate in fates)
-    lived = fates.count("survived")
-    print(f"{level}: {killed} killed, {lived} survived, {len(fates) - killed - lived} not executed")
+
+
+def before_tests(defects: Sequence[Defect], record: Record) -> None:
+    """Run the tests of operations on what full has not killed; write the record."""
+    for defect in defects:
+        told = record[defect.what]
+        if not told.get("full", "").startswith("killed"):
+            told["tests"] = by_tests(defect.mutant)
+            print(f"  {defect.what}: {told['tests']}", flush=True)
+    RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def by_tests(mutant: Mutant) -> str:
-    """What becomes of a defect in a copy of the checkout before the whole tests of operations."""
+    """Run the whole tests of operations in a copy of the checkout with a defect in it."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "checkout"
         left = shutil.ignore_patterns(".*", "out", "build", "__pycache__")

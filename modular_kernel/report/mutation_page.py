@@ -123,8 +123,8 @@ def _tested(fates: Sequence[str]) -> tuple[Block, ...]:
     if not fates:
         return ()
     killed = sum(fate.startswith("killed") for fate in fates)
-    text = f"Of the {len(fates)} that full leaves, the tests of operations (`tests/test_ops_*.py`) kill"
-    return (Text(f"{text} {killed}."),)
+    which = f"Of the {len(fates)} that full leaves"
+    return (Text(f"{which}, the tests of operations (`tests/test_ops_*.py`) kill {killed}."),)
 
 
 def _read(path: Path) -> Record:
