@@ -1,7 +1,7 @@
 """Every pairing in the catalog: the combinatorial test. Skips are rejections.
 
-Each experts part is proven on all of its cases with the first PrepareAndFinalize that it goes with;
-with the others, on smoke and a thirty-sixth. `make verify` proves all.
+Each experts part is proven on smoke and half of its cases with the first PrepareAndFinalize that it
+goes with; with the others, on smoke and a thirty-sixth. `make verify` proves all.
 """
 
 from collections.abc import Callable
@@ -27,14 +27,17 @@ def test_proven(case: Case, machine: Machine) -> None:
     assert proof.passed, str(proof)
 
 
-def test_every_experts_part_is_proven_on_all_of_its_cases_once() -> None:
-    whole = [
-        experts
-        for (pf, experts), cases in PROVEN.items()
-        if set(draw(pf, experts, MACHINE)[1]) <= set(cases)
-    ]
-    assert whole
-    assert sorted(whole) == sorted({experts for _, experts in PAIRINGS})
+def test_every_experts_part_is_proven_on_half_of_its_cases_or_so() -> None:
+    most = {
+        experts: max(
+            len(cases) / len(draw(*pair, MACHINE)[1])
+            for pair, cases in PROVEN.items()
+            if pair[1] == experts
+        )
+        for _, experts in PAIRINGS
+    }
+    assert most
+    assert min(most.values()) > 0.4  # the share is by hash
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS, ids="+".join)
