@@ -75,7 +75,7 @@ class TorchAll2AllPrepareAndFinalize(RowsPart):
             device=x_TH.device,
             largest=self.largest(x_TH, call),
         )
-        received_W = [sum(rows_W) for rows_W in zip(*agreed.rows_WW, strict=True)]
+        received_W = [*map(sum, zip(*agreed.rows_WW, strict=True))]
         refuse_more_rows(self.layer, agreed, received_W)
         call.invalid_ids.add_(invalid)
         rank_N, token_N = wanted_WT.nonzero(as_tuple=True)
@@ -161,7 +161,7 @@ class TorchAll2AllPrepareAndFinalize(RowsPart):
 
 def _rows_out_and_in(agreed: Agreement, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Rows to each rank, and rows from each rank."""
-    return agreed.rows_WW[rank], tuple(rows_W[rank] for rows_W in agreed.rows_WW)
+    return agreed.rows_WW[rank], tuple(zip(*agreed.rows_WW, strict=True))[rank]
 
 
 def _any_rows(agreed: Agreement) -> bool:

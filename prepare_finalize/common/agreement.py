@@ -88,7 +88,7 @@ def agree(
     layer.calls += 1
     bits = torch.tensor([row[-1] for row in rest], dtype=torch.int32).view(torch.float32)
     rows_WW = tuple(tuple(row[1:-1]) for row in rest)
-    return Agreement(step, tuple(row[0] for row in rest), rows_WW, float(bits.max()))
+    return Agreement(step, next(zip(*rest, strict=True)), rows_WW, float(bits.max()))
 
 
 def refuse(layer: Layer, error: Exception) -> None:
@@ -125,7 +125,9 @@ def refuse_more_rows(layer: Layer, agreed: Agreement, received_W: Sequence[int])
     received_W: by rank. The bound is Problem.max_received.
     """
     most = layer.problem.max_received
-    peers = [rank for rank, rows in enumerate(received_W) if most is not None and rows > most]
+    if most is None:
+        return
+    peers = [rank for rank, rows in enumerate(received_W) if rows > most]
     if peers:
         got = "; ".join(f"{received_W[rank]} rows for rank {rank}" for rank in peers)
         need = f"<= {most}, as Problem.max_received says"
@@ -141,9 +143,9 @@ def _fields(layer: Layer, step: int, others: int) -> list[int]:
 def _not_refused(
     manager: TorchGroup, fields: list[list[int]], refusals: list[int], step: int
 ) -> None:
-    peers = [rank for rank, refusal in enumerate(refusals) if refusal >= 0]
-    if not peers:
+    if max(refusals) < 0:
         return
+    peers = [rank for rank, refusal in enumerate(refusals) if refusal >= 0]
     at = len(_SHARED)
     shown = [
         f"rank {rank} refused its call {fields[rank][at + 1]} of layer {fields[rank][at]} with "
@@ -156,9 +158,9 @@ def _not_refused(
 
 def _same(manager: TorchGroup, fields: list[list[int]], step: int) -> None:
     mine = fields[manager.rank]
-    peers = [rank for rank, theirs in enumerate(fields) if theirs != mine]
-    if not peers:
+    if fields.count(mine) == len(fields):
         return
+    peers = [rank for rank, theirs in enumerate(fields) if theirs != mine]
     shown = []
     for name, *values in zip(_FIELDS, *fields, strict=True):
         if len(set(values)) > 1:
@@ -174,11 +176,10 @@ def _bounded(manager: TorchGroup, rest: list[list[int]], most: int, step: int) -
 
     What peers say is not trusted with memory before it was looked at.
     """
-    peers = [
-        rank
-        for rank, (tokens, *rows, _) in enumerate(rest)
-        if not (0 <= tokens <= most and all(0 <= n <= tokens for n in rows))
-    ]
+    peers = []
+    for rank, (tokens, *rows, _) in enumerate(rest):
+        if not (0 <= tokens <= most and min(rows) >= 0 and max(rows) <= tokens):
+            peers.append(rank)
     if peers:
         got = f"tokens and rows {[rest[rank][:-1] for rank in peers]}"
         need = f"0 to problem.tokens = {most}"

@@ -23,9 +23,15 @@ class RowBuffers:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
+        self._layouts: dict[bool, RowLayout] = {}  # every call asks several times
 
     def layout(self, *, quantised: bool) -> RowLayout:
         """Return what a row holds; scales only where each row has its own."""
+        if quantised not in self._layouts:
+            self._layouts[quantised] = self._made(quantised)
+        return self._layouts[quantised]
+
+    def _made(self, quantised: bool) -> RowLayout:
         problem, scales = self.problem, 0
         if quantised and problem.scheme.activation_granularity != "tensor":
             scales = scale_shape(problem.scheme, 1, problem.hidden)[1]
