@@ -22,6 +22,7 @@ from modular_kernel.execution import Execution, Pending
 from modular_kernel.fields import expect
 from modular_kernel.machine import current_machine
 from modular_kernel.plan import Plan
+from modular_kernel.printable import notebook_html
 from modular_kernel.rules import judge
 from modular_kernel.tensors import ExpertWeights, Routing, dense
 from modular_kernel.types import Machine, Problem
@@ -71,6 +72,10 @@ class FusedMoEModularKernel(Execution):
 
     def __repr__(self) -> str:
         return f"<{self.pairing}, {self.problem} on {self.machine}>"
+
+    def _repr_html_(self) -> str:
+        """Return the line of `repr`, for notebooks."""
+        return notebook_html(f"{self.pairing}, {self.problem} on {self.machine}")
 
     @property
     def replayable(self) -> bool:

@@ -4,6 +4,9 @@ Control characters would recolour, clear or forge lines of a terminal or a log; 
 would show words in another order than they have.
 """
 
+from collections.abc import Iterable, Sequence
+from html import escape
+
 
 def printable(text: object, *, most: int | None = None, lines: bool = False) -> str:
     """Return str(text) with every character that is not printable as its escape, such as "\\x1b".
@@ -19,6 +22,18 @@ def printable(text: object, *, most: int | None = None, lines: bool = False) -> 
         return words
     kept = "\n\t" if lines else ""
     return "".join(c if c.isprintable() or c in kept else _escape(c) for c in words)
+
+
+def notebook_html(
+    caption: str, columns: Sequence[str] = (), rows: Iterable[Sequence[object]] = ()
+) -> str:
+    """Return what a notebook shows of an object: a line, and a table where there are rows."""
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows
+    )
+    head = "".join(f"<th>{escape(name)}</th>" for name in columns)
+    table = f"<table><tr>{head}</tr>{body}</table>" if body else ""
+    return f"<p>{escape(caption)}</p>{table}"
 
 
 def counted(number: int, noun: str) -> str:

@@ -6,13 +6,12 @@ A part declares a `Requirements`; `modular_kernel.rules.judge`, the only evaluat
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 
 import torch
 
 from modular_kernel.fields import Count
 from modular_kernel.foreign import reason
-from modular_kernel.printable import counted, printable
+from modular_kernel.printable import counted, notebook_html, printable
 from modular_kernel.providers import Provider
 from modular_kernel.types import (
     GATED,
@@ -244,13 +243,9 @@ class Verdict:
 
     def _repr_html_(self) -> str:
         """Return a table of the reasons, for notebooks."""
-        cells = ([r.rule, " / ".join(r.parties), r.got, r.need, r.hint] for r in self.rejections)
-        rows = "".join(
-            f"<tr>{''.join(f'<td>{escape(str(c))}</td>' for c in row)}</tr>" for row in cells
-        )
-        head = "".join(f"<th>{name}</th>" for name in ("rule", "parties", "got", "need", "hint"))
-        table = f"<table><tr>{head}</tr>{rows}</table>" if rows else ""
-        return f"<p>{escape(str(self).splitlines()[0])}, {escape(str(self.problem))}</p>{table}"
+        rows = ((r.rule, " / ".join(r.parties), r.got, r.need, r.hint) for r in self.rejections)
+        caption = f"{str(self).splitlines()[0]}, {self.problem}"
+        return notebook_html(caption, ("rule", "parties", "got", "need", "hint"), rows)
 
     def __str__(self) -> str:
         if self.ok:

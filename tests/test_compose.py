@@ -86,6 +86,15 @@ def test_the_fastest_is_chosen_at_every_number_of_tokens(folder: Path, clock: di
     assert choice.notes == ()
 
 
+def test_a_notebook_shows_which_pairing_serves_which_calls(folder: Path, clock: dict) -> None:
+    assert compose(PROBLEM, CPU)._repr_html_() == (
+        f"<p>composed, {PROBLEM} on cpu</p>"
+        "<table><tr><th>tokens</th><th>prepare_finalize</th><th>experts</th></tr>"
+        f"<tr><td>0 to 2</td><td>{NAIVE[0]}</td><td>{NAIVE[1]}</td></tr>"
+        f"<tr><td>3 to 8</td><td>{TORCH[0]}</td><td>{TORCH[1]}</td></tr></table>"
+    )
+
+
 def test_a_second_call_times_nothing_and_chooses_the_same(
     folder: Path, clock: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,5 +69,14 @@ def test_kernels_and_plans_name_their_pairing() -> None:
     assert str(plan.nbytes) in repr(plan)
 
 
+def test_a_notebook_shows_kernels_as_it_shows_verdicts() -> None:
+    """One line; tests/test_compose.py has the table of a composed one."""
+    problem = mk.Problem(8, 64, 128, 8, 2)
+    kernel = mk.make_kernel(*PAIR, problem, machine=CPU)
+    assert kernel._repr_html_() == f"<p>{' x '.join(PAIR)}, {problem} on cpu</p>"
+    verdict = mk.check(*PAIR, problem, CPU)
+    assert verdict._repr_html_() == f"<p>{' x '.join(PAIR)}: valid, {problem}</p>"
+
+
 def test_the_version() -> None:
     assert mk.__version__ == version("modular-kernel")

@@ -15,6 +15,7 @@ from modular_kernel.errors import CapacityError, ConfigurationError, WeightsErro
 from modular_kernel.fields import expect
 from modular_kernel.kernel import FusedMoEModularKernel, Plan
 from modular_kernel.measure.routing import RoutingKind, draw
+from modular_kernel.printable import notebook_html
 from modular_kernel.select.choice import Choice
 from modular_kernel.select.record import Pair, Segment
 from modular_kernel.tensors import ExpertWeights, Routing
@@ -47,6 +48,15 @@ class ComposedKernel:
 
     def __repr__(self) -> str:
         return f"<composed of {self.pairing}, {self.problem} on {self.choice.machine}>"
+
+    def _repr_html_(self) -> str:
+        """Return which pairing serves which calls, for notebooks."""
+        rows, first = [], 0
+        for stretch in self.stretches:
+            rows.append((f"{first} to {stretch.last}", *stretch.kernel.pairing.split(" x ")))
+            first = stretch.last + 1
+        caption = f"composed, {self.problem} on {self.choice.machine}"
+        return notebook_html(caption, ("tokens", "prepare_finalize", "experts"), rows)
 
     @property
     def pairing(self) -> str:
