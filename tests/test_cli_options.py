@@ -112,7 +112,7 @@ def case_of(*words: str, monkeypatch: pytest.MonkeyPatch) -> Case:
     """The one case that `mk test` would verify."""
     seen: list[verify.VerifyJob] = []
 
-    def keep(jobs: list[verify.VerifyJob], _machine: object, *, as_json: bool) -> bool:
+    def keep(jobs: list[verify.VerifyJob], *_: object, as_json: bool) -> bool:
         seen.extend(jobs)
         return True
 

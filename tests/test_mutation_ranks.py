@@ -162,7 +162,8 @@ def test_problems_keep_ranks_without_tokens(coverage: Coverage) -> None:
 
 
 def test_valid_cases_that_are_turned_away_kill(coverage: Coverage, tmp_path: Path) -> None:
-    found = fate("world_sizes=(2, None)", "world_sizes=(3, None)", coverage, tmp_path)
+    told = "replace(CONTIGUOUS, "
+    found = fate(told, f"{told}world_sizes=(3, None), ", coverage, tmp_path)
     assert found.how == "refused"
     assert found.by.startswith("3 valid cases, first AllGatherReduceScatter")
 
