@@ -58,14 +58,18 @@ class Config:
         raise AttributeError(name)
 
 
-def found() -> list[type[torch.nn.Module]]:
-    """Return every decorated class, by model."""
-    classes = []
+def decorated() -> dict[str, str]:
+    """Return the name of every decorated class, and the module that it is in; imports none."""
+    modules = {}
     for path in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
         for name in _DECORATED.findall(path.read_text()):
-            module = import_module(f"transformers.models.{path.parent.name}.{path.stem}")
-            classes.append(getattr(module, name))
-    return classes
+            modules[name] = f"transformers.models.{path.parent.name}.{path.stem}"
+    return modules
+
+
+def found() -> list[type[torch.nn.Module]]:
+    """Return every decorated class, by model."""
+    return [getattr(import_module(module), name) for name, module in decorated().items()]
 
 
 def made(cls: type[torch.nn.Module]) -> Any:
