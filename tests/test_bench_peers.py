@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from modular_kernel.bench.candidates import peer_offers
+from modular_kernel.composer import random_inputs
 from modular_kernel.measure.cases import make_weights
+from modular_kernel.reference import oracle
 from modular_kernel.schemes import QuantScheme
+from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import Problem
 
 FILE = Path(__file__).parents[1] / "tools" / "bench_peers.py"
@@ -59,7 +62,7 @@ def test_every_peer_names_a_scheme_and_refuses_what_it_does_not_compute(
         assert layer.refusal(fits) is None
         for change in ({"activation": "gelu"}, {"bias": True}, {"dtype": torch.float16}):
             assert layer.refusal(replace(fits, **change))
-    blocks = [layer for layer in made if layer.blocks]
+    blocks = [layer for layer in made if getattr(layer, "blocks", None) is True]
     assert {layer.quant for layer in blocks} == {"fp8_w8a8_block", "int4_w4a16_group"}
     assert all(layer.refusal(replace(PROBLEM, tokens=256, hidden=192)) for layer in blocks)
     (deep,) = (layer for layer in made if layer.name == "vllm_deepgemm")
@@ -90,8 +93,35 @@ def test_flashinfers_layers_name_their_schemes_and_refuse_sizes_that_are_no_bloc
     assert [layer.quant for layer in made] == ["none", "fp8_w8a8_block", "mxfp4_w4a16"]
     for layer in made:
         assert layer.refusal(PROBLEM) is None
-        assert layer.refusal(replace(PROBLEM, hidden=192))
+        assert bool(layer.refusal(replace(PROBLEM, hidden=192))) == (layer.quant != "none")
         assert layer.refusal(replace(PROBLEM, activation="gelu"))
+
+
+class Plain:
+    """What the padding tests put zeros around: a layer in plain torch."""
+
+    name, quant, needs = "plain", "none", ()
+
+    def refusal(self, problem: Problem) -> str | None:
+        return None if problem.hidden % 128 == 0 == problem.intermediate % 64 else "sizes"
+
+    def setup(self, problem: Problem, weights: ExpertWeights) -> None:
+        self.problem, self.weights = problem, weights
+
+    def call(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
+        return oracle(x_TH, self.weights, routing, self.problem).to(x_TH.dtype)
+
+
+def test_padded_sizes_change_no_output(peers: ModuleType) -> None:
+    problem = replace(PROBLEM, hidden=96, intermediate=80)
+    layer = peers.Padded(Plain(), 128, 64)
+    assert Plain().refusal(problem)
+    assert layer.refusal(problem) is None
+    x_TH, weights, routing = random_inputs(problem, torch.device("cpu"))
+    layer.setup(problem, weights)
+    assert tuple(layer.layer.weights.w1.shape) == (4, 256, 128)
+    got = layer.call(x_TH, routing)
+    torch.testing.assert_close(got, oracle(x_TH, weights, routing, problem).to(got.dtype))
 
 
 def test_flashinfers_up_rows_come_first(flashinfer: ModuleType) -> None:

@@ -252,6 +252,42 @@ def in_turns(rows_eNK):
     return rows_eNK.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2).contiguous()
 
 
+class Padded(Layer):
+    """A layer that takes whole blocks alone, with zeros behind sizes that are none.
+
+    hidden, intermediate: the blocks, in elements. Weights are padded in `setup`; x is padded in
+    every call, and the output is a view of the columns that were asked for.
+    """
+
+    def __init__(self, layer, hidden, intermediate):
+        self.layer, self.blocks = layer, (hidden, intermediate)
+        self.name, self.quant, self.needs = layer.name, layer.quant, layer.needs
+        self.tuned = getattr(layer, "tuned", False)
+
+    def whole(self, problem):
+        """Return the problem whose sizes are whole blocks."""
+        sizes = problem.hidden, problem.intermediate
+        hidden, inner = (-(-n // b) * b for n, b in zip(sizes, self.blocks, strict=True))
+        return replace(problem, hidden=hidden, intermediate=inner)
+
+    def refusal(self, problem):
+        return self.layer.refusal(self.whole(problem))
+
+    def setup(self, problem, weights):
+        whole = self.whole(problem)
+        self.columns, self.lacking = problem.hidden, whole.hidden - problem.hidden
+        rows = whole.intermediate - problem.intermediate
+        gate_up = weights.w1.unflatten(1, (2, -1))
+        w1 = torch.nn.functional.pad(gate_up, (0, self.lacking, 0, rows)).flatten(1, 2)
+        w2 = torch.nn.functional.pad(weights.w2, (0, rows, 0, self.lacking))
+        self.layer.setup(whole, replace(weights, w1=w1, w2=w2))
+
+    def call(self, x_TH, routing):
+        if self.lacking:
+            x_TH = torch.nn.functional.pad(x_TH, (0, self.lacking))
+        return self.layer.call(x_TH, routing)[:, : self.columns]
+
+
 def layers():
     """Those that can be imported here."""
     made = [
@@ -259,7 +295,7 @@ def layers():
         VllmExperts("vllm_deepgemm", "fp8_w8a8_block", "deep_gemm_moe", "DeepGemmExperts"),
         VllmExperts("vllm_cutlass", "fp8_w8a8_channel", "cutlass_moe", "CutlassExpertsFp8"),
         VllmMarlin("vllm_marlin", "int4_w4a16_group"),
-        VllmMarlin("vllm_marlin_mxfp4", "mxfp4_w4a16"),
+        Padded(VllmMarlin("vllm_marlin_mxfp4", "mxfp4_w4a16"), 256, 128),  # as vLLM pads for it
         TritonKernels(),
         TritonKernels("mxfp4_w4a16"),
     ]
