@@ -2,7 +2,8 @@
 
 bf16, fp8 by block, and mxfp4 with weights in the order of its products on Hopper. bf16 and mxfp4
 are tuned by FlashInfer's own tuner for the tokens of the cell, untimed; the products by block have
-no tactics. mxfp4 is padded to blocks of 128, as vLLM pads for it. Its module `fused_moe_90` is compiled at the first use where it was not built before.
+no tactics. mxfp4 is padded to blocks of 128, as vLLM pads for it. The module `fused_moe_90` of
+FlashInfer is compiled at the first use where it was not built before.
 """
 
 import sys
