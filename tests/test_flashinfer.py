@@ -14,6 +14,7 @@ from vendor_stand_in import FlashInfer, flashinfer_0_7, libraries, proven
 from experts.flashinfer import library
 from experts.flashinfer.joined_pairs import joined_pairs, joined_pairs_ref
 from experts.flashinfer.library import Layer, run
+from experts.flashinfer.nan_rows import mark_nan_rows, mark_nan_rows_ref
 from modular_kernel.catalog import make_kernel
 from modular_kernel.errors import ConfigurationError, UnsupportedError
 from modular_kernel.providers import find
@@ -21,7 +22,7 @@ from modular_kernel.quant import quantise_weights
 from modular_kernel.reference import oracle
 from modular_kernel.row_order import up_rows_first
 from modular_kernel.tensors import DispatchedRouting, ExpertWeights, Routing
-from modular_kernel.testing.cases.inputs import make_inputs
+from modular_kernel.testing.cases.inputs import Manner, make_inputs
 from modular_kernel.types import IdSpace, Machine, Problem
 
 STATIC, BLOCK = "fp8_w8a8_tensor:static=true", "fp8_w8a8_block"
@@ -61,6 +62,16 @@ def test_proven(change: dict[str, Any], act: str, routing: str, mode: str) -> No
     # Never the sums by atomics.
     assert {" ".join(one) for *one, atomic in flashinfer_0_7.launched if not atomic} == {mode}
     assert not any(one[2] for one in flashinfer_0_7.launched)
+
+
+@pytest.mark.parametrize("act", [OAI, BEFORE, AFTER, SITU, "relu2"])
+def test_a_token_that_is_nan_is_no_number(act: str) -> None:
+    """Where the library clamps, NaN would come out as the limit."""
+    if act != "relu2":
+        act += ",up_first=true"
+    problem = replace(BASE, activation=act, dtype=BF16, **HERE)
+    proof = proven(FlashInfer, problem, "uniform", manner=Manner("transposed", "nan_token"))
+    assert proof.passed, str(proof)
 
 
 # ------------------------------------------------------------------------------ the order of rows
@@ -136,6 +147,24 @@ def test_joined_pairs_and_their_twin(mapped: bool, weighted: bool) -> None:
     triple = router_TK[0, [0, 2, 4]].sum() if weighted else torch.tensor(3.0)
     torch.testing.assert_close(weights[0, 0], 2 * triple)
     assert not weights[1].any()
+
+
+@pytest.mark.parametrize("hidden", [1, 40, 1025])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_marked_rows_and_their_twin(hidden: int, transposed: bool) -> None:
+    """A NaN in the first or the last column alone; infinities and skipped pairs stay."""
+    x_TH = torch.randn(5, hidden).bfloat16()
+    x_TH[1, 0] = x_TH[3, -1] = x_TH[4, -1] = torch.nan
+    x_TH[2] = torch.inf
+    x_TH = x_TH.T.contiguous().T if transposed else x_TH
+    ids_TK = torch.tensor([[0, 1, 2], [0, -1, 2], [0, 1, 2], [0, 1, -1], [-1, -1, -1]]).int()
+    for write in (mark_nan_rows, mark_nan_rows_ref):
+        weights_TK = torch.rand(5, 3).masked_fill(ids_TK < 0, 0)
+        before = weights_TK.clone()
+        write(x_TH, ids_TK=ids_TK, weights_TK=weights_TK)
+        want = [[False] * 3, [True, False, True], [False] * 3, [True, True, False], [False] * 3]
+        assert weights_TK.isnan().tolist() == want
+        assert torch.equal(weights_TK.nan_to_num(0), before.masked_fill(torch.tensor(want), 0))
 
 
 # ----------------------------------------------------------------------------- the stand-in itself

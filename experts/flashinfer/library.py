@@ -47,6 +47,9 @@ ACTIVATIONS: Mapping[str, str] = {
     "gelu_no_mul": "Gelu",
 }
 
+# Those whose clamps are CUTLASS's minimum and maximum: a NaN becomes the limit.
+LOSE_NAN = frozenset({"swiglu_oai", "swiglu_clamp_before", "swiglu_clamp_after"})
+
 
 @cache
 def load() -> Any:

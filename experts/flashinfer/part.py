@@ -12,6 +12,7 @@ from experts.flashinfer.library import (
     ACTIVATIONS,
     ALIGNMENT,
     FLASHINFER,
+    LOSE_NAN,
     Layer,
     activation_numbers,
     activation_type,
@@ -21,6 +22,7 @@ from experts.flashinfer.library import (
     run,
     workspace_bytes,
 )
+from experts.flashinfer.nan_rows import mark_nan_rows
 from modular_kernel import stages
 from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
 from modular_kernel.ops.quantise import quantise_rows, quantise_specs, take_quantised
@@ -46,8 +48,9 @@ _WHOLE = stages.fused(stages.PERMUTE, stages.GEMM1, stages.GEMM2, stages.UNPERMU
 class FlashInferExperts(PermuteExpertsUnpermute):
     """Contiguous tokens in 16 bits, fp8 by tensor (static) or by blocks; weights and sums itself.
 
-    Launches: pairs joined, so that no expert is twice in a token; x quantised, if by tensor; the
-    library's, which takes some small tensors in every call. w1 has its up rows first
+    Launches: pairs joined, so that no expert is twice in a token; tokens with a NaN marked, if the
+    activation clamps; x quantised, if by tensor; the library's, which takes some small tensors in
+    every call. w1 has its up rows first
     (`modular_kernel.row_order`).
     """
 
@@ -90,8 +93,8 @@ class FlashInferExperts(PermuteExpertsUnpermute):
 
     @classmethod
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
-        """Return the launch that no call makes where the library is missing."""
-        return {"joined pairs": _join_without_memory}
+        """Return the launches that no call makes where the library is missing."""
+        return {"joined pairs": _join_without_memory, "NaN rows": _mark_without_memory}
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, ContiguousShape)
@@ -134,6 +137,8 @@ class FlashInferExperts(PermuteExpertsUnpermute):
             factor = problem.routed_scaling_factor
             out = {"ids_TK": ids_TK, "weights_TK": weights_TK}
             joined_pairs(routing, problem.e, factor=factor, **out)
+            if problem.act.kind in LOSE_NAN:
+                mark_nan_rows(tokens.x_TH, **out)
         x_TH, scales = self._operand(tokens.x_TH, weights, workspace)
         with stages.stage(_WHOLE):
             layer = Layer(
@@ -243,10 +248,17 @@ def _of_scheme(name: str, problem: Problem, machine: Machine) -> tuple[Rejection
 
 
 def _join_without_memory() -> None:
-    def room(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
+    ids_TK, weights_TK = _room(64, 8), _room(64, 8, dtype=_FP32)
+    given = _room(64, 8, dtype=_FP32), _room(64, 8)
+    routing = DispatchedRouting(*given, IdSpace.GLOBAL, 32, _room(32), _room(1))
+    joined_pairs(routing, 32, factor=1.0, ids_TK=ids_TK, weights_TK=weights_TK)
 
-    routing = DispatchedRouting(room(64, 8, dtype=_FP32), room(64, 8), IdSpace.GLOBAL, 32,
-                                room(32), room(1))  # fmt: skip
-    out = {"ids_TK": room(64, 8), "weights_TK": room(64, 8, dtype=_FP32)}
-    joined_pairs(routing, 32, factor=1.0, **out)
+
+def _mark_without_memory() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        x_TH, weights_TK = _room(64, 2880, dtype=dtype), _room(64, 8, dtype=_FP32)
+        mark_nan_rows(x_TH, ids_TK=_room(64, 8), weights_TK=weights_TK)
+
+
+def _room(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")

@@ -221,6 +221,12 @@ def _by_groups(values):
     return (q.float() * scale).view_as(values)
 
 
+def _clamped(value, least, most):
+    """CUTLASS's minimum and maximum: a NaN becomes the bound."""
+    value = torch.fmin(value, torch.as_tensor(most))
+    return value if least is None else torch.fmax(value, torch.as_tensor(least))
+
+
 def _activate(value, act, numbers):
     alpha, beta, limit, situ_beta, situ_linear = numbers
     if act not in GATED:
@@ -238,10 +244,10 @@ def _activate(value, act, numbers):
     if act is ActivationType.SwigluStep:
         most = 7.0 if limit is None else limit
         gate = torch.nn.functional.silu(gate)
-        return torch.minimum(gate, torch.as_tensor(most)) * up.clamp(-most, most)
+        return _clamped(gate, None, most) * _clamped(up, -most, most)
     if act is ActivationType.SwigluBias or alpha is not None or limit is not None:
         most = torch.inf if limit is None else limit
-        gate, up = gate.clamp(max=most), up.clamp(-most, most)
+        gate, up = _clamped(gate, None, most), _clamped(up, -most, most)
         alpha, beta = 1.0 if alpha is None else alpha, 0.0 if beta is None else beta
         return gate * torch.sigmoid(alpha * gate) * (up + beta)
     name = {ActivationType.Geglu: "none", ActivationType.GegluTanh: "tanh"}.get(act)
