@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from modular_kernel.cli import output
-from modular_kernel.printable import counted
+from modular_kernel.printable import counted, numbered
 
 if TYPE_CHECKING:
     from modular_kernel.select.choice import Choice
@@ -22,7 +22,7 @@ def teller(problem: "Problem") -> "Callable[[Bucket], None]":
     def tell(bucket: "Bucket") -> None:
         times = sorted(bucket.times.items(), key=lambda item: item[1])
         shown = ", ".join(f"{us:.1f} us {pair[1]}" for pair, us in times[:3])
-        output.note(f"{bucket.tokens} tokens: {shown or 'nothing could be timed'}")
+        output.note(f"{counted(bucket.tokens, 'token')}: {shown or 'nothing could be timed'}")
 
     return tell
 
@@ -51,7 +51,8 @@ def print_text(choice: "Choice", took: float) -> None:
     for need, pairings in elsewhere.items():
         output.line(f"not measured, they need {need}: {', '.join(pairings)}")
     if choice.missing and choice.measured:
-        output.line(f"not measured: {', '.join(map(str, choice.missing))} tokens: as beside them")
+        numbers = numbered(choice.missing, "token")
+        output.line(f"not measured: {numbers}: as beside them")
     if not choice.measured:
         output.line("no pairing has a time here: the first valid one is taken, in the parts' order")
     for note in choice.notes:
