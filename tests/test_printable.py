@@ -12,7 +12,7 @@ import pytest
 from run_mk import run_mk
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.printable import numbered, plural, printable
+from modular_kernel.printable import all_counted, plural, printable
 from modular_kernel.support import Rejection
 
 # Colour, clear, title with its bell, 8-bit CSI, overrides and isolates of direction, a forged line,
@@ -144,7 +144,7 @@ def test_no_text_leaves_the_plural_to_the_reader() -> None:
     ]
     assert found == []
     assert [path.name for path in paths if _tokens_uncounted(path)] == []
-    assert [numbered(n, "token") for n in ((1,), (16,), (1, 16))] == [
+    assert [all_counted(n, "token") for n in ((1,), (16,), (1, 16))] == [
         *("1 token", "16 tokens", "1, 16 tokens")
     ]
     assert (plural("rank", 1), plural("rank", 0), plural("rank", 2)) == ("rank", "ranks", "ranks")

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from modular_kernel.cli import output
-from modular_kernel.printable import counted, numbered
+from modular_kernel.printable import all_counted, counted
 
 if TYPE_CHECKING:
     from modular_kernel.select.choice import Choice
@@ -51,7 +51,7 @@ def print_text(choice: "Choice", took: float) -> None:
     for need, pairings in elsewhere.items():
         output.line(f"not measured, they need {need}: {', '.join(pairings)}")
     if choice.missing and choice.measured:
-        numbers = numbered(choice.missing, "token")
+        numbers = all_counted(choice.missing, "token")
         output.line(f"not measured: {numbers}: as beside them")
     if not choice.measured:
         output.line("no pairing has a time here: the first valid one is taken, in the parts' order")

@@ -95,7 +95,7 @@ def _write(catalog: "Catalog", docs: Path) -> None:
 def _write_page(catalog: "Catalog", docs: Path, path: Path) -> None:
     from modular_kernel.report.generated import html_page
 
-    output.make_folders({"--html": path})
+    output.check_files({"--html": path})
     with output.writing(path):
         path.write_text(html_page(catalog, docs), encoding="utf-8")
     output.line(f"written: {path}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from modular_kernel.cli import output
-from modular_kernel.printable import counted, numbered
+from modular_kernel.printable import all_counted, counted
 
 if TYPE_CHECKING:
     from modular_kernel.tunable import Choice, Tunable
@@ -188,7 +188,7 @@ def print_text(layer: TunedLayer, done: "Sequence[Tuned]", left: Sequence[int]) 
     if files:
         output.line(f"saved in {files[-1]}")
     if left:
-        numbers = numbered(left, "token")
+        numbers = all_counted(left, "token")
         output.line(f"the budget is spent; left: {numbers}. The same command continues")
     if not done and not left:
         output.line(f"{layer.title}: nothing left to do; --fresh starts afresh")

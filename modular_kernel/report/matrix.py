@@ -51,7 +51,8 @@ def _introduction(matrix: Matrix) -> tuple[Block, ...]:
     what = (
         f"Layer: {counted(problem.tokens, 'token')}, hidden size {problem.hidden}, "
         f"intermediate size {problem.intermediate}, {problem.experts} experts, "
-        f"top-{problem.top_k}, {dtype_name(problem.dtype)}, {problem.act}; experts placed in blocks on the ranks."
+        f"top-{problem.top_k}, {dtype_name(problem.dtype)}, {problem.act}; "
+        "experts placed in blocks on the ranks."
     )
     other = "Another layer or machine: `mk check`, or [choose a pairing](choose.md)."
     return (
