@@ -105,7 +105,8 @@ def explain_text(choice: "Choice") -> None:
             rows.append((bucket.tokens, *outcome.pair, _time(outcome), outcome.mode, mark))
     columns = ("tokens", "prepare_finalize", "experts", "us", "timed as", "")
     output.table(columns, rows, optional=("timed as",))
-    output.line("~ far from the fastest, so timed a few times only; the others by turns")
+    rough = "~ timed a few times only, far from the fastest or at the budget's end"
+    output.line(f"{rough}; the others by turns")
     for verdict in choice.candidates.refused:
         output.line(str(verdict))
     facts = ", ".join(f"{name} {value}" for name, value in choice.facts.items())
