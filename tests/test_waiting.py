@@ -1,13 +1,17 @@
-"""Where one step takes long, a verb says on stderr what it does; on a terminal a bar moves."""
+"""Where one step takes long, a verb says on stderr what it does; on a terminal a bar moves.
+
+And when `mk demo` is done it says where the `mk` is that it names next.
+"""
 
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from run_mk import Mk, runs_mk
 
-from modular_kernel.cli import demo, output
+from modular_kernel.cli import demo, demo_output, output
 
 TORCH_PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
 TINY = ("--tokens", "2", "--hidden", "32", "--intermediate", "32", "--experts", "4")
@@ -42,3 +46,14 @@ def test_a_long_run_of_the_demo_is_said_while_it_lasts(mk: Mk, monkeypatch) -> N
     monkeypatch.setattr(demo, "_rows", slow)
     monkeypatch.setattr(demo, "_packed", slow)
     assert "run 1 of 40: 0 s so far\n" in mk("demo").err
+
+
+def test_the_demo_says_where_the_command_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mk").touch()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    for found, told in ((None, f", mk being {tmp_path / 'mk'}"), ("/usr/bin/mk", "")):
+        monkeypatch.setattr(demo_output, "which", lambda _, found=found: found)
+        demo_output.print_demo([], [], 1.0, {}, [], [])
+        assert f"\nnext{told}:\n" in capsys.readouterr().out
