@@ -6,6 +6,7 @@
 """
 
 import sys
+from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -31,6 +32,7 @@ def main(path: str = "layer.trace.json") -> None:
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with without_own_lines(), profile(activities=kinds) as profiler:
         plan(*call)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)  # torch writes to no other, and says so
     profiler.export_chrome_trace(path)
 
     for event in profiler.key_averages():

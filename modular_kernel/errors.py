@@ -23,7 +23,8 @@ class InputError(ModularKernelError, ValueError):
     def __init__(self, what: str, *, got: object, need: object) -> None:
         self.what, self.got, self.need = what, got, need
         # What was given may come from a downloaded file or another package.
-        super().__init__(f"{printable(what)}: got {printable(got)}, need {printable(need)}")
+        shown = printable(got) or "''"
+        super().__init__(f"{printable(what)}: got {shown}, need {printable(need)}")
 
 
 class ConfigurationError(InputError):

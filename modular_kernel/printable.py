@@ -41,6 +41,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {plural(noun, number)}"
 
 
+def all_counted(numbers: Sequence[int], noun: str) -> str:
+    """Return the numbers with one noun, in the singular where 1 is all: "1 case", "1, 2 cases"."""
+    return f"{', '.join(map(str, numbers))} {noun if [*numbers] == [1] else plural(noun, 0)}"
+
+
 def plural(noun: str, number: int) -> str:
     """Return the noun in the plural unless the number is 1: "rank", "ranks"."""
     return noun if number == 1 else f"{noun}s"

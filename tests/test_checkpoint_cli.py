@@ -30,6 +30,7 @@ def test_layers_and_format_are_told(tmp_path: Path, capsys: pytest.CaptureFixtur
         "bytes": 1180032,
         "quant": "fp8_w8a8_block:block=64x128",
         "dtype_of_files": False,
+        "converted": [],
     }
     asked = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path), "--quant", "none")
     assert "quant=" not in asked.out
@@ -90,6 +91,7 @@ def test_without_a_dtype_of_the_config_that_of_the_files_counts(
     asked = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path), "--dtype", "float16")
     assert "-float16" in asked.out
     assert "is the files'" not in asked.out
+    assert "config.json says; float32 in the files, loaded as float16\n" in asked.out
 
 
 @pytest.mark.parametrize("within", [True, False], ids=["in a layer", "between layers"])

@@ -48,6 +48,20 @@ def test_the_example_runs(
     assert made == (["layer.trace.json"] if name == "profile_to_a_trace.py" else [])
 
 
+def test_a_trace_may_lie_in_a_folder_that_is_not_there_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    path = tmp_path / "new" / "layer.json"
+    monkeypatch.setattr(sys, "argv", ["profile_to_a_trace.py", str(path)])
+    try:
+        runpy.run_path(str(EXAMPLES / "profile_to_a_trace.py"), run_name="__main__")
+    finally:
+        torch.set_default_device(None)
+    assert path.is_file()
+
+
 @pytest.mark.parametrize("name", sorted(OWN_PROCESS))
 def test_the_example_with_processes_runs(name: str, tmp_path: Path) -> None:
     words = [sys.executable, str(EXAMPLES / name)]

@@ -24,6 +24,7 @@ from modular_kernel.select import choosing, stored
 from modular_kernel.tensors import Routing
 from modular_kernel.testing.stress.fuzz import (
     calls,
+    changes,
     checkpoints,
     composed,
     draw,
@@ -52,6 +53,11 @@ from prepare_finalize import MoEPrepareAndFinalizeNoEP
 pytestmark = pytest.mark.cpu
 
 PLAIN, INTERPRETED = 1880, 120
+
+
+def test_the_page_says_how_many_things_are_changed() -> None:
+    page = Path(__file__).resolve().parents[1] / "docs" / "fuzz.md"
+    assert f"with one of {len(changes.ALL)} things changed" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("interpreted", [False, True], ids=["plain", "interpreted"])

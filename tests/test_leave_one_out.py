@@ -151,6 +151,6 @@ def test_the_document(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFi
     one = text.index("| one | none |  | 0.90 | 1.00 |")
     assert text[one + 1] == "| two | none | 1.30 | 1.21 |  |"
     assert text[-2:] == [
-        "- two none, 1 tokens: 1.30 x, tiles of E=8, K=2",
+        "- two none, 1 token: 1.30 x, tiles of E=8, K=2",
         "- two none, 16 tokens: 1.21 x, tiles of E=8, K=2",
     ]

@@ -5,13 +5,14 @@ import json
 import logging
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from run_mk import run_mk
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.printable import plural, printable
+from modular_kernel.printable import all_counted, plural, printable
 from modular_kernel.support import Rejection
 
 # Colour, clear, title with its bell, 8-bit CSI, overrides and isolates of direction, a forged line,
@@ -114,6 +115,21 @@ def _shown_texts(path: Path) -> Iterator[str]:
             yield str(node.value)
 
 
+def _tokens_uncounted(path: Path) -> bool:
+    """Whether a text has "tokens" behind a number of tokens that may be 1."""
+    source = path.read_text(encoding="utf-8")
+    texts = (n.values for n in ast.walk(ast.parse(source)) if isinstance(n, ast.JoinedStr))
+    return any(
+        isinstance(here, ast.FormattedValue)
+        and isinstance(here.value, ast.Attribute)
+        and here.value.attr == "tokens"
+        and isinstance(behind, ast.Constant)
+        and str(behind.value).startswith(" tokens")
+        for values in texts
+        for here, behind in pairwise(values)
+    )
+
+
 def test_no_text_leaves_the_plural_to_the_reader() -> None:
     """`counted` and `plural` know whether it is one case or two: never "case(s)"."""
     root = Path(__file__).resolve().parents[1]
@@ -127,4 +143,8 @@ def test_no_text_leaves_the_plural_to_the_reader() -> None:
         if re.search(r"\w\((s|es)\)(?!\w)", text)
     ]
     assert found == []
+    assert [path.name for path in paths if _tokens_uncounted(path)] == []
+    assert [all_counted(n, "token") for n in ((1,), (16,), (1, 16))] == [
+        *("1 token", "16 tokens", "1, 16 tokens")
+    ]
     assert (plural("rank", 1), plural("rank", 0), plural("rank", 2)) == ("rank", "ranks", "ranks")

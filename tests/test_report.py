@@ -101,7 +101,10 @@ def test_contradicting_options_are_bad_usage(mk: Run, words: tuple[str, ...]) ->
 
 
 def test_no_docs_folder_is_bad_usage(mk: Run, tmp_path: Path) -> None:
-    assert mk("--check", "--docs", str(tmp_path / "none"))[0] == 2
+    page = tmp_path / "page.html"
+    for words in (("--check",), ("--write",), ("--html", str(page))):
+        assert mk(*words, "--docs", str(tmp_path / "none"))[0] == 2
+    assert not page.exists()
 
 
 # --------------------------------------------------------------------- the same on any machine

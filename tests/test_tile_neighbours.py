@@ -70,7 +70,7 @@ def test_where_nothing_is_near_the_regimes_decide(tmp_path: Path) -> None:
         (found,) = borrow(lenders, MIXTRAL, H200, NOTHING, [4096])
         assert found == Borrowed(4096, NOTHING.choose(4096), "heuristics")
     (found,) = borrow([qwen], replace(QWEN, top_k=7), H200, NOTHING, [1])
-    assert found.origin == "E=128, K=8, H=2048, I=768, 1 tokens"
+    assert found.origin == "E=128, K=8, H=2048, I=768, 1 token"
 
 
 def test_a_point_is_nearest_to_itself() -> None:
@@ -145,7 +145,7 @@ def test_neighbours_come_after_files_and_before_heuristics(tmp_path: Path) -> No
     assert set(source.whose) == {"heuristics"}, "it is far"
     packaged(shipped, replace(MIXTRAL, intermediate=7168), t1=16, t64=128)
     source = here.source(MIXTRAL)
-    assert source.whose[0] == "E=8, K=2, H=4096, I=7168, 1 tokens"
+    assert source.whose[0] == "E=8, K=2, H=4096, I=7168, 1 token"
     assert source.steps.choose(64).gemm1.block_m == 128
     assert len(source.looked_in) == 2
     for other in (

@@ -267,7 +267,11 @@ def test_explain_says_why_there_is_no_file(here: Path) -> None:
 
 def test_explain_without_a_gpu() -> None:
     if this_machine().device == "cpu":
-        assert "tuned files are for a GPU" in explain(MIXTRAL, 1)
+        text = explain(MIXTRAL, 1)
+        assert "tuned files are for a GPU" in text
+        assert text.startswith("T1-")
+        assert ", 1 token, on no GPU" in text
+        assert ", 100 tokens, on" in explain(MIXTRAL, 100)
 
 
 # ------------------------------------------------------------------------------------------ caching

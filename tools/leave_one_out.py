@@ -34,6 +34,7 @@ from experts.triton.launch_config import Device, MoEConfig
 from experts.triton.paths import PATHS
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli.presets import SHAPES
+from modular_kernel.printable import counted
 from modular_kernel.tuning.compiled import Compiler, Pair
 from modular_kernel.tuning.measured import TimedSearch
 from modular_kernel.types import Problem
@@ -239,7 +240,8 @@ def _by_tokens(found: Sequence[TimedResult]) -> list[str]:
 def _far(found: Sequence[TimedResult]) -> list[str]:
     far = sorted((r for r in found if r.neighbours > BOUND), key=lambda r: -r.neighbours)
     return [
-        f"- {r.layer} {r.quant}, {r.tokens} tokens: {r.neighbours:.2f} x, tiles of {r.origin}"
+        f"- {r.layer} {r.quant}, {counted(r.tokens, 'token')}: {r.neighbours:.2f} x, "
+        f"tiles of {r.origin}"
         for r in far
     ]
 

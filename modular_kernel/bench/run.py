@@ -42,6 +42,7 @@ from modular_kernel.measure.timing import (
     rotation,
     time_calls,
 )
+from modular_kernel.printable import counted
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Machine, dtype_name
@@ -167,7 +168,7 @@ class _Run:
 
     def report(self) -> Report:
         for cell, team in self._visits():
-            self.begin(f"{team.offer.name}, {cell.shape}, {cell.problem.tokens} tokens")
+            self.begin(f"{team.offer.name}, {cell.shape}, {counted(cell.problem.tokens, 'token')}")
             self.rows.append(self._row(cell, team))
             self._tell()
         if self.device.type == "cuda" and not self.stopped:

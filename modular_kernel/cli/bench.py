@@ -14,6 +14,7 @@ from modular_kernel.cli import output
 from modular_kernel.cli.bench_model import WholeModel, bench_model
 from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.lists import schemes, token_numbers
+from modular_kernel.cli.loaded import loaded
 from modular_kernel.cli.options import (
     AsJson,
     ExpertsType,
@@ -310,16 +311,13 @@ def _check_files(files: BenchFiles) -> None:
         need = "matplotlib: pip install 'modular-kernel[bench]'"
         raise ConfigurationError("--plot", got="no matplotlib", need=need)
     wanted = {"--json": files.record, "--markdown": files.markdown, "--plot": files.plot}
-    output.make_folders(wanted)
+    output.check_files(wanted)
 
 
 def _loaded(path: Path) -> "Report":
     from modular_kernel.measure.records import Report
 
-    try:
-        return Report.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigurationError("--load", got=str(error), need="a file of --json") from error
+    return loaded("--load", path, Report.from_json)
 
 
 def _teller(files: BenchFiles) -> Any:

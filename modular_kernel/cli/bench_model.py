@@ -13,6 +13,7 @@ from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.presets import known, unknown
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.config_file import is_file
+from modular_kernel.printable import counted
 
 if TYPE_CHECKING:
     from modular_kernel.bench.model_speed import Implementation, SpeedRow, Workload
@@ -133,7 +134,8 @@ def _print(record: Mapping[str, Any], notes: Sequence[str], rows: "Sequence[Spee
     for note in notes:
         output.line(f"  {note}")
     work = record["workload"]
-    output.line(f"{work.batch} x {work.prompt} tokens of prefill, {work.new} decoded one by one")
+    prompt = counted(work.prompt, "token")
+    output.line(f"{work.batch} x {prompt} of prefill, {work.new} decoded one by one")
     first = rows[0]
     cells = [
         (

@@ -96,6 +96,9 @@ def _checkpoint(options: ProblemOptions) -> "Inspected | None":
 
 def _told(checkpoint: "Inspected") -> str:
     """Say what a config.json did not."""
+    if checkpoint.converted:
+        kinds, as_what = " and ".join(checkpoint.converted), checkpoint.problem_fields["dtype"]
+        return f"; {kinds} in the files, loaded as {as_what}"
     if not checkpoint.dtype_of_files:
         return ""
     return f"; {checkpoint.problem_fields['dtype']}, of which it says nothing, is the files'"
@@ -115,6 +118,7 @@ def _checkpoint_record(checkpoint: "Inspected") -> dict[str, object]:
         "bytes": checkpoint.nbytes,
         "quant": checkpoint.problem_fields["quant"],
         "dtype_of_files": checkpoint.dtype_of_files,
+        "converted": checkpoint.converted,
     }
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from modular_kernel.cli import output
-from modular_kernel.printable import counted
+from modular_kernel.printable import all_counted, counted
 
 if TYPE_CHECKING:
     from modular_kernel.select.choice import Choice
@@ -22,7 +22,7 @@ def teller(problem: "Problem") -> "Callable[[Bucket], None]":
     def tell(bucket: "Bucket") -> None:
         times = sorted(bucket.times.items(), key=lambda item: item[1])
         shown = ", ".join(f"{us:.1f} us {pair[1]}" for pair, us in times[:3])
-        output.note(f"{bucket.tokens} tokens: {shown or 'nothing could be timed'}")
+        output.note(f"{counted(bucket.tokens, 'token')}: {shown or 'nothing could be timed'}")
 
     return tell
 
@@ -51,7 +51,8 @@ def print_text(choice: "Choice", took: float) -> None:
     for need, pairings in elsewhere.items():
         output.line(f"not measured, they need {need}: {', '.join(pairings)}")
     if choice.missing and choice.measured:
-        output.line(f"not measured: {', '.join(map(str, choice.missing))} tokens: as beside them")
+        numbers = all_counted(choice.missing, "token")
+        output.line(f"not measured: {numbers}: as beside them")
     if not choice.measured:
         output.line("no pairing has a time here: the first valid one is taken, in the parts' order")
     for note in choice.notes:
@@ -104,7 +105,8 @@ def explain_text(choice: "Choice") -> None:
             rows.append((bucket.tokens, *outcome.pair, _time(outcome), outcome.mode, mark))
     columns = ("tokens", "prepare_finalize", "experts", "us", "timed as", "")
     output.table(columns, rows, optional=("timed as",))
-    output.line("~ far from the fastest, so timed a few times only; the others by turns")
+    rough = "~ timed a few times only, far from the fastest or at the budget's end"
+    output.line(f"{rough}; the others by turns")
     for verdict in choice.candidates.refused:
         output.line(str(verdict))
     facts = ", ".join(f"{name} {value}" for name, value in choice.facts.items())

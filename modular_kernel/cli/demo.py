@@ -8,6 +8,7 @@ experts are in the same dtype, plus one rounding of the largest logit.
 """
 
 import copy
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -119,13 +120,18 @@ def demo(
     runs = len(pairings) * len(SMALL_MODELS) * len(dtypes) + len(_unbatched(pairings)) * len(
         CHECKPOINTS
     )
+    rows, packed = list[DemoRow](), list[CheckpointRow]()
+    said = output.waiting(lambda: f"run {len(rows) + len(packed) + 1} of {runs}")
     with (
+        nullcontext() if sys.stderr.isatty() else said,
         nullcontext(_untold)
         if as_json == output.STDOUT
-        else output.steps_told(runs, "runs") as tell
+        else output.steps_told(runs, "runs") as tell,
     ):
-        rows = list(_rows(machine, pairings, dtypes, tell))
-        packed = list(_packed(machine, pairings, tell))
+        for row in _rows(machine, pairings, dtypes, tell):
+            rows.append(row)
+        for checkpoint in _packed(machine, pairings, tell):
+            packed.append(checkpoint)
     seconds = time.perf_counter() - began
     rates = _rates(dtypes[-1], machine) if rows else {}
     problem = ProblemOptions().problem()

@@ -1,7 +1,10 @@
 """What `mk demo` prints: a grid of models and pairings, a summary, a speed, what to try next."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from shutil import which
 from typing import TYPE_CHECKING
 
 from modular_kernel.cli import output
@@ -106,9 +109,15 @@ def print_demo(
     output.interpreted(interpreted)
     valid = sum(verdict.ok for verdict in verdicts)
     output.line(f"{valid} of {counted(len(verdicts), 'pair')} are valid here for a small layer")
-    output.line("\nnext:")
+    output.line(f"\nnext{_where()}:")
     for command, what in _NEXT:
         output.line(f"  {command:37} {what}")
+
+
+def _where() -> str:
+    """Say where `mk` is, for a shell that does not find it: `make demo` has its own environment."""
+    beside = Path(sys.executable).with_name("mk")
+    return f", mk being {beside}" if which("mk") is None and beside.exists() else ""
 
 
 def _print_packed(rows: Sequence[CheckpointRow]) -> None:

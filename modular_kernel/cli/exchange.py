@@ -12,6 +12,7 @@ import typer
 from modular_kernel.cli import output
 from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.lists import schemes, token_numbers
+from modular_kernel.cli.loaded import loaded
 from modular_kernel.cli.options import AsJson
 from modular_kernel.cli.ranks import Backend, pool_of, ranks_asked
 from modular_kernel.errors import ConfigurationError
@@ -152,7 +153,7 @@ def exchange(*, sizes: Sizes, manner: ExchangeManner, files: ExchangeFiles) -> N
 
     Exits with 1 if a row is wrong or failed; 2 is bad usage.
     """
-    output.make_folders({"--json": files.record, "--markdown": files.markdown})
+    output.check_files({"--json": files.record, "--markdown": files.markdown})
     if files.load:
         _finish(_joined(files.load), files)
         return
@@ -281,10 +282,7 @@ def _over_ranks(catalog: Any, name: str) -> bool:
 def _joined(paths: Sequence[Path]) -> "ExchangeReport":
     from modular_kernel.bench.all2all.records import ExchangeReport
 
-    try:
-        reports = [ExchangeReport.from_json(path.read_text(encoding="utf-8")) for path in paths]
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigurationError("--load", got=str(error), need="files of --json") from error
+    reports = [loaded("--load", path, ExchangeReport.from_json) for path in paths]
     return reports[0].with_rows_of(reports[1:])
 
 

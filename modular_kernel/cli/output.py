@@ -80,8 +80,9 @@ def print_json(value: object, to: str = STDOUT) -> None:
 
 @contextmanager
 def writing(path: Path | str) -> Iterator[None]:
-    """Write a file within it: SystemExit with LOST_OUTPUT, and one line, where that fails."""
+    """Write a file within it, in a folder made for it; where that fails exit with LOST_OUTPUT."""
     try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
         tell_error(f"output was lost: {path}: {error.strerror or error}")
@@ -118,10 +119,10 @@ def check_writable(to: str | None) -> None:
     """Raise ConfigurationError where JSON could not be written to `to`, before anything is run."""
     if to is None or to == STDOUT:
         return
-    make_folders({"--json": Path(to)})
+    check_files({"--json": Path(to)})
     if Path(to).is_dir():
         raise ConfigurationError("--json", got=f"the folder {to}", need=_WRITABLE)
-    if not os.access(to if Path(to).exists() else Path(to).parent, os.W_OK):
+    if Path(to).exists() and not os.access(to, os.W_OK):
         raise ConfigurationError("--json", got=f"{to}, which is read-only", need=_WRITABLE)
 
 
@@ -132,16 +133,15 @@ def check_folder(option: str, path: Path) -> None:
             raise ConfigurationError(option, got=f"{path}: {at} is a file", need="a folder")
 
 
-def make_folders(files: Mapping[str, Path | None]) -> None:
-    """Make the folders of options' files; ConfigurationError where that cannot be."""
+def check_files(files: Mapping[str, Path | None]) -> None:
+    """Raise ConfigurationError where options' files could not be written. Nothing is made yet."""
     for option, path in files.items():
         if path is None:
             continue
         check_folder(option, path.parent)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigurationError(option, got=f"{path}: {error}", need=_WRITABLE) from error
+        there = next(at for at in path.absolute().parents if at.exists())
+        if not os.access(there, os.W_OK):
+            raise ConfigurationError(option, got=f"{path}: {there} is read-only", need=_WRITABLE)
 
 
 def width(to: TextIO | None = None) -> int:

@@ -112,7 +112,9 @@ def profile(
             command=shlex.join(["mk", *sys.argv[1:]]),
             prepared=wanted.prepared,
         )
-        found = _read(job, _recorded(job, host), files, host)
+        with output.waiting(lambda: "profiling"):
+            recorded = _recorded(job, host)
+        found = _read(job, recorded, files, host)
         record = as_record(found) | host.facts | {"report": str(files.report("html"))}
     if output.reports():
         files.write(found, record)

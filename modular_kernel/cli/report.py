@@ -14,7 +14,7 @@ from modular_kernel.printable import counted
 if TYPE_CHECKING:
     from modular_kernel.catalog import Catalog
 
-_PAGE = Path("out/report.html")
+_DOCS, _PAGE = Path("docs"), Path("out/report.html")
 
 
 def report(
@@ -24,7 +24,7 @@ def report(
     ] = None,
     docs: Annotated[
         Path, typer.Option(help="The docs folder of a checkout: records are read there.")
-    ] = Path("docs"),
+    ] = _DOCS,
     write: Annotated[bool, typer.Option("--write", help="Renew the generated docs.")] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Write nothing: exit with 1 if one of them is stale.")
@@ -44,6 +44,8 @@ def report(
     if sum((write, check, as_json is not None)) > 1 or (html is not None and (check or as_json)):
         need = "one of --html, --write, --check and --json, or --html with --write"
         raise ConfigurationError("mk report", got="several", need=need)
+    if docs != _DOCS and not docs.is_dir():  # elsewhere than in a checkout a page has no records
+        raise ConfigurationError("--docs", got=str(docs), need="the docs folder of a checkout")
     prepare_host(quiet=True)
     from modular_kernel.catalog import load_catalog
 
@@ -95,7 +97,7 @@ def _write(catalog: "Catalog", docs: Path) -> None:
 def _write_page(catalog: "Catalog", docs: Path, path: Path) -> None:
     from modular_kernel.report.generated import html_page
 
-    output.make_folders({"--html": path})
+    output.check_files({"--html": path})
     with output.writing(path):
         path.write_text(html_page(catalog, docs), encoding="utf-8")
     output.line(f"written: {path}")

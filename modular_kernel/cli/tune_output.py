@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from modular_kernel.cli import output
+from modular_kernel.printable import all_counted, counted
 
 if TYPE_CHECKING:
     from modular_kernel.tunable import Choice, Tunable
@@ -136,12 +137,13 @@ def _line(tuned: "Tuned") -> str:
     best = tuned.best
     if best is None:
         reasons = "; ".join(refusal.reason for refusal in tuned.refused.values())
-        return f"{tuned.tokens} tokens: nothing ran: {reasons[:300]}"
+        return f"{counted(tuned.tokens, 'token')}: nothing ran: {reasons[:300]}"
     untuned = f", untuned {best.untuned_seconds * 1e6:.1f}" if best.untuned_seconds else ""
     wrong = f", {len(tuned.wrong)} WRONG" if tuned.wrong else ""
     counts = f"{len(tuned.took)} timed, {len(tuned.refused)} refused{wrong}"
     early = "" if tuned.finished else ", stopped by the budget"
-    return f"{tuned.tokens} tokens: {best.seconds * 1e6:.1f} us{untuned} ({counts}{early})"
+    tokens = counted(tuned.tokens, "token")
+    return f"{tokens}: {best.seconds * 1e6:.1f} us{untuned} ({counts}{early})"
 
 
 def record(layer: TunedLayer, done: "Sequence[Tuned]", left: Sequence[int]) -> dict[str, object]:
@@ -180,13 +182,14 @@ def print_text(layer: TunedLayer, done: "Sequence[Tuned]", left: Sequence[int]) 
     )
     for tuned in done:
         for choice in tuned.wrong:
-            output.line(f"WRONG, {tuned.tokens} tokens: {choice}: {tuned.refused[choice].reason}")
+            tokens, reason = counted(tuned.tokens, "token"), tuned.refused[choice].reason
+            output.line(f"WRONG, {tokens}: {choice}: {reason}")
     files = [tuned.file for tuned in done if tuned.file is not None]
     if files:
         output.line(f"saved in {files[-1]}")
     if left:
-        numbers = ", ".join(map(str, left))
-        output.line(f"the budget is spent; left: {numbers} tokens. The same command continues")
+        numbers = all_counted(left, "token")
+        output.line(f"the budget is spent; left: {numbers}. The same command continues")
     if not done and not left:
         output.line(f"{layer.title}: nothing left to do; --fresh starts afresh")
 

@@ -1,7 +1,9 @@
 """`mk test`: verify one pairing, every pairing, or one case; and the verification itself."""
 
 import os
+import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -262,17 +264,23 @@ def _workers(manner: VerifyManner, host: Host, level: Literal["smoke", "full"]) 
 
 
 def _verify(jobs: Sequence[VerifyJob], host: Host, workers: int, *, as_json: str | None) -> bool:
-    results = []
+    results, begun = list[CaseResult](), [1]
     cases = [case for job in jobs for case in job.cases]
     proven = host.prove_all(cases, min(workers, max(1, len(cases))))
-    with output.progress(len(cases), "cases") as advance:
+    # Without a bar, which moves by itself: a case of a model's size may take minutes.
+    said = output.waiting(lambda: f"case {begun[0]} of {len(cases)}")
+    with (
+        nullcontext() if sys.stderr.isatty() else said,
+        output.progress(len(cases), "cases") as step,
+    ):
         for job in jobs:
             proofs = []
             for case in job.cases:
                 proofs.append(proof := next(proven))
                 if not proof.passed:  # at once: a run that is cut off has told what it found
                     output.note(f"failed: {case}")
-                advance()
+                begun[0] += 1
+                step()
             results.append(CaseResult(job, tuple(proofs)))
     ok = bool(results) and not any(result.failed for result in results)
     record = {"ok": ok, **host.facts, "pairs": [_record(result) for result in results]}

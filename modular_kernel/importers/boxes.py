@@ -102,19 +102,24 @@ class LayerSource:
 
         DtypeError where they have several: in any of them, values of others would be rounded.
         """
-        if self.format.method != "none":
-            return None
-        stored = next(each for each in self.format.stored if each.role == "w")
-        found: dict[torch.dtype, str] = {}
-        for key in (self.key(place, stored) for place in self.places()):
-            if key is not None:
-                found.setdefault(self.files.facts(key)[1], key)
+        found = self.stored_dtypes()
         if not found or not found.keys() <= set(DTYPES.values()):
             return None
         if len(found) > 1:
             kinds = (f"{dtype_name(kind)} in {key}" for kind, key in found.items())
             raise DtypeError(f"{self.what}: dtype", got=" and ".join(kinds), need=ONE_DTYPE)
         return next(iter(found))
+
+    def stored_dtypes(self) -> dict[torch.dtype, str]:
+        """Return the dtypes of matrices that are not quantised, each with a tensor that has it."""
+        if self.format.method != "none":
+            return {}
+        stored = next(each for each in self.format.stored if each.role == "w")
+        found: dict[torch.dtype, str] = {}
+        for key in (self.key(place, stored) for place in self.places()):
+            if key is not None:
+                found.setdefault(self.files.facts(key)[1], key)
+        return found
 
     def nbytes(self) -> int:
         """Return the bytes of all tensors of the layer's experts."""

@@ -79,6 +79,7 @@ class Inspected:
 
     layers: their numbers. nbytes: of all their experts' tensors. problem_fields: what it settles of
     a Problem of a whole layer. dtype_of_files: whether the files tell its dtype, no config.json.
+    converted: dtypes of the files, where no tensor is quantised, other than the problem's.
     """
 
     layers: tuple[int, ...]
@@ -86,6 +87,7 @@ class Inspected:
     nbytes: int
     problem_fields: dict[str, Any]
     dtype_of_files: bool
+    converted: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         numbers = "layer" if len(self.layers) == 1 else "layers"
@@ -103,10 +105,12 @@ def inspect(checkpoint: str | Path, dtype: str | None = None) -> Inspected:
     with open_tensors(Path(checkpoint)) as files:
         found = examine(files)
         fields, nbytes, of_layer = dict[str, Any](), 0, dict[str | None, int]()
+        stored = set[str]()
         for layer in sorted(found.layers):
             source = found.source(layer)
             source.check()
             nbytes += source.nbytes()
+            stored |= {dtype_name(kind) for kind in source.stored_dtypes()}
             own = found.problem_fields(source, dtype=dtype)
             of_layer.setdefault(own.get("dtype"), layer)
             fields = fields or own
@@ -114,7 +118,9 @@ def inspect(checkpoint: str | Path, dtype: str | None = None) -> Inspected:
             got = " and ".join(f"{kind} in layer {layer}" for kind, layer in of_layer.items())
             raise DtypeError(f"{files.path}: dtype", got=got, need=ONE_DTYPE)
         told = "dtype" in fields and dtype is None and "dtype" not in found.facts
-        return Inspected(tuple(sorted(found.layers)), found.format, nbytes, fields, told)
+        others = tuple(sorted(stored - {fields.get("dtype", "bfloat16")}))
+        layers = tuple(sorted(found.layers))
+        return Inspected(layers, found.format, nbytes, fields, told, others)
 
 
 def dtype_of_files(checkpoint: str | Path) -> str | None:

@@ -147,9 +147,18 @@ def cells_of(path: Path) -> list[ComparedTime]:
         found = json_files.parse(json_files.content(path, _MOST_BYTES), constants=True)
         return _reader(found)(found)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        got = f"{type(error).__name__}: {str(error)[:200]}"
+        got = _wrong(error)
         need = f"rows of mk bench, of mk exchange, or {PUBLISHED}"
         raise ConfigurationError(f"measured rows in {path}", got=got, need=need) from None
+
+
+def _wrong(error: Exception) -> str:
+    """Say what is wrong with a file, by the exception that reading it raised."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    if isinstance(error, ValueError):
+        return f"no JSON: {error}"
+    return f"a record that is not whole: {str(error)[:200]}"
 
 
 def _reader(found: Any) -> Callable[[Any], list[ComparedTime]]:

@@ -68,9 +68,9 @@ class ExpertsTime:
 def efficiency(scheme: QuantScheme) -> tuple[Efficiency, str]:
     """Return the efficiency of a scheme, and whether it was measured or is that of the nearest."""
     if scheme.name in MEASURED:
-        return MEASURED[scheme.name], f"measured: {scheme.name}"
+        return MEASURED[scheme.name], f"measured, of scheme {scheme.name}"
     nearest = "fp8_w8a8_channel" if scheme.activation != "none" else "none"
-    return MEASURED[nearest], f"not measured: that of {nearest}"
+    return MEASURED[nearest], f"not measured, as of scheme {nearest}"
 
 
 def experts_time(problem: Problem, load: EstimatedLoad, gpu: Gpu) -> ExpertsTime:

@@ -10,6 +10,7 @@ from modular_kernel.bench.tables import label
 from modular_kernel.measure.records import OURS, Report, Row
 from modular_kernel.pages.document import Figure
 from modular_kernel.pages.plots import COLOURS, XMLNS, Scale, line, svg, text, titled
+from modular_kernel.printable import counted
 
 _ACROSS = 3
 _WIDTH, _HEIGHT = 380, 300  # of a panel
@@ -158,7 +159,7 @@ def _curve(curve: _Curve, x: Scale, y: Scale) -> list[str]:
         titled(
             "circle",
             f'cx="{left:.1f}" cy="{top:.1f}" r="2.2" fill="{curve.colour}"',
-            f"{curve.name}, {point.tokens} tokens: {point.us:.1f} us",
+            f"{curve.name}, {counted(point.tokens, 'token')}: {point.us:.1f} us",
         )
         for (left, top), point in zip(places, curve.points, strict=True)
     ]

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from modular_kernel.catalog import Part
 from modular_kernel.pages.document import Block, Document, Heading, Items, Table, Text
+from modular_kernel.printable import counted
 from modular_kernel.quant import ACTIVATION_SCHEMES
 from modular_kernel.report.judged import Matrix, RefusalReason, furnished, reasons
 from modular_kernel.rules import unavailable
@@ -48,9 +49,10 @@ def _introduction(matrix: Matrix) -> tuple[Block, ...]:
         "that the two parts ask for."
     )
     what = (
-        f"Layer: {problem.tokens} tokens, hidden size {problem.hidden}, intermediate size "
-        f"{problem.intermediate}, {problem.experts} experts, top-{problem.top_k}, "
-        f"{dtype_name(problem.dtype)}, {problem.act}; experts placed in blocks on the ranks."
+        f"Layer: {counted(problem.tokens, 'token')}, hidden size {problem.hidden}, "
+        f"intermediate size {problem.intermediate}, {problem.experts} experts, "
+        f"top-{problem.top_k}, {dtype_name(problem.dtype)}, {problem.act}; "
+        "experts placed in blocks on the ranks."
     )
     other = "Another layer or machine: `mk check`, or [choose a pairing](choose.md)."
     return (

@@ -25,7 +25,7 @@ from modular_kernel.catalog import this_machine
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.fields import check_fields, expect
 from modular_kernel.measure.routing import RoutingKind
-from modular_kernel.printable import printable
+from modular_kernel.printable import counted, printable
 from modular_kernel.select import keys
 from modular_kernel.select.cache import Cache
 from modular_kernel.select.candidates import Candidates, find
@@ -195,7 +195,7 @@ class _Search:
         """Return the whole ones; without any what was begun, and notes that say so."""
         whole = tuple(bucket for bucket in buckets if self._whole(bucket))
         notes = (
-            f"of {bucket.tokens} tokens {len(bucket.outcomes)} of "
+            f"of {counted(bucket.tokens, 'token')} {len(bucket.outcomes)} of "
             f"{len(self.candidates.valid[bucket.tokens])} pairings were timed: a longer budget "
             "times the others"
             for bucket in buckets

@@ -19,6 +19,7 @@ from experts.triton.launch_config import Device, MoEConfig
 from experts.triton.path import ENDLESS
 from experts.triton.paths import BY_NAME
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.printable import counted
 from modular_kernel.types import Problem
 
 _TOKENS = tuple(1 << power for power in range(15))
@@ -107,9 +108,10 @@ def borrow(
     A configuration that cannot be launched for `problem` is no point.
     """
     points = [
-        (layer.point(there), config, f"{layer.name}, {there} tokens", _top(config, there, problem))
+        (layer.point(there), config, f"{layer.name}, {of}", _top(config, there, problem))
         for layer in known
         for there, config in layer.configs(problem, device)
+        for of in (counted(there, "token"),)
         if fits(_lent(config, problem, device, there), problem, device)
     ]
     found = []

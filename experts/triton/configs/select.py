@@ -21,6 +21,7 @@ from experts.triton.configs.steps import Steps
 from experts.triton.launch_config import Device, MoEConfig
 from experts.triton.paths import BASE, PATHS
 from modular_kernel.machine import current_machine
+from modular_kernel.printable import counted
 from modular_kernel.providers import version_of
 from modular_kernel.settings import read_settings
 from modular_kernel.types import Problem
@@ -109,12 +110,12 @@ def explain(
     said = source.steps.choose(tokens)
     plain = source.launched(problem, store.device, paths).choose(tokens)
     config = source.launched(problem, store.device, paths, prepared=prepared).choose(tokens)
-    where = f"{tokens} tokens{', prepared weights' if prepared else ''}"
+    where = f"{counted(tokens, 'token')}{', prepared weights' if prepared else ''}"
     why = _why(source, problem, tokens)
     if prepared and not source.prepared and config != plain:
         why = f"heuristics of prepared weights, in place of {why}"
     lines = [
-        f"{problem}, {where}, on {store.device.name or 'no GPU'}",
+        f"{problem.with_tokens(tokens)}, {where}, on {store.device.name or 'no GPU'}",
         f"  from {why}",
         *([f"  not launched as it says, {said}"] if said.path != plain.path else []),
         f"  path: {config.path}",

@@ -1,0 +1,69 @@
+"""Files that options name: bad ones are told in a line, and no folder is made before a result."""
+
+from pathlib import Path
+
+import pytest
+from run_mk import Mk, runs_mk
+
+BAD = {
+    "none.json": (None, "No such file or directory"),
+    "text.json": (b"x", "no JSON: "),
+    "bytes.json": (b"\xff", "no "),
+    "list.json": (b"[1]", ""),
+    "other.json": (b'{"schema": "other/1"}', ""),
+    "begun.json": (b'{"schema": "mk-bench/1"}', ""),
+}
+
+
+READERS = [("bench", "--load"), ("exchange", "--load"), ("plan", "--compare")]
+
+
+mk = runs_mk()
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize(
+    "words", [("bench", "--load"), ("exchange", "--load"), ("plan", "--compare")]
+)
+def test_a_bad_record_is_named(mk: Mk, tmp_path: Path, name: str, words: tuple[str, str]) -> None:
+    content, why = BAD[name]
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    ended = mk(*words, str(path))
+    assert (ended.code, ended.out) == (2, "")
+    (line,) = ended.err.splitlines()
+    assert line.startswith("error: ")
+    assert str(path) in line
+    assert f"got {why}" in line
+    assert line.count(": got ") == 1
+    assert "Error" not in line
+    assert "Errno" not in line
+
+
+def test_a_record_that_is_not_whole_is_no_record(mk: Mk, tmp_path: Path) -> None:
+    path = tmp_path / "begun.json"
+    path.write_text('{"schema": "mk-bench/1"}', encoding="utf-8")
+    assert "got a record that is not whole: 'rows'" in mk("bench", "--load", str(path)).err
+
+
+def test_an_empty_value_is_seen(mk: Mk) -> None:
+    assert "error: quant: got '', need one of " in mk("check", "--quant=").err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("check", "--json", "new/found.json", "--tokens", "-1"),
+        ("bench", "--markdown", "new/page.md", "--load", "bad.json"),
+        ("exchange", "--markdown", "new/page.md", "--load", "bad.json"),
+        ("bench", "--json", "new/found.json", "--model", "none such"),
+    ],
+)
+def test_what_is_refused_leaves_no_folder(
+    mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.json").write_text("{", encoding="utf-8")
+    assert mk(*words).code == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.json"]

@@ -1,0 +1,59 @@
+"""Where one step takes long, a verb says on stderr what it does; on a terminal a bar moves.
+
+And when `mk demo` is done it says where the `mk` is that it names next.
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from run_mk import Mk, runs_mk
+
+from modular_kernel.cli import demo, demo_output, output
+
+TORCH_PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
+TINY = ("--tokens", "2", "--hidden", "32", "--intermediate", "32", "--experts", "4")
+
+mk = runs_mk()
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "_FIRST_WORD_S", 0.005)
+
+
+def test_a_long_case_is_said_while_it_lasts(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("test", *TORCH_PAIR, "--one", *TINY)
+    assert "case 1 of 1: 0 s so far\n" in mk(*words).err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert "so far" not in mk(*words).err
+
+
+def test_a_long_profile_is_said_while_it_lasts(mk: Mk, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "profiling: 0 s so far\n" in mk("profile", *TORCH_PAIR, *TINY, "--calls", "1").err
+
+
+def test_a_long_run_of_the_demo_is_said_while_it_lasts(mk: Mk, monkeypatch) -> None:
+    pytest.importorskip("transformers", reason="the extra is not installed")
+
+    def slow(*_: object) -> Iterator[demo.DemoRow]:
+        time.sleep(0.2)
+        yield from ()
+
+    monkeypatch.setattr(demo, "_rows", slow)
+    monkeypatch.setattr(demo, "_packed", slow)
+    assert "run 1 of 40: 0 s so far\n" in mk("demo").err
+
+
+def test_the_demo_says_where_the_command_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mk").touch()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    for found, told in ((None, f", mk being {tmp_path / 'mk'}"), ("/usr/bin/mk", "")):
+        monkeypatch.setattr(demo_output, "which", lambda _, found=found: found)
+        demo_output.print_demo([], [], 1.0, {}, [], [])
+        assert f"\nnext{told}:\n" in capsys.readouterr().out
