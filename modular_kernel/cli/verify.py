@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -264,8 +265,8 @@ def _workers(manner: VerifyManner, host: Host, level: Literal["smoke", "full"]) 
 def _verify(jobs: Sequence[VerifyJob], host: Host, workers: int, *, as_json: str | None) -> bool:
     results = []
     cases = [case for job in jobs for case in job.cases]
-    proven = host.prove_all(cases, min(workers, max(1, len(cases))))
-    with output.progress(len(cases), "cases") as advance:
+    every = closing(host.prove_all(cases, min(workers, max(1, len(cases)))))
+    with every as proven, output.progress(len(cases), "cases") as advance:
         for job in jobs:
             proofs = []
             for case in job.cases:
