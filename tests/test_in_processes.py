@@ -11,9 +11,10 @@ import pytest
 from run_mk import run_mk
 
 from modular_kernel.cli.ranks import Host
+from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.testing import Case, cases_for
 from modular_kernel.testing.verify.in_processes import WorkerError, prove_all
-from modular_kernel.testing.verify.one_process import Proof
+from modular_kernel.testing.verify.one_process import Proof, prove
 from modular_kernel.types import Machine
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
@@ -108,6 +109,18 @@ def alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def test_a_part_that_cannot_be_made_is_a_failed_case(machine: Machine) -> None:
+    """Of another's parts, too: the other cases have their proofs, in one process or in several."""
+    case = cases_for(*PAIR, machine, "smoke").cases[0]
+
+    def build(case: Case, machine: Machine, poison: bool) -> FusedMoEModularKernel:
+        raise OSError("no such library")
+
+    proof = prove(case, machine, build)
+    assert proof.failures == ("build: raised OSError: no such library",)
+    assert "FAILED, error inf" in str(proof)
 
 
 def test_full_lists_are_shared_by_one_process_a_processor(
