@@ -21,7 +21,12 @@ from vendor_stand_in import (
 
 from experts.deepgemm import library
 from experts.deepgemm.aligned_rows import aligned_rows, aligned_specs, most_aligned
-from experts.deepgemm.either import LEAST_ROWS, least_tokens
+from experts.deepgemm.either import (
+    LEAST_ROWS,
+    BatchedTritonOrDeepGemmExperts,
+    TritonOrDeepGemmExperts,
+    least_tokens,
+)
 from modular_kernel.catalog import make_kernel
 from modular_kernel.errors import ConfigurationError, StateError
 from modular_kernel.machine import torch_twins
@@ -118,9 +123,16 @@ def test_sizes_that_the_library_does_not_take_go_to_triton(part: Any, change: An
 
 
 def test_what_is_taken_is_said() -> None:
-    few, many = TritonOrDeepGemm.explained(replace(BASE, experts=64, top_k=8))
+    problem = replace(BASE, experts=64, top_k=8)
+    few, many = TritonOrDeepGemmExperts.explained(problem)
     assert few == "calls of fewer than 1024 tokens: TritonExperts"
-    assert many.startswith("calls of 1024 tokens or more: DeepGemmExperts")
+    assert many == "calls of 1024 tokens or more: DeepGemmExperts, if weights lie row by row"
+    few, many = BatchedTritonOrDeepGemmExperts.explained(problem)
+    assert few == "experts with room for fewer than 512 rows: BatchedTritonExperts"
+    assert many == "experts with room for 512 rows or more: BatchedDeepGemmExperts"
+    for part in (TritonOrDeepGemmExperts, BatchedTritonOrDeepGemmExperts):
+        (every,) = part.explained(replace(problem, bias=True))
+        assert every.endswith("TritonExperts, because DeepGEMM does not take these sizes")
 
 
 def test_room_is_declared_for_either() -> None:

@@ -186,6 +186,11 @@ def _line(outcome: str, ran: int = 1, why: str = "") -> dict[str, object]:
             _line("failed", why="E modular_kernel.errors.UnsupportedError: x"),
             Outcome.REFUSED,
         ),
+        (
+            _line("passed"),
+            _line("failed", why="E modular_kernel.errors.CorruptionError: x"),
+            Outcome.OURS,
+        ),
     ],
 )
 def test_only_what_passes_without_ours_counts(theirs, ours, end) -> None:
@@ -200,6 +205,29 @@ def test_a_failed_comparison_is_judged_by_float64() -> None:
     assert upstream.by_errors(case, errors | {"modular_kernel": 4.1e-3}).outcome is Outcome.THEIRS
     assert upstream.by_errors(case, errors | {"modular_kernel": 6e-3}).outcome is Outcome.OURS
     assert upstream.by_errors(case, errors | {"modular_kernel": NAN}).outcome is Outcome.OURS
+
+
+def test_an_error_that_is_no_number_is_the_largest(monkeypatch) -> None:
+    from hf_suites import nearer
+
+    for found in ([NAN, 1.0], [1.0, NAN]):
+        largest = dict[str, float]()
+        for error in found:
+            nearer.note(largest, "ours", error)
+        assert largest["ours"] != largest["ours"]
+    nearer.note(largest := {"ours": 1.0}, "ours", 2.0)
+    nearer.note(largest, "ours", 0.5)
+    assert largest == {"ours": 2.0}
+
+
+def test_a_gradient_that_is_no_number_is_seen() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    experts = torch.nn.ParameterList([weight])
+    end = [
+        classes._same_gradients(experts, ours, 2 * weight, torch.float32)[0]
+        for ours in (2 * weight, 3 * weight, weight * NAN)
+    ]
+    assert end == [Outcome.AGREE, Outcome.OURS, Outcome.OURS]
 
 
 def test_a_file_of_tests_without_a_case_is_a_case(tmp_path) -> None:

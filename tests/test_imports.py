@@ -82,6 +82,31 @@ def test_verbs_that_only_judge_load_no_kernel_and_no_laboratory(words: list[str]
     assert rooms & set(LABORATORY) == set()
 
 
+def test_verbs_that_only_judge_load_no_package_but_these() -> None:
+    """Beyond torch's own: each costs every call, whether it is needed or not."""
+    run = "from modular_kernel.cli.main import run\ntry: run(['{}'])\nexcept SystemExit: pass"
+    of_torch = loaded("import torch")
+    ours = {"modular_kernel", "experts", "prepare_finalize", "topk_reduce"}
+    for verb in ("list", "check", "plan"):
+        more = loaded(run.format(verb)) - of_torch
+        packages = {name.partition(".")[0] for name in more} - set(sys.stdlib_module_names) - ours
+        private = {name for name in packages if name.startswith("_")}
+        assert packages - private <= {"typer", "annotated_doc", "shellingham", "rich"}
+
+
+def test_verbs_that_only_judge_look_for_no_garbage() -> None:
+    """It would take longer than to judge; a process that goes on collects as it did."""
+    code = (
+        "import gc\nseen, until, enable = [], [], gc.enable\n"
+        "gc.enable = lambda: (until.append(len(seen)), enable())\n"
+        "from modular_kernel.cli.main import run\n"
+        "gc.callbacks.append(lambda phase, info: seen.append(phase))\n"
+        "try: run(['plan'])\nexcept SystemExit: pass\n"
+        "assert gc.isenabled() and gc.get_freeze_count() == 0\nassert until == [0], until"
+    )
+    loaded(code)
+
+
 def test_listing_models_loads_no_torch() -> None:
     run = "from modular_kernel.cli.main import run\ntry: run(['models'])\nexcept SystemExit: pass"
     assert loaded(run) & {"torch", "numpy", "rich", *HEAVY} == set()

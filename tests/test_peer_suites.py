@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from modular_kernel.errors import ShapeError
+from modular_kernel.errors import CorruptionError, ShapeError
 from modular_kernel.ops.route import route_ref
 
 TOOLS = Path(__file__).parents[1] / "tools"
@@ -210,6 +210,42 @@ def test_no_case_vanishes(
     assert json.loads(other.read_text()) == kept | {"checkouts": {"fake": "abc"}}
 
 
+def test_a_part_that_is_as_wrong_as_their_reference_is_ours(
+    tool: ModuleType, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from peer_suites_lib import layers
+
+    sound = layers.make_kernel
+    monkeypatch.setattr(
+        layers, "make_kernel", lambda *given: lambda *call: sound(*given)(*call) * 1.5
+    )
+    tally = tool.run_suite(layers_of(checkout, factor=1.5), 100)
+    assert tally.outcomes == {"mismatch: ours": 8}
+
+
+def test_memory_that_a_part_spoils_is_no_refusal(
+    tool: ModuleType, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from peer_suites_lib import layers
+
+    def spoils(*given: Any) -> Any:
+        raise CorruptionError("a kernel wrote behind its output")
+
+    monkeypatch.setattr(layers, "make_kernel", spoils)
+    assert tool.run_suite(layers_of(checkout), 100).outcomes == {"raw exception": 8}
+
+
+def test_a_failure_is_told_though_its_case_was_seen(tool: ModuleType) -> None:
+    from peer_suites_lib.endings import Ending, Suite
+
+    ends = [Ending(outcome, key=1) for outcome in ("agree", "mismatch: ours", "agree")]
+    grid = [{"what": end} for end in ends]
+    suite = Suite("fake", "again", lambda: iter(grid), lambda p: p["what"])
+    tally = tool.run_suite(suite, 100)
+    assert tally.outcomes == {"agree": 1, "mismatch: ours": 1, "the same after shrinking": 1}
+    assert tally.failed
+
+
 def test_routers(tool: ModuleType, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from peer_suites_lib import routers
     from peer_suites_lib.checkout import Source
@@ -227,8 +263,13 @@ def test_routers(tool: ModuleType, checkout: Path, monkeypatch: pytest.MonkeyPat
     def broken(logits: torch.Tensor, *others: Any) -> None:
         route_ref(logits.flip(1), *others)
 
-    monkeypatch.setattr(routers, "route_ref", broken)
-    assert routers.check_router(case, lambda x, _: pick(x, 2)).outcome == "mismatch: ours"
+    def no_numbers(*given: Any) -> None:
+        route_ref(*given)
+        given[-1].routing.topk_weights_TK[0] = torch.nan
+
+    for each in (broken, no_numbers):
+        monkeypatch.setattr(routers, "route_ref", each)
+        assert routers.check_router(case, lambda x, _: pick(x, 2)).outcome == "mismatch: ours"
 
 
 def test_quantisers(tool: ModuleType, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,6 +294,26 @@ def test_quantisers(tool: ModuleType, checkout: Path, monkeypatch: pytest.Monkey
     assert found.outcome == "mismatch: ours"
 
 
+@pytest.mark.parametrize("quant", ["fp8_w8a8_channel", "fp8_w8a8_tensor", "int8_w8a8_channel"])
+def test_a_scale_that_is_too_large_is_ours(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, quant: str
+) -> None:
+    """Its codes are as near to their values as any, in steps that are too large."""
+    from peer_suites_lib import rows
+
+    sound = rows.quantised
+
+    def reference(part: torch.Tensor) -> Any:
+        return sound(part.float(), rows.QuantScheme.parse(quant))
+
+    x = rows.numbers(3, 40, torch.bfloat16)
+    assert rows.check_quantiser(x, quant, reference, "").outcome == "agree"
+    monkeypatch.setattr(
+        rows, "quantised", lambda x, scheme: sound(x, scheme, sound(x, scheme)[1] * 1.7)
+    )
+    assert rows.check_quantiser(x, quant, reference, "").outcome == "mismatch: ours"
+
+
 def test_whose_a_difference_is(tool: ModuleType) -> None:
     from peer_suites_lib.endings import Tolerance, judged
 
@@ -264,8 +325,11 @@ def test_whose_a_difference_is(tool: ModuleType) -> None:
     assert judged(far, near, exact, tight, 2e-3).outcome == "mismatch: ours"
     # A tolerance wider than the numbers hides nothing.
     assert judged(far, near, exact, wide, 2e-3).outcome == "mismatch: ours"
-    assert judged(far, far, exact, tight, 2e-3).outcome == "agree"
-    assert judged(near * torch.nan, near, exact, wide, 1.0).outcome == "mismatch: ours"
+    assert judged(far, far, exact, tight, 2e-3).outcome == "mismatch: ours"
+    for other in (near, near * torch.nan, near * 2):
+        assert judged(near * torch.nan, other, exact, wide, 1.0).outcome == "mismatch: ours"
+        assert judged(far, other, exact, wide, 2e-3).outcome == "mismatch: ours"
+    assert judged(near, near * torch.nan, exact, wide, 2e-3).outcome == "mismatch: theirs"
 
 
 def test_alignment(tool: ModuleType) -> None:

@@ -1,6 +1,7 @@
 """The list of defects written by hand: each is there to be put in, and is put where it says."""
 
 import ast
+import importlib.util
 import json
 from pathlib import Path
 
@@ -48,3 +49,36 @@ def test_what_full_leaves_met_the_tests_of_operations() -> None:
     page = (ROOT / "docs/mutation-scores.md").read_text(encoding="utf-8")
     assert f"Of the {len(left)} that full leaves, the tests of operations" in page
     assert f"kill {killed}." in page
+
+
+def test_tests_that_fail_without_a_defect_notice_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = importlib.util.spec_from_file_location(
+        "source_defects", ROOT / "tools/source_defects.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    first, second = read_defects(LIST, ROOT)[:2]
+    monkeypatch.setattr(tool, "RECORD", tmp_path / "record.json")
+    record = {
+        first.what: {"full": "survived"},
+        second.what: {"full": "killed by x", "tests": "survived"},
+    }
+    seen = []
+
+    def by_tests(mutant: object) -> str:
+        seen.append(mutant)
+        return "killed by tests/test_ops_x.py::test_y"
+
+    monkeypatch.setattr(tool, "by_tests", by_tests)
+    with pytest.raises(RuntimeError, match="without a defect: killed by tests/test_ops_x"):
+        tool.before_tests([first, second], record)
+    sound = {None: "survived"}
+    monkeypatch.setattr(tool, "by_tests", lambda mutant: sound.get(mutant, by_tests(mutant)))
+    tool.before_tests([first, second], record)
+    kept = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
+    assert kept[first.what]["tests"].startswith("killed by tests/test_ops_x")
+    assert "tests" not in kept[second.what]

@@ -145,7 +145,32 @@ class Nccl(TransportPeer):
         return given.x_TH[self.token_N]
 
 
-class DeepEPV1(TransportPeer):
+class DeepEP(TransportPeer):
+    """A transport over one buffer of the library's."""
+
+    def close(self):
+        buffer, self.buffer = getattr(self, "buffer", None), None
+        if buffer is not None:
+            buffer.destroy()
+
+
+class DeepEPOfTokens(DeepEP):
+    """One row for each token and rank, without a wait of the host: room for all that can come."""
+
+    capturable = True
+    measured = ""  # what else is
+
+    def __init__(self, sms, *, quantising=False):
+        self.sms, self.quantising = sms, quantising
+        self.name = f"{self.name}, {sms} SMs" + ", quantising" * quantising
+        self.note = f"{self.measured}rows quantised {_WHEN[quantising]}"
+
+    def identity(self):
+        rows, ids, weights, *_ = self.arrived  # behind those that came, whatever was there
+        self.weighted(rows, ids, weights)
+
+
+class DeepEPV1(DeepEP):
     """needs the module of V1, which has no ElasticBuffer."""
 
     worlds = (2, 4, 8)
@@ -160,21 +185,12 @@ class DeepEPV1(TransportPeer):
     def local_of(self, cell):
         return cell.experts // cell.world_size
 
-    def close(self):
-        buffer, self.buffer = getattr(self, "buffer", None), None
-        if buffer is not None:
-            buffer.destroy()
 
+class DeepEPHighThroughput(DeepEPOfTokens, DeepEPV1):
+    """The first library's buffer."""
 
-class DeepEPHighThroughput(DeepEPV1):
-    """One row for each token and rank, without a wait of the host: room for all that can come."""
-
-    capturable = True
-
-    def __init__(self, sms, *, quantising=False):
-        self.sms, self.quantising = sms, quantising
-        self.name = f"DeepEP V1 high throughput, {sms} SMs" + ", quantising" * quantising
-        self.note = "its layout kernel included; rows quantised " + _WHEN[quantising]
+    name = "DeepEP V1 high throughput"
+    measured = "its layout kernel included; "
 
     def setup(self):
         Buffer = import_module("deep_ep").Buffer
@@ -197,10 +213,6 @@ class DeepEPHighThroughput(DeepEPV1):
             topk_weights=self.weights,
             num_worst_tokens=self.cell.world_size * self.cell.capacity,
         )
-
-    def identity(self):
-        rows, ids, weights, *_ = self.arrived  # behind those that came, whatever was there
-        self.weighted(rows, ids, weights)
 
     def combine(self):
         return self.buffer.combine(self.y, self.arrived[4])[0]
@@ -241,15 +253,10 @@ class DeepEPLowLatency(DeepEPV1):
         return self.buffer.low_latency_combine(self.y, self.ids, self.weights, handle)[0]
 
 
-class DeepEPV2(TransportPeer):
-    """ElasticBuffer without a wait of the host."""
+class DeepEPV2(DeepEPOfTokens):
+    """ElasticBuffer."""
 
-    capturable = True
-
-    def __init__(self, sms, *, quantising=False):
-        self.sms, self.quantising = sms, quantising
-        self.name = f"DeepEP V2, {sms} SMs" + ", quantising" * quantising
-        self.note = "rows quantised " + _WHEN[quantising]
+    name = "DeepEP V2"
 
     def refusal(self, cell):
         if not hasattr(import_module("deep_ep"), "ElasticBuffer"):
@@ -283,17 +290,8 @@ class DeepEPV2(TransportPeer):
             do_cpu_sync=False,
         )
 
-    def identity(self):
-        rows, ids, weights, *_ = self.arrived  # behind those that came, whatever was there
-        self.weighted(rows, ids, weights)
-
     def combine(self):
         return self.buffer.combine(self.y, self.arrived[3], num_sms=self.sms)[0]
-
-    def close(self):
-        buffer, self.buffer = getattr(self, "buffer", None), None
-        if buffer is not None:
-            buffer.destroy()
 
 
 class Pplx(TransportPeer):

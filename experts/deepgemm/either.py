@@ -54,6 +54,10 @@ class _Either(PermuteExpertsUnpermute):
     of_triton: ClassVar[type[PermuteExpertsUnpermute]]
     with_library: ClassVar[type[PermuteExpertsUnpermute]]
     least_rows: ClassVar[int]  # an expert's, on average, for DeepGEMM
+    # Which calls are whose, by the number from which they are DeepGEMM's.
+    few: ClassVar[str] = "calls of fewer than {least} tokens"
+    many: ClassVar[str] = "calls of {least} tokens or more"
+    if_many: ClassVar[str] = ""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -68,6 +72,15 @@ class _Either(PermuteExpertsUnpermute):
     @classmethod
     def described(cls, machine: Machine) -> AbstractContextManager[None]:
         return cls.of_triton.described(machine)
+
+    @classmethod
+    def explained(cls, problem: Problem) -> tuple[str, ...]:
+        triton, library = cls.of_triton.__name__, cls.with_library.__name__
+        if not fits(problem):
+            return (f"every call: {triton}, because DeepGEMM does not take these sizes",)
+        least = least_tokens(problem, cls.least_rows)
+        few, many = (calls.format(least=least) for calls in (cls.few, cls.many))
+        return f"{few}: {triton}", f"{many}: {library}{cls.if_many}"
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return self._few.finalize_weight_and_reduce_impl()
@@ -95,6 +108,7 @@ class TritonOrDeepGemmExperts(_Either):
     of_triton = TritonExperts
     with_library: ClassVar[type[DeepGemmExperts]] = DeepGemmExperts
     least_rows = LEAST_ROWS
+    if_many = ", if weights lie row by row"
     requires = replace(
         DeepGemmExperts.requires,
         bias=True,
@@ -103,16 +117,6 @@ class TritonOrDeepGemmExperts(_Either):
         intermediate_multiple=1,
         blocks=None,
     )
-
-    @classmethod
-    def explained(cls, problem: Problem) -> tuple[str, ...]:
-        if not fits(problem):
-            return ("every call: TritonExperts, because DeepGEMM does not take these sizes",)
-        least = least_tokens(problem, cls.least_rows)
-        return (
-            f"calls of fewer than {least} tokens: TritonExperts",
-            f"calls of {least} tokens or more: DeepGemmExperts, if weights lie row by row",
-        )
 
     def _part_of(self, tokens: int, weights: ExpertWeights) -> PermuteExpertsUnpermute:
         by_rows = lies_by_rows(weights.w1) and lies_by_rows(weights.w2)
@@ -169,6 +173,8 @@ class BatchedTritonOrDeepGemmExperts(_Either):
     of_triton = BatchedTritonExperts
     with_library: ClassVar[type[BatchedDeepGemmExperts]] = BatchedDeepGemmExperts
     least_rows = LEAST_BATCHED_ROWS
+    few = "experts with room for fewer than {least} rows"
+    many = "experts with room for {least} rows or more"
     requires = replace(
         BatchedDeepGemmExperts.requires,
         bias=True,
@@ -177,16 +183,6 @@ class BatchedTritonOrDeepGemmExperts(_Either):
         blocks=None,
         capacity_multiple=TILE_M,
     )
-
-    @classmethod
-    def explained(cls, problem: Problem) -> tuple[str, ...]:
-        if not fits(problem):
-            return ("every call: BatchedTritonExperts, DeepGEMM does not take these sizes",)
-        least = least_tokens(problem, cls.least_rows)
-        return (
-            f"experts with room for fewer than {least} rows: BatchedTritonExperts",
-            f"experts with room for {least} rows or more: BatchedDeepGemmExperts",
-        )
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, BatchedShape)

@@ -1,12 +1,13 @@
 """What the contiguous and the batched Triton experts bind for their two products."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
-from experts.triton.launch_config import LaunchConfig
+from experts.triton.launch_config import Device, LaunchConfig
 from modular_kernel.ops.activation import activation_constants, up_rows
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.support import Rejection
@@ -37,6 +38,12 @@ TMA_BYTES = 16  # rows that TMA fetches start on multiples of it
 MIDDLE = {"uint8": 128, "uint4": 8}  # the zero point of unsigned weights that come without one
 _FLOAT8_ARCH = (8, 9)
 _LEAST_BLOCK_K = 32  # 8-bit products need a depth of 32; two 4-bit ones 16 each
+
+
+def fed_by_tma(problem: Problem, device: Device, schemes: Collection[str]) -> bool:
+    """Whether kernels that TMA feeds run here, and these schemes in 16 bits are the problem's."""
+    known = problem.scheme.name in schemes and problem.dtype is not torch.float32
+    return device.tma and known and not problem.batch_invariant
 
 
 @dataclass(frozen=True)

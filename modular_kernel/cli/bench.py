@@ -16,7 +16,6 @@ from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.lists import schemes, token_numbers
 from modular_kernel.cli.loaded import loaded
 from modular_kernel.cli.options import (
-    AsJson,
     ExpertsType,
     PfType,
     Prepared,
@@ -26,6 +25,7 @@ from modular_kernel.cli.options import (
 )
 from modular_kernel.cli.presets import BASELINE_SHAPES, SHAPES, facts, known, shown, unknown
 from modular_kernel.cli.ranks import ranks_asked
+from modular_kernel.cli.report_files import ReportFiles
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.config_file import is_file
 
@@ -74,25 +74,16 @@ class Method:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchFiles:
+class BenchFiles(ReportFiles):
     """What is written beside the table, and what is read instead of being measured."""
 
     load: Annotated[
         Path | None,
         typer.Option(help="Measure nothing: show and draw what --json wrote here before."),
     ] = None
-    as_json: AsJson = None  # a file is written anew after each row
-    markdown: Annotated[Path | None, typer.Option(help="Write the tables of a document here.")] = (
-        None
-    )
     plot: Annotated[
         Path | None, typer.Option(help="Draw time over tokens here (.png; needs matplotlib).")
     ] = None
-
-    @property
-    def record(self) -> Path | None:
-        """The file of --json, where it is one."""
-        return None if self.as_json in (None, output.STDOUT) else Path(str(self.as_json))
 
 
 @dataclass(frozen=True)
@@ -331,9 +322,7 @@ def _teller(files: BenchFiles) -> Any:
         for row in report.rows[said:]:
             output.note(one_line(row))
         said = len(report.rows)
-        if files.record is not None:
-            with output.writing(files.record):
-                report.write(files.record)
+        files.keep(report)
 
     return tell
 
@@ -341,13 +330,7 @@ def _teller(files: BenchFiles) -> Any:
 def _finish(report: "Report", files: BenchFiles) -> None:
     from modular_kernel.bench import tables
 
-    if files.as_json == output.STDOUT:
-        print(report.to_json())
-    else:
-        _print_text(report)
-    if files.markdown is not None:
-        with output.writing(files.markdown):
-            files.markdown.write_text(tables.markdown(report), encoding="utf-8")
+    files.show(report, lambda: _print_text(report), lambda: tables.markdown(report))
     if files.plot is not None:
         from modular_kernel.bench.plot import plot
 

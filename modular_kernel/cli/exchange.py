@@ -13,8 +13,8 @@ from modular_kernel.cli import output
 from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.lists import schemes, token_numbers
 from modular_kernel.cli.loaded import loaded
-from modular_kernel.cli.options import AsJson
 from modular_kernel.cli.ranks import Backend, pool_of, ranks_asked
+from modular_kernel.cli.report_files import ReportFiles
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.providers import version_of
 from modular_kernel.settings import read_launcher
@@ -126,20 +126,13 @@ class ExchangeManner:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExchangeFiles:
+class ExchangeFiles(ReportFiles):
     """What is read and written beside the table."""
 
     load: Annotated[
         list[Path] | None,
         typer.Option(help="Measure nothing: join what --json wrote here; may be repeated."),
     ] = None
-    as_json: AsJson = None
-    markdown: Annotated[Path | None, typer.Option(help="Write a document here.")] = None
-
-    @property
-    def record(self) -> Path | None:
-        """The file of --json, where it is one."""
-        return None if self.as_json in (None, output.STDOUT) else Path(str(self.as_json))
 
 
 def exchange(*, sizes: Sizes, manner: ExchangeManner, files: ExchangeFiles) -> None:
@@ -303,16 +296,8 @@ def _finish(report: "ExchangeReport", files: ExchangeFiles) -> None:
 
     if not output.reports():
         return
-    if files.as_json == output.STDOUT:
-        print(report.to_json())
-    else:
-        _print_text(report)
-    if files.record is not None:
-        with output.writing(files.record):
-            report.write(files.record)
-    if files.markdown is not None:
-        with output.writing(files.markdown):
-            files.markdown.write_text(records.markdown(report), encoding="utf-8")
+    files.show(report, lambda: _print_text(report), lambda: records.markdown(report))
+    files.keep(report)
 
 
 def _print_text(report: "ExchangeReport") -> None:

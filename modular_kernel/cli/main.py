@@ -1,8 +1,10 @@
 """The `mk` command: registers the verbs. Importing this imports neither torch nor rich."""
 
+import gc
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
 from typing import Annotated, Any, cast
@@ -22,6 +24,8 @@ _HELP = {"help_option_names": ["-h", "--help"]}
 # What typer raises at words that no verb takes; it has moved between typer's releases.
 _BAD_WORDS: Any = typer.BadParameter.__mro__[1]
 _INTERRUPTED = 130
+# Verbs that judge, and end.
+_BRIEF = frozenset({"list", "models", "check", "plan"})
 
 # Verb -> its function, and its line of `mk --help`, which would cut the docstring's first. In the
 # order of the help.
@@ -102,11 +106,30 @@ def run(argv: list[str] | None = None) -> None:
         try:
             words = _with_values(sys.argv[1:] if argv is None else argv)
             verb = words[0] if words and words[0] in VERBS else None
-            sys.exit(_status_of(_command(verb), words))
+            with _uncollected(last=argv is None) if verb in _BRIEF else nullcontext():
+                sys.exit(_status_of(_command(verb), words))
         except SystemExit as end:
             if end.code and not reports():
                 time.sleep(_LINGER_S)
             raise
+
+
+@contextmanager
+def _uncollected(*, last: bool) -> Iterator[None]:
+    """Look for no cycles of objects within it: torch has so many that this takes longer than to
+    judge.
+
+    last: nor as the process ends, which is next.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if last:
+            gc.freeze()
+        if collects:
+            gc.enable()
 
 
 def _status_of(command: Callable[..., object], words: list[str]) -> int:

@@ -74,7 +74,7 @@ class World:
     def tokens(self, options: ProblemOptions) -> tuple[int, ...]:
         if self.tokens_list is None and options.tokens is not None:
             return (options.tokens,)
-        return token_numbers(self.tokens_list or _TOKENS)
+        return token_numbers(_TOKENS if self.tokens_list is None else self.tokens_list)
 
     def sizes(self, options: ProblemOptions) -> tuple[int, ...]:
         if options.world_size is not None:

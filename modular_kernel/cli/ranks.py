@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -65,7 +65,7 @@ class Host:
         per_host = self.pool.ranks_per_host
         return rank_cases_for(*pair, self.machine, ranks, level, ranks_per_host=per_host)
 
-    def prove_all(self, cases: "Sequence[Case]", workers: int) -> "Iterator[Proof]":
+    def prove_all(self, cases: "Sequence[Case]", workers: int) -> "Generator[Proof, None, None]":
         """Every case, in this order; each a RankCase where there are ranks, which share no work."""
         if self.pool is None:
             from modular_kernel.testing.verify.in_processes import prove_all

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -266,10 +266,11 @@ def _workers(manner: VerifyManner, host: Host, level: Literal["smoke", "full"]) 
 def _verify(jobs: Sequence[VerifyJob], host: Host, workers: int, *, as_json: str | None) -> bool:
     results, begun = list[CaseResult](), [1]
     cases = [case for job in jobs for case in job.cases]
-    proven = host.prove_all(cases, min(workers, max(1, len(cases))))
+    every = closing(host.prove_all(cases, min(workers, max(1, len(cases)))))
     # Without a bar, which moves by itself: a case of a model's size may take minutes.
     said = output.waiting(lambda: f"case {begun[0]} of {len(cases)}")
     with (
+        every as proven,
         nullcontext() if sys.stderr.isatty() else said,
         output.progress(len(cases), "cases") as step,
     ):

@@ -180,6 +180,7 @@ def _same_gradients(
     for one, other in zip(*pairs, strict=True):
         if (one is None) != (other is None):
             return Outcome.OURS, "a gradient is missing"
-        if one is not None and (one - other).norm() > 4 * BOUNDS[dtype] * other.norm():
+        # A NaN is a difference.
+        if one is not None and not (one - other).norm() <= 4 * BOUNDS[dtype] * other.norm():
             return Outcome.OURS, "gradients differ"
     return Outcome.AGREE, ""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_suites.outcomes import Case, Outcome
+from modular_kernel import errors
 
 SUITE = "transformers' own tests"
 # Cases in which experts compute: forwards, generation, batches, padding, implementations. Left out
@@ -167,8 +168,9 @@ def _case(name: str, theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] |
         return Case(SUITE, shown, Outcome.RAW, "no end with ours")
     if ours["outcome"] == "passed":
         return Case(SUITE, shown, Outcome.AGREE if ours["ran"] else Outcome.NOT_REACHED)
-    if "modular_kernel.errors." in ours["why"]:
-        return Case(
-            SUITE, shown, Outcome.REFUSED, ours["why"].partition("modular_kernel.errors.")[2]
-        )
+    told = ours["why"].partition("modular_kernel.errors.")[2]
+    kind = getattr(errors, told.partition(":")[0], None)
+    # Others tell of a defect: memory that was spoilt, ranks that are lost.
+    if kind is not None and issubclass(kind, (errors.InputError, errors.IncompatibleError)):
+        return Case(SUITE, shown, Outcome.REFUSED, told)
     return Case(SUITE, shown, Outcome.OURS, ours["why"])

@@ -8,7 +8,7 @@ from random import Random
 
 import torch
 
-from modular_kernel.errors import ModularKernelError
+from modular_kernel.errors import IncompatibleError, InputError
 from peer_suites_lib.checkout import Params
 
 AGREE = "agree"
@@ -22,6 +22,7 @@ NO_REFERENCE = "their reference raises"
 REPEATED = "the same after shrinking"
 SKIPPED = "skipped by their test"
 LEFT_OUT = "left out of the sample"
+FAILURES = OURS, RAW
 ENDINGS = (
     AGREE,
     REFUSED,
@@ -36,6 +37,10 @@ ENDINGS = (
     RAW,
 )
 _WORST = (OURS, RAW, ROUNDED, THEIRS, REFUSED, AGREE)
+
+
+# What our parts raise before anything runs; other errors of ours are defects.
+Refusal = (InputError, IncompatibleError)
 
 
 class MissingError(Exception):
@@ -97,7 +102,7 @@ class Tally:
     @property
     def failed(self) -> bool:
         """Whether a case is our defect."""
-        return bool(self.outcomes[OURS] or self.outcomes[RAW])
+        return any(self.outcomes[end] for end in FAILURES)
 
 
 def run_suite(suite: Suite, most: int) -> Tally:
@@ -113,7 +118,8 @@ def run_suite(suite: Suite, most: int) -> Tally:
     seen: set[object] = set()
     for number, params in enumerate(cases):
         ending = _attempt(suite, params) if number in taken else Ending(LEFT_OUT)
-        if ending.key is not None and ending.key in seen:
+        repeated = ending.key is not None and ending.key in seen
+        if repeated and ending.outcome not in FAILURES:  # a failure never hides behind a key
             ending = Ending(REPEATED, shrunk=ending.shrunk)
         seen.add(ending.key)
         tally.add(ending)
@@ -130,8 +136,8 @@ def _attempt(suite: Suite, params: Params) -> Ending:
         return Ending(SKIPPED, str(error))
     except TheirError as error:
         return Ending(NO_REFERENCE, str(error))
-    except ModularKernelError as error:
-        return Ending(REFUSED, _short(error))
+    except Refusal as error:
+        return refused(error)
     except Exception as error:  # noqa: BLE001  (whatever it is, it is a finding)
         return Ending(RAW, f"{type(error).__name__}: {error} at {_shown(params)}"[:300])
 
@@ -154,7 +160,7 @@ def theirs(reference: Callable[..., object], *args: object, **kwargs: object) ->
         raise TheirError(f"{type(error).__name__}: {error}"[:200]) from error
 
 
-def refused(error: ModularKernelError) -> Ending:
+def refused(error: Exception) -> Ending:
     """Return the ending of a part that refuses with a typed error."""
     return Ending(REFUSED, _short(error))
 
@@ -210,7 +216,7 @@ def judged(
     """
     mine, their = error_of(ours, exact), error_of(other, exact)
     told = f"error to float64: ours {_round(mine)}, theirs {_round(their)}"
-    if mine > max(limit, 1.25 * their):
+    if not mine <= limit:
         return Ending(OURS, f"{told}; limit {limit:.2g}")
     if tolerance.holds(ours, other):
         return Ending(AGREE)

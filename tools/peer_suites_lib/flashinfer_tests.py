@@ -322,9 +322,10 @@ def _hashed(reference: Any, p: Any) -> Ending:
     done = f"tokens to {TWIN_TOKENS}" if tokens < p["num_tokens"] else ""
     if not torch.equal(found.topk_ids_TK, table[words[few]]):
         return Ending(OURS, "other experts than the table's", done)
-    if float((found.topk_weights_TK.double() - exact[few]).abs().max()) > 1e-5:
+    if not float((found.topk_weights_TK.double() - exact[few]).abs().max()) <= 1e-5:
         return Ending(OURS, "weights", done)
     near = float((other[0].double() - exact).abs().max()) <= 1e-5 and torch.equal(
         other[1], table[words]
     )
-    return Ending(AGREE if near else THEIRS, "", done, ("router's kernel",), (tokens, experts))
+    end, why = (AGREE, "") if near else (THEIRS, "weights or ids")
+    return Ending(end, why, done, ("router's kernel",), (tokens, experts, top_k))

@@ -7,12 +7,20 @@ from dataclasses import dataclass, replace
 import torch
 
 from modular_kernel.catalog import make_kernel
-from modular_kernel.errors import ModularKernelError
 from modular_kernel.quant import LARGEST, STORAGE, quantise_weights, weight_specs
 from modular_kernel.reference import oracle, recipe
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import Problem
-from peer_suites_lib.endings import Ending, Tolerance, error_of, judged, refused, theirs, worst
+from peer_suites_lib.endings import (
+    Ending,
+    Refusal,
+    Tolerance,
+    error_of,
+    judged,
+    refused,
+    theirs,
+    worst,
+)
 
 _LOCAL = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
 # Of the error that plain torch makes in the layer's types: what a part's may be.
@@ -193,6 +201,6 @@ class LayerCheck:
         try:
             kernel = make_kernel(*pair, given.problem)
             ours = kernel(given.x, given.weights, given.routing)
-        except ModularKernelError as error:
+        except Refusal as error:
             return refused(error)
         return judged(ours, other, exact, self._tolerance, limit)

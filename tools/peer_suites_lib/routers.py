@@ -135,7 +135,7 @@ class Exact:
             score = score / score.sum(1, keepdim=True)
         score = score * scaling
         error = (weights.double() - score).abs()
-        wrong = error > limit * max(1.0, scaling) + 1e-5 * score
+        wrong = ~(error <= limit * max(1.0, scaling) + 1e-5 * score)  # a NaN is wrong
         return f"weights by {float(error.max()):.1g}" if bool(wrong.any()) else ""
 
     def _best(self, ids: torch.Tensor, rows: slice) -> bool:

@@ -7,6 +7,7 @@ import torch
 from modular_kernel.ops.activation import gated_activation, gated_activation_ref
 from modular_kernel.ops.align import moe_align_block_size
 from modular_kernel.ops.quantise import Quantised, dequantise_rows, quantise_rows, quantised
+from modular_kernel.quant import LARGEST, MIN_SCALE
 from modular_kernel.reference import activation as exact_activation
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.types import ActivationSpec
@@ -77,8 +78,11 @@ def _codes(
     apart = (codes - their_codes).abs()
     close = bool((apart <= step * 1.01).all())
     worst_step = _error(dequantise_rows(q, scale, scheme), exact, scale, q.dtype)
-    if worst_step > 0.501:
+    if not worst_step <= 0.501:
         return Ending(OURS, f"{worst_step:.3f} steps from the value")
+    wanted = _scale(exact, scale.shape, scheme)
+    if not bool(((scale - wanted).abs() <= 1e-5 * wanted).all()):  # its steps are other ones
+        return Ending(OURS, "another scale than the largest value's")
     their_numbers = dequantise_rows(their_q.view_as(q), their_scale, scheme)
     their_step = _error(their_numbers, exact, their_scale, q.dtype)
     if near and close:
@@ -86,6 +90,20 @@ def _codes(
         return Ending(AGREE, f"codes one apart: {one_apart}" if bool(apart.any()) else "")
     blame = THEIRS if their_step >= worst_step else OURS
     return Ending(blame, f"largest error in steps: ours {worst_step:.2f}, theirs {their_step:.2f}")
+
+
+def _scale(exact: torch.Tensor, shape: torch.Size, scheme: QuantScheme) -> torch.Tensor:
+    """Return the scales that put the largest value of each group at the largest code."""
+    largest = exact.abs()
+    if len(shape) == 1:
+        amax = largest.amax().reshape(1)
+    else:
+        group = -(-exact.shape[1] // shape[1])
+        if scheme.activation_granularity == "group":
+            group = min(scheme.group[-1], exact.shape[1])
+        padded = torch.nn.functional.pad(largest, (0, shape[1] * group - exact.shape[1]))
+        amax = padded.view(*shape, group).amax(2)
+    return (amax / LARGEST[scheme.activation]).clamp(min=MIN_SCALE)
 
 
 def _error(

@@ -6,8 +6,6 @@ the ring holds of the depth, num_stages how many places there are. block_m and g
 
 from collections.abc import Iterator
 
-import torch
-
 from experts.triton.launch_config import (
     Device,
     Gemm,
@@ -16,6 +14,7 @@ from experts.triton.launch_config import (
     Violation,
     gemms,
 )
+from experts.triton.operands import fed_by_tma
 from modular_kernel.types import Combine, Problem
 
 NAME = "gemv_tma"
@@ -35,12 +34,7 @@ _STAGING = 1 << 12  # bytes for sums across warps, barriers, and what separates 
 
 def serves(problem: Problem, device: Device) -> bool:
     """Whether the kernels of this path can compute `problem` on `device`."""
-    scheme = problem.scheme
-    if problem.batch_invariant or not device.tma:
-        return False
-    if scheme.name not in _SCHEMES or problem.dtype is torch.float32:
-        return False
-    if scheme.granularity == "block" and not _one_scale_a_half(problem):
+    if not fed_by_tma(problem, device, _SCHEMES) or not _one_scale_a_half(problem):
         return False
     plain = problem.combine is Combine.SUM and not problem.apply_router_weight_on_input
     even = all(k % _ALIGNED == 0 for k in (problem.hidden, problem.intermediate))
@@ -49,7 +43,9 @@ def serves(problem: Problem, device: Device) -> bool:
 
 
 def _one_scale_a_half(problem: Problem) -> bool:
-    """Whether the gate rows of every tile lie within one scale block, and so the up rows."""
+    """Whether gate rows of every tile, and so up rows, lie within one scale block, if any."""
+    if problem.scheme.granularity != "block":
+        return True
     whole = problem.act.interleaved or problem.intermediate % COLUMNS == 0
     return problem.scheme.group == _BLOCK and whole
 

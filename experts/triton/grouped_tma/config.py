@@ -2,10 +2,8 @@
 
 from collections.abc import Iterator
 
-import torch
-
 from experts.triton.launch_config import Device, Gemm, LaunchConfig, MoEConfig, Violation
-from experts.triton.operands import TMA_BYTES
+from experts.triton.operands import TMA_BYTES, fed_by_tma
 from modular_kernel.types import Problem
 
 NAME = "grouped_tma"
@@ -26,16 +24,11 @@ _MOST_STAGES = 6  # that fit into the shared memory of sm_90 with the narrowest 
 
 def serves(problem: Problem, device: Device) -> bool:
     """Whether the kernels of this path can compute `problem` on `device`."""
-    scheme = problem.scheme
-    if problem.batch_invariant or not device.tma:
-        return False
-    if scheme.name not in MODES or problem.dtype is torch.float32:
-        return False
-    if scheme.granularity == "block" and not _one_scale_a_half(problem):
+    if not fed_by_tma(problem, device, MODES) or not _one_scale_a_half(problem):
         return False
     if problem.adapters is not None and not _takes_adapters(problem):
         return False
-    itemsize = 1 if scheme.quantised else problem.dtype.itemsize
+    itemsize = 1 if problem.scheme.quantised else problem.dtype.itemsize
     widths = (problem.hidden, problem.intermediate)
     return not problem.apply_router_weight_on_input and all(
         width * itemsize % TMA_BYTES == 0 for width in widths
@@ -60,7 +53,9 @@ def _takes_adapters(problem: Problem) -> bool:
 
 
 def _one_scale_a_half(problem: Problem) -> bool:
-    """Whether every half of a tile lies within one scale block of the weights."""
+    """Whether every half of a tile lies within one scale block of the weights, if there are any."""
+    if problem.scheme.granularity != "block":
+        return True
     gate_then_up = problem.act.gated and not problem.act.interleaved
     whole = problem.intermediate % max(_HALVES["block"]) == 0
     return problem.scheme.group == _BLOCK and (whole or not gate_then_up)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from modular_kernel.catalog import this_machine
-from modular_kernel.errors import CorruptionError
+from modular_kernel.errors import CorruptionError, ModularKernelError
 from modular_kernel.testing.cases.case import Case, command
 from modular_kernel.testing.verify.checks import CHECKS, Check
 from modular_kernel.testing.verify.trial import Build, Trial, build_kernel
@@ -52,7 +52,13 @@ def prove(case: Case, machine: Machine | None = None, build: Build = build_kerne
     """
     machine = machine or this_machine()
     start = time.perf_counter()
-    build(case, machine, False)  # refused pairings end here
+    try:
+        build(case, machine, False)  # refused pairings end here
+    except ModularKernelError:
+        raise
+    except Exception as why:  # noqa: BLE001 (another's part may fail as it is made, too)
+        seconds = time.perf_counter() - start
+        return Proof(case, machine, math.inf, 0.0, (raised("build", why),), seconds)
     trial = Trial(case, machine, build)
     failures = tuple(dict.fromkeys(findings(trial)))
     error, bound = _accuracy(trial)

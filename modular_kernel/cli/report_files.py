@@ -1,0 +1,50 @@
+"""What verbs that measure write: their report as JSON, as text, and as a document."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Protocol
+
+import typer
+
+from modular_kernel.cli import output
+from modular_kernel.cli.options import AsJson
+
+
+class Reported(Protocol):
+    """A report of measured rows."""
+
+    def to_json(self) -> str: ...
+
+    def write(self, path: Path) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportFiles:
+    """What is written beside the table."""
+
+    as_json: AsJson = None
+    markdown: Annotated[Path | None, typer.Option(help="Write the tables of a document here.")] = (
+        None
+    )
+
+    @property
+    def record(self) -> Path | None:
+        """The file of --json, where it is one."""
+        return None if self.as_json in (None, output.STDOUT) else Path(str(self.as_json))
+
+    def keep(self, report: Reported) -> None:
+        """Write the report as JSON, where a file is asked for: anew after each row, too."""
+        if self.record is not None:
+            with output.writing(self.record):
+                report.write(self.record)
+
+    def show(self, report: Reported, text: Callable[[], None], document: Callable[[], str]) -> None:
+        """Print the report, as JSON or by `text`, and write `document` where it is asked for."""
+        if self.as_json == output.STDOUT:
+            print(report.to_json())
+        else:
+            text()
+        if self.markdown is not None:
+            with output.writing(self.markdown):
+                self.markdown.write_text(document(), encoding="utf-8")
