@@ -10,8 +10,8 @@ from modular_kernel.testing.cases.scenes import counts_calls, manager_class, sha
 from modular_kernel.testing.verify.scene_stage import RIGHT, VICTIM, Stage, manager_of, said
 from modular_kernel.testing.verify.scenes_of_problems import Lines, before
 
-DEADLINE_S = 1.5  # of a scene in which a rank stays away
-_SHORT_S = 0.5  # of one in which nobody makes an exchange
+DEADLINE_S = 1.5  # of a scene in which a rank stays away from others that it knows
+_SHORT_S = 0.5  # of one in which ranks do not come to know each other
 _IN_TIME_S = 0.6  # how late a rank may be there
 _PATIENCE_S = 2.0  # beyond it, until nobody waits any more
 _POLLED = "the exchange did not end in time"  # said where a library has to be asked, on a GPU
@@ -69,7 +69,7 @@ def _alone(on: Stage) -> Callable[[], tuple[str, str]]:
     To be called when the deadline, and what a rank waits after it for the others' word, are long
     over: they are still asked for it.
     """
-    manager = manager_class(on.part)(None, deadline_s=_SHORT_S)
+    manager = manager_class(on.part)(None, deadline_s=DEADLINE_S)
     if on.rank:
         return lambda: (RIGHT, RIGHT)
     exchange = manager.all_reduce(torch.ones(1), step=manager.next_step(), phase="combine")
@@ -123,11 +123,11 @@ def _says_no_host(on: Stage) -> tuple[str, str]:
     made = manager_class(on.part)
     if on.at_fault:
         made = type(made.__name__, (made,), {"_find_hosts": _leaves})
-    told = said(lambda: str(made(None, deadline_s=_SHORT_S)))
+    told = said(lambda: str(made(None, deadline_s=DEADLINE_S)))
     dist.barrier()
-    what, why = "ranks that share buffers", "no sign of life"
-    must = on.error(what, why, "", (0, 0, 0), (VICTIM,), "construct")
-    return before(told, ", need"), "RuntimeError" if on.at_fault else before(must, ", need")
+    what, why, need = "ranks that share buffers", "no sign of life", "every rank within 1.5 s"
+    must = on.error(what, why, need, (0, 0, 0), (VICTIM,), "construct")
+    return told, "RuntimeError" if on.at_fault else must
 
 
 def _leaves(*_: object) -> None:
