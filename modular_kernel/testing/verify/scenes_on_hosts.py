@@ -42,6 +42,7 @@ def on_hosts(on: Stage) -> Iterator[tuple[str, str]]:
         with host_called(f"host{on.rank}"):
             manager = manager_class(on.part)(None)
         yield said(lambda: str(on.over(manager))), "ConfigurationError"
+        yield _serving(on, manager, 1, full_hosts=True, one_host=False)
         manager.destroy()
 
 
