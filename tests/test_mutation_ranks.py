@@ -131,16 +131,27 @@ def test_bits_see_what_changes_on_one_rank_alone(coverage: Coverage, tmp_path: P
         (BY_HOSTS, "host_then_rank/slots", "flags + place * each", "flags", "not right"),
         (BY_HOSTS, "host_then_rank/group", "            self.inside.destroy()", "            pass",
          "not UnsupportedError"),
+        (GATHERED, "common/torch_group", "max(time.monotonic() + _LEAST_S, started_s",
+         "max(0.0, started_s", "not (0, 'combine', 1, 0, 0, (1,)) exchange between ranks"),
+        (GATHERED, "common/torch_group", 'self.device == "cpu"', 'self.device != "cpu"',
+         "not the reason of the library"),
+        (ALL2ALL, "common/torch_group", "history: int = 1024", "history: int = 1023",
+         "1023, not 1024"),
+        (ALL2ALL, "rendezvous/hosts", " or (exact and each != most)", "", "not 2 on each"),
+        (ALL2ALL, "common/row_buffers", "rows * int(problem.adapters is not None)", "rows",
+         "without_adapters: 56 bytes of rows_adapters"),
     ],
     ids=["far-copy", "third-call", "two-hosts", "another-device", "rank-0-missed", "no-layer",
          "construct-in-a-call", "too-many-on-a-host", "no-look", "one-room-for-all",
-         "memory-stays-open"],
+         "memory-stays-open", "late-at-the-board", "polled", "remembered", "half-full-hosts",
+         "needless-room"],
 )  # fmt: skip
 def test_scenes_tell_a_part_that_errs_of(
     part: str, file: str, old: str, new: str, found: str, tmp_path: Path
 ) -> None:
     mutant = changed(old, new, tmp_path, f"prepare_finalize/{file}.py")
-    faults = {"32) & 0xFFFFFF": "late", "layer: int = 0": "broken-off", "heard and": "stays-out"}
+    faults = {"32) & 0xFFFFFF": "late", "layer: int = 0": "broken-off", "heard and": "stays-out",
+              "_LEAST_S": "late", "self.device": "late"}  # fmt: skip
     fault = next((faults[line] for line in faults if line in old), "misunderstood")
     machine = this_machine(device="cpu")
     case = replace(rank_cases_for(part, "TorchExperts", machine, 2).cases[0], fault=fault)

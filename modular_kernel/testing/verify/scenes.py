@@ -23,7 +23,6 @@ from modular_kernel.testing.cases.scenes import counts_calls, manager_class, sha
 from modular_kernel.testing.verify.scene_stage import RIGHT, VICTIM, Stage, manager_of, said
 from modular_kernel.testing.verify.scenes_of_calls import (
     elsewhere,
-    first_stays_away,
     nearest,
     routing_on,
     too_many,
@@ -36,13 +35,11 @@ from modular_kernel.testing.verify.scenes_of_problems import (
     before,
     meant_otherwise,
 )
+from modular_kernel.testing.verify.scenes_of_waits import late, stays_out
 from modular_kernel.testing.verify.scenes_on_hosts import journal_of_a_host, on_hosts
 from modular_kernel.types import Machine
 
-DEADLINE_S = 1.5  # of a scene in which a rank stays away
-_SHORT_S = 0.5  # of one in which nobody makes an exchange
-_IN_TIME_S = 0.6  # how late a rank may be there
-_PATIENCE_S = 2.0  # beyond it, until nobody waits any more
+HISTORY = 1024  # exchanges that a manager remembers
 REMEMBERED = 64  # steps of which errors name layer and call
 _BROKE = "broke off its call: RuntimeError"
 _SECONDS = re.compile(r"\d+(\.\d+)? s")
@@ -136,6 +133,7 @@ def _unequal(on: Stage, kernel: FusedMoEModularKernel, step: int) -> tuple[str, 
 
 def _managed(on: Stage, kernel: FusedMoEModularKernel) -> Lines:
     """Make a manager of the caller's own, told what it otherwise finds out."""
+    yield _remembered(kernel), str(HISTORY)
     waits = manager_of(kernel.prepare_finalize).deadline_s
     options = {"deadline_s": waits, "device": on.machine.device, "history": 3}
     manager = manager_class(on.part)(None, **options)
@@ -154,6 +152,14 @@ def _managed(on: Stage, kernel: FusedMoEModularKernel) -> Lines:
     if inside is not None:
         yield said(lambda: str(inside.check_open())), "UnsupportedError"
     yield from on_hosts(on)
+
+
+def _remembered(kernel: FusedMoEModularKernel) -> str:
+    """Note one exchange more than are remembered where nobody says how many; returns how many."""
+    notes = manager_of(kernel.prepare_finalize).last_calls
+    for _ in range(HISTORY + 1):
+        notes.begin(0, "construct", 0)
+    return str(len(notes.json_lines().splitlines()))
 
 
 def _on_a_gpu(kernel: FusedMoEModularKernel, machine: Machine) -> str:
@@ -264,80 +270,6 @@ def _last_record(on: Stage, kernel: FusedMoEModularKernel) -> str:
 
 def _breaks(*_: object, **__: object) -> None:
     raise RuntimeError("these experts are broken")
-
-
-def late(on: Stage) -> Lines:
-    """Rank 1 comes late, but in time: the others wait for it. Then it stays away for longer than
-    the deadline: they name it, and so does it them."""
-    kernel, counts = on.waiting(DEADLINE_S), counts_calls(on.part)
-    yield on.goes(kernel)
-    dist.barrier()
-    if on.at_fault:
-        time.sleep(_IN_TIME_S)
-    yield on.goes(kernel)
-    dist.barrier()
-    if on.at_fault:
-        time.sleep(DEADLINE_S + _PATIENCE_S)
-    start = time.monotonic()
-    told = said(lambda: on.judged(on.call(kernel)))
-    seconds = time.monotonic() - start
-    if counts:
-        why = "gave up: this rank came at least N s late" if on.at_fault else "no sign of life"
-        layer, phase = (1, 3, 3), "counts"
-    else:
-        why = f"no flag of call 3 from rank {VICTIM}"
-        layer, phase = (0, 0, 3), "dispatch"
-    peers = on.others if on.at_fault else (VICTIM,)
-    if counts or not on.at_fault:
-        must = on.error("exchange between ranks", why, "", layer, peers, phase)
-        yield before(told, "; after", ", need"), before(must, ", need")
-        if counts:
-            yield _reason(told), RIGHT
-        least = 0.0 if on.at_fault else DEADLINE_S - 0.1
-        in_time = least <= seconds < 2 * _PATIENCE_S
-        yield ("in time" if in_time else f"{seconds:.1f} s"), "in time"
-        again = said(lambda: on.judged(on.call(kernel)))
-        earlier = "a manager that failed before: " if counts else ""
-        must = on.error("exchange between ranks", earlier + why, "", layer, peers, phase)
-        yield before(again, "; after", ", need"), before(must, ", need")
-        if not counts:  # whoever asks later is told, too
-            told = said(lambda: str(manager_of(kernel.prepare_finalize).check()))
-            yield before(told, ", need"), before(must, ", need")
-    dist.barrier()
-    if not counts:
-        yield from first_stays_away(on, DEADLINE_S)
-    yield on.goes(on.kernel())
-
-
-def _reason(told: str) -> str:
-    """Say what is wrong with the reason of the library, which an error ends its `got` with."""
-    reason = told.partition("; after N s: ")[2].partition(", need")[0]
-    in_words = len(reason.split()) > 2 and not reason.startswith("[")
-    return RIGHT if in_words else f"no reason in words: {reason!r}"
-
-
-def stays_out(on: Stage) -> Lines:
-    """Rank 1 makes no kernel where the others do; then all make one together.
-
-    Where ranks share memory, it makes a manager with them first: they look for it a second time.
-    """
-    if shares_memory(on.part):
-        manager = manager_class(on.part)(None, deadline_s=_SHORT_S)
-        if not on.at_fault:
-            told = said(lambda: str(on.over(manager)))
-            must = on.error(
-                "ranks that share buffers", "no sign of life", "", (0, 0, 0), (VICTIM,), "construct"
-            )
-            yield before(told, ", need"), before(must, ", need")
-        dist.barrier()
-        manager.destroy()
-    if not on.at_fault:
-        told, counts = said(lambda: str(on.waiting(_SHORT_S))), counts_calls(on.part)
-        what = "exchange between ranks" if counts else "ranks that share buffers"
-        must = on.error(what, "no sign of life", "", (0, 0, 0), (VICTIM,), "construct")
-        yield before(told, "; after", ", need"), before(must, ", need")
-    dist.barrier()
-    yield on.goes(on.kernel())
 
 
 def journal(on: Stage, kernel: FusedMoEModularKernel, refused: dict[int, str]) -> str:

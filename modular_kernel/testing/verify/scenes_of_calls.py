@@ -1,7 +1,4 @@
-"""What calls keep to that every rank means alike, and what is told where rank 0 stays away.
-
-Parts of the scenes "misunderstood" and "late".
-"""
+"""What calls keep to that every rank means alike; parts of the scene "misunderstood"."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +13,7 @@ from modular_kernel.placement import Placement
 from modular_kernel.tensors import ContiguousTokens, Routing
 from modular_kernel.testing.cases.scenes import goes_near, shares_memory
 from modular_kernel.testing.verify.scene_stage import RIGHT, Stage, said
-from modular_kernel.testing.verify.scenes_of_problems import Lines, before
+from modular_kernel.testing.verify.scenes_of_problems import Lines
 from modular_kernel.workspace import Workspace
 
 _IN_FLIGHT = 2  # calls that shared memory has room for
@@ -104,18 +101,3 @@ def _stays(on: Stage, manager: object, placement: Placement, near: Sequence[int]
 
 def _has_ids(tokens: object) -> bool:
     return isinstance(tokens, ContiguousTokens)
-
-
-def first_stays_away(on: Stage, deadline_s: float) -> Lines:
-    """Rank 0 makes no call where all others do: they name it, as they name any other rank."""
-    kernel = on.waiting(deadline_s)
-    yield on.goes(kernel)
-    dist.barrier()
-    if on.rank:
-        must = on.error(
-            "exchange between ranks", "no flag of call 2 from rank 0", "", (0, 0, 2), (0,),
-            "dispatch",
-        )  # fmt: skip
-        told = said(lambda: on.judged(on.call(kernel)))
-        yield before(told, ", need"), before(must, ", need")
-    dist.barrier()

@@ -23,7 +23,6 @@ def on_hosts(on: Stage) -> Iterator[tuple[str, str]]:
     if on.case.problem.parallel.hosts > 1:
         manager = manager_class(on.part)(None)
         yield _serving(on, manager, -1)
-        yield _serving(on, manager, 1, full_hosts=True)
         manager.destroy()
         yield from _apart(_with_hosts_of(on, 1))
         return
@@ -43,6 +42,7 @@ def on_hosts(on: Stage) -> Iterator[tuple[str, str]]:
         with host_called(f"host{on.rank}"):
             manager = manager_class(on.part)(None)
         yield said(lambda: str(on.over(manager))), "ConfigurationError"
+        yield _serving(on, manager, 1, full_hosts=True, one_host=False)
         manager.destroy()
 
 
@@ -89,6 +89,7 @@ def _apart(on: Stage) -> Iterator[tuple[str, str]]:
     ranks = range(on.world_size)
     where = "; ".join(f"{rank} on host{rank}" for rank in ranks)
     yield str(manager.hosts), f"{len(ranks)} ranks on {len(ranks)} hosts: {where}"
+    yield _serving(on, manager, 1, full_hosts=True)
     kernel = on.over(manager)
     yield on.goes(kernel)
     try:

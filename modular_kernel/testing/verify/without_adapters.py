@@ -1,4 +1,5 @@
-"""Tokens without an adapter: they have the bits that they have where nobody has one."""
+"""Tokens without an adapter: they have the bits that they have where nobody has one, and a layer
+without any takes no room for them."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,9 +15,16 @@ from modular_kernel.validate import ADAPTER_TENSORS
 def without_adapters(trial: Trial) -> Iterator[str]:
     """Other tokens' adapters, and the matrices of slots that nobody names, change no bit of theirs.
 
-    A call that says that it has none is the layer without any, launch by launch.
+    A call that says that it has none is the layer without any, launch by launch. That layer has no
+    room for any.
     """
     case, i = trial.case, trial.first.inputs
+    if case.problem.adapters is None:
+        specs = trial.kernel.workspace_specs(case.problem.tokens)
+        of_adapters = (name for name in specs if name.startswith("lora_") or "adapters" in name)
+        for name in of_adapters:
+            if specs[name].numel:
+                yield f"{specs[name].nbytes} bytes of {name} in a layer without adapters"
     slots_T = i.routing.slots_T
     # Ranks call alike, whatever their own number of tokens.
     if case.problem.adapters is None or not trial.deterministic or not case.problem.tokens:
