@@ -1,10 +1,11 @@
 """Watch: what the programs of interpreted launches touch, held against what they may touch."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from modular_kernel.interpreter.bounds import Bounds
+from modular_kernel.interpreter.known_launches import KnownLaunches, Trace
 from modular_kernel.interpreter.races import Access, Races
 
 
@@ -16,6 +17,34 @@ class AccessLog:
         self._kernel, self._bounds = "", Bounds({})
         self._races: Races | None = None
         self._found: list[str] | None = None
+        self._trace: Trace | None = None
+        self._known: KnownLaunches | None = None
+
+    @contextmanager
+    def known_launches(self) -> Iterator[KnownLaunches]:
+        """Within it, a launch that can only write what an earlier one did is not run again."""
+        before, self._known = self._known, KnownLaunches()
+        try:
+            yield self._known
+        finally:
+            self._known = before
+
+    def launch(
+        self, kernel: Hashable, arguments: Mapping[str, Any], run: Callable[[], None]
+    ) -> None:
+        """`run` a launch of `kernel`, with its grid, unless what it writes is known."""
+        if self._known is None:
+            run()
+            return
+
+        def traced(trace: Trace | None) -> None:
+            self._trace = trace
+            try:
+                run()
+            finally:
+                self._trace = None
+
+        self._known.launch(kernel, arguments, traced, repeat=self._found is None)
 
     @contextmanager
     def races(self) -> Iterator[list[str]]:
@@ -38,6 +67,8 @@ class AccessLog:
         CorruptionError if one lies outside the launch's arguments.
         """
         self._bounds.check(pointers, lanes, nbytes)
+        if self._trace is not None:
+            self._trace.touch(access, pointers, lanes, nbytes)
         if self._races is None or self._found is None:
             return
         for race in self._races.touch(access, pointers[lanes], program):

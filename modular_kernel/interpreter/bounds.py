@@ -31,7 +31,9 @@ class Bounds:
     """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
-        tensors = [*_tensors(arguments), *(("shared memory", each) for each in _shared.values())]
+        shared = [("shared memory", each) for each in _shared.values()]
+        self.shared = bool(shared)  # whether it may touch more than its arguments
+        tensors = [*_tensors(arguments), *shared]
         self._named = sorted((*_extent(each), name) for name, each in tensors if each.numel())
         self._starts: list[int] = []
         self._ends: list[int] = []
@@ -54,6 +56,28 @@ class Bounds:
         """Where `pointers`, all inside, are: int64 numbers of bytes if ranges lay side by side."""
         at = np.searchsorted(self._first, pointers, "right") - 1
         return self._places[at] + (pointers - self._first[at]).astype(np.int64)
+
+    def range(self, place: int) -> tuple[int, int]:
+        """Return where the range of this number begins and ends."""
+        return self._starts[place], self._ends[place]
+
+    def place_of(self, address: int) -> tuple[int, int]:
+        """Return the number of the range that holds an address, and how far inside it that is."""
+        at = bisect_right(self._starts, address) - 1
+        return at, address - self._starts[at]
+
+    def places_of(self, pointers: Any, lanes: Any) -> list[int]:
+        """Return the numbers of the ranges that hold pointers, all inside, whose lanes are on."""
+        first, last = (self.place_of(int(each))[0] for each in (pointers.min(), pointers.max()))
+        if first == last >= 0:
+            return [first]
+        live = pointers[lanes]
+        places: list[int] = np.unique(np.searchsorted(self._first, live, "right") - 1).tolist()
+        return places
+
+    def within(self, pointers: Any, place: int) -> Any:
+        """Tell which pointers that range holds."""
+        return np.searchsorted(self._first, pointers, "right") - 1 == place
 
     def check(self, pointers: Any, lanes: Any, nbytes: int) -> None:
         """Raise CorruptionError unless all elements at `pointers` whose `lanes` are on lie inside.
