@@ -101,8 +101,13 @@ def test_what_a_launch_changes_counts_as_it_was_before():
         y.zero_()
         count.zero_()
         in_place_kernel[(2,)](y, count)
-    assert (known.computed, known.repeated) == (3, 1)
-    assert (float(y), int(count)) == (2.0, 2)
+        assert (known.computed, known.repeated) == (3, 1)
+        assert (float(y), int(count)) == (2.0, 2)
+        y.zero_()
+        count.fill_(5)
+        in_place_kernel[(2,)](y, count)
+    assert (known.computed, known.repeated) == (4, 1)
+    assert int(count) == 7
 
 
 @triton.jit
