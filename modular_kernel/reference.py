@@ -133,7 +133,7 @@ def twins(
     again = routing.of(torch.arange(tokens, device=x_TH.device).repeat(copies))
     x_TH = x_TH.repeat(copies, 1)
     value = _moe(x_TH, weights, again, problem, rules, behind=not input_weighted)
-    return value.to(problem.dtype).unflatten(0, (copies, tokens))
+    return value.to(problem.dtype).view(copies, tokens, *value.shape[1:])
 
 
 def _rounding(
@@ -193,8 +193,8 @@ def _float32_product(
     exact = a_RK @ b_NK.T
     if any(each is not None for each in jitters):
         reach = (a_RK.abs() @ b_NK.abs().T) * 2.0**-24
-        rows = len(exact) // len(jitters)
-        for jitter, moved, by in zip(jitters, exact.split(rows), reach.split(rows), strict=True):
+        copies = (each.chunk(len(jitters)) for each in (exact, reach))
+        for jitter, moved, by in zip(jitters, *copies, strict=True):
             if jitter is not None:
                 noise = torch.randn(moved.shape, generator=jitter, dtype=torch.float64)
                 moved += noise.to(moved.device) * by
@@ -239,7 +239,7 @@ def _moe(
     else:
         x_TKH = rules.x(x, local)[:, None].expand(-1, ids.shape[1], -1)
     # Of experts that have any; they may be few of many.
-    some = [expert for expert in local.unique().tolist() if expert >= 0]
+    some = sorted(set(local[local >= 0].tolist()))
     pairs = [(expert, (ids == expert).nonzero(as_tuple=True)) for expert in some]
     h_TKI = torch.zeros(*ids.shape, problem.intermediate, dtype=dtype, device=x.device)
     adapters = Adapters(
