@@ -66,9 +66,9 @@ class AccessLog:
 
         CorruptionError if one lies outside the launch's arguments.
         """
-        self._bounds.check(pointers, lanes, nbytes)
+        place = self._bounds.check(pointers, lanes, nbytes)
         if self._trace is not None:
-            self._trace.touch(access, pointers, lanes, nbytes)
+            self._trace.touch(access, pointers, lanes, nbytes, place)
         if self._races is None or self._found is None:
             return
         for race in self._races.touch(access, pointers[lanes], program):

@@ -68,9 +68,6 @@ class Bounds:
 
     def places_of(self, pointers: Any, lanes: Any) -> list[int]:
         """Return the numbers of the ranges that hold pointers, all inside, whose lanes are on."""
-        first, last = (self.place_of(int(each))[0] for each in (pointers.min(), pointers.max()))
-        if first == last >= 0:
-            return [first]
         live = pointers[lanes]
         places: list[int] = np.unique(np.searchsorted(self._first, live, "right") - 1).tolist()
         return places
@@ -79,27 +76,29 @@ class Bounds:
         """Tell which pointers that range holds."""
         return np.searchsorted(self._first, pointers, "right") - 1 == place
 
-    def check(self, pointers: Any, lanes: Any, nbytes: int) -> None:
+    def check(self, pointers: Any, lanes: Any, nbytes: int) -> int | None:
         """Raise CorruptionError unless all elements at `pointers` whose `lanes` are on lie inside.
 
-        pointers, lanes: numpy arrays of one shape; nbytes: of an element.
+        pointers, lanes: numpy arrays of one shape; nbytes: of an element. Returns the number of the
+        range that holds all pointers, None if no range does.
         """
-        if self._around(pointers, nbytes):
-            return  # masked off or not; so it is nearly always
+        place = self._around(pointers, nbytes)
+        if place is not None:
+            return place  # masked off or not; so it is nearly always
         live = pointers[lanes]
-        if live.size == 0 or self._around(live, nbytes):
-            return
-        for address in np.unique(live).tolist():
-            if not self._inside(address, address + nbytes):
-                raise CorruptionError(self._told(address, nbytes))
+        if live.size and self._around(live, nbytes) is None:
+            for address in np.unique(live).tolist():
+                if self._inside(address, address + nbytes) is None:
+                    raise CorruptionError(self._told(address, nbytes))
+        return None
 
-    def _around(self, pointers: Any, nbytes: int) -> bool:
-        """Whether one range holds all of them."""
+    def _around(self, pointers: Any, nbytes: int) -> int | None:
+        """Return the number of the range that holds all of them, if one does."""
         return self._inside(int(pointers.min()), int(pointers.max()) + nbytes)
 
-    def _inside(self, start: int, end: int) -> bool:
+    def _inside(self, start: int, end: int) -> int | None:
         at = bisect_right(self._starts, start) - 1
-        return at >= 0 and end <= self._ends[at]
+        return at if at >= 0 and end <= self._ends[at] else None
 
     def named(self, address: int) -> str:
         """Name the argument that holds `address`, or the nearest one."""

@@ -141,13 +141,18 @@ class Trace:
         # and the distance from an element to its mark.
         self._marks: dict[tuple[int, int, int], tuple[Array, Any]] = {}
 
-    def touch(self, access: Access, pointers: Array, lanes: Array, nbytes: int) -> None:
-        """Note elements of `nbytes` bytes that are about to be touched, where lanes are on."""
-        places = self._bounds.places_of(pointers, lanes)
-        for place in places:
-            only = lanes if len(places) == 1 else lanes & self._bounds.within(pointers, place)
+    def touch(
+        self, access: Access, pointers: Array, lanes: Array, nbytes: int, place: int | None
+    ) -> None:
+        """Note elements of `nbytes` bytes that are about to be touched, where lanes are on.
+
+        place: the range that holds all pointers, None if there is none such.
+        """
+        places = self._bounds.places_of(pointers, lanes) if place is None else (place,)
+        for each in places:
+            only = lanes if len(places) == 1 else lanes & self._bounds.within(pointers, each)
             for kind in _TOUCHED[access]:
-                shift = self._marked((self._at[place], kind, nbytes), place)[1]
+                shift = self._marked((self._at[each], kind, nbytes), each)[1]
                 upstream._interpreter.store(pointers + shift, _ones(pointers.shape), only)
 
     def _marked(self, key: tuple[int, int, int], place: int) -> tuple[Array, Any]:
