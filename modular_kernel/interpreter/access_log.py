@@ -2,49 +2,42 @@
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from modular_kernel.interpreter.bounds import Bounds
-from modular_kernel.interpreter.known_launches import KnownLaunches, Trace
 from modular_kernel.interpreter.races import Access, Races
+
+if TYPE_CHECKING:  # it imports triton
+    from modular_kernel.interpreter.known_launches import KnownLaunches, Trace
 
 
 class AccessLog:
     """Of one launch after the other. Pointers and lanes are numpy arrays of one shape; a program is
-    its number in the order in which they run."""
+    its number in the order in which they run. known: launches that need not run again."""
 
     def __init__(self) -> None:
         self._kernel, self._bounds = "", Bounds({})
         self._races: Races | None = None
         self._found: list[str] | None = None
         self._trace: Trace | None = None
-        self._known: KnownLaunches | None = None
-
-    @contextmanager
-    def known_launches(self) -> Iterator[KnownLaunches]:
-        """Within it, a launch that can only write what an earlier one did is not run again."""
-        before, self._known = self._known, KnownLaunches()
-        try:
-            yield self._known
-        finally:
-            self._known = before
+        self.known: KnownLaunches | None = None
 
     def launch(
         self, kernel: Hashable, arguments: Mapping[str, Any], run: Callable[[], None]
     ) -> None:
         """`run` a launch of `kernel`, with its grid, unless what it writes is known."""
-        if self._known is None:
+        if self.known is None:
             run()
             return
 
-        def traced(trace: Trace | None) -> None:
+        def traced(trace: "Trace | None") -> None:
             self._trace = trace
             try:
                 run()
             finally:
                 self._trace = None
 
-        self._known.launch(kernel, arguments, traced, repeat=self._found is None)
+        self.known.launch(kernel, arguments, traced, repeat=self._found is None)
 
     @contextmanager
     def races(self) -> Iterator[list[str]]:

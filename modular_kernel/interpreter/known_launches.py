@@ -6,7 +6,8 @@ the same bytes wherever the earlier one read, writes the same bytes to the same 
 that was read is compared: whatever a call changed, stale memory too, is computed anew.
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from ctypes import c_uint8
 from functools import cache
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter as upstream
 
+from modular_kernel.interpreter.access_log import watch
 from modular_kernel.interpreter.bounds import Bounds
 from modular_kernel.interpreter.dtypes import BOOL, Array
 from modular_kernel.interpreter.races import Access
@@ -71,6 +73,16 @@ class KnownLaunches:
         if outcome is None:
             known.append(trace.outcome())
             del known[:-_MOST]
+
+
+@contextmanager
+def known_launches() -> Iterator[KnownLaunches]:
+    """Within it, a launch that can only write what an earlier one did is not run again."""
+    before, watch.known = watch.known, KnownLaunches()
+    try:
+        yield watch.known
+    finally:
+        watch.known = before
 
 
 class _UnknownError(Exception):

@@ -11,6 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from modular_kernel.interpreter.access_log import watch
 from modular_kernel.interpreter.bounds import make_reachable
 from modular_kernel.interpreter.known_launches import KnownLaunches
+from modular_kernel.interpreter.known_launches import known_launches as noted_launches
 from modular_kernel.ops.launch.runtime import known_launches
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.lists import BASE
@@ -40,7 +41,7 @@ def gathered(x, at, y, count=6, scale=2.0):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_an_equal_launch_elsewhere_is_repeated_to_the_bit(dtype):
     want = gathered(*arguments(dtype))
-    with watch.known_launches() as known:
+    with noted_launches() as known:
         assert torch.equal(gathered(*arguments(dtype)).float(), want.float())
         x, at, y = arguments(dtype)
         whole = torch.full((64,), 9.0).to(dtype)  # what lies around, and unwritten lanes, stay
@@ -53,7 +54,7 @@ def test_an_equal_launch_elsewhere_is_repeated_to_the_bit(dtype):
 
 
 def test_what_is_not_read_may_change_and_what_is_read_may_not():
-    with watch.known_launches() as known:
+    with noted_launches() as known:
         gathered(*arguments())
         x, at, y = arguments()
         x[2], at[6] = 77.0, 1  # no lane that is on reads them
@@ -69,7 +70,7 @@ def test_what_is_not_read_may_change_and_what_is_read_may_not():
 
 def test_other_arguments_are_another_launch():
     x, at, y = arguments()
-    with watch.known_launches() as known:
+    with noted_launches() as known:
         gathered(x, at, y)
         assert gathered(x, at, y, scale=3.0)[0] == 9.0
         gathered(x, at, y, count=7)
@@ -93,7 +94,7 @@ def in_place_kernel(y_ptr, count_ptr):
 
 def test_what_a_launch_changes_counts_as_it_was_before():
     y, count = torch.zeros(1), torch.zeros(1, dtype=torch.int32)
-    with watch.known_launches() as known:
+    with noted_launches() as known:
         for _ in range(3):
             in_place_kernel[(2,)](y, count)
         assert (known.computed, known.repeated) == (3, 0)
@@ -122,7 +123,7 @@ def scattered_kernel(a_ptr, b_ptr, y_ptr):
 
 def test_lanes_in_several_tensors_and_elements_of_unlike_sizes():
     a, b, y = torch.arange(8), torch.arange(8) + 100, torch.zeros(8, dtype=torch.int64)
-    with watch.known_launches() as known:
+    with noted_launches() as known:
         scattered_kernel[(1,)](a, b, y)
         want = y.clone()
         a[4:], b[:4] = 7, 7
@@ -147,7 +148,7 @@ def described_kernel(desc, y_ptr):
 
 def test_descriptors():
     x, y = torch.ones(4, 16), torch.zeros(16)
-    with watch.known_launches() as known:
+    with noted_launches() as known:
         for rows in (4, 4, 2):
             described_kernel[(1,)](TensorDescriptor(x[:rows], [rows, 16], [16, 1], [4, 16]), y)
             assert bool((y == rows).all())
@@ -160,7 +161,7 @@ def test_descriptors():
 def test_a_launch_that_fails_is_not_known():
     x, at, y = arguments()
     at[5] = 20
-    with watch.known_launches() as known:
+    with noted_launches() as known:
         for _ in range(2):
             with pytest.raises(Exception, match="got bytes 80 to 83 of x_ptr"):
                 gathered(x, at, y)
@@ -168,7 +169,7 @@ def test_a_launch_that_fails_is_not_known():
 
 
 def test_races_and_shared_memory_are_computed():
-    with watch.known_launches() as known:
+    with noted_launches() as known:
         gathered(*arguments())
         with watch.races():
             gathered(*arguments())
