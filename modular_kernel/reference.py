@@ -7,7 +7,7 @@ may have. `twin` rounds where a part says that it does, and nowhere else: what i
 compute differs by the order of float32 sums alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -102,17 +102,38 @@ def twin(
     roundings: Roundings,
     *,
     input_weighted: bool,
-    jitter: torch.Generator | None = None,
 ) -> torch.Tensor:
     """Return what a part that rounds as `roundings` says has to return, in the problem's dtype.
 
     (T, H) or (T, K, H); of one chunk where calls are split. input_weighted: router weights on the
     input multiply x itself, before it is quantised; otherwise GEMM 1's results, before the bias.
-    jitter: moves every product at random, as much as another order of its float32 sums may.
     """
-    rules = _rounding(weights, problem, roundings, partial(_float32_product, jitter=jitter))
-    value = _moe(x_TH, weights, routing, problem, rules, behind=not input_weighted)
-    return value.to(problem.dtype)
+    given = x_TH, weights, routing, problem, roundings
+    return twins(*given, input_weighted=input_weighted, jitters=(None,))[0]
+
+
+def twins(
+    x_TH: torch.Tensor,
+    weights: ExpertWeights,
+    routing: Routing,
+    problem: Problem,
+    roundings: Roundings,
+    *,
+    input_weighted: bool,
+    jitters: Sequence[torch.Generator | None],
+) -> torch.Tensor:
+    """Return the twin of one call once for each of `jitters`: (their number, T, ...).
+
+    jitters: each moves every product at random, as much as another order of its float32 sums may;
+    None moves nothing. They are computed as one call of as many copies of the tokens.
+    """
+    copies, tokens = len(jitters), len(x_TH)
+    product = partial(_float32_product, jitters=jitters)
+    rules = _rounding(weights, problem, roundings, product, copies=copies)
+    again = routing.of(torch.arange(tokens, device=x_TH.device).repeat(copies))
+    x_TH = x_TH.repeat(copies, 1)
+    value = _moe(x_TH, weights, again, problem, rules, behind=not input_weighted)
+    return value.to(problem.dtype).view(copies, tokens, *value.shape[1:])
 
 
 def _rounding(
@@ -120,10 +141,12 @@ def _rounding(
     problem: Problem,
     roundings: Roundings,
     product: Product | None = None,
+    copies: int = 1,
 ) -> _Arithmetic:
     """Float32 arithmetic that rounds to the problem's dtype where it is said.
 
-    product: of a twin, which also quantises as the parts do, by reciprocals of scales.
+    product: of a twin, which also quantises as the parts do, by reciprocals of scales. copies: of a
+    call, one after the other: what has one scale for all its rows has one for each copy.
     """
     scheme, reciprocal = problem.scheme, product is not None
 
@@ -135,7 +158,8 @@ def _rounding(
     ) -> torch.Tensor:
         if scheme.scales_by_expert and given is not None:
             return held_by_nvfp4(rows, experts_R, given, reciprocal=reciprocal)
-        return _as_quantised(rows, scheme, given, reciprocal=reciprocal)
+        calls = rows.chunk(copies) if copies > 1 else (rows,)
+        return torch.cat([_as_quantised(r, scheme, given, reciprocal=reciprocal) for r in calls])
 
     quantises = scheme.quantises_activations
     tf32 = problem.fp32_precision == "tf32" and problem.dtype is torch.float32
@@ -158,17 +182,22 @@ def _product(a_RK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
 
 
 def _float32_product(
-    a_RK: torch.Tensor, b_NK: torch.Tensor, *, jitter: torch.Generator | None
+    a_RK: torch.Tensor, b_NK: torch.Tensor, *, jitters: Sequence[torch.Generator | None]
 ) -> torch.Tensor:
     """Return a @ b.T, exact until it is rounded to float32.
 
-    jitter: moves it, before that, within what sums may be off by.
+    jitters: one for each of as many copies of the rows; it moves theirs, before that, within what
+    sums may be off by.
     """
     a_RK, b_NK = a_RK.double(), b_NK.double()
     exact = a_RK @ b_NK.T
-    if jitter is not None:
-        noise = torch.randn(exact.shape, generator=jitter, dtype=torch.float64).to(exact.device)
-        exact += noise * (a_RK.abs() @ b_NK.abs().T) * 2.0**-24
+    if any(each is not None for each in jitters):
+        reach = (a_RK.abs() @ b_NK.abs().T) * 2.0**-24
+        copies = (each.chunk(len(jitters)) for each in (exact, reach))
+        for jitter, moved, by in zip(jitters, *copies, strict=True):
+            if jitter is not None:
+                noise = torch.randn(moved.shape, generator=jitter, dtype=torch.float64)
+                moved += noise.to(moved.device) * by
     return exact.float()
 
 
@@ -209,12 +238,14 @@ def _moe(
         x_TKH = rules.x(x_TKH.flatten(0, 1), local).view_as(x_TKH)
     else:
         x_TKH = rules.x(x, local)[:, None].expand(-1, ids.shape[1], -1)
-    pairs = [(ids == expert).nonzero(as_tuple=True) for expert in range(weights.w1.shape[0])]
+    # Of experts that have any; they may be few of many.
+    some = sorted(set(local[local >= 0].tolist()))
+    pairs = [(expert, (ids == expert).nonzero(as_tuple=True)) for expert in some]
     h_TKI = torch.zeros(*ids.shape, problem.intermediate, dtype=dtype, device=x.device)
     adapters = Adapters(
         weights, routing, product=rules.product, operand=rules.operand, rounded=rounded
     )
-    for expert, (token, slot) in enumerate(pairs):
+    for expert, (token, slot) in pairs:
         w1 = rules.weight(matrix(weights, "w1", expert, problem, dtype))
         x_RH = x_TKH[token, slot]
         if weights.w1_order is not None:
@@ -235,7 +266,7 @@ def _moe(
     # Rows of skipped pairs are zero: they change no largest value.
     h_TKI = rules.h(h_TKI.flatten(0, 1), local).view_as(h_TKI)
     rows_TKH = torch.zeros(*ids.shape, problem.hidden, dtype=dtype, device=x.device)
-    for expert, (token, slot) in enumerate(pairs):
+    for expert, (token, slot) in pairs:
         w2 = rules.weight(matrix(weights, "w2", expert, problem, dtype))
         y = rules.product(operand(h_TKI[token, slot]), operand(w2))
         y = y + adapters.of_w2(plain_TKI[token, slot], token, expert)

@@ -18,7 +18,7 @@ from modular_kernel.types import Machine
 
 _ROOT = Path(__file__).parent.parent
 _PACKAGES = ("modular_kernel", "experts", "prepare_finalize", "topk_reduce")
-HALF, THIRTY_SIXTH = 2, 36
+THIRTY_SIXTH = 36
 
 C = TypeVar("C", bound=Case)
 T = TypeVar("T")
@@ -51,17 +51,18 @@ def in_share(name: str, of: int, tree: str) -> bool:
 def proven_here(
     pairs: Sequence[tuple[str, str]], machine: Machine, tree: str
 ) -> dict[tuple[str, str], tuple[Case, ...]]:
-    """The cases of each pairing that one run proves: smoke, and a share of the others.
+    """The cases of each pairing that one run proves: all, or smoke and a share of the others.
 
-    The share is a half with the first PrepareAndFinalize that an experts part goes with, a
-    thirty-sixth elsewhere. `make verify` proves all.
+    All with the first PrepareAndFinalize that an experts part goes with; the share is a
+    thirty-sixth. `make verify` proves all of every pairing.
     """
     found: dict[tuple[str, str], tuple[Case, ...]] = {}
     for pf, experts in pairs:
         smoke = cases_for(pf, experts, machine, "smoke").cases
         cases = cases_for(pf, experts, machine).cases
-        of = THIRTY_SIXTH if experts in {seen for _, seen in found} else HALF
-        found[pf, experts] = tuple(dict.fromkeys((*smoke, *share(cases, of, tree))))
+        again = experts in {seen for _, seen in found}
+        proven = share(cases, THIRTY_SIXTH, tree) if again else cases
+        found[pf, experts] = tuple(dict.fromkeys((*smoke, *proven)))
     return found
 
 

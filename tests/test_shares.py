@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from shares import HALF, THIRTY_SIXTH, in_share, proven_here, share, tree_hash
+from shares import THIRTY_SIXTH, in_share, proven_here, share, tree_hash
 
 from modular_kernel.testing import Case, cases_for
 from modular_kernel.testing.cases.lists import BASE
@@ -50,7 +50,7 @@ def test_an_experts_part_has_its_largest_share_once(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("shares.cases_for", alike)
     elsewhere = ("Elsewhere", PAIR[1])
     found = proven_here([PAIR, elsewhere], machine, "one")
-    assert found[PAIR] == tuple(dict.fromkeys((*smoke, *share(full, HALF, "one"))))
+    assert found[PAIR] == tuple(dict.fromkeys((*smoke, *full)))
     assert found[elsewhere] == tuple(dict.fromkeys((*smoke, *share(full, THIRTY_SIXTH, "one"))))
     assert len(smoke) < len(found[elsewhere]) < len(found[PAIR]) / 2 < len(full) / 2
 

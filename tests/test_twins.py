@@ -128,6 +128,22 @@ def test_a_twin_that_rounds_as_the_recipe_does_is_the_recipe() -> None:
     assert same > 0.97
 
 
+@pytest.mark.parametrize("quant", ["none", "fp8_w8a8_tensor"])
+def test_copies_of_a_call_are_calls_of_their_own(quant: str) -> None:
+    """One scale for all rows is one for each copy; random numbers are each copy's own."""
+    problem = replace(BASE, quant=quant, lora="adapters=3,rank=7")
+    i = make_inputs(problem, "skips", torch.device("cpu"))
+    given = i.x_TH, i.weights, i.routing, problem, Roundings()
+
+    def twins_of(*seeds: int) -> list[torch.Tensor]:
+        jitters = [torch.Generator().manual_seed(seed) if seed else None for seed in seeds]
+        return list(reference.twins(*given, input_weighted=False, jitters=jitters))
+
+    apart = [each for seed in (0, 1, 2) for each in twins_of(seed)]
+    assert torch.equal(torch.stack(twins_of(0, 1, 2)), torch.stack(apart))
+    assert not torch.equal(apart[1], apart[2])
+
+
 def test_few_rows_may_differ_and_typical_ones_may_not() -> None:
     own, where = torch.zeros(30), [Roundings()]
     few, many = torch.zeros(20), torch.zeros(20)
@@ -154,9 +170,8 @@ def _told_of_weights(trial: Trial, change: float) -> bool:
         weights.copy_(kept)
         live = twins.live_rows(sample, right)
         shares.append(twins.differing(raised, right)[live])
-        for seed in range(3):
-            moved = twins.twin_of(sample, way, torch.Generator().manual_seed(seed))
-            own.append(twins.differing(moved, right)[live])
+        moved = twins.twins_of(sample, way, 3)[1:]
+        own += [twins.differing(each, right)[live] for each in moved]
     return bool(list(twins.judged(torch.cat(shares), torch.cat(own), [])))
 
 

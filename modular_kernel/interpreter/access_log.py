@@ -1,21 +1,43 @@
 """Watch: what the programs of interpreted launches touch, held against what they may touch."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from modular_kernel.interpreter.bounds import Bounds
 from modular_kernel.interpreter.races import Access, Races
 
+if TYPE_CHECKING:  # it imports triton
+    from modular_kernel.interpreter.known_launches import KnownLaunches, Trace
+
 
 class AccessLog:
     """Of one launch after the other. Pointers and lanes are numpy arrays of one shape; a program is
-    its number in the order in which they run."""
+    its number in the order in which they run. known: launches that need not run again."""
 
     def __init__(self) -> None:
         self._kernel, self._bounds = "", Bounds({})
         self._races: Races | None = None
         self._found: list[str] | None = None
+        self._trace: Trace | None = None
+        self.known: KnownLaunches | None = None
+
+    def launch(
+        self, kernel: Hashable, arguments: Mapping[str, Any], run: Callable[[], None]
+    ) -> None:
+        """`run` a launch of `kernel`, with its grid, unless what it writes is known."""
+        if self.known is None:
+            run()
+            return
+
+        def traced(trace: "Trace | None") -> None:
+            self._trace = trace
+            try:
+                run()
+            finally:
+                self._trace = None
+
+        self.known.launch(kernel, arguments, traced, repeat=self._found is None)
 
     @contextmanager
     def races(self) -> Iterator[list[str]]:
@@ -37,7 +59,9 @@ class AccessLog:
 
         CorruptionError if one lies outside the launch's arguments.
         """
-        self._bounds.check(pointers, lanes, nbytes)
+        place = self._bounds.check(pointers, lanes, nbytes)
+        if self._trace is not None:
+            self._trace.touch(access, pointers, lanes, nbytes, place)
         if self._races is None or self._found is None:
             return
         for race in self._races.touch(access, pointers[lanes], program):

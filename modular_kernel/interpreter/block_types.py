@@ -75,6 +75,11 @@ def _shape_of_tensors(sizes: tuple[int, ...]) -> tuple[Foreign, Foreign]:
     return tensor.shape, tensor.numel
 
 
+def shape_of_scalars() -> tuple[Foreign, Foreign]:
+    """Return shape and element count of tensors that are no block."""
+    return _shape_of_tensors(())
+
+
 @cache
 def _type_of_sizes(sizes: tuple[int, ...]) -> Foreign:
     return _type_for_tuple_values(sizes)

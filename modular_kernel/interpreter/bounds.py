@@ -31,7 +31,9 @@ class Bounds:
     """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
-        tensors = [*_tensors(arguments), *(("shared memory", each) for each in _shared.values())]
+        shared = [("shared memory", each) for each in _shared.values()]
+        self.shared = bool(shared)  # whether it may touch more than its arguments
+        tensors = [*_tensors(arguments), *shared]
         self._named = sorted((*_extent(each), name) for name, each in tensors if each.numel())
         self._starts: list[int] = []
         self._ends: list[int] = []
@@ -55,27 +57,48 @@ class Bounds:
         at = np.searchsorted(self._first, pointers, "right") - 1
         return self._places[at] + (pointers - self._first[at]).astype(np.int64)
 
-    def check(self, pointers: Any, lanes: Any, nbytes: int) -> None:
+    def range(self, place: int) -> tuple[int, int]:
+        """Return where the range of this number begins and ends."""
+        return self._starts[place], self._ends[place]
+
+    def place_of(self, address: int) -> tuple[int, int]:
+        """Return the number of the range that holds an address, and how far inside it that is."""
+        at = bisect_right(self._starts, address) - 1
+        return at, address - self._starts[at]
+
+    def places_of(self, pointers: Any, lanes: Any) -> list[int]:
+        """Return the numbers of the ranges that hold pointers, all inside, whose lanes are on."""
+        live = pointers[lanes]
+        places: list[int] = np.unique(np.searchsorted(self._first, live, "right") - 1).tolist()
+        return places
+
+    def within(self, pointers: Any, place: int) -> Any:
+        """Tell which pointers that range holds."""
+        return np.searchsorted(self._first, pointers, "right") - 1 == place
+
+    def check(self, pointers: Any, lanes: Any, nbytes: int) -> int | None:
         """Raise CorruptionError unless all elements at `pointers` whose `lanes` are on lie inside.
 
-        pointers, lanes: numpy arrays of one shape; nbytes: of an element.
+        pointers, lanes: numpy arrays of one shape; nbytes: of an element. Returns the number of the
+        range that holds all pointers, None if no range does.
         """
-        if self._around(pointers, nbytes):
-            return  # masked off or not; so it is nearly always
+        place = self._around(pointers, nbytes)
+        if place is not None:
+            return place  # masked off or not; so it is nearly always
         live = pointers[lanes]
-        if live.size == 0 or self._around(live, nbytes):
-            return
-        for address in np.unique(live).tolist():
-            if not self._inside(address, address + nbytes):
-                raise CorruptionError(self._told(address, nbytes))
+        if live.size and self._around(live, nbytes) is None:
+            for address in np.unique(live).tolist():
+                if self._inside(address, address + nbytes) is None:
+                    raise CorruptionError(self._told(address, nbytes))
+        return None
 
-    def _around(self, pointers: Any, nbytes: int) -> bool:
-        """Whether one range holds all of them."""
+    def _around(self, pointers: Any, nbytes: int) -> int | None:
+        """Return the number of the range that holds all of them, if one does."""
         return self._inside(int(pointers.min()), int(pointers.max()) + nbytes)
 
-    def _inside(self, start: int, end: int) -> bool:
+    def _inside(self, start: int, end: int) -> int | None:
         at = bisect_right(self._starts, start) - 1
-        return at >= 0 and end <= self._ends[at]
+        return at if at >= 0 and end <= self._ends[at] else None
 
     def named(self, address: int) -> str:
         """Name the argument that holds `address`, or the nearest one."""

@@ -5,6 +5,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from modular_kernel.interpreter.dtypes import (
     FLOAT64,
     NARROW,
     Array,
+    Dtype,
     Foreign,
     argmax,
     argmin,
@@ -193,27 +195,45 @@ class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         *policy: Foreign,
         **policies: Foreign,
     ) -> Handle:
-        storage = storage_of(ptrs.get_element_ty())
+        element = ptrs.get_element_ty()
         lanes = mask if isinstance(mask, np.ndarray) else mask.data
         volatile = policies.get("is_volatile", policy[-1] if policy else False)
         access = Access.ATOMIC if volatile else Access.READ
-        watch.touch(access, ptrs.data, lanes, storage.itemsize, self._program)
-        if storage not in NARROW:
-            return super().create_masked_load(ptrs, mask, other, *policy, **policies)
-        if other is None:
-            fill = np.zeros(ptrs.data.shape, BITS[storage])
-        else:
-            fill = np.ascontiguousarray(convert(other.data, storage)).view(BITS[storage])
-        loaded = upstream._interpreter.load(ptrs.data, lanes, fill, BITS[storage])
-        return upstream.TensorHandle(loaded.view(storage), ptrs.get_element_ty())
+        fill = None if other is None else other.data
+        loaded = self.read(ptrs.data, lanes, fill, storage_of(element), access)
+        return upstream.TensorHandle(loaded, element)
+
+    def read(
+        self,
+        pointers: Array,
+        lanes: Array,
+        fill: Array | None,
+        storage: Dtype,
+        access: Access = Access.READ,
+    ) -> Array:
+        """Return the elements there; where lanes are off, `fill` or 0."""
+        watch.touch(access, pointers, lanes, storage.itemsize, self._program)
+        bits = BITS.get(storage, storage)
+        if fill is None:
+            fill = _zeros(pointers.shape, bits)
+        elif bits is not storage:
+            fill = np.ascontiguousarray(convert(fill, storage)).view(bits)
+        loaded: Array = upstream._interpreter.load(pointers, lanes, fill, bits)
+        return loaded if bits is storage else loaded.view(storage)
 
     def create_masked_store(
         self, ptrs: Handle, value: Handle, mask: Foreign, *policy: Foreign, **policies: Foreign
     ) -> Foreign:
         lanes = mask if isinstance(mask, np.ndarray) else mask.data
-        nbytes = storage_of(ptrs.get_element_ty()).itemsize
-        watch.touch(Access.WRITE, ptrs.data, lanes, nbytes, self._program)
-        return super().create_masked_store(ptrs, _as_bits(value), mask, *policy, **policies)
+        return self.write(ptrs.data, value.data, lanes, storage_of(ptrs.get_element_ty()))
+
+    def write(self, pointers: Array, values: Array, lanes: Array, storage: Dtype) -> Foreign:
+        """Write elements there, where lanes are on."""
+        watch.touch(Access.WRITE, pointers, lanes, storage.itemsize, self._program)
+        bits = BITS.get(values.dtype)
+        if bits is not None:
+            values = np.ascontiguousarray(values).view(bits)
+        return upstream._interpreter.store(pointers, values, lanes)
 
     def create_atomic_cas(
         self, ptr: Handle, cmp: Handle, val: Handle, sem: Foreign, scope: Foreign
@@ -249,6 +269,14 @@ class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
     def create_assert(self, condition: Handle, message: str) -> None:
         if not condition.data.all():
             raise AssertionError(message)
+
+
+@lru_cache(maxsize=1024)
+def _zeros(shape: tuple[int, ...], storage: Dtype) -> Array:
+    """Return zeros that nobody writes."""
+    zeros = np.zeros(shape, storage)
+    zeros.flags.writeable = False
+    return zeros
 
 
 def _atomic_add(ptrs: Array, values: Array, mask: Array) -> Array:

@@ -10,7 +10,6 @@ takes its type, the outcome is known. All others are upstream's, errors among th
 import inspect
 from collections.abc import Callable
 from functools import cache, lru_cache
-from math import copysign
 
 import numpy as np
 import triton.language as tl
@@ -18,10 +17,13 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as upstream
 
 from modular_kernel.interpreter.dtypes import Array, Foreign, storage_of
+from modular_kernel.interpreter.short_accesses import OF_MEMORY
+from modular_kernel.interpreter.short_cuts import OF_LANGUAGE, OF_TENSORS, takes
 
 # The originals that the replacements below still call.
 _operands: Callable[..., tuple[Foreign, Foreign]] = TritonSemantic.binary_op_type_checking_impl
 _broadcast: Callable[..., tuple[Foreign, Foreign]] = TritonSemantic.broadcast_impl_value
+_to_tensor: Callable[..., Foreign] = TritonSemantic.to_tensor
 _unwrap = tl.core._unwrap_if_constexpr
 _check_handle = upstream.TensorHandle.__post_init__
 
@@ -29,7 +31,6 @@ _check_handle = upstream.TensorHandle.__post_init__
 _KEPT = frozenset(map(id, (tl.int1, tl.int8, tl.uint8, tl.int32, tl.int64, tl.float32)))
 _INTEGERS = (tl.int32, tl.int64)
 _WRAPPING = (list, tuple, tl.tuple, tl.constexpr)
-_LEAST_INT, _MOST_INT = -(2**31), 2**31 - 1
 
 
 def make_alike(
@@ -49,9 +50,9 @@ def make_alike(
             alike = kind is other and id(kind) in _KEPT
             if alike or (allow_lhs_ptr and type(kind) is tl.pointer_type and other in _INTEGERS):
                 return spread(self, lhs, rhs)
-        elif arithmetic_check and _takes(kind, rhs):
+        elif arithmetic_check and takes(kind, rhs):
             return lhs, _number_like(lhs, rhs)
-    elif type(rhs) is tl.tensor and arithmetic_check and _takes(rhs.dtype, lhs):
+    elif type(rhs) is tl.tensor and arithmetic_check and takes(rhs.dtype, lhs):
         return _number_like(rhs, lhs), rhs
     return _operands(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
@@ -72,6 +73,11 @@ def spread(self: Foreign, lhs: Foreign, rhs: Foreign) -> tuple[Foreign, Foreign]
 def unwrap(value: Foreign) -> Foreign:
     """`tl.core._unwrap_if_constexpr`."""
     return _unwrap(value) if isinstance(value, _WRAPPING) else value
+
+
+def to_tensor(self: Foreign, x: Foreign, check_type: bool = True) -> Foreign:
+    """`TritonSemantic.to_tensor`."""
+    return x if type(x) is tl.tensor else _to_tensor(self, x, check_type)
 
 
 def check_handle(self: Foreign) -> None:
@@ -95,7 +101,19 @@ def patch_builtins(module: Foreign, builder: Foreign, scope: Foreign) -> None:
 def _builtins(module: Foreign, builder: Foreign) -> tuple[tuple[str, Foreign, Foreign], ...]:
     semantic = TritonSemantic(builder)
     found = inspect.getmembers(module, tl.core.is_builtin)
-    return tuple((name, member, _with_semantic(member, semantic)) for name, member in found)
+    cuts: dict[str, Callable[[Foreign], Foreign]] = {}
+    if module is tl.tensor:
+        cuts = OF_TENSORS
+    elif module in (tl, tl.core):
+        cuts = OF_LANGUAGE | OF_MEMORY
+    return tuple(
+        (name, member, cuts.get(name, _unchanged)(_with_semantic(member, semantic)))
+        for name, member in found
+    )
+
+
+def _unchanged(function: Foreign) -> Foreign:
+    return function
 
 
 def _with_semantic(member: Foreign, semantic: Foreign) -> Foreign:
@@ -108,15 +126,6 @@ def _with_semantic(member: Foreign, semantic: Foreign) -> Foreign:
         return inner(*args, **kwargs)
 
     return called
-
-
-def _takes(kind: Foreign, number: object) -> bool:
-    """Whether `number` beside a tensor of `kind` becomes one of that type, and of no other."""
-    if type(number) is int:
-        taken = kind is tl.int32 or kind is tl.float32 or kind is tl.int64
-        return taken and _LEAST_INT <= number <= _MOST_INT
-    # A zero's sign is kept by some releases of triton alone.
-    return type(number) is float and kind is tl.float32 and (number != 0 or copysign(1, number) > 0)
 
 
 def _number_like(tensor: Foreign, number: float) -> Foreign:
@@ -158,6 +167,7 @@ def _full(number: float, kind: Foreign, shape: tuple[int, ...]) -> Array:
 INSTALLED: tuple[tuple[Foreign, str, Callable[..., object]], ...] = (
     (TritonSemantic, "binary_op_type_checking_impl", make_alike),
     (TritonSemantic, "broadcast_impl_value", spread),
+    (TritonSemantic, "to_tensor", to_tensor),
     (upstream, "_patch_builtin", patch_builtins),
     (upstream.TensorHandle, "__post_init__", check_handle),
     (tl.core, "_unwrap_if_constexpr", unwrap),

@@ -20,6 +20,7 @@ the first launch. Not emulated: fp8e4b15, the order of sums inside a `dot`.
 """
 
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -84,8 +85,13 @@ class SerialGrid(upstream.GridExecutor):  # type: ignore[misc]
     """A launch: all programs one after the other, one launch at a time, silent as a GPU."""
 
     def __call__(self, *args: Foreign, **kwargs: Foreign) -> None:
+        arguments = dict(zip(self.arg_names, args, strict=False)) | kwargs
         with _ONE_LAUNCH, np.errstate(all="ignore"):
-            super().__call__(*args, **kwargs)
+            run = partial(super().__call__, *args, **kwargs)
+            if callable(self.grid) or self.pre_run_hooks:  # what they do is not known
+                run()
+            else:
+                watch.launch((self.fn, self.grid), arguments, run)
 
     def _init_args_hst(
         self, args_dev: tuple[Foreign, ...], kwargs: dict[str, Foreign]

@@ -7,7 +7,6 @@ weights, of partial sums, of weights, changes a quarter of all values and more.
 """
 
 from collections.abc import Iterator
-from itertools import product
 
 import torch
 
@@ -38,13 +37,11 @@ def one_rounding(trial: Trial) -> Iterator[str]:
         if ways is None:
             return
         said += [each for way in ways for each in way]
-        twins = [twin_of(sample, way) for way in ways]
-        live = live_rows(sample, twins[0])
-        apart_R = torch.stack([differing(output, twin) for twin in twins]).amin(0)
+        found = [twins_of(sample, way, _JITTERS) for way in ways]  # the first of each is not moved
+        live = live_rows(sample, found[0][0])
+        apart_R = torch.stack([differing(output, twins[0]) for twins in found]).amin(0)
         shares.append(apart_R[live])
-        for (way, twin), seed in product(zip(ways, twins, strict=True), range(_JITTERS)):
-            moved = twin_of(sample, way, torch.Generator().manual_seed(seed))
-            own.append(differing(moved, twin)[live])
+        own += [differing(moved, twin)[live] for twin, *others in found for moved in others]
     yield from judged(torch.cat(shares), torch.cat(own), said)
 
 
@@ -102,29 +99,31 @@ def declared(trial: Trial, sample: Sample) -> list[list[Roundings]] | None:
     return None if None in ways else [[each] for each in ways if each is not None]
 
 
-def twin_of(
-    sample: Sample,
-    roundings: list[Roundings],
-    jitter: torch.Generator | None = None,
-) -> torch.Tensor:
+def twin_of(sample: Sample, roundings: list[Roundings]) -> torch.Tensor:
     """Return what the call of `sample` has to return, but for the order of sums."""
+    (twin,) = twins_of(sample, roundings, 0)
+    return twin
+
+
+def twins_of(sample: Sample, roundings: list[Roundings], moved: int) -> list[torch.Tensor]:
+    """Return the same and, behind it, so many whose sums are moved at random."""
     i = sample.whole_pristine  # that of all ranks is on the CPU
-    parts = [sample.empty_output()[:0].to(i.x_TH.device)]
+    jitters = [None, *(torch.Generator().manual_seed(seed) for seed in range(moved))]
+    parts = [torch.stack([sample.empty_output()[:0].to(i.x_TH.device)] * len(jitters))]
     chunks = _chunks(sample) if i is sample.pristine else [slice(None)]
     for some, each in zip(chunks, roundings, strict=True):
-        routing = i.routing.of(some)
         parts.append(
-            reference.twin(
+            reference.twins(
                 i.x_TH[some],
                 i.weights,
-                routing,
+                i.routing.of(some),
                 sample.whole_problem,
                 each,
                 input_weighted=sample.input_weighted,
-                jitter=jitter,
+                jitters=jitters,
             )
         )
-    return torch.cat(parts)[sample.mine].to(sample.device)
+    return list(torch.cat(parts, 1)[:, sample.mine].to(sample.device))
 
 
 def _chunks(sample: Sample) -> list[slice]:

@@ -1,0 +1,203 @@
+"""Launches whose outcome is known: written again, to the bit, where nothing read has changed."""
+
+import gc
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from modular_kernel.interpreter.access_log import watch
+from modular_kernel.interpreter.bounds import make_reachable
+from modular_kernel.interpreter.known_launches import KnownLaunches
+from modular_kernel.interpreter.known_launches import known_launches as noted_launches
+from modular_kernel.ops.launch.runtime import known_launches
+from modular_kernel.testing import Case, prove
+from modular_kernel.testing.cases.lists import BASE
+
+
+@triton.jit
+def gather_kernel(x_ptr, at_ptr, y_ptr, count, scale, BLOCK: tl.constexpr):
+    """Rows of y: those of x that `at` names, scaled; only even lanes are written."""
+    lane = tl.arange(0, BLOCK)
+    inside = lane < count
+    at = tl.load(at_ptr + lane, mask=inside, other=0)
+    x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    tl.store(y_ptr + lane, x * scale, mask=inside & (lane % 2 == 0))
+
+
+def arguments(dtype=torch.float32):
+    x = torch.arange(20, dtype=torch.float32).to(dtype)
+    at = torch.tensor([3, 5, 7, 0, 1, 9, 9, 9], dtype=torch.int32)
+    return x, at, torch.full((8,), -1.0).to(dtype)
+
+
+def gathered(x, at, y, count=6, scale=2.0):
+    gather_kernel[(1,)](x, at, y, count, scale, BLOCK=8)
+    return y
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_an_equal_launch_elsewhere_is_repeated_to_the_bit(dtype):
+    want = gathered(*arguments(dtype))
+    with noted_launches() as known:
+        assert torch.equal(gathered(*arguments(dtype)).float(), want.float())
+        x, at, y = arguments(dtype)
+        whole = torch.full((64,), 9.0).to(dtype)  # what lies around, and unwritten lanes, stay
+        y = whole[16:24]
+        assert torch.equal(gathered(x, at, y)[0::2][:3].float(), want[0::2][:3].float())
+    assert (known.computed, known.repeated) == (1, 1)
+    untouched = torch.ones(64, dtype=torch.bool)
+    untouched[16:22:2] = False
+    assert bool((whole[untouched].float() == 9).all())
+
+
+def test_what_is_not_read_may_change_and_what_is_read_may_not():
+    with noted_launches() as known:
+        gathered(*arguments())
+        x, at, y = arguments()
+        x[2], at[6] = 77.0, 1  # no lane that is on reads them
+        gathered(x, at, y)
+        assert (known.computed, known.repeated) == (1, 1)
+        x[9] = 77.0  # lane 5 reads it, and writes nothing
+        gathered(x, at, y)
+        assert (known.computed, known.repeated) == (2, 1)
+        x[7] = 8.0
+        assert gathered(x, at, y)[2] == 16.0
+        assert (known.computed, known.repeated) == (3, 1)
+
+
+def test_other_arguments_are_another_launch():
+    x, at, y = arguments()
+    with noted_launches() as known:
+        gathered(x, at, y)
+        assert gathered(x, at, y, scale=3.0)[0] == 9.0
+        gathered(x, at, y, count=7)
+        assert gathered(x, at, y.clone())[0] == 6.0
+        assert known.repeated == 1
+        gathered(x.double(), at, y)  # other types, other room, another place in the same memory
+        gathered(x[:19], at, y)
+        both = torch.zeros(40)
+        gathered(both[:20], at, both[24:32])
+        gathered(both[:20], at, both[20:28])
+        gather_kernel[(1,)](x, at, y, 6, 2.0, BLOCK=16)
+        gather_kernel[(2,)](x, at, y, 6, 2.0, BLOCK=8)
+    assert (known.computed, known.repeated) == (9, 1)
+
+
+@triton.jit
+def in_place_kernel(y_ptr, count_ptr):
+    tl.store(y_ptr, tl.load(y_ptr) + 1)
+    tl.atomic_add(count_ptr, 1)
+
+
+def test_what_a_launch_changes_counts_as_it_was_before():
+    y, count = torch.zeros(1), torch.zeros(1, dtype=torch.int32)
+    with noted_launches() as known:
+        for _ in range(3):
+            in_place_kernel[(2,)](y, count)
+        assert (known.computed, known.repeated) == (3, 0)
+        assert (float(y), int(count)) == (6.0, 6)
+        y.zero_()
+        count.zero_()
+        in_place_kernel[(2,)](y, count)
+        assert (known.computed, known.repeated) == (3, 1)
+        assert (float(y), int(count)) == (2.0, 2)
+        y.zero_()
+        count.fill_(5)
+        in_place_kernel[(2,)](y, count)
+    assert (known.computed, known.repeated) == (4, 1)
+    assert int(count) == 7
+
+
+@triton.jit
+def scattered_kernel(a_ptr, b_ptr, y_ptr):
+    """A load of lanes in two tensors, and stores of unlike sizes to one place."""
+    lane = tl.arange(0, 8)
+    pointers = tl.where(lane < 4, a_ptr + lane, b_ptr + lane)
+    tl.store(y_ptr + lane, tl.load(pointers))
+    bytes_ptr = y_ptr.to(tl.pointer_type(tl.int8))
+    tl.store(bytes_ptr + 5, tl.load(bytes_ptr + 4) + 1)
+
+
+def test_lanes_in_several_tensors_and_elements_of_unlike_sizes():
+    a, b, y = torch.arange(8), torch.arange(8) + 100, torch.zeros(8, dtype=torch.int64)
+    with noted_launches() as known:
+        scattered_kernel[(1,)](a, b, y)
+        want = y.clone()
+        a[4:], b[:4] = 7, 7
+        y.zero_()
+        scattered_kernel[(1,)](a, b, y)
+        assert (known.computed, known.repeated) == (1, 1)
+        assert torch.equal(y, want)
+        a[3] = 8
+        y.zero_()
+        scattered_kernel[(1,)](a, b, y)
+        assert known.computed == 2
+        b[7] = 8
+        y.zero_()
+        scattered_kernel[(1,)](a, b, y)
+    assert known.computed == 3
+
+
+@triton.jit
+def described_kernel(desc, y_ptr):
+    tl.store(y_ptr + tl.arange(0, 16), tl.sum(desc.load([0, 0]), axis=0))
+
+
+def test_descriptors():
+    x, y = torch.ones(4, 16), torch.zeros(16)
+    with noted_launches() as known:
+        for rows in (4, 4, 2):
+            described_kernel[(1,)](TensorDescriptor(x[:rows], [rows, 16], [16, 1], [4, 16]), y)
+            assert bool((y == rows).all())
+        x[1] = 2
+        described_kernel[(1,)](TensorDescriptor(x[:2], [2, 16], [16, 1], [4, 16]), y)
+        assert bool((y == 3).all())
+    assert (known.computed, known.repeated) == (3, 1)
+
+
+def test_a_launch_that_fails_is_not_known():
+    x, at, y = arguments()
+    at[5] = 20
+    with noted_launches() as known:
+        for _ in range(2):
+            with pytest.raises(Exception, match="got bytes 80 to 83 of x_ptr"):
+                gathered(x, at, y)
+    assert (known.computed, known.repeated) == (2, 0)
+
+
+def test_races_and_shared_memory_are_computed():
+    with noted_launches() as known:
+        gathered(*arguments())
+        with watch.races():
+            gathered(*arguments())
+        gathered(*arguments())
+        assert (known.computed, known.repeated) == (2, 1)
+        shared = torch.zeros(8)
+        make_reachable(shared)
+        gathered(*arguments())
+        del shared
+        gc.collect()
+    assert (known.computed, known.repeated) == (3, 1)
+
+
+def test_outside_of_it_every_launch_is_computed():
+    x, at, y = arguments()
+    with known_launches():
+        gathered(x, at, y)
+    y.fill_(0)
+    x[3] = 4
+    assert gathered(x, at, y)[0] == 8
+
+
+def test_a_proof_computes_each_launch_once(machine, monkeypatch):
+    """Of the seven calls of a proof four are on inputs that an earlier one had."""
+    kept, case = [], Case("MoEPrepareAndFinalizeNoEP", "TritonExperts", BASE)
+    begin = KnownLaunches.__init__
+    monkeypatch.setattr(KnownLaunches, "__init__", lambda self: kept.append(self) or begin(self))
+    assert prove(case, machine).passed
+    (known,) = kept
+    assert known.computed > 0
+    assert known.repeated >= known.computed
