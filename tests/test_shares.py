@@ -37,7 +37,7 @@ def test_each_case_has_its_tree() -> None:
     assert set().union(*trees) == set(CASES)
 
 
-def test_an_experts_part_has_its_largest_share_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_experts_part_has_its_whole_list_once(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine("cpu")
     full = cases_for(*PAIR, machine).cases
     smoke = cases_for(*PAIR, machine, "smoke").cases
@@ -52,7 +52,7 @@ def test_an_experts_part_has_its_largest_share_once(monkeypatch: pytest.MonkeyPa
     found = proven_here([PAIR, elsewhere], machine, "one")
     assert found[PAIR] == tuple(dict.fromkeys((*smoke, *full)))
     assert found[elsewhere] == tuple(dict.fromkeys((*smoke, *share(full, THIRTY_SIXTH, "one"))))
-    assert len(smoke) < len(found[elsewhere]) < len(found[PAIR]) / 2 < len(full) / 2
+    assert len(smoke) < len(found[elsewhere]) < len(full) / 2
 
 
 def test_parameters_are_drawn_unless_all_or_some_are_asked_for() -> None:
