@@ -10,6 +10,7 @@ from profile_samples import one_call, ran
 
 from modular_kernel import stages
 from modular_kernel.cli.output import plain
+from modular_kernel.measure.records import INTERPRETER
 from modular_kernel.measure.roofline import Peaks
 from modular_kernel.measure.routing import RoutingKind
 from modular_kernel.measure.stage_roofline import RankLoad
@@ -83,6 +84,17 @@ def test_the_furthest_stage_is_the_one_with_most_to_gain() -> None:
     text = "\n".join(words.sentences(replace(fast.pairs[0], ranks=(rank,))))
     assert "Furthest from its floor: permute+gemm1_activation, 1100 us where 1000" in text
     assert "Lowest share of its floor: sort, 2 %" in text
+
+
+def test_interpreted_time_is_held_against_no_floor() -> None:
+    pair = profiled("A x B", machine=Machine("cpu", interpreter=True)).pairs[0]
+    at = words.COLUMNS.index("% of floor")
+    assert {row[at] for row in words.cells(pair.slowest)} > {words.ABSENT}
+    rank = replace(pair.slowest, total=replace(pair.slowest.total, mode=INTERPRETER))
+    assert {row[at] for row in words.cells(rank)} == {words.ABSENT}
+    text = "\n".join(words.sentences(replace(pair, ranks=(rank,))))
+    assert "no machine's speed" in text
+    assert "floor" not in text
 
 
 def test_both_kinds_of_calls_are_told() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from modular_kernel.measure.environment import Environment
+from modular_kernel.measure.records import INTERPRETER
 from modular_kernel.measure.roofline import Floor, Peaks, floor_of, work_of
 from modular_kernel.measure.routing import Load
 from modular_kernel.measure.stage_roofline import RankLoad, StageWork, stage_floor, stage_works
@@ -85,15 +86,20 @@ class RankProfile:
         return _ratio(self.sum_us, self.total.us)
 
     @property
+    def is_timed(self) -> bool:
+        """Whether its times are a machine's, not those of interpreted kernels."""
+        return self.total.mode != INTERPRETER
+
+    @property
     def furthest(self) -> StageRow | None:
-        """The stage that takes the most time above its floor."""
-        known = [row for row in self.rows if row.lost_us is not None]
+        """The stage that takes the most time above its floor; None where kernels are interpreted."""
+        known = [row for row in self.rows if row.lost_us is not None and self.is_timed]
         return max(known, key=lambda row: row.lost_us or 0.0, default=None)
 
     @property
     def least_percent(self) -> StageRow | None:
-        """The stage with the lowest per cent of its floor."""
-        known = [row for row in self.rows if row.percent is not None]
+        """The stage with the lowest per cent of its floor; None where kernels are interpreted."""
+        known = [row for row in self.rows if row.percent is not None and self.is_timed]
         return min(known, key=lambda row: row.percent or 0.0, default=None)
 
 

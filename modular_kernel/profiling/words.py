@@ -28,11 +28,15 @@ def name_of(row: StageRow) -> str:
 
 
 def cells(rank: RankProfile) -> list[tuple[str, ...]]:
-    """One row of COLUMNS for each stage, then the sum of the stages."""
+    """One row of COLUMNS for each stage, then the sum of the stages.
+
+    Where kernels were interpreted, no share of a floor is shown: that time says nothing of it.
+    """
+    shares = rank.is_timed
     staged = [row for row in rank.rows if row.is_stage]
     # On a GPU a rest counts only if it launched something: the host's time in it is no stage's.
     rests = [row for row in rank.rows if not row.is_stage and row.us > 0]
-    rows = [_cells(row) for row in (*staged, *rests)]
+    rows = [_cells(row, shares=shares) for row in (*staged, *rests)]
     counts = [row.launches for row in staged if row.launches is not None]
     floors = [row.floor.us for row in staged if row.floor is not None]
     total = (
@@ -43,13 +47,13 @@ def cells(rank: RankProfile) -> list[tuple[str, ...]]:
         number(rank.sum_us) if counts else ABSENT,
         *(ABSENT,) * 3,
         number(sum(floors)) if floors else ABSENT,
-        number(100 * sum(floors) / rank.sum_us) if floors and rank.sum_us else ABSENT,
+        number(100 * sum(floors) / rank.sum_us) if shares and floors and rank.sum_us else ABSENT,
         "",
     )
     return [*rows, total]
 
 
-def _cells(row: StageRow) -> tuple[str, ...]:
+def _cells(row: StageRow, *, shares: bool) -> tuple[str, ...]:
     work = row.work
     return (
         name_of(row),
@@ -61,7 +65,7 @@ def _cells(row: StageRow) -> tuple[str, ...]:
         number(work.link / 1e6 if work is not None and work.link else None),
         number(work.flops / 1e9 if work is not None and work.flops else None),
         number(None if row.floor is None else row.floor.us),
-        number(row.percent),
+        number(row.percent if shares else None),
         "" if row.floor is None else row.floor.bound,
     )
 
@@ -97,9 +101,12 @@ def _total(rank: RankProfile) -> str:
     }[total.mode]
     text = (
         f"{number(total.us)} us, {how}, median of {len(total.samples_us)} "
-        f"(middle half within {total.spread:.1%}); "
-        f"{_percent(rank.floor.us, total.us)} of the layer's floor of {number(rank.floor.us)} us."
+        f"(middle half within {total.spread:.1%})"
     )
+    if rank.is_timed:
+        share = _percent(rank.floor.us, total.us)
+        text += f"; {share} of the layer's floor of {number(rank.floor.us)} us"
+    text += "."
     if total.host_us is not None:
         text += (
             f" A planned call outside a graph holds the host up for {number(total.host_us)} us,"
