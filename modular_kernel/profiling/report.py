@@ -92,7 +92,7 @@ class RankProfile:
 
     @property
     def furthest(self) -> StageRow | None:
-        """The stage that takes the most time above its floor; None where kernels are interpreted."""
+        """The stage with the most time above its floor; None where kernels are interpreted."""
         known = [row for row in self.rows if row.lost_us is not None and self.is_timed]
         return max(known, key=lambda row: row.lost_us or 0.0, default=None)
 
