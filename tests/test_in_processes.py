@@ -55,7 +55,7 @@ def test_a_process_that_ends_is_an_error_that_names_the_case(
 
 # A case that keeps its process at work for long, and who waits for two of them.
 LONG = """
-import multiprocessing, threading, time
+import multiprocessing, signal, threading, time
 from modular_kernel.testing import Case
 from modular_kernel.testing.verify.in_processes import WorkerError, prove_all
 from modular_kernel.types import Machine
@@ -71,6 +71,8 @@ def tell():
     print(*(process.pid for process in found), flush=True)
 
 if __name__ == "__main__":
+    # Who is started in the background may have been told to ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=tell, daemon=True).start()
     list(prove_all([Long("", "", None)] * 2, Machine(), 2))
 """
@@ -92,7 +94,11 @@ def test_no_process_outlives_the_one_that_waits(how: signal.Signals, seconds: fl
             os.killpg(parent.pid, how)
         else:
             parent.send_signal(how)
-        parent.wait(30)
+        try:
+            parent.wait(30)
+        except subprocess.TimeoutExpired:
+            parent.kill()
+            raise
         deadline = time.monotonic() + 60
         while any(map(alive, workers)) and time.monotonic() < deadline:
             time.sleep(0.2)
