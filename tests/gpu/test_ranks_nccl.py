@@ -21,6 +21,8 @@ CASES = [
     for pair in rank_pairings(this_machine(), world)
     for case in rank_cases_for(*pair, this_machine(), world).cases
 ]
+# The GPUs are one host's, where its combine reads counts of no other rank.
+COUNTS_HOSTS = "HostThenRankPrepareAndFinalize", "peer_counts_swapped"
 pytestmark = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 
 
@@ -72,6 +74,9 @@ def test_proven(case: RankCase, pools: dict[int, RankPool]) -> None:
 def test_defects_are_found(pairing: tuple[str, str], pools: dict[int, RankPool]) -> None:
     requires = load_catalog().prepare_finalize(pairing[0]).requires
     kills = sensitivity_ranks(*pairing, pools[2])
-    assert [str(kill) for kill in kills if not kill.ok or kill.nothing] == []
+    unread = [kill for kill in kills if (pairing[0], kill.mutant) == COUNTS_HOSTS]
+    assert [kill.nothing for kill in unread] == ["nobody reads what it changes"] * len(unread)
+    found = [kill for kill in kills if kill not in unread]
+    assert [str(kill) for kill in found if not kill.ok or kill.nothing] == []
     without = 2 * requires.replicated_input + requires.received_by_library
     assert len(kills) >= len(RANK_MUTANTS) - without
