@@ -230,6 +230,21 @@ def test_a_gradient_that_is_no_number_is_seen() -> None:
     assert end == [Outcome.AGREE, Outcome.OURS, Outcome.OURS]
 
 
+@pytest.mark.parametrize(("text", "ends"), [("def test_forward(): pass", True), (None, False)])
+def test_a_side_whose_pytest_went_wrong_is_no_result(tmp_path, text, ends) -> None:
+    """A file that is not there ends pytest before any case; a folder for lines is made."""
+    if text is not None:
+        (tmp_path / "test_one.py").write_text(text)
+    into = tmp_path / "new/folder/ours.jsonl"
+    call = tmp_path, Path(torch.__file__).parents[1], ["test_one.py"], "theirs", into
+    if not ends:
+        with pytest.raises(RuntimeError, match="got exit code 4 on side theirs"):
+            upstream.run(*call)
+        return
+    upstream.run(*call)
+    assert '"outcome": "passed"' in into.read_text()
+
+
 def test_a_file_of_tests_without_a_case_is_a_case(tmp_path) -> None:
     lines = upstream.Lines(tmp_path)
     lines.of("theirs").write_text(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hf_suites.outcomes import Case, Outcome
 from modular_kernel import errors
 
@@ -59,8 +60,12 @@ def environment(checkout: Path, site: Path) -> dict[str, str]:
     return {**own, **more, "CUDA_VISIBLE_DEVICES": ""}
 
 
-def run(checkout: Path, site: Path, files: Iterable[str], side: str, into: Path) -> int:
-    """Run upstream's tests on one side; adds a line for each case to the file `into`."""
+def run(checkout: Path, site: Path, files: Iterable[str], side: str, into: Path) -> None:
+    """Run upstream's tests on one side; adds a line for each case to the file `into`.
+
+    Raises RuntimeError where pytest itself went wrong: cases would be missing on both sides.
+    """
+    into.parent.mkdir(parents=True, exist_ok=True)
     command = [
         sys.executable,
         "-m",
@@ -72,7 +77,10 @@ def run(checkout: Path, site: Path, files: Iterable[str], side: str, into: Path)
     ]
     command += ["-p", "hf_suites.upstream_plugin", *files]
     env = environment(checkout, site) | {"HF_SUITES_SIDE": side, "HF_SUITES_INTO": str(into)}
-    return subprocess.run(command, cwd=checkout, env=env, check=False).returncode
+    code = subprocess.run(command, cwd=checkout, env=env, check=False).returncode
+    # A signal that ends a side is a result: who passed on the other one has no end on this one.
+    if code > pytest.ExitCode.TESTS_FAILED and code != pytest.ExitCode.NO_TESTS_COLLECTED:
+        raise RuntimeError(f"pytest: got exit code {code} on side {side}, need 0, 1 or 5")
 
 
 @dataclass(frozen=True)
