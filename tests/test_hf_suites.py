@@ -74,8 +74,16 @@ def test_no_case_vanishes_from_the_counts() -> None:
 
 def test_a_bad_case_makes_the_exit_code_1(monkeypatch) -> None:
     for end in Outcome:
-        monkeypatch.setattr(program, "_classes", lambda _, end=end: [Case("one", "x", end)])
+        ends = Case("one", "x", end), Case("one", "y", Outcome.AGREE)
+        monkeypatch.setattr(program, "_classes", lambda _, ends=ends: ends)
         assert program.main(["classes"]) == int(end in (Outcome.OURS, Outcome.RAW))
+
+
+def test_a_suite_of_which_nothing_could_be_used_is_bad() -> None:
+    absent = Case("packer", "x", Outcome.NOT_USABLE, "ModuleNotFoundError: datasets")
+    found = summary([absent, absent, Case("other", "x", Outcome.AGREE)])
+    assert found["bad"] == ["packer: no case could be used: ModuleNotFoundError: datasets"]
+    assert [(row["why"], row["cases"]) for row in found["reasons"]] == [(absent.why, 2)]
 
 
 def _experts_class(name: str) -> type[torch.nn.Module]:

@@ -20,6 +20,7 @@ class Outcome(StrEnum):
 
 
 BAD = frozenset({Outcome.OURS, Outcome.RAW})
+LISTED = frozenset({Outcome.REFUSED, Outcome.THEIRS, Outcome.NOT_USABLE})  # beside the bad ones
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ def reason(error: BaseException) -> str:
 def summary(cases: Iterable[Case]) -> dict[str, Any]:
     """Count the cases by suite and outcome, and list whatever is neither agreement nor ours unrun.
 
-    `total` is the sum of a suite's outcomes, or this raises.
+    `total` is the sum of a suite's outcomes, or this raises. A suite of which nothing could be used
+    is bad: it says nothing, most often since a package is absent.
     """
     kept = list(cases)
     suites: dict[str, dict[str, int]] = {}
@@ -69,11 +71,15 @@ def summary(cases: Iterable[Case]) -> dict[str, Any]:
     reasons = Counter(
         (case.suite, str(case.outcome), case.why)
         for case in kept
-        if case.outcome is Outcome.REFUSED or case.outcome is Outcome.THEIRS
+        if case.outcome in LISTED
     )
     listed = [
         {"suite": suite, "outcome": end, "why": why, "cases": count}
         for (suite, end, why), count in sorted(reasons.items())
     ]
     bad = [str(case) for case in kept if case.outcome in BAD]
+    for suite, counts in suites.items():
+        if counts[Outcome.NOT_USABLE] == counts["total"]:
+            why = next(case.why for case in kept if case.suite == suite)
+            bad.append(f"{suite}: no case could be used: {why}")
     return {"suites": suites, "reasons": listed, "bad": bad}
