@@ -97,6 +97,13 @@ def test_the_command_writes_what_it_is_asked_for(mk: Mk, tmp_path: Path) -> None
     assert f"written: {record}" in done.err
 
 
+def test_more_experts_a_token_than_there_are_is_refused_at_once(mk: Mk, tmp_path: Path) -> None:
+    record = tmp_path / "r.json"
+    done = mk(*TINY, "--top-k", "5", "--tokens-list", "1", "--json", str(record))
+    assert (done.code, done.out, record.exists()) == (2, "", False)
+    assert "top_k: got 5, need <= experts = 4" in done.err
+
+
 def test_a_picture_is_drawn(mk: Mk, tmp_path: Path) -> None:
     path = tmp_path / "r.png"
     assert mk(*TINY, "--tokens-list", "1,4", "--plot", str(path)).code == 0

@@ -228,11 +228,12 @@ class _Cells:
 
     def cells(self) -> "Iterator[LayerCase]":
         from modular_kernel.measure.cases import LayerCase
-        from modular_kernel.measure.routing import RoutingKind
+        from modular_kernel.measure.routing import RoutingKind, check_distinct
 
         kinds = [RoutingKind.parse(text) for text in self.method.routing.split(",")]
         for name in self.names():
             problem = self.problem(name)
+            check_distinct(problem)
             sizes = problem.experts, problem.top_k, problem.hidden, problem.intermediate
             shape = shown(name) if name else "E{}-K{}-H{}-I{}".format(*sizes)
             if problem.adapters is not None:

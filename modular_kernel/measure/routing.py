@@ -44,14 +44,19 @@ class RoutingKind:
         return self.kind if self.kind == "uniform" else f"{self.kind}{self.value:g}"
 
 
+def check_distinct(problem: Problem) -> None:
+    """Raise ConfigurationError where a token cannot have K distinct experts."""
+    if problem.top_k > problem.experts:
+        raise ConfigurationError("top_k", got=problem.top_k, need=f"<= experts = {problem.experts}")
+
+
 def draw(problem: Problem, kind: RoutingKind, generator: torch.Generator) -> Routing:
     """Routing of `problem.tokens` tokens, K distinct experts each, on the generator's device.
 
     Weights are positive and sum to 1 over a token's K.
     """
+    check_distinct(problem)
     tokens, top_k, experts = problem.tokens, problem.top_k, problem.experts
-    if top_k > experts:
-        raise ConfigurationError("top_k", got=top_k, need=f"<= experts = {experts}")
     device = generator.device
     scores_TE = torch.rand(tokens, experts, device=device, generator=generator)
     if kind.kind == "zipf":  # the largest of log-odds plus Gumbel noise are such draws
