@@ -113,6 +113,27 @@ def test_equal_arguments_give_equal_bits_and_others_do_not() -> None:
         assert tensor.data_ptr() != two.tensors()[name].data_ptr()
 
 
+def test_a_strided_call_has_a_map_in_other_words() -> None:
+    """What is no row of the weights skips, whatever it is: the oracle says the same of both."""
+    problem = replace(BASE, experts=17, top_k=5, local_experts=3, expert_map=True)
+    plain, strided = made(problem), made(problem, strided=True)
+    old, new = plain.weights.expert_map, strided.weights.expert_map
+    assert old is not None
+    assert new is not None
+    here = old >= 0
+    assert torch.equal(old[here], new[here])
+    away = set(new[~here].tolist())
+    assert not away & {0, 1, 2}
+    assert {3, -1, 10, -2, 2**31 - 1, -(2**31)} == away
+    weights = replace(plain.weights, expert_map=new)
+    told = [
+        reference.oracle(plain.x_TH, each, plain.routing, problem)
+        for each in (plain.weights, weights)
+    ]
+    assert torch.equal(*told)
+    assert bool((told[0] != 0).any())
+
+
 def test_strided_means_views_of_the_same_values() -> None:
     problem = replace(BASE, bias=True)
     plain, strided = made(problem), made(problem, strided=True)

@@ -133,7 +133,7 @@ def pair_row(t: int, k: int, problem: Problem, inputs: Inputs) -> list[float]:
         return [0.0] * problem.hidden
     if w.expert_map is not None:
         expert = int(w.expert_map[expert])
-    if expert < 0:
+    if not 0 <= expert < len(w.w1):
         return [0.0] * problem.hidden
     factor = 1.0
     if problem.apply_router_weight_on_input:

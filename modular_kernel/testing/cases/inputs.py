@@ -111,9 +111,9 @@ def make_inputs(
 ) -> Inputs:
     """Make inputs for `problem.tokens` tokens; equal arguments give equal bits on every machine.
 
-    strided: weights as transposed views, x with gaps between rows (unless inplace), int64 ids and
-    the biases' other dtype, where the problem allows each; otherwise contiguous and int32, or as
-    `manner` says.
+    strided: weights as transposed views, x with gaps between rows (unless inplace), int64 ids, the
+    biases' other dtype, and in a map other values than -1 for experts elsewhere, where the problem
+    allows each; otherwise contiguous and int32, or as `manner` says.
     """
     generator = torch.Generator().manual_seed(seed)
     place = _placer(device, shift=int(manner.layout == "shifted"))
@@ -127,6 +127,8 @@ def make_inputs(
     x_TH = hostile_x(x_TH, problem, manner.values).to(problem.dtype)
     gaps = strided or manner.layout in ("transposed", "spaced")
     weights = _expert_weights(problem, expert_map, generator, place, strided=strided, manner=manner)
+    if strided and expert_map is not None:
+        weights = replace(weights, expert_map=place(_elsewhere(expert_map, problem.e)))
     slots_T = slots(problem, manner.named, generator)
     matrices = adapters_of(problem, slots_T, generator, spaced=strided or manner.layout == "spaced")
     return Inputs(
@@ -313,6 +315,15 @@ def _expert_map(problem: Problem, generator: torch.Generator) -> torch.Tensor | 
     expert_map = torch.full((problem.experts,), -1, dtype=torch.int32)
     expert_map[here] = torch.arange(problem.e, dtype=torch.int32)
     return expert_map
+
+
+def _elsewhere(expert_map: torch.Tensor, here: int) -> torch.Tensor:
+    """Return the same map in other words: what is no row of the `here` ones skips as -1 does."""
+    words = torch.tensor([here, -1, here + 7, -2, 2**31 - 1, -(2**31)], dtype=torch.int32)
+    away = (expert_map < 0).nonzero().flatten()
+    other = expert_map.clone()
+    other[away] = words[torch.arange(len(away)) % len(words)]
+    return other
 
 
 def _router(

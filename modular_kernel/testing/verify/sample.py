@@ -90,7 +90,8 @@ class Sample:
         named = self.pristine.routing.adapters_T
         if isinstance(named, torch.Tensor) and len(named):
             named = named[torch.arange(_MORE_TOKENS, device=named.device) % len(named)]
-        ids_TK = _of_here(more.routing.topk_ids_TK, self.pristine.weights.expert_map)
+        expert_map = self.pristine.weights.expert_map
+        ids_TK = _of_here(more.routing.topk_ids_TK, expert_map, problem.e)
         routing = replace(more.routing, topk_ids_TK=ids_TK, adapters_T=named)
         given = more.x_TH, self.pristine.weights, routing, problem
         exact = reference.oracle(*given)
@@ -110,9 +111,11 @@ class Sample:
         return fenced(nan)
 
 
-def _of_here(ids_TK: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
+def _of_here(ids_TK: torch.Tensor, expert_map: torch.Tensor | None, rows: int) -> torch.Tensor:
     """Return ids of experts that are here in the place of others: such pairs are no error's."""
-    here = None if expert_map is None else (expert_map >= 0).nonzero().flatten()
-    if here is None or not len(here):
+    if expert_map is None:
+        return ids_TK
+    here = ((expert_map >= 0) & (expert_map < rows)).nonzero().flatten()
+    if not len(here):
         return ids_TK
     return here[ids_TK.long().clamp(min=0) % len(here)].to(ids_TK.dtype)
