@@ -1,7 +1,9 @@
 """Scenes in which ranks do not mean the same call: played well, and told from parts that err."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -84,6 +86,22 @@ def notes_no_memory(case: Case, machine: Machine, poison: bool, group: object) -
     return kernel
 
 
+def forgets(case: Case, machine: Machine, poison: bool, group: object, *, lost: str) -> Any:
+    """A manager keeps no record of one phase of one step."""
+    kernel = build_kernel(case, machine, poison, group)
+    notes: Any = kernel.prepare_finalize.manager.last_calls  # type: ignore[attr-defined]
+    whole = notes.json_lines
+    notes.json_lines = lambda: "".join(
+        line for line in whole().splitlines(keepends=True) if lost not in told(line)
+    )
+    return kernel
+
+
+def told(line: str) -> str:
+    record = json.loads(line)
+    return f"({record['step']}, '{record['phase']}')"
+
+
 @pytest.mark.parametrize(
     ("part", "build", "fault", "found"),
     [
@@ -91,6 +109,10 @@ def notes_no_memory(case: Case, machine: Machine, poison: bool, group: object) -
         (REPLICATED, tells_nobody, "broken-off", "rank 0: faults: "),
         (REPLICATED, in_any_order, "finished-by-turns", "right, not (0, 'counts', 3, 1, 3, (1,))"),
         (BY_HOSTS, notes_no_memory, "misunderstood", "no record of memory, not right"),
+        (BY_HOSTS, partial(forgets, lost="(8, 'counts')"), "misunderstood", "[(8, 'counts')"),
+        (REPLICATED, partial(forgets, lost="(2, 'counts')"), "misunderstood", "[(2, 'counts')"),
+        (REPLICATED, partial(forgets, lost="(1, 'combine')"), "misunderstood", "[(1, 'combine')"),
+        (SYMMETRIC, partial(forgets, lost="(1, 'dispatch')"), "misunderstood", "[(1, 'dispatch')"),
     ],
 )
 def test_a_part_that_tells_something_else_fails(

@@ -1,7 +1,8 @@
 """Watch: what the programs of interpreted launches touch, held against what they may touch."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from modular_kernel.interpreter.bounds import Bounds
@@ -23,9 +24,13 @@ class AccessLog:
         self.known: KnownLaunches | None = None
 
     def launch(
-        self, kernel: Hashable, arguments: Mapping[str, Any], run: Callable[[], None]
+        self,
+        kernel: FunctionType,
+        grid: tuple[int, ...],
+        arguments: Mapping[str, Any],
+        run: Callable[[], None],
     ) -> None:
-        """`run` a launch of `kernel`, with its grid, unless what it writes is known."""
+        """`run` a launch of `kernel` unless what it writes is known."""
         if self.known is None:
             run()
             return
@@ -37,7 +42,7 @@ class AccessLog:
             finally:
                 self._trace = None
 
-        self.known.launch(kernel, arguments, traced, repeat=self._found is None)
+        self.known.launch(kernel, grid, arguments, traced, repeat=self._found is None)
 
     @contextmanager
     def races(self) -> Iterator[list[str]]:
@@ -68,6 +73,11 @@ class AccessLog:
             told = f"{self._kernel}: {race}"
             if told not in self._found:
                 self._found.append(told)
+
+    def see_addresses(self) -> None:
+        """Note that the launch makes numbers of addresses, or addresses of numbers."""
+        if self._trace is not None:
+            self._trace.see_addresses()
 
     def order(self, pointers: Any, lanes: Any, program: int) -> None:
         """`program` is about to acquire and release there, in one atomic operation each."""

@@ -61,10 +61,10 @@ class Bounds:
         """Return where the range of this number begins and ends."""
         return self._starts[place], self._ends[place]
 
-    def place_of(self, address: int) -> tuple[int, int]:
+    def place_of(self, address: int) -> tuple[int, int] | None:
         """Return the number of the range that holds an address, and how far inside it that is."""
-        at = bisect_right(self._starts, address) - 1
-        return at, address - self._starts[at]
+        at = self._inside(address, address + 1)
+        return None if at is None else (at, address - self._starts[at])
 
     def places_of(self, pointers: Any, lanes: Any) -> list[int]:
         """Return the numbers of the ranges that hold pointers, all inside, whose lanes are on."""

@@ -95,6 +95,14 @@ class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
             data = toward_zero(widen(src.data), data)
         return upstream.TensorHandle(data, dst_type.scalar)
 
+    def create_int_to_ptr(self, src: Handle, dst_type: Foreign) -> Handle:
+        watch.see_addresses()
+        return self.create_bitcast(src, dst_type)
+
+    def create_ptr_to_int(self, src: Handle, dst_type: Foreign) -> Handle:
+        watch.see_addresses()
+        return self.create_bitcast(src, dst_type)
+
     # Elementwise: all operations that upstream writes as lambdas come through these three.
 
     def unary_op(self, arg: Handle, op: Callable[..., Array]) -> Handle:

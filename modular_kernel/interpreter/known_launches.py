@@ -3,19 +3,24 @@
 An interpreted launch is a function of its arguments and of the bytes that it reads, since programs
 run one after the other. So a launch of the same kernel whose arguments lie alike, and which finds
 the same bytes wherever the earlier one read, writes the same bytes to the same places. Every byte
-that was read is compared: whatever a call changed, stale memory too, is computed anew.
+that was read is compared: whatever a call changed, stale memory too, is computed anew. A kernel
+that makes numbers of addresses, or addresses of numbers, is repeated at the same addresses alone.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from ctypes import c_uint8
 from functools import cache
+from struct import pack
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 import triton.language as tl
 from triton.runtime import interpreter as upstream
+from triton.runtime.jit import TensorWrapper
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from modular_kernel.interpreter.access_log import watch
 from modular_kernel.interpreter.bounds import Bounds
@@ -28,6 +33,7 @@ _TOUCHED = {
     Access.WRITE: (_WRITTEN,),
     Access.ATOMIC: (_READ, _WRITTEN),
 }
+_NUMBERS = (int, bool, float, str, tl.constexpr)  # of globals, those that a kernel may have
 _MOST = 8  # outcomes kept of launches that differ in what they read alone
 
 
@@ -43,7 +49,8 @@ class KnownLaunches:
 
     def launch(
         self,
-        kernel: Hashable,
+        kernel: FunctionType,
+        grid: tuple[int, ...],
         arguments: Mapping[str, Any],
         run: "Callable[[Trace | None], None]",
         *,
@@ -51,12 +58,13 @@ class KnownLaunches:
     ) -> None:
         """Write what the launch of `kernel` is known to write, or `run` it and note what it does.
 
-        kernel: with its grid. arguments: by name. repeat: False to run it in any case.
+        arguments: by name. repeat: False to run it in any case.
         """
         bounds = Bounds(arguments)
         try:
             told = _Told(bounds)
-            key = kernel, told.of(tuple(arguments.items())), told.ranges()
+            given = told.of(tuple(arguments.items()))
+            key = kernel, grid, told.globals_of(kernel, set()), given, told.ranges()
         except _UnknownError:
             self.computed += 1
             run(None)
@@ -107,7 +115,7 @@ class _Told:
         if value is None or kind in (int, bool, str):
             return kind, value
         if kind is float:
-            return kind, value.hex()  # zeros have a sign
+            return kind, pack("d", value)  # zeros and NaN have a sign
         if kind is torch.Tensor or isinstance(value, torch.Tensor):
             return self._of_tensor(value)
         if isinstance(value, tuple | list):
@@ -115,22 +123,41 @@ class _Told:
         if kind is tl.constexpr:
             return kind, self.of(value.value)
         if isinstance(value, tl.dtype | upstream.InterpretedFunction):
-            return kind, str(value) if isinstance(value, tl.dtype) else id(value)
-        if hasattr(value, "base"):  # a tensor descriptor, or a tensor taken for another dtype's
+            return kind, str(value) if isinstance(value, tl.dtype) else value
+        if kind in (TensorDescriptor, TensorWrapper):
             return kind, tuple((name, self.of(each)) for name, each in vars(value).items())
         if isinstance(value, torch.dtype | torch.device):
             return kind, str(value)
         raise _UnknownError
+
+    def globals_of(self, kernel: FunctionType, seen: set[FunctionType]) -> Hashable:
+        """Tell the numbers and helpers that a kernel, and its helpers, find in their modules."""
+        seen.add(kernel)
+        found: list[Hashable] = []
+        for name in kernel.__code__.co_names:
+            value = kernel.__globals__.get(name)
+            if type(value) in _NUMBERS:
+                found.append((name, self.of(value)))
+            elif isinstance(value, upstream.InterpretedFunction):
+                helper = value.rewrite()
+                found.append((name, helper))
+                if helper not in seen:
+                    found.append(self.globals_of(helper, seen))
+        return tuple(found)
 
     def _of_tensor(self, tensor: torch.Tensor) -> Hashable:
         if tensor.device.type != "cpu":
             raise _UnknownError
         if not tensor.numel():
             return tensor.dtype, None
-        place, offset = self._bounds.place_of(tensor.data_ptr())
+        found = self._bounds.place_of(tensor.data_ptr())
+        if found is None:  # in a list, whose memory no launch may touch
+            raise _UnknownError
+        place, offset = found
         if place not in self.order:
             self.order.append(place)
-        return tensor.dtype, self.order.index(place), offset
+        at = self.order.index(place), offset
+        return tensor.dtype, at, tensor.shape, tensor.stride()  # a constexpr has those, too
 
     def ranges(self) -> Hashable:
         """Tell the ranges of the arguments told: their sizes, and what descriptors align by."""
@@ -152,6 +179,11 @@ class Trace:
         # By range, kind and size of elements: 1 at the first byte of every one that was touched,
         # and the distance from an element to its mark.
         self._marks: dict[tuple[int, int, int], tuple[Array, Any]] = {}
+        self._sees_addresses = False
+
+    def see_addresses(self) -> None:
+        """Note that what the launch does depends on where its arguments are."""
+        self._sees_addresses = True
 
     def touch(
         self, access: Access, pointers: Array, lanes: Array, nbytes: int, place: int | None
@@ -188,19 +220,28 @@ class Trace:
             for (at, kind), mask in masks.items()
             if kind == _WRITTEN
         ]
-        return _Outcome(read, written)
+        where = tuple(map(_start, self._memory)) if self._sees_addresses else None
+        return _Outcome(read, written, where)
 
 
 class _Outcome:
-    """What a launch read and wrote: of some ranges, which bytes, and what they held."""
+    """What a launch read and wrote: of some ranges, which bytes, and what they held.
+
+    where: the ranges' addresses, if the launch depends on them.
+    """
 
     def __init__(
-        self, read: list[tuple[int, Array, Array]], written: list[tuple[int, Array, Array]]
+        self,
+        read: list[tuple[int, Array, Array]],
+        written: list[tuple[int, Array, Array]],
+        where: tuple[int, ...] | None,
     ) -> None:
-        self._read, self._written = read, written
+        self._read, self._written, self._where = read, written, where
 
     def follows(self, memory: list[Array]) -> bool:
         """Tell whether a launch that finds this memory reads what the one before read."""
+        if self._where is not None and self._where != tuple(map(_start, memory)):
+            return False
         return not any(((memory[at] != was) & mask).any() for at, mask, was in self._read)
 
     def write(self, memory: list[Array]) -> None:
@@ -211,6 +252,11 @@ class _Outcome:
 
 def _bytes(start: int, end: int) -> Array:
     return np.ctypeslib.as_array((c_uint8 * (end - start)).from_address(start))
+
+
+def _start(memory: Array) -> int:
+    address: int = memory.ctypes.data
+    return address
 
 
 @cache

@@ -88,10 +88,11 @@ class SerialGrid(upstream.GridExecutor):  # type: ignore[misc]
         arguments = dict(zip(self.arg_names, args, strict=False)) | kwargs
         with _ONE_LAUNCH, np.errstate(all="ignore"):
             run = partial(super().__call__, *args, **kwargs)
-            if callable(self.grid) or self.pre_run_hooks:  # what they do is not known
+            plain = type(self.grid) is tuple and all(type(each) is int for each in self.grid)
+            if self.pre_run_hooks or not plain:  # what they do is not known
                 run()
             else:
-                watch.launch((self.fn, self.grid), arguments, run)
+                watch.launch(self.fn, self.grid, arguments, run)
 
     def _init_args_hst(
         self, args_dev: tuple[Foreign, ...], kwargs: dict[str, Foreign]

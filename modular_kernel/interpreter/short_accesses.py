@@ -37,6 +37,7 @@ _ELEMENTS = {
 _ROUNDED = frozenset((id(tl.float32), id(kind)) for kind in (tl.float16, tl.bfloat16))
 _LOAD_POLICIES = frozenset({"", ".ca", ".cg", ".cv"})
 _STORE_POLICIES = frozenset({"", ".wb", ".cg", ".cs", ".wt"})
+_POLICIES = frozenset({"cache_modifier", "eviction_policy"})
 _EVICTIONS = frozenset({"", "evict_first", "evict_last"})
 
 
@@ -45,20 +46,18 @@ def _load(slow: ShortCut) -> ShortCut:
         pointer: Foreign,
         mask: Foreign = None,
         other: Foreign = None,
-        *,
-        cache_modifier: Foreign = "",
-        eviction_policy: Foreign = "",
-        **more: Foreign,
+        *rest: Foreign,
+        **given: Foreign,
     ) -> Foreign:
-        given = {"cache_modifier": cache_modifier, "eviction_policy": eviction_policy, **more}
         found = _addresses(pointer, mask)
-        if found is None or more or not _known(cache_modifier, eviction_policy, _LOAD_POLICIES):
-            return slow(pointer, mask, other, **given)
+        if found is None or rest or not _known(given, _LOAD_POLICIES):
+            return slow(pointer, mask, other, *rest, **given)
         addresses, lanes, kind, storage = found
         fill = None
         if other is not None:
             fill = _filling(other, kind, storage, addresses.shape)
-            if fill is None or mask is None:
+            alike = type(other) is not _tensor or _is_block(other) == _is_block(pointer)
+            if fill is None or mask is None or not alike:
                 return slow(pointer, mask, other, **given)
         data = upstream.interpreter_builder.read(addresses, lanes, fill, storage)
         return made(data, kind, block_of(kind, data.shape) if _is_block(pointer) else kind)
@@ -71,20 +70,17 @@ def _store(slow: ShortCut) -> ShortCut:
         pointer: Foreign,
         value: Foreign,
         mask: Foreign = None,
-        *,
-        cache_modifier: Foreign = "",
-        eviction_policy: Foreign = "",
-        **more: Foreign,
+        *rest: Foreign,
+        **given: Foreign,
     ) -> Foreign:
-        given = {"cache_modifier": cache_modifier, "eviction_policy": eviction_policy, **more}
         found = _addresses(pointer, mask)
         if (
             found is None
-            or more
+            or rest
             or type(value) is not _tensor
-            or not _known(cache_modifier, eviction_policy, _STORE_POLICIES)
+            or not _known(given, _STORE_POLICIES)
         ):
-            return slow(pointer, value, mask, **given)
+            return slow(pointer, value, mask, *rest, **given)
         addresses, lanes, kind, storage = found
         data, own = value.handle.data, value.dtype
         if own is not kind and (id(own), id(kind)) not in _ROUNDED:
@@ -104,7 +100,11 @@ def _is_block(tensor: Foreign) -> bool:
     return type(tensor.type) is _block
 
 
-def _known(modifier: Foreign, eviction: Foreign, modifiers: frozenset[str]) -> bool:
+def _known(given: dict[str, Foreign], modifiers: frozenset[str]) -> bool:
+    """Tell whether no more is given than policies that change no number."""
+    if not given.keys() <= _POLICIES:
+        return False
+    modifier, eviction = given.get("cache_modifier", ""), given.get("eviction_policy", "")
     return type(modifier) is type(eviction) is str and (
         modifier in modifiers and eviction in _EVICTIONS
     )

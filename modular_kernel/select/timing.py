@@ -21,7 +21,7 @@ from modular_kernel.measure.timing import Call, capture, clock_of, samples_ms, w
 from modular_kernel.select.candidates import Candidates
 from modular_kernel.select.inputs import SelectSituation
 from modular_kernel.select.memory import free_bytes, gigabytes
-from modular_kernel.select.record import Bucket, Pair, TimedOutcome
+from modular_kernel.select.record import WORTH, Bucket, Pair, TimedOutcome
 from modular_kernel.select.team import Team, any_failure, slowest
 from modular_kernel.tensors import Routing
 from modular_kernel.types import Machine
@@ -89,8 +89,9 @@ class Stopwatch:
                 return Bucket(tokens, tuple(self.outcomes.values()))
             self.outcomes[pair] = self._alone(pair)
         self._by_turns()
-        # By turns what was fastest alone may take longer, and leave another in front.
-        while any(o.rough and o.us == self._fastest for o in self.outcomes.values()):
+        # By turns what was fastest alone may take longer, and leave another in front, or so close
+        # that it is chosen where the bucket before chose it.
+        while any(o.rough and self._is_close(o) for o in self.outcomes.values()):
             self._by_turns()
         if self._device.type == "cuda":
             gc.collect()  # a tenth of a second: not after each candidate
@@ -99,6 +100,9 @@ class Stopwatch:
     @property
     def _fastest(self) -> float:
         return min((o.us for o in self.outcomes.values() if o.us is not None), default=math.inf)
+
+    def _is_close(self, outcome: TimedOutcome) -> bool:
+        return outcome.us is not None and outcome.us <= WORTH * self._fastest
 
     def _alone(self, pair: Pair) -> TimedOutcome:
         ready, why = self._ready(pair)

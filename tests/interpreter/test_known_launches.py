@@ -1,7 +1,9 @@
 """Launches whose outcome is known: written again, to the bit, where nothing read has changed."""
 
 import gc
+import math
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -156,6 +158,112 @@ def test_descriptors():
         described_kernel[(1,)](TensorDescriptor(x[:2], [2, 16], [16, 1], [4, 16]), y)
         assert bool((y == 3).all())
     assert (known.computed, known.repeated) == (3, 1)
+
+
+@triton.jit
+def table_kernel(addresses_ptr, x_ptr, y_ptr):
+    x_ptr = tl.load(addresses_ptr).to(tl.pointer_type(tl.float32))
+    tl.store(y_ptr, tl.load(x_ptr))
+
+
+@triton.jit
+def address_kernel(x_ptr, y_ptr):
+    tl.store(y_ptr, x_ptr.to(tl.int64))
+
+
+def test_addresses_that_are_numbers_are_good_for_their_own_place_alone():
+    """Stale ones lead out of a call's tensors, though all that is in those is the same."""
+    x, y = torch.ones(64), torch.zeros(1)
+    addresses = torch.tensor([x.data_ptr()])
+    with noted_launches() as known:
+        for _ in range(2):
+            table_kernel[(1,)](addresses, x[:4], y)
+        assert (known.computed, known.repeated) == (1, 1)
+        with pytest.raises(Exception, match="got bytes -192 to -189 of x_ptr"):
+            table_kernel[(1,)](addresses, x[48:52], y)
+        told = torch.zeros(1, dtype=torch.int64)
+        for start in (0, 48):
+            address_kernel[(1,)](x[start : start + 4], told)
+            assert int(told) == x.data_ptr() + 4 * start
+
+
+@triton.jit
+def marking_kernel(y_ptr, number):
+    tl.store(y_ptr + tl.program_id(0), number.to(tl.int32, bitcast=True))
+
+
+@pytest.mark.parametrize("numbers", [(0.0, -0.0), (math.nan, -math.nan), (np.float64(2), 3.0)])
+def test_numbers_of_other_bits_are_others(numbers):
+    want, got = torch.zeros(2, 1, dtype=torch.int32)
+    for number in numbers:
+        marking_kernel[(1,)](want, number)
+        with noted_launches() as known:
+            marking_kernel[(1,)](got, numbers[0])
+            marking_kernel[(1,)](got, number)
+        assert int(got) == int(want)
+    assert known.repeated == 0
+
+
+def test_a_grid_is_its_numbers():
+    programs, y = torch.tensor(1), torch.zeros(4, dtype=torch.int32)
+    with noted_launches():
+        marking_kernel[(1,)](y, 1.0)
+        with pytest.raises(Exception, match="float"):
+            marking_kernel[(1.0,)](y, 1.0)
+        for many in (1, 3):
+            y.zero_()
+            programs.fill_(many)
+            marking_kernel[(programs,)](y, 1.0)
+            assert int((y != 0).sum()) == many
+
+
+STEP = 2.0
+
+
+@triton.jit
+def stepped(x):
+    return x * STEP
+
+
+@triton.jit
+def doubled(x):
+    return x * STEP * 2
+
+
+@triton.jit
+def stepping_kernel(x_ptr, y_ptr):
+    tl.store(y_ptr, stepped(tl.load(x_ptr)))
+
+
+def test_what_a_kernel_finds_in_its_module_is_compared(monkeypatch):
+    x, y = torch.ones(1), torch.zeros(1)
+    with noted_launches() as known:
+        for step in (2.0, 3.0, 2.0, tl.constexpr(4)):
+            monkeypatch.setitem(globals(), "STEP", step)
+            stepping_kernel[(1,)](x, y)
+            assert float(y) == getattr(step, "value", step)
+        assert (known.computed, known.repeated) == (3, 1)
+        monkeypatch.setitem(globals(), "stepped", doubled)
+        stepping_kernel[(1,)](x, y)
+    assert float(y) == 8
+
+
+@triton.jit
+def sized_kernel(y_ptr, like: tl.constexpr):
+    if isinstance(like, list):
+        tl.store(y_ptr, like[0].shape[0])
+    else:
+        tl.store(y_ptr, like.shape[0])
+
+
+@pytest.mark.parametrize("held", [lambda x: x, lambda x: [x]], ids=["tensor", "list"])
+def test_tensors_that_are_constexprs_are_told_by_their_shapes(held):
+    x, y = torch.zeros(6), torch.zeros(1)
+    with noted_launches() as known:
+        for rows in (2, 3, 3):
+            sized_kernel[(1,)](y, held(x.view(rows, -1)))
+            assert float(y) == rows
+    assert known.repeated == (held(x) is x)  # no launch may touch what is in a list
 
 
 def test_a_launch_that_fails_is_not_known():

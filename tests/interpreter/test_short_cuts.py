@@ -163,6 +163,10 @@ def addresses(memory, shape):
     return tl.tensor(handle, whole)
 
 
+def values_of(memory):
+    return addresses(memory, ()).dtype.element_ty
+
+
 def _begun(*memory):
     from modular_kernel.interpreter.access_log import watch
 
@@ -183,6 +187,11 @@ def test_loads(dtype):
         both.agree(pointer, None, None, cache_modifier=".cg", eviction_policy="evict_first")
         both.agree(pointer, cache_modifier=".wt")
         both.agree(pointer, None, 0)
+        both.agree(pointer, None, None, (), "", ".cg", "evict_last")
+        both.agree(pointer, None, None, (), "", ".wt")
+        for lane in ((), (1,)):  # one lane is a block or none
+            for kind in (tl.float32, tl.bfloat16, tl.int32):
+                both.agree(pointer, tensor(tl.int1, ()), tensor(kind, lane) + 11)
         for wanted in SHAPES:
             mask = tensor(tl.int1, wanted, seed=3)
             both.agree(pointer, mask)
@@ -226,3 +235,6 @@ def test_stores(dtype):
             slow, shape, value, eviction_policy="no"
         )
     assert 0 < len(left) < calls or dtype is torch.bool
+    value = tensor(tl.float32, (4,)).to(values_of(memory))
+    for args in ([None, (), ".cg"], [None, (), "no"]):  # all by position
+        assert stored(fast, (4,), value, *args) == stored(slow, (4,), value, *args)

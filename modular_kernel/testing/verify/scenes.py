@@ -72,11 +72,14 @@ def misunderstood(on: Stage) -> Lines:
     )
     yield on.goes(second)
     yield from (meant_otherwise if shares_memory(on.part) else another_problem)(on, first)
-    step = 9 + len(on.other_problems(OTHERS))
+    # Ranks that share memory were told as they made the part.
+    step = 8 if shares_memory(on.part) else 9 + len(on.other_problems(OTHERS))
     if on.part.requires.replicated_input:
         yield _unequal(on, first, step)
+        step += 1
     yield on.goes(first)
-    yield journal(on, first, refused={2: "DeviceError", 3: "RuntimeError", 4: "DtypeError"}), RIGHT
+    refused = {2: "DeviceError", 3: "RuntimeError", 4: "DtypeError"}
+    yield journal(on, first, refused=refused, last=step), RIGHT
     yield from journal_of_a_host(on, first)
     yield from _managed(on, first)
     first.prepare_finalize.destroy()
@@ -170,7 +173,7 @@ def _on_a_gpu(kernel: FusedMoEModularKernel, machine: Machine) -> str:
 def _other_memory(on: Stage, first: FusedMoEModularKernel) -> Lines:
     """Ranks share memory as they make a part: one that means another layer is told then."""
     yield on.goes(first)
-    yield journal(on, first, refused={}), RIGHT
+    yield journal(on, first, refused={}, last=1), RIGHT
     yield from meant_otherwise(on, first)
     second = on.beside(first)
     yield on.goes(second)
@@ -272,10 +275,10 @@ def _breaks(*_: object, **__: object) -> None:
     raise RuntimeError("these experts are broken")
 
 
-def journal(on: Stage, kernel: FusedMoEModularKernel, refused: dict[int, str]) -> str:
+def journal(on: Stage, kernel: FusedMoEModularKernel, refused: dict[int, str], *, last: int) -> str:
     """Return what is wrong with the records that a manager keeps of its exchanges; else "right".
 
-    refused: in which steps rank 1 refused its call, and with what.
+    refused: in which steps rank 1 refused its call, and with what. last: the last step.
     """
     manager = manager_of(kernel.prepare_finalize)
     records = [json.loads(line) for line in manager.last_calls.json_lines().splitlines()]
@@ -286,6 +289,9 @@ def journal(on: Stage, kernel: FusedMoEModularKernel, refused: dict[int, str]) -
     most = getattr(on.part, "most_chunks", 1)  # of a call's rows, each an exchange of its own
     if places != sorted(places) or often > most or places[0] != (0, 0):
         return f"exchanges {places}"
+    missing = _of_calls(on, kernel, last) - {(r["step"], r["phase"]) for r in records}
+    if missing or places[-1][0] != last:
+        return f"exchanges up to {places[-1]}, none of {sorted(missing)}"
     for record in records:
         gone = on.at_fault and record["step"] in refused
         done = "done" if counts_calls(on.part) or not record["step"] else "launched"
@@ -297,6 +303,19 @@ def journal(on: Stage, kernel: FusedMoEModularKernel, refused: dict[int, str]) -
         if (record["phase"] == "counts") > (record["bytes"] > 0):
             return f"bytes: {record}"
     return RIGHT
+
+
+def _of_calls(on: Stage, kernel: FusedMoEModularKernel, last: int) -> set[tuple[int, str]]:
+    """Return steps and phases that have a record: of each step counts, of right calls rows, too.
+
+    The first and the last are right. Rows that move in memory within a host have no record.
+    """
+    found = {(step, "counts") for step in range(1, last + 1) if counts_calls(on.part)}
+    one_host = on.case.problem.parallel.hosts == 1
+    if one_host and hasattr(manager_of(kernel.prepare_finalize), "inside"):
+        return found
+    phases = ("combine",) if on.part.requires.replicated_input else ("dispatch", "combine")
+    return found | {(step, phase) for step in (1, last) for phase in phases}
 
 
 def finished_by_turns(on: Stage) -> Lines:
