@@ -69,9 +69,7 @@ def summary(cases: Iterable[Case]) -> dict[str, Any]:
         if sum(counted[end] for end in Outcome) != suites[suite]["total"]:
             raise AssertionError(f"{suite}: cases were lost")
     reasons = Counter(
-        (case.suite, str(case.outcome), case.why)
-        for case in kept
-        if case.outcome in LISTED
+        (case.suite, str(case.outcome), case.why) for case in kept if case.outcome in LISTED
     )
     listed = [
         {"suite": suite, "outcome": end, "why": why, "cases": count}

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from hf_suites.outcomes import Case, Outcome
 from modular_kernel import errors
 
