@@ -24,6 +24,7 @@ from modular_kernel.reference import activation
 from modular_kernel.static_scales import static_scale
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases.adapters import NAMED, adapters_of, slots
+from modular_kernel.testing.cases.expert_maps import in_other_words, map_of
 from modular_kernel.testing.cases.hostile import VALUES, hostile_routing, hostile_x
 from modular_kernel.testing.cases.quantised import short_scales
 from modular_kernel.types import ActivationSpec, Problem
@@ -117,7 +118,7 @@ def make_inputs(
     """
     generator = torch.Generator().manual_seed(seed)
     place = _placer(device, shift=int(manner.layout == "shifted"))
-    expert_map = _expert_map(problem, generator)
+    expert_map = map_of(problem, generator)
     router = hostile_routing(
         _router(problem, routing, expert_map, generator), problem, expert_map, manner.values
     )
@@ -128,7 +129,7 @@ def make_inputs(
     gaps = strided or manner.layout in ("transposed", "spaced")
     weights = _expert_weights(problem, expert_map, generator, place, strided=strided, manner=manner)
     if strided and expert_map is not None:
-        weights = replace(weights, expert_map=place(_elsewhere(expert_map, problem.e)))
+        weights = replace(weights, expert_map=place(in_other_words(expert_map, problem.e)))
     slots_T = slots(problem, manner.named, generator)
     matrices = adapters_of(problem, slots_T, generator, spaced=strided or manner.layout == "spaced")
     return Inputs(
@@ -152,7 +153,7 @@ def invalid_count(routing: Routing, problem: Problem) -> int:
 def some_routed(problem: Problem, routing: str, seed: int) -> bool:
     """Whether any pair of `make_inputs` with these arguments has an expert here."""
     generator = torch.Generator().manual_seed(seed)
-    expert_map = _expert_map(problem, generator)
+    expert_map = map_of(problem, generator)
     ids_TK = _router(problem, routing, expert_map, generator).topk_ids_TK
     here = ids_TK[(ids_TK >= 0) & (ids_TK < problem.experts)]
     return bool((here >= 0 if expert_map is None else expert_map[here] >= 0).any())
@@ -305,25 +306,6 @@ def _activation_rms(spec: ActivationSpec) -> float:
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(20000, 2, dtype=torch.float64, generator=generator)
     return float(activation(values, spec).square().mean().sqrt())
-
-
-def _expert_map(problem: Problem, generator: torch.Generator) -> torch.Tensor | None:
-    """e experts chosen at random, in random order, here; -1 for the others."""
-    if not problem.expert_map:
-        return None
-    here = torch.randperm(problem.experts, generator=generator)[: problem.e]
-    expert_map = torch.full((problem.experts,), -1, dtype=torch.int32)
-    expert_map[here] = torch.arange(problem.e, dtype=torch.int32)
-    return expert_map
-
-
-def _elsewhere(expert_map: torch.Tensor, here: int) -> torch.Tensor:
-    """Return the same map in other words: what is no row of the `here` ones skips as -1 does."""
-    words = torch.tensor([here, -1, here + 7, -2, 2**31 - 1, -(2**31)], dtype=torch.int32)
-    away = (expert_map < 0).nonzero().flatten()
-    other = expert_map.clone()
-    other[away] = words[torch.arange(len(away)) % len(words)]
-    return other
 
 
 def _router(
