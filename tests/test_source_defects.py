@@ -4,11 +4,14 @@ import ast
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.testing.mutation.coverage import Coverage
 from modular_kernel.testing.mutation.defects import read_defects
+from modular_kernel.testing.mutation.fate import Fate
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tools/source_defects.json"
@@ -51,9 +54,7 @@ def test_what_full_leaves_met_the_tests_of_operations() -> None:
     assert f"kill {killed}." in page
 
 
-def test_tests_that_fail_without_a_defect_notice_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def the_tool() -> Any:
     spec = importlib.util.spec_from_file_location(
         "source_defects", ROOT / "tools/source_defects.py"
     )
@@ -61,6 +62,32 @@ def test_tests_that_fail_without_a_defect_notice_none(
     assert spec.loader is not None
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
+    return tool
+
+
+@pytest.mark.parametrize(
+    ("names", "ends"), [([], "survived"), (["E"], "survived"), (["Other"], "killed by x in P x E")]
+)
+def test_a_kill_of_an_earlier_run_is_no_result_of_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], ends: str
+) -> None:
+    """Lists of cases change: what one of them killed may live before those of today."""
+    tool = the_tool()
+    (defect, *_) = read_defects(LIST, ROOT)
+    monkeypatch.setattr(tool, "RECORD", tmp_path / "record.json")
+    monkeypatch.setattr(tool, "pairings", lambda *_: [("P", "E"), ("P", "Other")])
+    nothing = Coverage({}, (), "")
+    monkeypatch.setattr(tool, "cover", lambda *_: nothing)
+    monkeypatch.setattr(tool, "attempt", lambda mutant, *_: Fate(mutant, "survived"))
+    record = {defect.what: {"smoke": "survived", "full": "killed by x in P x E"}}
+    tool.before_cases([defect], record, "full", names)
+    assert record[defect.what] == {"smoke": "survived", "full": ends}
+
+
+def test_tests_that_fail_without_a_defect_notice_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = the_tool()
     first, second = read_defects(LIST, ROOT)[:2]
     monkeypatch.setattr(tool, "RECORD", tmp_path / "record.json")
     record = {

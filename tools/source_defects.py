@@ -5,7 +5,8 @@
     python tools/source_defects.py tests   # what full leaves, before the tests of operations
 
 For each level a defect is killed, survives, or is met by no case on a CPU. The cases are those of
-every pairing in one process. A level leaves the other's results in the file as they are.
+every pairing in one process. A level forgets its own results first, for lists of cases change, and
+leaves the other's as they are: what smoke killed is not run again by full.
 """
 
 import json
@@ -59,9 +60,15 @@ def main(level: str, names: list[str]) -> None:
 def before_cases(
     defects: Sequence[Defect], record: Record, level: Literal["smoke", "full"], names: list[str]
 ) -> None:
-    """Run the cases of a level; write the record after each pairing."""
+    """Run the cases of a level; write the record after each pairing.
+
+    A kill of an earlier run in one of these pairings is forgotten before.
+    """
     modules = {d.mutant.module: d.mutant.path for d in defects}
     killers = Killers()
+    for told in record.values():
+        if not names or told.get(level, "").rpartition(" x ")[2] in names:
+            told.pop(level, None)
     for pair in pairings(this_machine(), level):
         if names and pair[1] not in names:
             continue
