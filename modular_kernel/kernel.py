@@ -1,7 +1,7 @@
 """FusedMoEModularKernel: one PrepareAndFinalize and one PermuteExpertsUnpermute, composed.
 
 kernel = FusedMoEModularKernel(prepare_finalize, experts)   # refused here if incompatible
-y_TH = kernel(x_TH, weights, routing)                       # allocates its workspace
+y_TH = kernel(x_TH, weights, routing)                       # a new tensor
 plan = kernel.plan()                                        # allocates once ...
 y_TH = plan(x_TH, weights, routing)                         # ... and never again
 """
@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from modular_kernel import modes, prepared
+from modular_kernel.call_plans import CallPlans
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.errors import (
     CapacityError,
@@ -19,7 +20,7 @@ from modular_kernel.errors import (
     IncompatibleError,
 )
 from modular_kernel.execution import Execution, Pending
-from modular_kernel.fields import expect
+from modular_kernel.fields import Count, expect
 from modular_kernel.machine import current_machine
 from modular_kernel.plan import Plan
 from modular_kernel.printable import notebook_html
@@ -69,6 +70,7 @@ class FusedMoEModularKernel(Execution):
             raise IncompatibleError(verdict.pairing, verdict.rejections)
         prepare_finalize.check_machine(machine)
         super().__init__(prepare_finalize, experts, machine=machine, checked=checked, poison=poison)
+        self._call_plans = CallPlans(problem.tokens if self._may_plan_calls() else 0)
 
     def __repr__(self) -> str:
         return f"<{self.pairing}, {self.problem} on {self.machine}>"
@@ -88,6 +90,22 @@ class FusedMoEModularKernel(Execution):
         declared = all(vars(type(part)).get("replayable", False) for part in parts)
         return declared and type(self) is FusedMoEModularKernel and not self.checked
 
+    def _may_plan_calls(self) -> bool:
+        """Whether calls may share a workspace: of several ranks, only where launches are replayed,
+        because other exchanges may still be using theirs when a call returns."""
+        if self.checked or self.poison or type(self) is not FusedMoEModularKernel:
+            return False
+        return self.problem.parallel.world_size == 1 or self.replayable
+
+    def reserve_workspace(self, tokens: int, device: torch.device | None = None) -> None:
+        """Reserve now what calls of up to `tokens` tokens would reserve at the first of them.
+
+        device: where x will be; None is the current device of the kernel's kind. Calls of more than
+        2,048 tokens reserve nothing: each allocates its own workspace.
+        """
+        expect("tokens", tokens, Count)
+        self._call_plans.reserve(self, device or torch.device(self.machine.device), tokens)
+
     @modes.untraced
     def __call__(
         self,
@@ -97,13 +115,19 @@ class FusedMoEModularKernel(Execution):
         *,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run the layer, and return its output.
+        """Run the layer and return its output: (T, H), or (T, K, H) where top-k is kept.
 
-        The output is (T, H), or (T, K, H) where top-k is kept; x itself if inplace.
+        The output is a new tensor, `out` if that is given, or x itself if the problem is inplace.
+        Calls of up to 2,048 tokens on one CUDA stream share a workspace that is kept between
+        calls (`modular_kernel.call_plans.held_bytes`); larger ones, calls captured in a CUDA
+        graph, and calls of a kernel with `checked` or `poison` allocate their own.
 
-        x_TH: (T, H), T <= problem.tokens, unchanged unless inplace. out: written and returned if
-        given. Raises an InputError before anything is launched if a tensor does not fit.
+        x_TH: (T, H), T <= problem.tokens, unchanged unless inplace. out: (T, H) or (T, K, H).
+        Raises an InputError before anything is launched if a tensor does not fit.
         """
+        output = self._call_plans.run(self, x_TH, weights, routing, out)
+        if output is not None:
+            return output
         return self._started(x_TH, weights, routing, out, at_once=True).finish()
 
     @modes.untraced

@@ -17,8 +17,15 @@ _NOT_TRACED = (
 )
 
 
+_C: Any = torch._C
+
+
 def untraced(function: F) -> F:
-    """Have torch.compile break its graph at a call, not trace into it; fullgraph=True says why."""
+    """Break the graph of torch.compile at a call instead of tracing it; fullgraph=True says why.
+
+    The call runs outside of torch function modes, such as that of torch.set_default_device, which
+    would cost microseconds in every operation inside.
+    """
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -26,6 +33,9 @@ def untraced(function: F) -> F:
             torch._dynamo.graph_break(msg=_NOT_TRACED)
             outside = torch._dynamo.disable(function)  # type: ignore[no-untyped-call]
             return outside(*args, **kwargs)
+        if _C._len_torch_function_stack():
+            with _C.DisableTorchFunction():
+                return function(*args, **kwargs)
         return function(*args, **kwargs)
 
     return cast("F", call)

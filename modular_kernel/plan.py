@@ -14,74 +14,42 @@ from modular_kernel.types import Problem
 from modular_kernel.workspace import Workspace
 
 
-class Plan:
-    """A kernel with everything bound: a call allocates nothing and can be captured in a graph.
+class BoundCalls:
+    """Calls of a kernel in one workspace, of at most `problem.tokens` tokens.
 
-    Calls of one plan share its buffers: threads take turns on the host, and what they launch must
-    be on one stream, or not be in flight together (make two plans). The tensor returned is the
-    plan's own, one for each thread, until that thread's next call, or a new one of a part that
-    makes its output, unless `out` is given or the problem is inplace. Weights are checked once per
-    ExpertWeights object, and again where a tensor's memory was exchanged. Where both parts are
-    replayable, whatever they decide on the host they decide in the first call of a signature (one
-    with other shapes, say, has another); the next ones launch what that one launched.
+    Weights are checked once per ExpertWeights object, and again where a tensor's memory was
+    exchanged. Where both parts are replayable, the launches of the first call of a signature (the
+    shapes, strides, dtypes and alignment of all tensors) are recorded, and later calls replay them.
+    Subclasses set `_workspace` and say where a call writes.
     """
 
-    def __init__(self, kernel: Execution, problem: Problem) -> None:
-        self.kernel = kernel
-        self.problem = problem
-        device = torch.device(kernel.machine.device)
-        if device.type == "cuda":
-            device = torch.device("cuda", torch.cuda.current_device())
+    _workspace: Workspace
+
+    def __init__(self, kernel: Execution, problem: Problem, device: torch.device) -> None:
+        self.kernel, self.problem = kernel, problem
         self._device = device
         self._index: int | None = device.index if device.type == "cuda" else None
-        specs = kernel.workspace_specs(problem.tokens)
-        with modes.kept():
-            self._workspace = Workspace(specs, device, poison=kernel.poison)
         self._makes_output = kernel.prepare_finalize.makes_output and not problem.inplace
-        rows = 0 if self._makes_output else problem.tokens
-        shape = (rows, *problem.output_shape[1:])
-        self._own = _Outputs(shape, problem.dtype, device)
-        self._turn, self._busy = threading.RLock(), False
         self._recorded = replay.RecordedCalls()
         kernel.count_invalid_ids_on(device)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "Plan":
-        return Plan(deepcopy(self.kernel, memo), self.problem)
+    def _output_of(self, x_TH: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
+        """Return where a call writes; None if no call had x's shape, which is then checked."""
+        raise NotImplementedError
 
-    def __repr__(self) -> str:
-        return f"<plan of {self.kernel.pairing}, {self.problem}: {self.nbytes} bytes>"
+    def _checked_output(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """Return where a call writes that names no output, and whose x was checked."""
+        raise NotImplementedError
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of workspace held, the output apart."""
-        return self._workspace.nbytes
+    def _holds_own_output(self, pointers: Sequence[int]) -> bool:
+        """Whether one of the addresses lies in an output that these calls reuse."""
+        return False
 
-    @modes.untraced
-    def __call__(
-        self,
-        x_TH: torch.Tensor,
-        weights: ExpertWeights,
-        routing: Routing,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Run a call as the kernel does, for T <= the plan's tokens (CapacityError else).
+    def _check_own_output(self, x_TH: torch.Tensor, routing: Routing, output: torch.Tensor) -> None:
+        """Raise ConfigurationError if a call reads an output that these calls reuse."""
 
-        StateError if called from within a call of the same plan.
-        """
-        index = self._index
-        if index is not None and torch._C._cuda_getDevice() != index:
-            with torch.cuda.device(index):
-                return self(x_TH, weights, routing, out=out)
-        with self._turn:
-            if self._busy:  # by this thread: others wait
-                need = "another plan, or the end of that call"
-                raise StateError("a plan", got="a call within its own call", need=need)
-            self._busy = True
-            try:
-                return self._call(x_TH, weights, routing, out)
-            finally:
-                self._busy = False
+    def _forget_recorded(self) -> None:
+        self._recorded = replay.RecordedCalls()
 
     def _call(
         self,
@@ -98,7 +66,7 @@ class Plan:
             self.kernel.prepare_finalize.refuse(error)
             raise
         bound = self.kernel.known_weights.bound(weights, self._device)
-        output = self._output(x_TH, out)
+        output = self._output_of(x_TH, out)
         new = bound is None or output is None
         if bound is None or output is None:
             bound, output = self._checked(x_TH, weights, routing, out)
@@ -121,12 +89,6 @@ class Plan:
         torch.autograd.graph.increment_version(output)
         self._check_red_zones(replayed=True)
         return output
-
-    def _output(self, x_TH: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
-        """Return where a call writes; None if it is the plan's own and no call had x's shape."""
-        if self.problem.inplace:
-            return x_TH
-        return self._own.rows.get(x_TH.shape) if out is None else out
 
     def _may_replay(
         self,
@@ -154,7 +116,7 @@ class Plan:
             spans = (*map(replay.span, read), *bound.spans)
             if any(start < its_stop and its_start < stop for its_start, its_stop in spans):
                 return False
-        elif self._own.holds(pointers[: len(tensors) - 1]):
+        elif self._holds_own_output(pointers[: len(tensors) - 1]):
             return False
         return not (stages.profiling() or recorded.watched())
 
@@ -186,28 +148,12 @@ class Plan:
             raise DeviceError("x", got=x_TH.device, need=need)
         bound = self.kernel.check_weights(weights, x_TH)
         self.kernel.check_call(x_TH, weights, routing, out)
-        output = self._output(x_TH, out)
+        output = self._output_of(x_TH, out)
         if output is None:
-            output = self._own.rows[x_TH.shape] = self._own.whole[: x_TH.shape[0]]
+            output = self._checked_output(x_TH)
         if out is None and not self.problem.inplace:
-            self._check_own(x_TH, routing, output)
+            self._check_own_output(x_TH, routing, output)
         return bound, output
-
-    def _check_own(self, x_TH: torch.Tensor, routing: Routing, output: torch.Tensor) -> None:
-        """Check that what is read lies apart from the plan's own output.
-
-        That output of the last call may be x of the next one, row upon row.
-        """
-        parts = (self.kernel.prepare_finalize, self.kernel.experts)
-        same = x_TH.shape == output.shape and x_TH.is_contiguous()
-        same &= x_TH.data_ptr() == output.data_ptr() and all(p.requires.inplace for p in parts)
-        read = {"topk_weights": routing.topk_weights_TK, "topk_ids": routing.topk_ids_TK}
-        if routing.slots_T is not None:
-            read["adapters"] = routing.slots_T
-        for name, tensor in (read if same else {"x": x_TH, **read}).items():
-            if tensor.numel() and self._own.holds([tensor.data_ptr()]):
-                need = "memory of its own: a copy, or another plan's output"
-                raise ConfigurationError(name, got="memory of the plan's own output", need=need)
 
     def _run(
         self,
@@ -254,6 +200,98 @@ class Plan:
     def _check_red_zones(self, *, replayed: bool = False) -> None:
         if self.kernel.poison:
             self._workspace.check_red_zones(replayed=replayed)
+
+
+class Plan(BoundCalls):
+    """A kernel with everything bound: a call allocates nothing and can be captured in a graph.
+
+    Calls of one plan share its buffers: threads take turns on the host, and what they launch must
+    be on one stream, or not be in flight together (make two plans). The tensor returned is the
+    plan's own, one for each thread, until that thread's next call, or a new one of a part that
+    makes its output, unless `out` is given or the problem is inplace. Weights are checked once per
+    ExpertWeights object, and again where a tensor's memory was exchanged. Where both parts are
+    replayable, whatever they decide on the host they decide in the first call of a signature (one
+    with other shapes, say, has another); the next ones launch what that one launched.
+    """
+
+    def __init__(self, kernel: Execution, problem: Problem) -> None:
+        device = torch.device(kernel.machine.device)
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        super().__init__(kernel, problem, device)
+        specs = kernel.workspace_specs(problem.tokens)
+        with modes.kept():
+            self._workspace = Workspace(specs, device, poison=kernel.poison)
+        rows = 0 if self._makes_output else problem.tokens
+        shape = (rows, *problem.output_shape[1:])
+        self._own = _Outputs(shape, problem.dtype, device)
+        self._turn, self._busy = threading.RLock(), False
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Plan":
+        return Plan(deepcopy(self.kernel, memo), self.problem)
+
+    def __repr__(self) -> str:
+        return f"<plan of {self.kernel.pairing}, {self.problem}: {self.nbytes} bytes>"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of workspace held, the output apart."""
+        return self._workspace.nbytes
+
+    @modes.untraced
+    def __call__(
+        self,
+        x_TH: torch.Tensor,
+        weights: ExpertWeights,
+        routing: Routing,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run a call as the kernel does, for T <= the plan's tokens (CapacityError else).
+
+        StateError if called from within a call of the same plan.
+        """
+        index = self._index
+        if index is not None and torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
+                return self(x_TH, weights, routing, out=out)
+        with self._turn:
+            if self._busy:  # by this thread: others wait
+                need = "another plan, or the end of that call"
+                raise StateError("a plan", got="a call within its own call", need=need)
+            self._busy = True
+            try:
+                return self._call(x_TH, weights, routing, out)
+            finally:
+                self._busy = False
+
+    def _output_of(self, x_TH: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
+        if self.problem.inplace:
+            return x_TH
+        return self._own.rows.get(x_TH.shape) if out is None else out
+
+    def _checked_output(self, x_TH: torch.Tensor) -> torch.Tensor:
+        output = self._own.rows[x_TH.shape] = self._own.whole[: x_TH.shape[0]]
+        return output
+
+    def _holds_own_output(self, pointers: Sequence[int]) -> bool:
+        return self._own.holds(pointers)
+
+    def _check_own_output(self, x_TH: torch.Tensor, routing: Routing, output: torch.Tensor) -> None:
+        """Check that what is read lies apart from the plan's own output.
+
+        That output of the last call may be x of the next one, row upon row.
+        """
+        parts = (self.kernel.prepare_finalize, self.kernel.experts)
+        same = x_TH.shape == output.shape and x_TH.is_contiguous()
+        same &= x_TH.data_ptr() == output.data_ptr() and all(p.requires.inplace for p in parts)
+        read = {"topk_weights": routing.topk_weights_TK, "topk_ids": routing.topk_ids_TK}
+        if routing.slots_T is not None:
+            read["adapters"] = routing.slots_T
+        for name, tensor in (read if same else {"x": x_TH, **read}).items():
+            if tensor.numel() and self._own.holds([tensor.data_ptr()]):
+                need = "memory of its own: a copy, or another plan's output"
+                raise ConfigurationError(name, got="memory of the plan's own output", need=need)
 
 
 class _Outputs(threading.local):

@@ -7,7 +7,7 @@ runs. What cannot be replayed shows while recording: a torch operation that is n
 """
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -29,12 +29,14 @@ Replayer = Callable[
 ]  # launches as noted, and how many inputs there are
 Watched = Callable[[], bool]  # whether somebody watches launches, so that none may be hidden
 
+_MOST_LAYOUTS = 1024  # of weights that were checked: one for each layer of a model, and more
 _MOST_RECORDED = 64  # signatures of call a plan remembers; each may hold a small CUDA graph
 _ALIGNMENT = 16  # bytes: kernels are compiled apart for pointers that are multiples of it
 # Mapped over tensors: every call asks, and it takes a third less time than one by one.
 _pointer, _size, _stride = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
 _dtype, _dtype_and_device = attrgetter("dtype"), attrgetter("dtype", "device")
 _expired: Any = torch.UntypedStorage._expired
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _recorder: ContextVar["Recorder | None"] = ContextVar("recorder of launches", default=None)
 
 
@@ -222,11 +224,14 @@ class CheckedWeights:
 class KnownWeights:
     """The weights that a kernel and its plans have checked, so that a call need not do it again.
 
-    Weights are remembered while they live, and not kept alive. A copy knows none.
+    Weights are remembered while they live, and not kept alive. Another ExpertWeights of the same
+    memory, such as one made anew for each call, is not checked again either. A copy knows none.
     """
 
     def __init__(self) -> None:
         self._bound: dict[int, CheckedWeights] = {}
+        # Layouts that passed the checks: only addresses and sizes, so that nothing is kept alive.
+        self._passed: dict[tuple[Hashable, ...], None] = {}
         # A number is hashed sooner than what it stands for.
         self._signatures: dict[Hashable, int] = {}
 
@@ -256,7 +261,25 @@ class KnownWeights:
             versions=tuple((t, t._version) for t in sources if not t.is_inference()),
             storages=tuple(map(storage_of, sources)),
         )
+        if not sources:  # what was prepared is known by the tensor, not by its memory
+            self._remember(_layout(given))
         return bound[key]
+
+    def _remember(self, layout: tuple[Hashable, ...] | None) -> None:
+        if layout is not None:
+            while len(self._passed) >= _MOST_LAYOUTS:
+                self._passed.pop(next(iter(self._passed)), None)
+            self._passed[layout] = None
+
+    def _bind_alike(self, weights: ExpertWeights, device: torch.device) -> CheckedWeights | None:
+        """Bind weights that lie exactly as others did that passed the checks; None if none did."""
+        if type(weights) is not ExpertWeights:
+            return None
+        given = {name: t for name, t in vars(weights).items() if t is not None}
+        layout = _layout(given)
+        if layout is None or layout not in self._passed or weights.w1.device != device:
+            return None
+        return self.bind(weights)
 
     def bound(self, weights: ExpertWeights, device: torch.device) -> CheckedWeights | None:
         """Return what is remembered of these weights; None unless it still holds.
@@ -265,9 +288,9 @@ class KnownWeights:
         may be set anew, and memory be let go.
         """
         found = self._bound.get(id(weights))
-        if found is None or found.weights() is not weights or found.device != device:
-            return None
-        return found if found.holds() else None
+        if found is None or found.weights() is not weights:
+            return self._bind_alike(weights, device)
+        return found if found.device == device and found.holds() else None
 
 
 class RecordedCalls:
@@ -307,6 +330,22 @@ def signature_and_pointers(
     aligned = True if bits % _ALIGNMENT == 0 else tuple(p % _ALIGNMENT for p in pointers)
     shapes, dtypes = map(_size, tensors), map(_dtype_and_device, tensors)
     return (bound.signature, aligned, *shapes, *map(_stride, tensors), *dtypes), pointers
+
+
+def _layout(given: Mapping[str, torch.Tensor]) -> tuple[Hashable, ...] | None:
+    """Return all that checks of weights read, by field; None if they would have to look closer."""
+    found: list[Hashable] = []
+    for name, tensor in given.items():
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_neg():
+            return None
+        try:
+            pointer = tensor.data_ptr()
+        except (RuntimeError, NotImplementedError):
+            return None
+        if not pointer:  # freed; memory that was made smaller lies elsewhere
+            return None
+        found += [name, pointer, tensor.shape, tensor.stride(), tensor.dtype, tensor.device]
+    return tuple(found)
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> list[Hashable]:

@@ -101,7 +101,7 @@ def workspace_bytes(specs: Mapping[str, BufferSpec]) -> int:
 
 
 class Workspace:
-    """Named typed buffers inside one uint8 allocation on `device`.
+    """Named typed buffers inside one uint8 allocation on `device`, or inside `memory` if given.
 
     With poison=True each buffer is followed by a red zone, `poison()` fills buffers with NaN (or
     an integer: huge, every second time small) and `check_red_zones()` raises CorruptionError if a
@@ -110,12 +110,19 @@ class Workspace:
     """
 
     def __init__(
-        self, specs: Mapping[str, BufferSpec], device: torch.device, *, poison: bool = False
+        self,
+        specs: Mapping[str, BufferSpec],
+        device: torch.device,
+        *,
+        poison: bool = False,
+        memory: torch.Tensor | None = None,
     ) -> None:
         self._specs = dict(specs)
         gap = _RED_ZONE if poison else 0
         places, self.nbytes = _layout(self._specs, gap)
-        self._arena = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+        if memory is None:
+            memory = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+        self._arena = memory
         self._buffers = {}
         for name, spec in self._specs.items():
             start, stop = places[name]

@@ -11,6 +11,7 @@ import torch
 from layer_samples import FAMILIES, SPLITS, E, H, I, K, Sample, T, error, layer_of, share
 
 from modular_kernel import planned as planning
+from modular_kernel.call_plans import capacity_of
 from modular_kernel.errors import (
     DtypeError,
     StateError,
@@ -21,7 +22,7 @@ from modular_kernel.layers.parallel import LayerParallel
 from modular_kernel.layers.router import Router, RouterSpec, select_experts
 from modular_kernel.machine import torch_twins
 from modular_kernel.ops.route import RouterTensors, route
-from modular_kernel.planned import Planned, capacity_of
+from modular_kernel.planned import Planned
 from modular_kernel.tensors import ExpertWeights, Routing
 
 SAMPLES = {
@@ -239,9 +240,8 @@ def resident() -> int:
 
 @pytest.mark.usefixtures("without_interpreter")
 def test_a_thousand_calls_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four layers, two of one shape: plans stay few, memory does not grow, outputs stay as they
-    were."""
-    shared = Planned(most_plans=8)
+    """Four layers, two of one shape: memory does not grow, outputs stay as they were."""
+    shared = Planned()
     monkeypatch.setattr(module, "_planned", shared)
     sample = Sample(tokens=600)
     other = Sample(fields={"bias": True})
@@ -260,7 +260,6 @@ def test_a_thousand_calls_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
             gc.collect()
             after_warm = resident()
     gc.collect()
-    assert len(shared.plans) <= 8
     assert len(shared.kernels) == 3 * len({capacity_of(n) for n in range(601)})
     assert resident() - after_warm < 4 << 20
     for layer, rows, got, copy in kept:
@@ -268,31 +267,29 @@ def test_a_thousand_calls_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.allclose(layer(x_TH[rows], logits[rows]), copy, atol=1e-6)
 
 
-def test_layers_of_one_shape_share_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_one_shape_share_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = Planned()
     monkeypatch.setattr(module, "_planned", shared)
     sample = Sample()
     first, second = layer_of(sample), layer_of(sample)
     first.warm_up(1, 16, 40)
-    assert [key[0][1].tokens for key in shared.plans] == [16, 64]
+    kernels = list(shared.kernels.values())
+    assert [kernel.problem.tokens for kernel in kernels] == [16, 64]
+    assert [kernel._call_plans.capacities for kernel in kernels] == [(16,), (64,)]
     a = first(sample.x_TH, sample.logits)
     b = second(sample.x_TH, sample.logits)
-    assert len(shared.plans) == 2
+    assert len(shared.kernels) == 2
     assert a.data_ptr() != b.data_ptr()
 
 
 @pytest.mark.usefixtures("without_interpreter")
-def test_large_calls_and_captures_keep_no_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captures_make_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = Planned(most_kernels=2)
     monkeypatch.setattr(module, "_planned", shared)
     sample = Sample(tokens=2049)
     layer = layer_of(sample)
     assert error(layer(sample.x_TH, sample.logits), sample.truth()) < 1e-5
-    assert not shared.plans
-    monkeypatch.setattr(planning, "_may_keep_buffers", lambda device: False)
-    layer(sample.x_TH[:9], sample.logits[:9])
     layer.warm_up(9)
-    assert not shared.plans
     with monkeypatch.context() as capture:
         capture.setattr(planning, "capturing", lambda device: True)
         layer(sample.x_TH[:9], sample.logits[:9])

@@ -16,6 +16,7 @@ if find_spec("transformers") is None:
 from traced import in_one_graph
 from transformers.integrations.moe import use_experts_implementation
 
+from modular_kernel.call_plans import held_bytes
 from modular_kernel.cli.demo_models import SMALL_MODELS, small_model
 from modular_kernel.integrations import experts_op
 from modular_kernel.integrations.pairing import layer_text
@@ -272,9 +273,9 @@ def test_plans_are_bounded_and_kept_outputs_do_not_change() -> None:
             out = layers[call % 4](*inputs(tokens))
             if call % 40 == 0:
                 kept.append((out, out.clone()))
-                held.append(sum(plan.nbytes for plan in pairing.plans.values()))
-    assert {plan.problem.tokens for plan in pairing.plans.values()} == set(planned)
+                held.append(sum(held_bytes().values()))
+    plans = [plan for k in pairing.kernels.values() for plan in k._call_plans.capacities]
+    assert sorted(plans) == list(planned)
     assert {k.problem.tokens for k in pairing.kernels.values()} == {*planned, 4096}
-    assert len(pairing.plans) == len(planned)
     assert held[-1] == held[-5]
     assert all(torch.equal(out, copy) for out, copy in kept)

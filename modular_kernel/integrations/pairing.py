@@ -1,4 +1,4 @@
-"""Run layers of any shape and token count on one pairing: kernels and plans by capacity.
+"""Run layers of any shape and token count on one pairing: kernels by capacity.
 
 A layer is a text here, so that it can be an argument of an operator and survive an export:
 `layer_text` writes it, `problem_of` reads it. A pairing is a text too: two parts by name.
@@ -11,17 +11,16 @@ from typing import Any
 
 import torch
 
+from modular_kernel.call_plans import SMALLEST_CAPACITY, capacity_of
 from modular_kernel.catalog import load_catalog
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.plan import Plan
-from modular_kernel.planned import SMALLEST_CAPACITY, Planned, capacity_of
 from modular_kernel.planned import Pairing as Parts
+from modular_kernel.planned import Planned
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import Problem, dtype_name, parse_dtype
 
-_MOST_PLANS = 32
 _BY_DEVICE = "default"
 _FIELDS = frozenset(
     {"hidden", "intermediate", "experts", "top_k", "dtype", "quant", "activation", "bias"}
@@ -54,11 +53,10 @@ def problem_of(layer: str, tokens: int) -> Problem:
 
 
 class Pairing:
-    """Two parts, the kernels made of them, and the plans of their small calls.
+    """Two parts, and the kernels made of them.
 
     experts: None means TritonExperts on a GPU and TorchExperts on a CPU. Layers of one shape share
-    kernels and plans, one for each power of two of tokens; plans of small calls
-    are kept, for each stream its own, the least recently used going first.
+    kernels, one for each power of two of tokens.
     """
 
     def __init__(
@@ -72,7 +70,7 @@ class Pairing:
             catalog.experts(experts)
         self.prepare_finalize = prepare_finalize
         self.experts = experts
-        self._planned = Planned(most_plans=_MOST_PLANS)
+        self._planned = Planned()
         self._refused = set[tuple[str, torch.device]]()
         _PAIRINGS[str(self)] = self
 
@@ -80,11 +78,6 @@ class Pairing:
     def kernels(self) -> MutableMapping[Any, FusedMoEModularKernel]:
         """The kernels made so far, by parts, problem and device."""
         return self._planned.kernels
-
-    @property
-    def plans(self) -> MutableMapping[Any, Plan]:
-        """The plans kept."""
-        return self._planned.plans
 
     def __str__(self) -> str:
         experts = _BY_DEVICE if self.experts is None else _part_text(self.experts)

@@ -1,0 +1,326 @@
+"""Plans behind a kernel's own calls: outputs are new, memory is shared and bounded."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from replay_samples import CPU, SMALL, AddExperts, Prepare, assert_right, inputs
+from torch.overrides import TorchFunctionMode
+
+from modular_kernel import call_plans, validate
+from modular_kernel.call_plans import StreamMemory, held_bytes, memory_of
+from modular_kernel.catalog import make_kernel
+from modular_kernel.composer import random_inputs
+from modular_kernel.errors import CapacityError, InputError, LayoutError, ShapeError
+from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.types import Machine, Problem
+
+TORCH_PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+FP32 = Problem(tokens=64, hidden=64, intermediate=32, experts=4, top_k=2, dtype=torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def own_memories(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setattr(call_plans, "_memories", type(call_plans._memories)())
+        yield
+
+
+def recorded_kernel(
+    problem: Problem = SMALL, **options: Any
+) -> tuple[FusedMoEModularKernel, AddExperts]:
+    part = AddExperts(problem)
+    return FusedMoEModularKernel(Prepare(problem), part, machine=Machine("cpu"), **options), part
+
+
+def test_calls_replay_and_return_new_tensors() -> None:
+    kernel, part = recorded_kernel()
+    args = inputs()
+    outputs = [kernel(*args) for _ in range(4)]
+    assert part.host_calls == 1
+    assert len({out.data_ptr() for out in outputs}) == 4
+    for out in outputs:
+        assert_right(out, args)
+    other = inputs(seed=3)
+    assert_right(kernel(*other), other)
+    assert_right(outputs[0], args)
+    assert part.host_calls == 1
+
+
+def test_out_and_inplace() -> None:
+    kernel, part = recorded_kernel()
+    args = inputs()
+    for _ in range(3):
+        out = torch.full_like(args[0], torch.nan)
+        assert kernel(*args, out=out) is out
+        assert_right(out, args)
+    assert part.host_calls == 1
+    kernel, part = recorded_kernel(replace(SMALL, inplace=True))
+    for seed in range(3):
+        args = inputs(seed=seed)
+        before = args[0].clone()
+        assert kernel(*args) is args[0]
+        assert_right(args[0], (before, *args[1:]))
+    assert part.host_calls == 1
+
+
+def test_an_output_that_overlaps_an_input_is_refused_after_a_replay_too() -> None:
+    kernel, _ = recorded_kernel()
+    args = inputs()
+    for _ in range(2):
+        kernel(*args)
+        with pytest.raises(InputError, match="memory of x"):
+            kernel(*args, out=args[0])
+
+
+@pytest.mark.parametrize("option", ["poison", "checked"])
+def test_checked_and_poisoned_calls_have_their_own_workspace(option: str) -> None:
+    kernel, part = recorded_kernel(**{option: True})
+    args = inputs()
+    for _ in range(3):
+        assert_right(kernel(*args), args)
+    assert part.host_calls == 3
+    assert not held_bytes()
+
+
+def test_subclasses_run_their_own_code() -> None:
+    class Counting(FusedMoEModularKernel):
+        calls = 0
+
+        def start_checked(self, *args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return super().start_checked(*args, **kwargs)
+
+    part = AddExperts(SMALL)
+    kernel, args = Counting(Prepare(SMALL), part, machine=Machine("cpu")), inputs()
+    for _ in range(3):
+        assert_right(kernel(*args), args)
+    assert (kernel.calls, part.host_calls) == (3, 3)
+
+
+def test_all_kernels_share_the_memory_of_a_stream() -> None:
+    small = make_kernel(*TORCH_PAIR, FP32, machine=Machine("cpu"))
+    large = make_kernel(*TORCH_PAIR, replace(FP32, hidden=2048), machine=Machine("cpu"))
+    first, second = (random_inputs(kernel.problem, CPU) for kernel in (small, large))
+    want = small(*first)
+    before = held_bytes()
+    assert torch.equal(small(*first), want)
+    assert held_bytes() == before
+    large(*second)
+    assert list(held_bytes()) == [(-1, 0)]
+    assert held_bytes()[-1, 0] >= before[-1, 0]
+    assert torch.equal(small(*first), want)
+
+
+def test_growing_memory_drops_what_was_recorded_in_the_smaller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(call_plans, "_GRANULARITY", 1)
+    kernel, part = recorded_kernel(SMALL.with_tokens(64))
+    few, many = inputs(tokens=4), inputs(tokens=64)
+    for _ in range(2):
+        assert_right(kernel(*few), few)
+    assert part.host_calls == 1
+    assert_right(kernel(*many), many)
+    assert_right(kernel(*few), few)
+    assert part.host_calls == 3
+    for args in (few, many, few):
+        assert_right(kernel(*args), args)
+    assert part.host_calls == 3
+
+
+def test_plans_are_one_for_each_power_of_two() -> None:
+    kernel = make_kernel(*TORCH_PAIR, FP32.with_tokens(4000), machine=Machine("cpu"))
+    x_TH, weights, routing = random_inputs(kernel.problem, CPU)
+    for tokens in (0, 1, 15, 16, 17, 31, 33, 2047, 2048, 2049, 4000):
+        kernel(x_TH[:tokens], weights, routing.of(slice(tokens)))
+    assert kernel._call_plans.capacities.count(16) <= 6
+    assert set(kernel._call_plans.capacities) == {16, 32, 64, 2048}
+    with pytest.raises(CapacityError):
+        kernel(torch.cat([x_TH, x_TH]), weights, routing)
+
+
+def test_a_call_within_a_call_and_beside_one_has_its_own_workspace() -> None:
+    """Between two launches, which share a buffer, another kernel is called, and by a thread."""
+    inner, _ = recorded_kernel()
+    args, others = inputs(), inputs(seed=5)
+    want = inner(*others)
+
+    class Nested(AddExperts):
+        replayable = False
+
+        def launch(self, tensors: Sequence[torch.Tensor], count: int) -> None:
+            super().launch(tensors, count)
+            results.append(inner(*others))
+            thread = threading.Thread(target=lambda: results.append(inner(*others)))
+            thread.start()
+            thread.join(30)
+            assert not thread.is_alive()
+
+    results: list[torch.Tensor] = []
+    kernel = FusedMoEModularKernel(Prepare(SMALL), Nested(SMALL), machine=Machine("cpu"))
+    assert_right(kernel(*args), args)
+    assert len(results) == 4
+    assert all(torch.equal(result, want) for result in results)
+
+
+def test_threads_call_one_kernel() -> None:
+    kernel = make_kernel(*TORCH_PAIR, FP32, machine=Machine("cpu"))
+    calls = [random_inputs(FP32.with_tokens(tokens), CPU) for tokens in (1, 9, 17, 40, 64)]
+    wants = [kernel(*call).clone() for call in calls]
+    wrong: list[int] = []
+
+    def run(seed: int) -> None:
+        for step in range(60):
+            place = (seed + step) % len(calls)
+            if not torch.equal(kernel(*calls[place]), wants[place]):
+                wrong.append(place)
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not wrong
+
+
+def test_without_memory_a_call_tries_with_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(StreamMemory, "reserve", refuse)
+    kernel, part = recorded_kernel()
+    args = inputs()
+    for _ in range(2):
+        assert_right(kernel(*args), args)
+    assert part.host_calls == 2
+
+
+def test_an_error_leaves_the_memory_usable() -> None:
+    kernel, _ = recorded_kernel()
+    args = inputs()
+    broken = replace(args[1], w1=torch.ones(4, 16, 15))
+    for _ in range(2):
+        with pytest.raises(ShapeError, match="w1"):
+            kernel(args[0], broken, args[2])
+        assert_right(kernel(*args), args)
+    assert not memory_of(CPU, 0).busy
+
+
+def test_memory_of_few_streams_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_plans, "_MOST_STREAMS", 2)
+    kernel, _ = recorded_kernel()
+    for stream in range(1, 6):
+        plan = kernel._call_plans._made(kernel, CPU, stream, 4)
+        assert plan is not None
+        plan.bind_unless_busy()
+        assert len(held_bytes()) <= 2
+    args = inputs()
+    plan = kernel._call_plans._made(kernel, CPU, 1, 4)  # its memory was freed
+    assert plan is not None
+    out = plan.run(*args, None)
+    assert out is not None
+    assert_right(out, args)
+
+
+def test_reserve_workspace_makes_the_plan() -> None:
+    kernel, _ = recorded_kernel()
+    kernel.reserve_workspace(3)
+    assert kernel._call_plans.capacities == (8,)  # the kernel's own tokens
+    before = held_bytes()
+    kernel(*inputs())
+    assert held_bytes() == before
+    with pytest.raises(InputError, match="tokens"):
+        kernel.reserve_workspace(-3)
+
+
+def test_a_copy_has_plans_of_its_own() -> None:
+    kernel, _ = recorded_kernel()
+    args = inputs()
+    kernel(*args)
+    copy = deepcopy(kernel)
+    assert not copy._call_plans.capacities
+    assert_right(copy(*args), args)
+
+
+class Counting(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_function_modes_see_no_operation_of_a_call() -> None:
+    """Such as that of torch.set_default_device, which makes each of them several times slower."""
+    kernel = make_kernel(*TORCH_PAIR, FP32, machine=Machine("cpu"))
+    args = random_inputs(FP32, CPU)
+    want, plan = kernel(*args), kernel.plan()
+    with Counting() as mode:
+        torch.ones(1).sum()
+        assert mode.calls == 2
+        outputs = [call(*args) for call in (kernel, plan, kernel)]
+        outputs.append(kernel.start(*args).finish())
+        assert mode.calls == 2
+    assert all(torch.equal(out, want) for out in outputs)
+    with torch.device("meta"):
+        assert torch.equal(kernel(*args), want)
+
+
+# ------------------------------------------------------------------------------ weights made anew
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> list[ExpertWeights]:
+    """The weights that were checked, one entry a check."""
+    found: list[ExpertWeights] = []
+    check = validate.check_weights
+
+    def counting(weights: ExpertWeights, *args: Any) -> None:
+        found.append(weights)
+        check(weights, *args)
+
+    monkeypatch.setattr(validate, "check_weights", counting)
+    return found
+
+
+def test_weights_made_anew_of_the_same_memory_are_checked_once(
+    checks: list[ExpertWeights],
+) -> None:
+    kernel, part = recorded_kernel()
+    x_TH, weights, routing = args = inputs()
+    for _ in range(3):
+        again = ExpertWeights(w1=weights.w1.view_as(weights.w1), w2=weights.w2)
+        assert_right(kernel(x_TH, again, routing), args)
+    assert len(checks) == 1
+    assert part.host_calls == 1
+    other = replace(weights, w1=weights.w1.clone())
+    assert_right(kernel(x_TH, other, routing), args)
+    assert len(checks) == 2
+
+
+def test_weights_that_lie_otherwise_in_the_same_memory_are_checked() -> None:
+    kernel, _ = recorded_kernel()
+    x_TH, weights, routing = inputs()
+    kernel(x_TH, weights, routing)
+    shrunk = weights.w1.view_as(weights.w1)
+    shrunk.untyped_storage().resize_(shrunk.nbytes // 2)
+    with pytest.raises(LayoutError, match="w1"):
+        kernel(x_TH, ExpertWeights(w1=shrunk, w2=weights.w2), routing)
+    x_TH, weights, routing = inputs()
+    kernel(x_TH, weights, routing)
+    negated = torch._neg_view(weights.w1)
+    with pytest.raises(LayoutError, match="w1"):
+        kernel(x_TH, ExpertWeights(w1=negated, w2=weights.w2), routing)
+    with pytest.raises(ShapeError, match="w1"):
+        kernel(x_TH, ExpertWeights(w1=weights.w2, w2=weights.w1), routing)
+    ids = torch.arange(4, dtype=torch.int32)
+    with pytest.raises(InputError, match="expert_map"):
+        kernel(x_TH, replace(weights, expert_map=ids), routing)
