@@ -13,6 +13,7 @@ import torch
 from grouped_products import H200, MXFP4, OAI, multiply_w4, products_by
 
 from experts.triton.configs.heuristics import heuristics
+from experts.triton.configs.limits import require_config
 from experts.triton.configs.select import choose_config, on_device, override_config
 from experts.triton.contiguous import paths_of
 from experts.triton.grouped_w4 import config as grouped_w4_config
@@ -68,6 +69,19 @@ def test_calls_of_some_rows_an_expert_take_it(rows: int, taken: int) -> None:
     problem = replace(MXFP4, experts=6, top_k=3)
     config = heuristics(problem, H200).choose(2 * rows)
     assert (config.gemm1.block_m if config.path == "grouped_w4" else 0) == taken
+
+
+@pytest.mark.parametrize(
+    ("quant", "least"), [("mxfp4_w4a16", 6), ("nvfp4_w4a16", 8), ("int4_w4a16_group", 10)]
+)
+def test_prepared_weights_have_tiles_as_high_as_an_expert_has_rows(quant: str, least: int) -> None:
+    problem = replace(MXFP4, quant=quant, experts=6, top_k=3)
+    steps = heuristics(problem, H200, prepared=True)
+    for rows, taken in ((least - 1, 0), (least, 32), (21, 32), (22, 64), (55, 64), (56, 128)):
+        config = steps.choose(2 * rows)
+        assert (config.gemm1.block_m if config.path == "grouped_w4" else 0) == taken, rows
+        if taken:
+            require_config(config, problem, H200, "heuristics")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +162,7 @@ def test_weights_in_order_are_a_bounded_buffer() -> None:
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"block_m": 32}, "block_m"),
+        ({"block_m": 16}, "block_m"),
         ({"block_n": 64}, "block_n"),
         ({"block_k": 128}, "block_k"),
         ({"num_warps": 8}, "num_warps"),

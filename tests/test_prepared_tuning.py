@@ -109,7 +109,7 @@ def test_files_of_other_calls_do_not_tell_prepared_ones(here: Path) -> None:
             assert config.path in preparing(LAYER)
             assert choose_config(LAYER, tokens, own.paths, prepared=True) == config
         # With fewer rows nothing is said of prepared weights, and they are as others.
-        assert choose_config(LAYER, rows(11), own.paths, prepared=True) == other
+        assert choose_config(LAYER, rows(5), own.paths, prepared=True) == other
         path.unlink()
     assert own.saved(here) == {}
 
@@ -140,7 +140,7 @@ def test_an_override_decides_before_such_a_file(here: Path, launched: list[int])
         kernel, i = made(tokens=9, **SIZES)
         called(kernel, i, kernel.prepare_weights(i.weights))
     called(kernel, i, kernel.prepare_weights(i.weights))
-    assert launched == [128, 128, 64, 64]
+    assert launched == [128, 128, 32, 32]
 
 
 def test_names_of_prepared_weights_are_ours_alone() -> None:
@@ -186,7 +186,7 @@ def test_choices_are_timed_with_weights_that_were_prepared(launched: list[int]) 
     choice = search.space.untuned(40)
     took = search.screen(40, choice)
     assert isinstance(took, Took), took
-    assert set(launched) == {64}
+    assert set(launched) == {32}
     (seconds,) = search.compare(40, [choice]).values()
     assert isinstance(seconds, float)
     # Were they not read, words of zeros would give the same numbers.

@@ -59,7 +59,8 @@ def test_what_is_made_is_what_the_layout_says_and_all_else_is_given_back() -> No
 
 
 @pytest.mark.parametrize(
-    ("rows", "block_m"), [(11, 0), (12, 64), (55, 64), (56, 128), (640, 128), (700, 128)]
+    ("rows", "block_m"),
+    [(5, 0), (6, 32), (21, 32), (22, 64), (55, 64), (56, 128), (640, 128), (700, 128)],
 )
 def test_calls_take_them_by_rows_whatever_files_say(
     rows: int, block_m: int, launched: list[int]
@@ -77,15 +78,15 @@ def test_calls_take_them_by_rows_whatever_files_say(
 @pytest.mark.parametrize(
     ("quant", "scales", "rows", "block_m"),
     [
-        ("int4_w4a16_group:group=32", torch.float32, 7, 0),
-        ("int4_w4a16_group:group=32", torch.float32, 8, 64),
+        ("int4_w4a16_group:group=32", torch.float32, 9, 0),
+        ("int4_w4a16_group:group=32", torch.float32, 10, 32),
         ("int4_w4a16_group:group=32", torch.float32, 512, 128),
         ("int4_w4a16_group:group=32", torch.float32, 513, 0),
         ("int4_w4a16_group:group=32", torch.float16, 768, 128),
         ("int4_w4a16_group:group=32", torch.float16, 769, 0),
         ("int4_w4a16_group:group=32", torch.bfloat16, 2049, 128),
         ("int4_w4a16_group:group=32,zero_points=true", torch.bfloat16, 2049, 0),
-        ("nvfp4_w4a16", None, 8, 64),
+        ("nvfp4_w4a16", None, 8, 32),
         ("nvfp4_w4a16", None, 2049, 0),
     ],
 )
@@ -175,7 +176,7 @@ def test_tokens_of_adapters_layers_without_one_take_them(launched: list[int]) ->
     assert not launched
     routing = Routing(i.routing.topk_weights_TK, i.routing.topk_ids_TK, "none")
     kernel(i.x_TH, weights, routing)
-    assert launched == [64, 64]
+    assert launched == [32, 32]
 
 
 def test_they_cost_what_is_documented() -> None:

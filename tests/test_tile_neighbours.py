@@ -12,10 +12,11 @@ from experts.triton.configs.files import Recipe, parse_recipe, read_recipe
 from experts.triton.configs.heuristics import heuristics
 from experts.triton.configs.lookup import fit
 from experts.triton.configs.nearest import Borrowed, Known, Point, borrow, steps_of
-from experts.triton.configs.select import explain, on_device, this_store
+from experts.triton.configs.select import _why, explain, on_device, this_store
 from experts.triton.gemv import config as gemv_config
 from experts.triton.gemv_w4 import config as gemv_w4_config
-from experts.triton.launch_config import LaunchConfig, MoEConfig
+from experts.triton.launch_config import Device, LaunchConfig, MoEConfig
+from experts.triton.paths import PATHS
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.types import Problem
 
@@ -161,6 +162,26 @@ def test_neighbours_come_after_files_and_before_heuristics(tmp_path: Path) -> No
     packaged(user, MIXTRAL, t1=64)
     assert here.source(MIXTRAL).origin.startswith(str(user))
     assert here.source(MIXTRAL).steps.choose(1) != heuristics(MIXTRAL, H200).choose(1)
+
+
+def test_rows_decide_which_path_and_block_of_a_neighbour_are_taken(tmp_path: Path) -> None:
+    """Blocks of 32 rows tuned for 16 rows an expert are not for 32, nor aligned tiles for 64."""
+    layer = replace(MIXTRAL, experts=64, top_k=8, intermediate=2048)
+    packaged(tmp_path, replace(layer, intermediate=2560), t128=32, t256=32, t512=64)
+    source = store(tmp_path / "u", tmp_path).source(layer)
+    assert [source.steps.choose(t).gemm1.block_m for t in (128, 256, 512)] == [32, 32, 64]
+    device = Device("NVIDIA H200", tma=True)
+    paths = tuple(path.name for path in PATHS if path.serves(layer, device))
+    steps, own = source.launched(layer, device, paths), heuristics(layer, device, paths)
+    assert steps.choose(128) == source.steps.choose(128) != own.choose(128)
+    assert steps.choose(192) == source.steps.choose(192), "up to 24 rows"
+    assert steps.choose(193) == own.choose(193) != source.steps.choose(193)
+    assert steps.choose(512).path == "grouped_tma"
+    only = source.launched(layer, device, ("aligned",))
+    assert {config.path for config in only.configs} == {"aligned"}
+    assert only.choose(512).gemm1.block_m == 128
+    with on_device(device):
+        assert "heuristics: 64 rows an expert" in _why(source, layer, 512, own.choose(512))
 
 
 def test_a_packaged_file_says_what_it_was_tuned_for(tmp_path: Path) -> None:

@@ -26,15 +26,20 @@ SERVED = ("none", "fp8_w8a8_channel", "fp8_w8a8_block")
 def test_many_rows_take_it_with_tiles_that_fit(quant: str) -> None:
     problem = replace(MIXTRAL, quant=quant)
     steps = heuristics(problem, H200)
-    least = grouped_tma_config.LEAST_ROWS * 8 // 2
+    least = grouped_tma_config.least_tokens(problem)
+    narrow = grouped_tma_config.narrow_tokens(problem)
+    assert 0 < least < narrow
     assert steps.choose(least - 1).path != "grouped_tma"
-    pair = steps.choose(least)
-    assert pair.path == "grouped_tma"
-    assert pair == steps.choose(1 << 40)
-    require_config(pair, problem, H200, "heuristics")
-    for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(problem), strict=True):
-        mode = grouped_tma_config.MODES[quant]
-        assert not list(grouped_tma_config.violations(tile, gemm, mode, H200))
+    few, many = steps.choose(least), steps.choose(narrow + 1)
+    assert few == steps.choose(narrow)
+    assert many == steps.choose(1 << 40)
+    assert (few.gemm1.block_n < many.gemm1.block_n) == (quant == "none")
+    for pair in (few, many):
+        assert pair.path == "grouped_tma"
+        require_config(pair, problem, H200, "heuristics")
+        for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(problem), strict=True):
+            mode = grouped_tma_config.MODES[quant]
+            assert not list(grouped_tma_config.violations(tile, gemm, mode, H200))
     assert {p.path for p in heuristics(problem, H200, ("aligned",)).configs} == {"aligned"}
 
 

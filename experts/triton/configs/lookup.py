@@ -27,7 +27,7 @@ from experts.triton.configs.files import VERSION, Recipe, read_recipe
 from experts.triton.configs.former import MEANT, named_now, path_meant, replaced
 from experts.triton.configs.heuristics import heuristics, with_prepared
 from experts.triton.configs.limits import require_config
-from experts.triton.configs.nearest import Known, borrow, steps_of
+from experts.triton.configs.nearest import Known, borrow, checked_by_rows, steps_of
 from experts.triton.configs.steps import Steps
 from experts.triton.launch_config import (
     GROUP,
@@ -52,6 +52,7 @@ from modular_kernel.types import Problem
 _LOG = logging.getLogger("modular_kernel.tiles")
 _SUBFOLDER = re.compile(r"triton_(\d+)_(\d+)_(\d+)", re.ASCII)
 PACKAGED = "packaged"  # what the folder that ships is called
+NEAREST = "nearest"  # an origin
 FIXED = "one configuration for every number of tokens: batch_invariant"  # an origin
 _LEAST_BLOCK_N = 16
 # What gives way when a launch of somebody else's is fitted; the rest must be right as it is.
@@ -87,6 +88,8 @@ class Source:
         if not all(config.path in paths for config in steps.configs):
             own = heuristics(problem, device, paths, prepared=prepared)
             steps = steps.within(paths, own)
+        if self.origin == NEAREST:
+            steps = checked_by_rows(steps, heuristics(problem, device, paths), problem)
         if prepared and not self.prepared:
             return with_prepared(steps, problem, device, paths)
         return steps
@@ -142,9 +145,7 @@ class ConfigLookup:
             return Source(steps, "heuristics", looked_in=tuple(looked_in))
         lent = borrow(known, problem, self.device, heuristics(problem, self.device, MEANT))
         whose = tuple(one.origin for one in lent)
-        return Source(
-            steps_of(lent), "nearest", whose=whose, looked_in=tuple(looked_in), former=True
-        )
+        return Source(steps_of(lent), NEAREST, whose=whose, looked_in=tuple(looked_in), former=True)
 
     def _known(self, problem: Problem) -> list[Known]:
         """Return the packaged layers for this device and number format.

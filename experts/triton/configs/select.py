@@ -17,6 +17,7 @@ from typing import NamedTuple
 from experts.triton.configs.filenames import names_for
 from experts.triton.configs.files import Recipe, override_recipe
 from experts.triton.configs.lookup import FIXED, PACKAGED, ConfigLookup, Source, fit, nearest
+from experts.triton.configs.nearest import LEAST_ROWS
 from experts.triton.configs.steps import Steps
 from experts.triton.launch_config import Device, MoEConfig
 from experts.triton.paths import BASE, PATHS
@@ -111,7 +112,7 @@ def explain(
     plain = source.launched(problem, store.device, paths).choose(tokens)
     config = source.launched(problem, store.device, paths, prepared=prepared).choose(tokens)
     where = f"{counted(tokens, 'token')}{', prepared weights' if prepared else ''}"
-    why = _why(source, problem, tokens)
+    why = _why(source, problem, tokens, plain)
     if prepared and not source.prepared and config != plain:
         why = f"heuristics of prepared weights, in place of {why}"
     lines = [
@@ -143,11 +144,14 @@ def _of_adapters(problem: Problem, device: Device) -> Iterator[str]:
         yield f"calls with adapters do not take the paths {', '.join(lost)}; calls without do"
 
 
-def _why(source: Source, problem: Problem, tokens: int) -> str:
+def _why(source: Source, problem: Problem, tokens: int, launched: MoEConfig) -> str:
     lender = source.whose[source.steps.index(tokens)] if source.whose else ""
     if lender == "heuristics":
         return "heuristics: no layer with a file is near"
     if lender:
+        rows = tokens * problem.top_k / problem.experts
+        if rows > LEAST_ROWS and launched != source.steps.choose(tokens):
+            return f"heuristics: {rows:.4g} rows an expert are not for the launches of {lender}"
         return f"the nearest layer with a file: {lender}"
     if source.origin == FIXED:
         return FIXED

@@ -17,7 +17,13 @@ _BLOCK = (128, 128)
 # tile's, and registers for half as many.
 _HALVES = {"plain": (64, 128), "channel": (64, 128), "block": (64,)}
 MOST_ADAPTERS = 8  # slots of which a tile may name each, with as many steps more
-LEAST_ROWS = 48  # mean rows of an expert from which the path pays; on an H200, tokens moved
+# Mean rows of an expert from which the path pays, and below which narrow tiles do. Measured on one
+# H200 (2026-11-28, triton 3.6.0) on seven layers of E 48 to 256, H 2048 to 8192, I 1024 to 3584. In
+# bf16, over the aligned path: 0.97 to 1.01 x its time with 48 rows, 0.83 to 0.98 with 64; fp8 by
+# block 1.03 to 1.06 with 48, 1.01 to 1.05 with 52, 0.83 to 0.92 with 64. Narrow over wide tiles:
+# 0.96 to 1.00 with 64 rows, 0.99 to 1.03 with 96, 1.04 to 1.16 with 128.
+_LEAST_ROWS = {"plain": 48, "channel": 56, "block": 56}
+_NARROW_ROWS = 88
 _STAGED = BLOCK_M * 2  # bytes of a column of results of half a tile on their way out: 16 bits each
 _MOST_STAGES = 6  # that fit into the shared memory of sm_90 with the narrowest tile
 
@@ -37,7 +43,12 @@ def serves(problem: Problem, device: Device) -> bool:
 
 def least_tokens(problem: Problem) -> int:
     """Return the fewest tokens of a call that takes this path without a tuned file."""
-    return LEAST_ROWS * problem.experts // problem.top_k
+    return _LEAST_ROWS[MODES[problem.scheme.name]] * problem.experts // problem.top_k
+
+
+def narrow_tokens(problem: Problem) -> int:
+    """Return the most tokens of a call that takes narrow tiles without a tuned file."""
+    return _NARROW_ROWS * problem.experts // problem.top_k
 
 
 def _takes_adapters(problem: Problem) -> bool:
@@ -113,10 +124,12 @@ def violations(tile: LaunchConfig, gemm: Gemm, mode: str, device: Device) -> Ite
         yield Violation("bytes of shared memory", shared, f"<= {device.shared}")
 
 
-def default(problem: Problem) -> MoEConfig:
-    """Return the tiles without a tuned file, as measured on one H200."""
+def default(problem: Problem, tokens: int | None = None) -> MoEConfig:
+    """Return the tiles of a call of `tokens` tokens without a tuned file; None: of many."""
     mode = MODES[problem.scheme.name]
     half, num_stages = (64, 6) if mode == "block" else (128, 4)
+    if mode == "plain" and tokens is not None and tokens <= narrow_tokens(problem):
+        half, num_stages = 64, 5
     block_k = BOX_BYTES // (1 if problem.scheme.quantised else problem.dtype.itemsize)
     first = half if problem.act.gated else 2 * half
     one, two = (LaunchConfig(BLOCK_M, n, block_k, 8, 4, num_stages) for n in (first, 2 * half))

@@ -5,7 +5,7 @@ from where they are; where it cannot, a launch moves them first. What is launche
 products is in experts.triton.grouped.base.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 import torch
@@ -58,7 +58,12 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
         """Return the launches that were the fastest on one H200."""
-        return config.default(problem)
+        return config.default(problem, tokens)
+
+    @classmethod
+    def turns(cls, problem: Problem) -> Iterable[int]:
+        """Return where tiles become wider."""
+        return (config.narrow_tokens(problem),)
 
     @classmethod
     def violations(

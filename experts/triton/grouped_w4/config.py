@@ -23,8 +23,10 @@ from modular_kernel.types import Problem, dtype_name
 
 NAME = "grouped_w4"
 
-# Rows of a tile: float32 sums of both its blocks are half a thread's registers.
-_HEIGHTS = (64, 128)
+# Rows of a tile, each with as many stages as fit. Of 128, float32 sums of both its blocks are half
+# a thread's registers.
+_HEIGHTS = (32, 64, 128)
+_STAGES = {32: 11, 64: 8, 128: 6}
 # Mean rows of an expert for which the path is taken, and below which tiles have 64 rows. Measured
 # on one H200 (2026-11-26, triton 3.6.0) on Mixtral, DeepSeek-V3 EP8, Qwen3-30B and, of mxfp4,
 # gpt-oss. mxfp4, in both orders: 0.73 to 0.83 x what was launched before with 48 rows, 0.87 to 0.96
@@ -33,11 +35,14 @@ _HEIGHTS = (64, 128)
 # points 0.77 with 24. nvfp4: 0.74 with 48, 0.90 to 1.04 with 128.
 _LEAST_ROWS, _LEAST_WITH_ZEROS, _SHORT_ROWS = 40, 24, 56
 _MOST_ROWS = {"mxfp4_w4a16": 640, "nvfp4_w4a16": 128, "int4_w4a16_group": 320}
-# The same of calls whose weights were prepared: 0.88 to 0.99 x the time of calls without with 12
-# rows, of integers and nvfp4 0.61 to 0.97 with 8 (float32 scales: 1.06); tiles of 128 rows take
-# 0.79 to 0.96 x the time of those of 64 from 64 rows on.
-_LEAST_PREPARED, _SHORT_PREPARED = 12, 56
-_LEAST_PREPARED_YOUNGER = 8
+# Calls with prepared weights: mean rows of an expert from which the path is taken, from which tiles
+# have 64 rows, and from which they have 128. Measured on one H200 (2026-11-28, triton 3.6.0) on
+# layers of E 32 to 160, H 2048 to 5120, I 1024 to 2880. Tiles of 32 rows take 0.92 to 0.95 x the
+# time of mxfp4 as loaded with 6 rows, 0.62 to 0.73 x with 16; of int4 0.95 to 1.03 x with 10 rows.
+# They take 0.71 to 0.76 x the time of tiles of 64 with 12.8 rows (int4: 0.84), as long with 24 if
+# tiles of 64 multiply up to 32 rows as half a tile, and 1.06 to 1.20 x with 32.
+_LEAST_PREPARED = {"mxfp4_w4a16": 6, "nvfp4_w4a16": 8, "int4_w4a16_group": 10}
+_LOW_PREPARED, _SHORT_PREPARED = 22, 56
 # With more rows calls launch what they would without: 1.04 x with 640 rows and float32 scales, 0.94
 # with 640 and 0.97 to 1.09 with 1024 and float16, 1.04 to 1.08 with 4096, bf16 scales and zero
 # points, and of nvfp4.
@@ -52,8 +57,9 @@ _SIXTEEN = 2  # bytes of a value of tokens and results
 _PARTS = 2  # warpgroups, each of which stages results
 _BARRIERS = 1 << 10  # bytes, at most
 
-_TRIED: Rows = {64: (16, 160), 128: (48, 1 << 62)}
+_TRIED: Rows = {32: (6, 48), 64: (16, 160), 128: (48, 1 << 62)}
 _ENTRIES: ByBlock = {
+    32: ((_COLUMNS, BLOCK, 4, 11, 8), (_COLUMNS, BLOCK, 4, 8, 8)),
     64: ((_COLUMNS, BLOCK, 4, 8, 8), (_COLUMNS, BLOCK, 4, 8, 16)),
     128: tuple((_COLUMNS, BLOCK, 4, 6, group) for group in (8, 4, 16)),
 }
@@ -109,8 +115,8 @@ def staging_slots(tile: LaunchConfig, form: Form, *, gated: bool) -> int:
 
 
 def short_rows(tile: LaunchConfig) -> int:
-    """Rows up to which a tile is multiplied as half of one; 0 for none."""
-    return _HEIGHTS[0] if tile.block_m > _HEIGHTS[0] else 0
+    """Return the rows up to which a tile is multiplied as half of one."""
+    return tile.block_m // 2
 
 
 def boxes_of(problem: Problem) -> tuple[int, int]:
@@ -160,9 +166,8 @@ def turns_of_prepared(problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
     """Return from how many tokens on calls with prepared weights launch what."""
     if problem.batch_invariant:  # tiles of every call are the same
         return ()
-    mxfp4 = problem.scheme.name == "mxfp4_w4a16"
-    least = _LEAST_PREPARED if mxfp4 else _LEAST_PREPARED_YOUNGER
-    ends = zip((least, _SHORT_PREPARED), _HEIGHTS, strict=True)
+    least = _LEAST_PREPARED[problem.scheme.name]
+    ends = zip((least, _LOW_PREPARED, _SHORT_PREPARED), _HEIGHTS, strict=True)
     return tuple(
         (-(-rows * problem.experts // problem.top_k), default(problem, height))
         for rows, height in ends
@@ -170,14 +175,14 @@ def turns_of_prepared(problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
 
 
 def height(problem: Problem, tokens: int) -> int:
-    """Return the rows of a tile in a call of so many tokens."""
-    return _HEIGHTS[tokens * problem.top_k >= _SHORT_ROWS * problem.experts]
+    """Return the rows of a tile in a call of so many tokens whose weights are not prepared."""
+    return _HEIGHTS[1 + (tokens * problem.top_k >= _SHORT_ROWS * problem.experts)]
 
 
 def default(problem: Problem, rows: int = _HEIGHTS[-1]) -> MoEConfig:
     """Return launches with tiles of so many rows."""
     first = _COLUMNS // (2 if problem.act.gated else 1)
-    stages = 6 if rows == _HEIGHTS[-1] else 8
+    stages = _STAGES[rows]
     one, two = (LaunchConfig(rows, n, BLOCK, 8, 4, stages) for n in (first, _COLUMNS))
     return MoEConfig(one, two, NAME)
 
