@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from modular_kernel.cli import output
+from modular_kernel.cli.file_options import FileUse
 from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.lists import schemes, token_numbers
 from modular_kernel.cli.options import AsJson, ExpertsType, PfType, Prepared, ProblemOptions
@@ -51,6 +52,7 @@ class Search:
             help="Folder for the files.  [default: MK_CONFIG_DIR, where they are found]",
             show_default=False,
         ),
+        FileUse.WRITE_FOLDER,
     ] = None
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start afresh instead of continuing a file.")
@@ -63,7 +65,9 @@ class Search:
         ),
     ] = None
     times: Annotated[
-        Path | None, typer.Option(help="Append every choice's time here, a line of JSON each cell.")
+        Path | None,
+        typer.Option(help="Append every choice's time here, a line of JSON each cell."),
+        FileUse.WRITE,
     ] = None
     prepared: Prepared = False
 
