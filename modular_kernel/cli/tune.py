@@ -11,7 +11,7 @@ import typer
 
 from modular_kernel.cli import output
 from modular_kernel.cli.file_options import FileUse
-from modular_kernel.cli.host import prepare_host
+from modular_kernel.cli.host import prepare_host, workers_of
 from modular_kernel.cli.lists import schemes, token_numbers
 from modular_kernel.cli.options import AsJson, ExpertsType, PfType, Prepared, ProblemOptions
 from modular_kernel.cli.presets import SHAPES, shown
@@ -113,8 +113,8 @@ def tune(
     """
     if not search.budget > 0:
         raise ConfigurationError("--budget", got=search.budget, need="> 0")
-    if search.workers is not None and search.workers < 1:
-        raise ConfigurationError("--workers", got=search.workers, need=">= 1")
+    if search.workers is not None:
+        search = replace(search, workers=workers_of(search.workers))
     if device_name is not None and not explain:
         raise ConfigurationError("--device-name", got=repr(device_name), need="--explain beside it")
     problems = _problems(options)
