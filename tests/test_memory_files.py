@@ -17,7 +17,8 @@ def test_files_of_killed_ranks_are_removed(tmp_path: Path, monkeypatch: pytest.M
     ends = (
         "import os, sys; from pathlib import Path; from prepare_finalize.rendezvous import "
         "memory_files as m; m.IN_MEMORY = Path(sys.argv[1]); "
-        "m.memory_file('host').__enter__(); m.memory_file('block').__enter__(); os._exit(1)"
+        "kept = [m.memory_file('host'), m.memory_file('block')]; "
+        "[each.__enter__() for each in kept]; os._exit(1)"
     )
     subprocess.run([sys.executable, "-c", ends, str(tmp_path)], check=False, timeout=120)
     left = sorted(tmp_path.iterdir())

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from modular_kernel.cli import output
-from modular_kernel.cli.options import AsJson
 from modular_kernel.cli.host import workers_of
+from modular_kernel.cli.options import AsJson
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.printable import counted
 
