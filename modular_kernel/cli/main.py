@@ -13,8 +13,9 @@ import typer
 from typer.main import get_command
 
 import modular_kernel
+from modular_kernel.cli.file_options import STDOUT
 from modular_kernel.cli.options import flattened
-from modular_kernel.cli.output import STDOUT, reports, reports_errors, tell_error
+from modular_kernel.cli.output import reports, reports_errors, tell_error
 from modular_kernel.cli.streams import divert_stdout, guarded
 from modular_kernel.cli.words import converted, leave_words
 

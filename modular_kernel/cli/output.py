@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import typer
 
 from modular_kernel import json_files
-from modular_kernel.cli.file_options import STDOUT
+from modular_kernel.cli.file_options import STDOUT as STDOUT
 from modular_kernel.cli.streams import LOST_OUTPUT, JsonOutput, json_alone
 from modular_kernel.cli.tables import Layout, folded, layout, records
 from modular_kernel.errors import (
