@@ -6,9 +6,13 @@ raises a typed error.
 
 import json
 import os
+import shutil
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Never
+from uuid import uuid4
 
 from modular_kernel.errors import ConfigurationError
 
@@ -58,14 +62,32 @@ def record(text: str, schema: str, what: str) -> dict[str, Any]:
 
 
 def write(path: Path, text: str) -> None:
-    """Write through a file beside it: a run that is killed leaves the last whole one."""
+    """Write a file as a whole; where that fails, the file is as it was before."""
+    with replacing(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a path to write to, and move what was written there to `path` at the end.
+
+    It has the suffix of `path` and lies beside it. On an error it is removed, and `path` stays as
+    it was. A pipe or a device is written to directly, and so is a file in a folder that takes no
+    new one.
+    """
     path = path.resolve()
-    if path.exists() and not path.is_file():  # a pipe or a device is written to, not replaced
-        path.write_text(text, encoding="utf-8")
+    if path.exists() and not (path.is_file() and os.access(path.parent, os.W_OK)):
+        yield path
         return
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+    part = path.with_name(f".{uuid4().hex}.part{path.suffix[:16]}")
+    try:
+        yield part
+        if path.exists():
+            shutil.copymode(path, part)
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

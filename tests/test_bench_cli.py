@@ -133,7 +133,8 @@ def test_what_was_measured_elsewhere_is_shown_and_drawn(mk: Mk, load: Mk, tmp_pa
 def test_what_a_file_that_is_shown_would_ignore_is_refused(
     load: Mk, tmp_path: Path, other: tuple[str, ...]
 ) -> None:
-    done = load(str(tmp_path / "absent.json"), *other)
+    (tmp_path / "empty.json").touch()
+    done = load(str(tmp_path / "empty.json"), *other)
     assert done.code == 2
     assert f"{other[0]}: got {other[0]} beside --load, need one of them" in done.err
 

@@ -1,6 +1,7 @@
 """What `mk` prints where: tables in narrow and wide terminals, JSON on stdout and in files."""
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -137,7 +138,7 @@ def test_a_file_that_may_not_be_written_is_found_first(
 ) -> None:
     kept = tmp_path / "kept.json"
     kept.write_text("[]", encoding="utf-8")
-    monkeypatch.setattr(output.os, "access", lambda path, _mode: Path(path).name != kept.name)
+    monkeypatch.setattr(os, "access", lambda path, _mode: Path(path).name != kept.name)
     ended = mk("test", *TORCH_PAIR, "--json", str(kept))
     assert (ended.code, ended.out) == (2, "")
     assert "read-only" in ended.err

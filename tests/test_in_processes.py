@@ -143,6 +143,9 @@ def test_full_lists_are_shared_by_one_process_a_processor(
     for words in ((), ("--level", "full"), ("--level", "full", "--workers", "2")):
         assert run_mk(capsys, "test", *TORCH_PAIR, *words).code == 0
     assert asked == [1, 3, 2]
+    ended = run_mk(capsys, "test", *TORCH_PAIR, "--workers", "1000")
+    assert asked[-1] == 3
+    assert "--workers 1000: 3 are started, one for each CPU\n" in ended.err
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from modular_kernel import json_files
 from modular_kernel.cli import output
 from modular_kernel.cli.bench_model import WholeModel, bench_model
+from modular_kernel.cli.file_options import FileUse
 from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.lists import schemes, token_numbers
 from modular_kernel.cli.loaded import loaded
@@ -62,6 +64,7 @@ class Method:
     peer: Annotated[
         list[Path] | None,
         typer.Option(help="A file with layers() to measure beside ours; may be repeated."),
+        FileUse.READ,
     ] = None
     bandwidth: Annotated[
         float | None,
@@ -80,9 +83,12 @@ class BenchFiles(ReportFiles):
     load: Annotated[
         Path | None,
         typer.Option(help="Measure nothing: show and draw what --json wrote here before."),
+        FileUse.READ,
     ] = None
     plot: Annotated[
-        Path | None, typer.Option(help="Draw time over tokens here (.png; needs matplotlib).")
+        Path | None,
+        typer.Option(help="Draw time over tokens here (.png; needs matplotlib)."),
+        FileUse.WRITE,
     ] = None
 
 
@@ -148,7 +154,7 @@ def bench(
     if files.load is not None:
         refuse_beside("--load", (options, method, _Named(pf_type, experts_type)))
     cells_of = _Cells(options, method)
-    _check_files(files)
+    _check_plot(files)
     if files.load is not None:
         _finish(_loaded(files.load), files)
         return
@@ -297,13 +303,11 @@ def _tell_unprepared(pairs: "list[BenchOffer]", quants: list[str]) -> None:
         output.note(f"only timed as they are, nothing is prepared of: {', '.join(without)}")
 
 
-def _check_files(files: BenchFiles) -> None:
-    """Whatever would keep a result from being written, before an hour is spent on it."""
+def _check_plot(files: BenchFiles) -> None:
+    """Raise ConfigurationError where nothing could be drawn, before an hour is spent on it."""
     if files.plot is not None and find_spec("matplotlib") is None:
         need = "matplotlib: pip install 'modular-kernel[bench]'"
         raise ConfigurationError("--plot", got="no matplotlib", need=need)
-    wanted = {"--json": files.record, "--markdown": files.markdown, "--plot": files.plot}
-    output.check_files(wanted)
 
 
 def _loaded(path: Path) -> "Report":
@@ -335,8 +339,8 @@ def _finish(report: "Report", files: BenchFiles) -> None:
     if files.plot is not None:
         from modular_kernel.bench.plot import plot
 
-        with output.writing(files.plot):
-            plot(report, files.plot)
+        with output.writing(files.plot), json_files.replacing(files.plot) as path:
+            plot(report, path)
     for path in (files.record, files.markdown, files.plot):
         if path is not None:
             output.note(f"written: {path}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from modular_kernel.cli import output
+from modular_kernel.cli.host import workers_of
 from modular_kernel.cli.options import AsJson
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.printable import counted
@@ -40,8 +41,7 @@ def compile_kernels(
     """
     if re.fullmatch(r"sm_\d{2,3}", target) is None:
         raise ConfigurationError("--target", got=repr(target), need="sm_NN, such as sm_90")
-    if workers < 1:
-        raise ConfigurationError("--workers", got=workers, need=">= 1")
+    workers = workers_of(workers)
     # The first import of a new installation takes longer than a reader waits.
     with output.waiting(lambda: "loading torch, triton and the parts"):
         kernels = _kernels()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from modular_kernel.cli import output
+from modular_kernel.cli.file_options import FileUse
 from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.lists import schemes, token_numbers
 from modular_kernel.cli.loaded import loaded
@@ -105,6 +106,7 @@ class ExchangeManner:
     peer: Annotated[
         list[Path] | None,
         typer.Option(help="A file with transports() to measure beside; may be repeated."),
+        FileUse.READ,
     ] = None
     replays: Annotated[int | None, _usual("Calls of a round.", "replays")] = None
     rounds: Annotated[
@@ -132,6 +134,7 @@ class ExchangeFiles(ReportFiles):
     load: Annotated[
         list[Path] | None,
         typer.Option(help="Measure nothing: join what --json wrote here; may be repeated."),
+        FileUse.READ,
     ] = None
 
 
@@ -146,7 +149,6 @@ def exchange(*, sizes: Sizes, manner: ExchangeManner, files: ExchangeFiles) -> N
 
     Exits with 1 if a row is wrong or failed; 2 is bad usage.
     """
-    output.check_files({"--json": files.record, "--markdown": files.markdown})
     if files.load:
         _finish(_joined(files.load), files)
         return

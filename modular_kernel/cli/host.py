@@ -1,6 +1,7 @@
 """The machine a verb runs on, made ready before anything imports triton; or one described."""
 
 import ctypes
+import os
 import re
 from typing import TYPE_CHECKING, Literal
 
@@ -54,6 +55,20 @@ def prepare_torch_only() -> None:
     if read_settings().triton_interpret:
         raise ConfigurationError("--torch-only", got="TRITON_INTERPRET=1", need=need)
     note("plain torch alone: parts of Triton kernels are refused")
+
+
+def workers_of(asked: int) -> int:
+    """Return the processes that `--workers` asks for, at most one for each CPU; a note says so.
+
+    ConfigurationError for none.
+    """
+    if asked < 1:
+        raise ConfigurationError("--workers", got=asked, need="1 or more")
+    cpus = len(os.sched_getaffinity(0))
+    if asked <= cpus:
+        return asked
+    note(f"--workers {asked}: {cpus} are started, one for each CPU")
+    return cpus
 
 
 def _has_cuda_driver() -> bool:

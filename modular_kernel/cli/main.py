@@ -13,9 +13,10 @@ import typer
 from typer.main import get_command
 
 import modular_kernel
+from modular_kernel.cli.file_options import STDOUT
 from modular_kernel.cli.options import flattened
-from modular_kernel.cli.output import STDOUT, reports, reports_errors, tell_error
-from modular_kernel.cli.streams import guarded
+from modular_kernel.cli.output import reports, reports_errors, tell_error
+from modular_kernel.cli.streams import divert_stdout, guarded
 from modular_kernel.cli.words import converted, leave_words
 
 # A launcher ends its world as soon as one rank fails: rank 0 is to report before.
@@ -109,6 +110,9 @@ def run(argv: list[str] | None = None) -> None:
             with _uncollected(last=argv is None) if verb in _BRIEF else nullcontext():
                 sys.exit(_status_of(_command(verb), words))
         except SystemExit as end:
+            if argv is None and STDOUT in words[1:]:
+                sys.stdout.flush()
+                divert_stdout()
             if end.code and not reports():
                 time.sleep(_LINGER_S)
             raise

@@ -10,6 +10,7 @@ import typer
 
 from modular_kernel.cli import output
 from modular_kernel.cli.call_defects import print_kills, put_into_calls, record_of_kill
+from modular_kernel.cli.file_options import FileUse
 from modular_kernel.cli.ranks import Host
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.printable import counted
@@ -50,7 +51,9 @@ class Mutating:
         typer.Option("--code", help="With --only ID or ID,ID: is the compiled code the same?"),
     ] = False
     save: Annotated[
-        Path | None, typer.Option(help="With --mutate: write PART.json into this folder, too.")
+        Path | None,
+        typer.Option(help="With --mutate: write PART.json into this folder, too."),
+        FileUse.WRITE_FOLDER,
     ] = None
     resume: Annotated[
         bool,
@@ -180,12 +183,8 @@ def _save(score: "Score", folder: Path | None) -> None:
 
     if folder is None:
         return
-    path = folder / f"{score.survey.part}.json"
-    with output.writing(path):
-        folder.mkdir(parents=True, exist_ok=True)
-        beside = path.with_suffix(".part")
-        beside.write_text(json.dumps(record_of(score), indent=1) + "\n", encoding="utf-8")
-        beside.replace(path)
+    text = json.dumps(record_of(score), indent=1) + "\n"
+    output.write_file(folder / f"{score.survey.part}.json", text)
 
 
 def _before(wanted: Mutating, part: str) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeGuard, get_type_h
 
 import typer
 
+from modular_kernel.cli.file_options import FileUse
 from modular_kernel.cli.output import note
 from modular_kernel.cli.presets import facts, of_file
 from modular_kernel.errors import ConfigurationError
@@ -39,6 +40,7 @@ AsJson = Annotated[
     typer.Option(
         "--json", metavar="[FILE]", help="Print JSON instead of text; with a file, write it there."
     ),
+    FileUse.WRITE_OR_STDOUT,
 ]
 
 

@@ -3,13 +3,13 @@
 import functools
 import json
 import math
-import os
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import partial
@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from modular_kernel.cli.streams import LOST_OUTPUT
+from modular_kernel import json_files
+from modular_kernel.cli.file_options import STDOUT as STDOUT
+from modular_kernel.cli.streams import LOST_OUTPUT, JsonOutput, json_alone
 from modular_kernel.cli.tables import Layout, folded, layout, records
 from modular_kernel.errors import (
     ConfigurationError,
@@ -33,15 +35,15 @@ if TYPE_CHECKING:
     from modular_kernel.support import Rejection
 
 _PIPE_WIDTH = 10_000
-STDOUT = "-"
 BROKEN = 70  # EX_SOFTWARE of sysexits.h
 _FIRST_WORD_S, _LATER_WORDS_S, _STEADY_S = 5.0, 20.0, 4.0
-_WRITABLE = "a file that can be written, or - for stdout"
 
 _STYLES = {  # of a verdict, on a terminal that shows colours
     **dict.fromkeys(("ok", "valid", "passed"), "green"),
     **dict.fromkeys(("refused", "failed", "FAILED", "MISSED"), "bold red"),
 }
+
+_json_output: ContextVar[JsonOutput | None] = ContextVar("json_output", default=None)
 
 Json = None | bool | int | float | str | list[Any] | dict[str, Any]
 
@@ -72,10 +74,27 @@ def print_json(value: object, to: str = STDOUT) -> None:
     """
     text = json.dumps(plain(value), indent=2)
     if to == STDOUT:
-        print(text)
+        print_document(text)
         return
-    with writing(to):
-        Path(to).write_text(f"{text}\n", encoding="utf-8")
+    write_file(to, f"{text}\n")
+
+
+def print_document(text: str) -> None:
+    """Print a document in JSON, alone on stdout where the verb has --json."""
+    printed = _json_output.get()
+    if printed is None:
+        print(text)
+    else:
+        printed.print(text)
+
+
+def write_file(path: Path | str, text: str) -> None:
+    """Write a whole file or none, in a folder made for it.
+
+    SystemExit with LOST_OUTPUT where that fails.
+    """
+    with writing(path):
+        json_files.write(Path(path), text)
 
 
 @contextmanager
@@ -113,35 +132,6 @@ def answer(value: object, to: str | None, show: Callable[[], None]) -> None:
     finally:
         if to != STDOUT:
             show()
-
-
-def check_writable(to: str | None) -> None:
-    """Raise ConfigurationError where JSON could not be written to `to`, before anything is run."""
-    if to is None or to == STDOUT:
-        return
-    check_files({"--json": Path(to)})
-    if Path(to).is_dir():
-        raise ConfigurationError("--json", got=f"the folder {to}", need=_WRITABLE)
-    if Path(to).exists() and not os.access(to, os.W_OK):
-        raise ConfigurationError("--json", got=f"{to}, which is read-only", need=_WRITABLE)
-
-
-def check_folder(option: str, path: Path) -> None:
-    """Raise ConfigurationError where a file is in a folder's way, before anything is measured."""
-    for at in (path, *path.parents):
-        if at.exists() and not at.is_dir():
-            raise ConfigurationError(option, got=f"{path}: {at} is a file", need="a folder")
-
-
-def check_files(files: Mapping[str, Path | None]) -> None:
-    """Raise ConfigurationError where options' files could not be written. Nothing is made yet."""
-    for option, path in files.items():
-        if path is None:
-            continue
-        check_folder(option, path.parent)
-        there = next(at for at in path.absolute().parents if at.exists())
-        if not os.access(there, os.W_OK):
-            raise ConfigurationError(option, got=f"{path}: {there} is read-only", need=_WRITABLE)
 
 
 def width(to: TextIO | None = None) -> int:
@@ -360,32 +350,46 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def guarded(**values: Any) -> None:
         to: str | None = values.get("as_json")
-        try:
-            check_writable(to)
-            command(**values)
-        except IncompatibleError as refusal:
-            _refuse(refusal, to)
-            raise typer.Exit(1) from None
-        except InputError as error:
-            if to == STDOUT and reports():
-                kind = type(error).__name__
-                print_json(
-                    {
-                        "error": {
-                            "type": kind,
-                            "what": error.what,
-                            "got": error.got,
-                            "need": error.need,
-                        }
-                    }
-                )
-            tell_error(str(error))
-            raise typer.Exit(2) from None
-        except ModularKernelError as error:
-            tell_error(str(error))
-            raise typer.Exit(BROKEN) from None
+        with _json_on_stdout() if to == STDOUT else nullcontext():
+            _guarded(command, values, to)
 
     return guarded
+
+
+@contextmanager
+def _json_on_stdout() -> Iterator[None]:
+    with json_alone() as found:
+        token = _json_output.set(found)
+        try:
+            yield
+        finally:
+            _json_output.reset(token)
+
+
+def _guarded(command: Callable[..., None], values: dict[str, Any], to: str | None) -> None:
+    try:
+        command(**values)
+    except IncompatibleError as refusal:
+        _refuse(refusal, to)
+        raise typer.Exit(1) from None
+    except InputError as error:
+        if to == STDOUT and reports():
+            kind = type(error).__name__
+            print_json(
+                {
+                    "error": {
+                        "type": kind,
+                        "what": error.what,
+                        "got": error.got,
+                        "need": error.need,
+                    }
+                }
+            )
+        tell_error(str(error))
+        raise typer.Exit(2) from None
+    except ModularKernelError as error:
+        tell_error(str(error))
+        raise typer.Exit(BROKEN) from None
 
 
 def _refuse(refusal: IncompatibleError, to: str | None) -> None:

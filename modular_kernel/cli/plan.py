@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from modular_kernel.cli import output
+from modular_kernel.cli.file_options import FileUse
 from modular_kernel.cli.lists import token_numbers
 from modular_kernel.cli.options import (
     AsJson,
@@ -96,6 +97,7 @@ def plan(
     compare: Annotated[
         list[Path] | None,
         typer.Option(help="Instead: the model beside the measured rows of this file; repeatable."),
+        FileUse.READ,
     ] = None,
     as_json: AsJson = None,
 ) -> None:

@@ -4,6 +4,7 @@ import difflib
 import re
 from pathlib import Path
 
+from modular_kernel.cli.file_options import exists, is_folder
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.config_file import facts_of_file, is_file
 from modular_kernel.models.registry import ALIASES, model_named
@@ -43,14 +44,14 @@ def facts(model: str) -> dict[str, object]:
 
 def of_file(model: str) -> bool:
     """Tell whether `facts` reads a file: a name of the hub gives way to a file there."""
-    return is_file(model) and (Path(model).exists() or not _is_hub_id(model))
+    return is_file(model) and (exists(model) or not _is_hub_id(model))
 
 
 def _dtype_of_files(model: str) -> dict[str, object]:
     """Return the dtype that a folder's safetensors have, where they tell it."""
     from modular_kernel.importers.examine import dtype_of_files
 
-    stored = dtype_of_files(model) if Path(model).is_dir() else None
+    stored = dtype_of_files(model) if is_folder(model) else None
     return {} if stored is None else {"dtype": stored}
 
 
@@ -82,7 +83,7 @@ def unknown(model: str, *more: str) -> ConfigurationError:
     need = " or ".join([*near, "another name"] if near else ["a name"]) + " of `mk models`"
     if _is_hub_id(model):
         need = f"its file (hf download {model[:200]} config.json)"
-    if model and Path(model).is_dir():
+    if model and is_folder(model):
         need = f"./{model} for the folder of that name"
     need = f"{need}, or the path of a config.json"
     return ConfigurationError("model", got=repr(model[:200]), need=need)

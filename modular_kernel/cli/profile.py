@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from modular_kernel.cli import output
+from modular_kernel.cli.file_options import FileUse
 from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.options import AsJson, Prepared, ProblemOptions, nothing_prepared
 from modular_kernel.cli.ranks import Backend, Host, host_of, launched
@@ -46,7 +47,9 @@ class Wanted:
         int | None,
         typer.Option(help="Calls in a trace.  [default: 5, or 1 on a CPU]", show_default=False),
     ] = None
-    out: Annotated[Path, typer.Option(help="Folder for the traces and reports.")] = Path("out")
+    out: Annotated[
+        Path, typer.Option(help="Folder for the traces and reports."), FileUse.WRITE_FOLDER
+    ] = Path("out")
     prepared: Prepared = False
 
 
@@ -84,7 +87,6 @@ def profile(
     if calls is not None and not 1 <= calls <= _MOST_CALLS:
         raise ConfigurationError("--calls", got=calls, need=f"1 to {_MOST_CALLS}")
     prepare_host()
-    output.check_folder("--out", wanted.out)
     experts_type = experts_type or usual_experts()
     from modular_kernel.measure.routing import RoutingKind
     from modular_kernel.profiling.record import ProfileJob
@@ -190,8 +192,7 @@ class _Files:
         text = json.dumps(output.plain(record), indent=1)
         for kind, content in (("json", text), ("html", page(found))):
             path = self.report(kind)
-            with output.writing(path):
-                path.write_text(content, encoding="utf-8")
+            output.write_file(path, content)
 
 
 def _recorded(job: "ProfileJob", host: Host) -> "list[RankRecord]":
@@ -220,8 +221,7 @@ def _read(job: "ProfileJob", records: "list[RankRecord]", files: _Files, host: H
             path = files.merged(pair)
             if not output.reports():
                 continue
-            with output.writing(path):
-                path.write_text(json.dumps(merged(traces[index], names)), encoding="utf-8")
+            output.write_file(path, json.dumps(merged(traces[index], names)))
             whole[index] = path
     return profile_of(job, records, traces, whole)
 

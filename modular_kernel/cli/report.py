@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from modular_kernel.cli import output
+from modular_kernel.cli.file_options import FileUse, check_path
 from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.options import AsJson
 from modular_kernel.errors import ConfigurationError
@@ -20,10 +21,14 @@ _DOCS, _PAGE = Path("docs"), Path("out/report.html")
 def report(
     *,
     html: Annotated[
-        Path | None, typer.Option(help="Write the page here.  [default: out/report.html]")
+        Path | None,
+        typer.Option(help="Write the page here.  [default: out/report.html]"),
+        FileUse.WRITE,
     ] = None,
     docs: Annotated[
-        Path, typer.Option(help="The docs folder of a checkout: records are read there.")
+        Path,
+        typer.Option(help="The docs folder of a checkout: records are read there."),
+        FileUse.READ_FOLDER,
     ] = _DOCS,
     write: Annotated[bool, typer.Option("--write", help="Renew the generated docs.")] = False,
     check: Annotated[
@@ -87,7 +92,9 @@ def _check(catalog: "Catalog", docs: Path) -> None:
 def _write(catalog: "Catalog", docs: Path) -> None:
     from modular_kernel.report.generated import write
 
-    found = write(catalog, docs)
+    check_path("--docs", docs, FileUse.WRITE_FOLDER)
+    with output.writing(docs / "support-matrix.md"):
+        found = write(catalog, docs)
     for one in found:
         output.line(f"renewed, it was {one.fault}: {docs / one.path}")
     if not found:
@@ -97,7 +104,6 @@ def _write(catalog: "Catalog", docs: Path) -> None:
 def _write_page(catalog: "Catalog", docs: Path, path: Path) -> None:
     from modular_kernel.report.generated import html_page
 
-    output.check_files({"--html": path})
-    with output.writing(path):
-        path.write_text(html_page(catalog, docs), encoding="utf-8")
+    check_path("--html", path, FileUse.WRITE)
+    output.write_file(path, html_page(catalog, docs))
     output.line(f"written: {path}")

@@ -8,6 +8,7 @@ from typing import Annotated, Protocol
 import typer
 
 from modular_kernel.cli import output
+from modular_kernel.cli.file_options import FileUse
 from modular_kernel.cli.options import AsJson
 
 
@@ -24,9 +25,9 @@ class ReportFiles:
     """What is written beside the table."""
 
     as_json: AsJson = None
-    markdown: Annotated[Path | None, typer.Option(help="Write the tables of a document here.")] = (
-        None
-    )
+    markdown: Annotated[
+        Path | None, typer.Option(help="Write the tables of a document here."), FileUse.WRITE
+    ] = None
 
     @property
     def record(self) -> Path | None:
@@ -42,9 +43,8 @@ class ReportFiles:
     def show(self, report: Reported, text: Callable[[], None], document: Callable[[], str]) -> None:
         """Print the report, as JSON or by `text`, and write `document` where it is asked for."""
         if self.as_json == output.STDOUT:
-            print(report.to_json())
+            output.print_document(report.to_json())
         else:
             text()
         if self.markdown is not None:
-            with output.writing(self.markdown):
-                self.markdown.write_text(document(), encoding="utf-8")
+            output.write_file(self.markdown, document())

@@ -3,8 +3,12 @@
 Output that is lost ends the command with LOST_OUTPUT, which no verdict has, and one line on stderr;
 without that line where its reader has read enough (`mk list | head -1`).
 Notes that cannot be written are dropped: they are not what was asked for.
+
+Of a verb with `--json` stdout has the JSON alone: whatever else is printed, by packages that it
+imports and by processes that it starts, goes to stderr.
 """
 
+import ctypes
 import os
 import sys
 from collections.abc import Iterator
@@ -19,6 +23,11 @@ class _Stream:
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
+
+    @property
+    def absent(self) -> bool:
+        """Whether there is none: it was closed, or its reader is gone."""
+        return self._stream is None
 
     def write(self, text: str) -> int:
         try:
@@ -57,6 +66,68 @@ class _Stdout(_Stream):
                 with suppress(Exception):
                     sys.stderr.write(f"error: output was lost: stdout: {why}\n")
         raise SystemExit(LOST_OUTPUT)
+
+
+class JsonOutput:
+    """The JSON of a verb, printed once nothing else can be printed any more."""
+
+    def __init__(self) -> None:
+        self.documents: list[str] = []
+
+    def print(self, text: str) -> None:
+        self.documents.append(text)
+
+
+@contextmanager
+def json_alone() -> Iterator[JsonOutput]:
+    """Within it file descriptor 1 and sys.stdout are stderr; at its end the JSON is on stdout.
+
+    The file descriptor, too, for libraries in C print there, and child processes.
+    """
+    found, stdout = JsonOutput(), sys.stdout
+    if stdout is not None:
+        stdout.flush()
+    # What was closed from the start may be the number of another file by now.
+    kept = None if isinstance(stdout, _Stream) and stdout.absent else _to_stderr()
+    sys.stdout = sys.stderr
+    try:
+        yield found
+    finally:
+        _flush_c()
+        sys.stdout = stdout
+        if kept is not None:
+            os.dup2(kept, 1)
+            os.close(kept)
+        for text in found.documents:
+            print(text)
+
+
+def divert_stdout() -> None:
+    """Have whatever is printed from here on go to stderr: packages print as the process ends."""
+    kept = _to_stderr()
+    if kept is not None:
+        os.close(kept)
+
+
+def _to_stderr() -> int | None:
+    """Make file descriptor 1 a copy of 2; returns a copy of what it was, None if it was closed."""
+    try:
+        kept = os.dup(1)
+    except OSError:
+        return None
+    try:
+        os.dup2(2, 1)
+    except OSError:  # stderr is closed
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
+    return kept
+
+
+def _flush_c() -> None:
+    """Write what C libraries have printed and hold back."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).fflush(None)
 
 
 def _discard(stream: TextIO) -> None:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from modular_kernel.cli import output
-from modular_kernel.cli.host import prepare_host
+from modular_kernel.cli.file_options import FileUse
+from modular_kernel.cli.host import prepare_host, workers_of
 from modular_kernel.cli.lists import schemes, token_numbers
 from modular_kernel.cli.options import AsJson, ExpertsType, PfType, Prepared, ProblemOptions
 from modular_kernel.cli.presets import SHAPES, shown
@@ -51,6 +52,7 @@ class Search:
             help="Folder for the files.  [default: MK_CONFIG_DIR, where they are found]",
             show_default=False,
         ),
+        FileUse.WRITE_FOLDER,
     ] = None
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start afresh instead of continuing a file.")
@@ -63,7 +65,9 @@ class Search:
         ),
     ] = None
     times: Annotated[
-        Path | None, typer.Option(help="Append every choice's time here, a line of JSON each cell.")
+        Path | None,
+        typer.Option(help="Append every choice's time here, a line of JSON each cell."),
+        FileUse.WRITE,
     ] = None
     prepared: Prepared = False
 
@@ -109,8 +113,8 @@ def tune(
     """
     if not search.budget > 0:
         raise ConfigurationError("--budget", got=search.budget, need="> 0")
-    if search.workers is not None and search.workers < 1:
-        raise ConfigurationError("--workers", got=search.workers, need=">= 1")
+    if search.workers is not None:
+        search = replace(search, workers=workers_of(search.workers))
     if device_name is not None and not explain:
         raise ConfigurationError("--device-name", got=repr(device_name), need="--explain beside it")
     problems = _problems(options)

@@ -90,8 +90,6 @@ class TuneRecorder:
 
     def __init__(self, layer: TunedLayer, path: Path | None) -> None:
         self._layer, self._path = layer, path
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
 
     def keep(self, tuned: "Tuned") -> None:
         if self._path is None or tuned.best is None:
@@ -125,7 +123,7 @@ class TuneRecorder:
             ],
             "refused": {str(choice): r.reason for choice, r in tuned.refused.items()},
         }
-        with self._path.open("a", encoding="utf-8") as stream:
+        with output.writing(self._path), self._path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line) + "\n")
 
 

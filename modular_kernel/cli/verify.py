@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from modular_kernel.cli import output
-from modular_kernel.cli.host import prepare_host, prepare_torch_only
+from modular_kernel.cli.host import prepare_host, prepare_torch_only, workers_of
 from modular_kernel.cli.mutate import Mutating, run_mutation
 from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptions
 from modular_kernel.cli.ranks import Backend, Host, host_of, launched, over_ranks
@@ -257,7 +257,7 @@ def _named_pairs(
 def _workers(manner: VerifyManner, host: Host, level: Literal["smoke", "full"]) -> int:
     """Return how many processes share the cases. Ranks, and calls on a GPU, take turns."""
     if manner.workers is not None:
-        return manner.workers
+        return workers_of(manner.workers)
     if level == "smoke" or host.pool is not None or host.machine.device != "cpu":
         return 1
     return len(os.sched_getaffinity(0))

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
+from modular_kernel.cli.file_options import FileUse, check_path
 from modular_kernel.errors import ConfigurationError
 
 _NEED: dict[Any, str] = {int: "a whole number", float: "a number"}
@@ -45,15 +46,35 @@ def _as_given(parameter: Any, process: Callable[..., Any], context: Any, value: 
 def converted(command: Callable[..., None]) -> Callable[..., None]:
     """`command` with values where it would be given words, as its annotations say.
 
-    ConfigurationError names the first option that is given another word than it takes.
+    ConfigurationError names the first option that is given another word than it takes, or a path
+    that cannot serve its use.
     """
-    kinds = {p.name: _kind(p.annotation) for p in inspect.signature(command).parameters.values()}
+    parameters = inspect.signature(command).parameters.values()
+    kinds = {p.name: _kind(p.annotation) for p in parameters}
+    uses = {p.name: use for p in parameters if (use := _use(p.annotation)) is not None}
 
     @functools.wraps(command)
     def taking_words(**values: Any) -> None:
-        command(**{name: _value(name, kinds[name], given) for name, given in values.items()})
+        values = {name: _value(name, kinds[name], given) for name, given in values.items()}
+        for name, use in uses.items():
+            given = values.get(name)
+            for path in given if isinstance(given, list) else [given]:
+                if path is not None:
+                    check_path(_option(name), Path(path), use)
+        command(**values)
 
     return taking_words
+
+
+def _option(name: str) -> str:
+    return f"--{name.removeprefix('as_').replace('_', '-')}"
+
+
+def _use(annotation: Any) -> FileUse | None:
+    """Return what a verb does with the file that an option names; None for other options."""
+    if get_origin(annotation) is not Annotated:
+        return None
+    return next((one for one in annotation.__metadata__ if isinstance(one, FileUse)), None)
 
 
 def _kind(annotation: Any) -> Any:
@@ -76,6 +97,5 @@ def _value(name: str, kind: Any, given: Any) -> Any:
             return kind(given)
         except ValueError:
             got = repr(given if len(given) <= _SHOWN else f"{given[:_SHOWN]}...")
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigurationError(option, got=got, need=_NEED[kind]) from None
+            raise ConfigurationError(_option(name), got=got, need=_NEED[kind]) from None
     return given

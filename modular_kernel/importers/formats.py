@@ -15,7 +15,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.fields import Count, expect
 from modular_kernel.importers.groups import fit_group
 from modular_kernel.importers.stored import FLOATS, Dim, Stored
-from modular_kernel.models.quantised import quantises_inputs, scheme_of
+from modular_kernel.models.quantised import gptq_version, quantises_inputs, scheme_of
 from modular_kernel.nvfp4 import GROUP
 from modular_kernel.schemes import QuantScheme
 
@@ -85,7 +85,7 @@ def format_of(given: object, *, path: str = "config.json", depth: int | None = N
     if method == "awq" and scheme.weight != "uint4":
         need = "AWQ of 4 bits"
         raise ConfigurationError(f"model {path}: quantization_config", got=str(scheme), need=need)
-    minus_one = given.get("checkpoint_format") != "gptq_v2"
+    minus_one = method != "gptq" or gptq_version(path, given) == 1
     inputs = scheme.matrix_scales and quantises_inputs(given)
     return Format(method.removesuffix("_fp4"), scheme, minus_one, inputs)
 

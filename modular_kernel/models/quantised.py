@@ -1,15 +1,23 @@
 """The scheme that a config.json's quantization_config means for the experts' weights.
 
 Every value that decides the scheme must be stated and known; a method, an algorithm or a layout
-that no scheme of this toolkit is, is a ConfigurationError, and so are experts left unquantised.
+that no scheme of this toolkit is, is a ConfigurationError, and so are experts left unquantised and
+keys that could change numbers and that nothing here reads (`quantization_keys`).
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import product
 from typing import Any
 
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.models.quantization_keys import (
+    Mismatch,
+    states_nothing,
+    unknown_group_keys,
+    unknown_keys,
+)
 
 _MOST = 1 << 20
 _METHODS = ("fp8", "mxfp4", "gptq", "awq", "compressed-tensors", "modelopt")
@@ -18,7 +26,8 @@ _LEFT_OUT = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modu
 _BLOCKS = ("mlp", "block_sparse_moe", "feed_forward", "mixer", "moe", "ffn")
 _LEAVES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 _FUSED = ("gate_up_proj", "down_proj")
-_PREFIX = "model.layers.77777"
+_MODELS = ("model", "model.language_model", "language_model.model")
+_PREFIXES = tuple(f"{model}.layers.77777" for model in _MODELS)
 # Patterns in files are compared only if they are of these pieces: no pattern takes long then.
 _PIECE = r"[\w\-/: ]|\\[.\-_]|\.\*|\.|\$|\^|\\d\+|\[0-9\]\+|\((?:\?:)?[\w\-]+(?:\|[\w\-]+)*\)"
 _PATTERN, _MOST_STARS = re.compile(f"(?:{_PIECE})*", re.ASCII), 4
@@ -63,6 +72,8 @@ def scheme_of(path: str, config: Given, *, depth: int | None = None) -> str | No
         need = f"one of {', '.join(_METHODS)}; for others give sizes and --quant by hand"
         raise _bad(path, f"quant_method = {_short(method)}", need)
     _check_left_out(path, given)
+    _refuse_first(path, unknown_keys(method.removesuffix("_fp4"), given))
+    _check_overrides(path, given)
     read = {
         "fp8": _fp8,
         "mxfp4": lambda *_: "mxfp4_w4a16",
@@ -121,6 +132,8 @@ def _fp8(path: str, given: Given) -> str:
     _one_of(path, given, "scale_fmt", ("ue8m0", "float", None))
     how = _one_of(path, given, "activation_scheme", ("dynamic", "static", None))
     block = given.get("weight_block_size")
+    for key in ("weight_per_tensor", "act_per_tensor"):
+        _one_of(path, given, key, (block is None, None))
     if block is None:
         _one_of(path, given, "activation_scheme", ("dynamic", "static"))
         return "fp8_w8a8_tensor:static=true" if how == "static" else "fp8_w8a8_tensor"
@@ -137,11 +150,25 @@ def _blocks(path: str, name: str, block: Any, scheme: str = "fp8_w8a8_block") ->
 
 
 def _gptq(path: str, given: Given) -> str:
-    _one_of(path, given, "checkpoint_format", ("gptq", "gptq_v2", None))
+    gptq_version(path, given)
     symmetric = _one_of(path, given, "sym", (True, False))
     found = _integers(path, given, ("bits",), ("group_size",), zero_points=symmetric is False)
     act_order = _one_of(path, given, "desc_act", (False, True, None))
     return _act_order(found) if act_order else found
+
+
+def gptq_version(path: str, given: Mapping[str, Any]) -> int:
+    """Return 2 where zero points are stored as they are, 1 where they are stored less one.
+
+    Newer packers name it `format`, older ones `checkpoint_format`, and some write both.
+    """
+    stated = {
+        _one_of(path, dict(given), key, ("gptq", "gptq_v2", None))
+        for key in ("checkpoint_format", "format")
+    } - {None}
+    if len(stated) > 1:
+        raise _bad(path, "format and checkpoint_format that differ", "one, or the same twice")
+    return 2 if "gptq_v2" in stated else 1
 
 
 def _act_order(scheme: str) -> str:
@@ -150,6 +177,7 @@ def _act_order(scheme: str) -> str:
 
 def _awq(path: str, given: Given) -> str:
     _one_of(path, given, "version", ("gemm", "GEMM", None))  # "gemv" packs along the other side
+    _one_of(path, given, "format", ("gemm", "GEMM", None))
     points = _one_of(path, given, "zero_point", (True, False))
     bits, group = ("bits", "w_bit"), ("group_size", "q_group_size")
     return _integers(path, given, bits, group, zero_points=points is True)
@@ -182,6 +210,12 @@ def _modelopt(path: str, given: Given) -> str:
     algorithm = str(_one_of(path, given, "quant_algo", tuple(schemes)))
     if algorithm == "NVFP4" and given.get("group_size") is not None:
         _one_of(path, given, "group_size", (16,))
+    groups = given.get("config_groups") or {}
+    if not isinstance(groups, dict):
+        raise _bad(path, f"config_groups = {_short(groups)}", "an object of objects")
+    for name, group in groups.items():
+        if isinstance(group, dict) and _targets_experts(path, group.get("targets", ["Linear"])):
+            _refuse_first(path, unknown_group_keys(name, group))
     return schemes[algorithm]
 
 
@@ -190,18 +224,20 @@ def _compressed(path: str, given: Given) -> str:
     groups = given.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(one, dict) for one in groups.values()):
         raise _bad(path, f"config_groups = {_short(groups)}", "an object of objects")
-    mine = [one for one in groups.values() if _targets_experts(path, one.get("targets"))]
-    if len(mine) != 1:
-        raise _bad(path, f"config_groups: {len(mine)} with the experts", "one of them")
-    weights, inputs = mine[0].get("weights"), mine[0].get("input_activations")
+    names = [name for name, one in groups.items() if _targets_experts(path, one.get("targets"))]
+    if len(names) != 1:
+        raise _bad(path, f"config_groups: {len(names)} with the experts", "one of them")
+    mine = groups[names[0]]
+    weights, inputs = mine.get("weights"), mine.get("input_activations")
     if not isinstance(weights, dict) or not isinstance(inputs, dict | None):
-        raise _bad(path, f"config_groups: {_short(mine[0])}", "weights and input_activations")
+        raise _bad(path, f"config_groups: {_short(mine)}", "weights and input_activations")
+    _refuse_first(path, unknown_group_keys(names[0], mine))
     known = _float_scheme if weights.get("type") == "float" else _int_scheme
     found = known(path, weights, inputs)
     if found is None:
         need = "fp8 by tensor, channel or block, int8, int4 by group, mxfp4 or nvfp4"
         raise _bad(path, f"weights {_short(weights)}, input_activations {_short(inputs)}", need)
-    _check_packing(path, given, mine[0], found)
+    _check_packing(path, given, mine, found)
     return _act_order(found) if weights.get("actorder") == "group" else found
 
 
@@ -214,6 +250,10 @@ def _check_packing(path: str, given: Given, group: Given, scheme: str) -> None:
     if name in ("int4_w4a16_group", "int8_w8a16_group"):
         orders = ("group", *orders)
     _one_of(path, group["weights"], "actorder", orders)
+    _one_of(path, group["weights"], "dynamic", (False, None))
+    if group["weights"].get("type") == "float":
+        for args in (group["weights"], group.get("input_activations") or {}):
+            _one_of(path, args, "symmetric", (True, None))
     sparsity = given.get("sparsity_config")
     if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format") in ("dense", None)):
         raise _bad(path, f"sparsity_config = {_short(sparsity)}", "dense weights")
@@ -292,11 +332,47 @@ def _check_left_out(path: str, given: Given) -> None:
                 raise _bad(path, f"{key} has {_short(name)}", need)
 
 
+def _refuse_first(path: str, mismatches: Iterator[Mismatch]) -> None:
+    for got, need in mismatches:
+        raise _bad(path, re.sub(r"\s+", " ", got)[:200], need)
+
+
+def _check_overrides(path: str, given: Given) -> None:
+    """Raise the error of options of single modules that are experts of some layer.
+
+    GPTQModel's `dynamic` has patterns: "-:" before those that are not quantised, "+:" or nothing
+    before those with other options. auto-round's `extra_config` has names of modules.
+    """
+    for key in ("dynamic", "extra_config"):
+        entries = given.get(key)
+        if not isinstance(entries, dict | None):
+            raise _bad(path, f"{key} = {_short(entries)}", "an object")
+        for name, options in (entries or {}).items():
+            if not isinstance(name, str):
+                raise _bad(path, f"{key} has {_short(name)}", "names of modules")
+            left_out = key == "dynamic" and name.startswith("-:")
+            if states_nothing(options) and not left_out:
+                continue
+            pattern = name[2:] if key == "dynamic" and name[:2] in ("-:", "+:") else name
+            is_pattern = key == "dynamic" or ".*" in name or "\\" in name
+            text = f"re:{pattern}" if is_pattern else pattern
+            if _names_experts(path, text if left_out else _of_any_layer(text)):
+                need = "the same options for all experts; otherwise give sizes and --quant by hand"
+                raise _bad(path, f"{key} has {_short(name)}", need)
+
+
+def _of_any_layer(name: str) -> str:
+    """Return the name or pattern with any number in the place of each that it has."""
+    if name.startswith("re:"):
+        return re.sub(r"\[0-9\]\+|\d+", r"\\d+", name)
+    return re.sub(r"\d+", "*", name)
+
+
 def _expert_modules() -> Iterator[str]:
-    for block in _BLOCKS:
-        yield f"{_PREFIX}.{block}.experts"
-        yield from (f"{_PREFIX}.{block}.experts.{leaf}" for leaf in _FUSED)
-        yield from (f"{_PREFIX}.{block}.experts.77777.{leaf}" for leaf in _LEAVES)
+    for prefix, block in product(_PREFIXES, _BLOCKS):
+        yield f"{prefix}.{block}.experts"
+        yield from (f"{prefix}.{block}.experts.{leaf}" for leaf in _FUSED)
+        yield from (f"{prefix}.{block}.experts.77777.{leaf}" for leaf in _LEAVES)
 
 
 _EXPERT_MODULES = tuple(_expert_modules())

@@ -156,15 +156,17 @@ def moe_lora_gate_up_b(u_TKR: torch.Tensor, b_LENR: torch.Tensor, batch: PairBat
         return _moe_lora_gate_up_b_ref(u_TKR, b_LENR, batch)
     from modular_kernel.ops.kernels.moe_lora import moe_lora_gate_up_b_kernel
 
+    # float32 products take no tensor cores, but registers: of more columns triton 3.9 spills some.
+    block = _BLOCK_I if b_LENR.itemsize == 2 else _BLOCK_I // 2
     launch(
         moe_lora_gate_up_b_kernel,
-        (-(-batch.ids_TK.numel() // BLOCK_T), -(-intermediate // _BLOCK_I)),
+        (-(-batch.ids_TK.numel() // BLOCK_T), -(-intermediate // block)),
         u_ptr=u_TKR,
         b_ptr=b_LENR,
         out_ptr=out_TKI,
         max_rank=max_rank,
         intermediate=intermediate,
-        BLOCK_I=_BLOCK_I,
+        BLOCK_I=block,
         BLOCK_R=_rank_block(max_rank),
         PRECISION="ieee",
         **_strides("b", b_LENR, "n"),

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from modular_kernel import json_files
 from modular_kernel.bench.tables import ratios
 from modular_kernel.catalog import Catalog
 from modular_kernel.errors import ConfigurationError
@@ -121,7 +122,7 @@ def write(catalog: Catalog, docs: Path) -> list[Stale]:
         path = docs / one.path
         if one.path in texts:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(texts[one.path], encoding="utf-8")
+            json_files.write(path, texts[one.path])
         else:
             path.unlink()
     return found

@@ -10,9 +10,8 @@ from pathlib import Path
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.settings import read_settings
 from modular_kernel.support import PrepareFinalizeRequirements
+from prepare_finalize.rendezvous.memory_files import IN_MEMORY, memory_file
 from prepare_finalize.rendezvous.store_rounds import Meeting
-
-_IN_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,7 @@ def find_hosts(meeting: Meeting, rank: int) -> Hosts:
     one machine. CommunicationError where a rank stays away.
     """
     word = secrets.token_hex(16)
-    folder = _IN_MEMORY if _IN_MEMORY.is_dir() else Path(tempfile.gettempdir())
-    with tempfile.NamedTemporaryFile(prefix="modular_kernel-host-", dir=folder) as left:
+    with memory_file("host") as left:
         left.write(word.encode())
         left.flush()
         identity = read_settings().host_id
@@ -110,7 +108,7 @@ def check_hosts(
 
 def _content(path: str) -> str:
     """Read a short file; "" where it is none of ours, or not on this host."""
-    if Path(path).parent not in (_IN_MEMORY, Path(tempfile.gettempdir())):
+    if Path(path).parent not in (IN_MEMORY, Path(tempfile.gettempdir())):
         return ""
     try:
         with Path(path).open(encoding="ascii", errors="replace") as file:

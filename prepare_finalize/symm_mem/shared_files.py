@@ -1,15 +1,12 @@
 """Memory that processes of one machine share, for ranks on a CPU."""
 
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from modular_kernel.interpreter.bounds import make_reachable
+from prepare_finalize.rendezvous.memory_files import memory_file
 from prepare_finalize.rendezvous.store_rounds import Meeting
-
-_IN_MEMORY = Path("/dev/shm")
 
 
 def share_file(
@@ -22,8 +19,7 @@ def share_file(
 
     The files are gone when this returns; the memory lives as long as the tensors.
     """
-    folder = _IN_MEMORY if _IN_MEMORY.is_dir() else Path(tempfile.gettempdir())
-    with tempfile.NamedTemporaryFile(prefix="modular_kernel-", dir=folder) as file:
+    with memory_file("block") as file:
         file.truncate(nbytes)
         own = _mapped(file.name, nbytes).fill_(value)
         names = [facts["file"] for facts in meeting.tell({"file": file.name})]

@@ -44,6 +44,14 @@ def times(rows, stride):
     return rows[0] * stride, rows[1] * stride
 
 
+# Registers of one lane that a product takes side by side along the depth: two hold four values of
+# weights that were bytes before triton 3.9, and one holds two values from then on. The order that
+# agrees with it needs no exchange between lanes.
+_TWO_REGISTERS: tl.constexpr = tl.constexpr(
+    tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 9)
+)
+
+
 @triton.jit
 def in_word_order(
     values, FORMAT: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr
@@ -51,13 +59,19 @@ def in_word_order(
     """Bring (STEPS, ROWS, DEPTH) in order of k to the order in which `unpack_words` gives weights.
 
     Words go (lane of four, register), values by the bits of k: a warp's four lanes along the depth
-    of a product each take whole words. Last come the two halves of a register.
+    of a product each take whole words. Last come the two halves of a register, after the lanes or,
+    with two registers side by side, after those.
     """
     split = tl.reshape(values, (STEPS, ROWS, 4, DEPTH // 32, 2, 2, 2))
     if FORMAT == "e2m1_repacked":
-        ordered = tl.permute(split, (0, 1, 5, 3, 2, 4, 6))
-    else:
+        if _TWO_REGISTERS:
+            ordered = tl.permute(split, (0, 1, 5, 3, 2, 4, 6))
+        else:
+            ordered = tl.permute(split, (0, 1, 5, 3, 4, 2, 6))
+    elif _TWO_REGISTERS:
         ordered = tl.permute(split, (0, 1, 5, 3, 2, 6, 4))
+    else:
+        ordered = tl.permute(split, (0, 1, 5, 3, 6, 2, 4))
     return tl.reshape(ordered, (STEPS, ROWS, DEPTH))
 
 
@@ -101,12 +115,14 @@ def boosted(x, FORMAT: tl.constexpr, DEPTH: tl.constexpr):
         if is_e2m1(FORMAT):
             x = x * tl.full((1, 1, 1), boost_of(FORMAT, 0), tl.bfloat16)
         else:
-            even = tl.full((1, DEPTH // 4, 1, 1), boost_of(FORMAT, 0), tl.bfloat16)
-            odd = tl.full((1, DEPTH // 4, 1, 1), boost_of(FORMAT, 1), tl.bfloat16)
+            # Values between an even k and the odd one after it, in word order.
+            APART: tl.constexpr = 2 if _TWO_REGISTERS else 8
+            even = tl.full((1, DEPTH // APART // 2, 1, 1), boost_of(FORMAT, 0), tl.bfloat16)
+            odd = tl.full((1, DEPTH // APART // 2, 1, 1), boost_of(FORMAT, 1), tl.bfloat16)
             # Constants alone, so that the compiler can load x as products take it.
             boost = tl.permute(tl.join(even, odd), (0, 1, 4, 2, 3))
-            four = tl.reshape(x, (x.shape[0], DEPTH // 4, 2, 2, x.shape[2]))
-            x = tl.reshape(four * boost, x.shape)
+            split = tl.reshape(x, (x.shape[0], DEPTH // APART // 2, 2, APART, x.shape[2]))
+            x = tl.reshape(split * boost, x.shape)
     return x
 
 

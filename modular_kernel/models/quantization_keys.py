@@ -1,0 +1,177 @@
+"""The keys that a quantization_config may have, by format.
+
+A key that no reader uses must not change what the experts' weights stand for, or how a layer rounds
+activations. Those that are known not to are listed here with the reason; some of them only with
+certain values. Every other key that states something is refused by name.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+Mismatch = tuple[str, str]  # what was found, and what is needed
+
+# Keys that `modular_kernel.models.quantised` and `modular_kernel.importers.formats` read.
+_READ_OF_ALL = (
+    "quant_method",
+    "modules_to_not_convert",
+    "ignored_layers",
+    "ignore",
+    "exclude_modules",
+)
+_GPTQ = ("bits", "group_size", "sym", "desc_act", "checkpoint_format", "format", "dynamic")
+_AWQ = ("bits", "w_bit", "group_size", "q_group_size", "zero_point", "version", "format", "dynamic")
+_READ: dict[str, tuple[str, ...]] = {
+    "fp8": (
+        "activation_scheme",
+        "weight_block_size",
+        "weight_per_tensor",
+        "act_per_tensor",
+        "fmt",
+        "scale_fmt",
+        "expert_dtype",
+    ),
+    "mxfp4": (),
+    "gptq": (*_GPTQ, "extra_config"),
+    "awq": (*_AWQ, "extra_config"),
+    "compressed-tensors": ("config_groups", "format", "sparsity_config"),
+    "modelopt": ("quant_algo", "group_size", "config_groups", "weights", "input_activations"),
+}
+_READ_OF_GROUP = ("targets", "weights", "input_activations", "format")
+_READ_OF_ARGS = (
+    "num_bits",
+    "type",
+    "strategy",
+    "group_size",
+    "block_structure",
+    "symmetric",
+    "dynamic",
+    "actorder",
+)
+
+_HARMLESS = frozenset(
+    {
+        # Provenance.
+        *("version", "producer", "meta", "provider", "quantizer", "uri", "autoround_version"),
+        *("model_name_or_path", "model_file_base_name", "model_free"),
+        # The cache of attention. Experts have none.
+        *("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_method"),
+        # The packer's progress and statistics. Dtypes and shapes of the tensors are checked.
+        *("quantization_status", "global_compression_ratio", "is_checkpoint_fp8_serialized"),
+        # Which modules were packed. Loading fails where experts are not among them, for their
+        # tensors are missing then.
+        *("modules_in_block_to_quantize", "block_name_to_quantize", "to_quant_block_names"),
+        *("module_name_preceding_first_block", "modules_to_fuse", "packed_modules_mapping"),
+        *("lm_head", "targets"),
+        # How an engine runs the model.
+        *("run_compressed", "use_optimized_inference", "backend", "use_exllama"),
+        *("disable_exllama", "exllama_config", "use_cuda_fp16", "max_input_length"),
+        *("model_seqlen", "seqlen", "do_fuse", "fuse_max_seq_len", "device"),
+        # How a packer searched for codes and scales. The files hold the result.
+        *("damp_percent", "damp_auto_increment", "true_sequential", "static_groups"),
+        *("act_group_aware", "hyb_act", "mse", "v2", "v2_alpha", "v2_memory_device"),
+        *("gptaq", "gptaq_alpha", "gptaq_memory_device", "foem", "fail_safe", "failsafe"),
+        *("fallback", "scale_search", "hessian", "mock_quantization", "process"),
+        *("pack_impl", "parallel_packing", "dataset", "tokenizer", "pad_token_id"),
+        *("batch_size", "nsamples", "iters", "lr", "minmax_lr", "cache_block_outputs", "amp"),
+        *("gradient_accumulate_steps", "low_gpu_mem_usage", "low_cpu_mem_usage"),
+        *("enable_quanted_input", "enable_minmax_tuning", "enable_norm_bias_tuning"),
+        *("enable_alg_ext", "not_use_best_mse", "dynamic_max_gap", "sampler", "seed"),
+        *("offload_to_disk", "offload_to_disk_path", "gc_mode", "shard_strategy"),
+        *("vram_strategy", "dense_vram_strategy", "moe_vram_strategy"),
+        *("dense_vram_strategy_devices", "moe_vram_strategy_devices", "fused_forward"),
+        *("wait_for_submodule_finalizers", "auto_forward_data_parallel"),
+        *("compute_device_filter", "weight_only_quant_threads"),
+        # A dtype that the stored scales have, which is checked.
+        "scale_dtype",
+        # Details of rounded activations. `act_bits` below says that there are none.
+        *("act_data_type", "act_group_size", "act_sym", "act_dynamic"),
+    }
+)
+_HARMLESS_OF_ARGS = frozenset(
+    {
+        # How scales were searched for, and dtypes that the stored tensors have.
+        *("observer", "observer_kwargs", "scale_dtype", "zp_dtype"),
+    }
+)
+
+# Keys that are harmless with these values alone. Null and empty values are harmless for any key.
+_ONLY: dict[str, tuple[object, ...]] = {
+    "act_bits": (16, 32),
+    "data_type": ("int",),
+    "has_zero_point": (False,),
+    "is_marlin_format": (False,),
+    "method": ("gptq", "awq"),
+    "pack_dtype": ("int32", "torch.int32"),
+    "pre_quant_scale": (False,),
+    "rotation": (False,),
+}
+_ONLY_OF: dict[str, dict[str, tuple[object, ...]]] = {
+    # With true, transformers rounds no activations; the schemes of these formats round them.
+    "fp8": {"dequantize": (False,)},
+    "compressed-tensors": {"dequantize": (False,)},
+    # Activations stay in 16 bits in either case.
+    "mxfp4": {"dequantize": (False, True)},
+    # GPTQModel and transformers write GPTQ's keys for AWQ too. Zero points are `zero_point`'s, and
+    # "llm-awq" packs in another order.
+    "awq": {
+        "backend": (
+            *("autoawq", "auto", "auto_trainable", "machete", "marlin", "exllama_v1"),
+            *("exllama_v2", "gemm", "gemm_triton", "gemv", "gemv_fast", "torch_awq"),
+            "torch_fused_awq",
+        ),
+        "checkpoint_format": ("gemm",),
+        "desc_act": (False,),
+        "sym": (False, True),
+    },
+}
+
+
+def unknown_keys(method: str, given: Mapping[str, Any]) -> Iterator[Mismatch]:
+    """Yield every key of a quantization_config that could change numbers and that nothing reads.
+
+    method: one of the formats of `_READ`. Keys inside config_groups: see `unknown_group_keys`.
+    """
+    only = _ONLY | _ONLY_OF.get(method, {})
+    yield from _unknown(given, (*_READ_OF_ALL, *_READ[method]), _HARMLESS, only)
+    if method == "modelopt":
+        yield from _unknown_args(given)
+
+
+def unknown_group_keys(name: str, group: Mapping[str, Any]) -> Iterator[Mismatch]:
+    """Yield the same of one of config_groups and its arguments of weights and activations."""
+    where = f"config_groups.{name}."
+    yield from _unknown(group, _READ_OF_GROUP, (), {}, where)
+    yield from _unknown_args(group, where)
+
+
+def _unknown_args(given: Mapping[str, Any], where: str = "") -> Iterator[Mismatch]:
+    for key in ("weights", "input_activations"):
+        args = given.get(key)
+        if isinstance(args, Mapping):
+            yield from _unknown(args, _READ_OF_ARGS, _HARMLESS_OF_ARGS, {}, f"{where}{key}.")
+
+
+def _unknown(
+    given: Mapping[str, Any],
+    read: Collection[str],
+    harmless: Collection[str],
+    only: Mapping[str, tuple[object, ...]],
+    where: str = "",
+) -> Iterator[Mismatch]:
+    for key, value in given.items():
+        if key in read or states_nothing(value):
+            continue
+        if key in only:
+            if not any(value == one and type(value) is type(one) for one in only[key]):
+                need = " or ".join(repr(one) for one in only[key][:4])
+                yield f"{where}{key} = {value!r}", f"{need}, or no such key"
+        elif key not in harmless:
+            need = "no such key: it may change numbers, and no reader implements it"
+            yield f"{where}{key} = {value!r}", need
+
+
+def states_nothing(value: object) -> bool:
+    """Return whether a value is null or empty, or an object of such values."""
+    if isinstance(value, Mapping):
+        return all(states_nothing(one) for one in value.values())
+    return value is None or value in ("", [], ())

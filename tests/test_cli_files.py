@@ -1,0 +1,215 @@
+"""Options that name files: a path that cannot serve is bad usage, and no file is half written."""
+
+import inspect
+import json
+import os
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from run_mk import Mk, runs_mk
+
+from modular_kernel import json_files
+from modular_kernel.cli.file_options import FileUse
+from modular_kernel.cli.main import VERBS
+from modular_kernel.cli.options import flattened
+from modular_kernel.cli.streams import LOST_OUTPUT
+
+mk = runs_mk()
+
+WRITES = (FileUse.WRITE, FileUse.WRITE_OR_STDOUT)
+MODEL_VERBS = ("check", "test", "profile", "bench", "tune", "compose", "plan")
+
+
+def options() -> Iterator[tuple[str, str, Any, FileUse | None]]:
+    """Every option of every verb: verb, option, what it holds, and its use of a file."""
+    for verb, (place, _) in VERBS.items():
+        module, function = place.split(":")
+        command = flattened(getattr(import_module(f"modular_kernel.cli.{module}"), function))
+        for name, parameter in inspect.signature(command).parameters.items():
+            option = f"--{name.removeprefix('as_').replace('_', '-')}"
+            held, *metadata = get_args(parameter.annotation) or (parameter.annotation,)
+            use = next((one for one in metadata if isinstance(one, FileUse)), None)
+            yield verb, option, held, use
+
+
+def holds_path(held: Any) -> bool:
+    return held is Path or any(holds_path(one) for one in get_args(held))
+
+
+FILES = [(verb, option, use) for verb, option, _, use in options() if use is not None]
+
+
+def test_every_option_of_a_path_has_a_use() -> None:
+    """An option without one would not be checked."""
+    without = [(v, o) for v, o, held, use in options() if holds_path(held) and use is None]
+    assert without == []
+    assert {o for _, o, _ in FILES} >= {
+        *("--json", "--markdown", "--plot", "--html", "--times"),
+        *("--load", "--peer", "--compare", "--out", "--save", "--docs"),
+    }
+    assert {verb for verb, option, _ in FILES if option == "--json"} == set(VERBS)
+
+
+def bad_paths(folder: Path, use: FileUse) -> dict[str, str]:
+    """Paths that cannot serve, by what is wrong with them."""
+    (folder / "file").write_text("mine", encoding="utf-8")
+    (folder / "nothing").symlink_to(folder / "is not there")
+    (folder / "loop").symlink_to(folder / "loop")
+    found = {
+        "a name of 256 bytes": str(folder / ("x" * 256)),
+        "a name of 128 letters of two bytes": str(folder / ("é" * 128)),
+        "a folder of 256 bytes": str(folder / ("x" * 256) / "file"),
+        "a folder of 256 bytes in one that is not there": str(folder / "new" / ("x" * 256) / "y"),
+        "a path of 5,000 bytes": str(folder / "/".join(["x" * 99] * 50)),
+        "a NUL byte": str(folder / "a\0b"),
+        "no UTF-8": str(folder / "a\udcff"),
+        "a link to nothing": str(folder / "nothing"),
+        "a link to itself": str(folder / "loop"),
+    }
+    if use is not FileUse.READ_FOLDER:
+        found["below a file"] = str(folder / "file" / "below")
+    if use is FileUse.READ:
+        found["nothing there"] = str(folder / "absent")
+    elif use in WRITES or use is FileUse.WRITE_FOLDER:
+        found["in /proc"] = "/proc/x"
+        found["below /proc"] = "/proc/x/y"
+    if use in WRITES or use is FileUse.READ:
+        found["a folder"] = str(folder)
+    else:
+        found["a file"] = str(folder / "file")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("verb", "option", "use"), FILES, ids=[f"{verb} {option}" for verb, option, _ in FILES]
+)
+def test_a_path_that_cannot_serve_is_bad_usage(
+    mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, option: str, use: FileUse
+) -> None:
+    """Of status 2, which no verdict has, with one line that names the option, and nothing made."""
+    monkeypatch.chdir(tmp_path)
+    paths = bad_paths(tmp_path, use)
+    before = sorted(tmp_path.rglob("*"))
+    for what, path in paths.items():
+        ended = mk(verb, option, path)
+        assert (what, ended.code, ended.out) == (what, 2, "")
+        (line,) = ended.err.splitlines()
+        assert line.startswith(f"error: {option}: got ")
+        assert ", need " in line
+        assert len(line) < 700
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("verb", "option", "use"),
+    [case for case in FILES if case[2] in WRITES or case[2] is FileUse.WRITE_FOLDER],
+    ids=lambda case: str(case),
+)
+def test_a_folder_that_takes_no_file_is_bad_usage(
+    mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, option: str, use: FileUse
+) -> None:
+    """Permissions are made up: a test may run as root, whom none bind."""
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda at, mode: Path(at) != closed and real(at, mode))
+    for path in (closed / "new", closed / "more" / "new"):
+        ended = mk(verb, option, str(path))
+        assert (ended.code, ended.out) == (2, "")
+        assert f"error: {option}: got {path}: {closed} is read-only, need " in ended.err
+    assert list(closed.iterdir()) == []
+
+
+@pytest.mark.parametrize("verb", MODEL_VERBS)
+def test_a_model_that_no_file_can_be_is_bad_usage(mk: Mk, tmp_path: Path, verb: str) -> None:
+    paths = bad_paths(tmp_path, FileUse.READ)
+    for path in paths.values():
+        words = ("--one", *PAIR) if verb == "test" else ()
+        ended = mk(verb, "--model", path, *words)
+        assert ended.code == 2
+        assert ended.err.splitlines()[-1].startswith("error: model")
+    ended = mk("bench", "--hf", paths["a name of 256 bytes"])
+    assert ended.code == 2
+
+
+PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
+
+
+class Full:
+    """A disk that is full after some bytes."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def write_text(self, path: Path, text: str, **_: Any) -> None:
+        with path.open("w", encoding="utf-8") as file:
+            file.write(text[: self.most])
+        raise OSError(28, "No space left on device")
+
+
+TINY = ("--tokens", "2", "--hidden", "32", "--intermediate", "32", "--experts", "4")
+BENCH = ("bench", *PAIR, *TINY, "--ms", "0.01")
+WRITTEN: dict[str, tuple[str, ...]] = {
+    "--json": ("check", "--json"),
+    "--html": ("report", "--html"),
+    "--markdown": ("bench", "--load", "RECORD", "--markdown"),
+}
+
+
+@pytest.mark.parametrize("words", WRITTEN.values(), ids=WRITTEN.keys())
+def test_a_file_is_written_whole_or_not_at_all(
+    mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    record = tmp_path / "record" / "rows.json"
+    if "RECORD" in words:
+        assert mk(*BENCH, "--json", str(record)).code == 0
+    path = tmp_path / "written"
+    words = (*(str(record) if word == "RECORD" else word for word in words), str(path))
+    path.write_text("the last one", encoding="utf-8")
+    path.chmod(0o640)
+    with monkeypatch.context() as patched:
+        full = Full(100)
+        patched.setattr(Path, "write_text", lambda at, text, **more: full.write_text(at, text))
+        ended = mk(*words)
+    assert ended.code == LOST_OUTPUT
+    assert f"error: output was lost: {path}: No space left on device" in ended.err
+    assert path.read_text(encoding="utf-8") == "the last one"
+    assert [each.name for each in tmp_path.glob("*") if each != record.parent] == ["written"]
+    assert mk(*words).code == 0
+    assert path.read_text(encoding="utf-8") != "the last one"
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert [each.name for each in tmp_path.glob("*") if each != record.parent] == ["written"]
+
+
+def test_a_name_of_the_most_bytes_is_written(mk: Mk, tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 255)
+    assert mk("list", "--json", str(path)).code == 0
+    assert json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_a_file_of_a_folder_that_takes_no_new_one_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kept"
+    path.write_text("old", encoding="utf-8")
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda at, mode: Path(at) != tmp_path and real(at, mode))
+    json_files.write(path, "new")
+    assert path.read_text(encoding="utf-8") == "new"
+
+
+def test_an_interrupt_leaves_no_part(tmp_path: Path) -> None:
+    path = tmp_path / "kept.png"
+
+    def interrupted() -> None:
+        with json_files.replacing(path) as part:
+            assert part.suffix == ".png"
+            part.write_text("half", encoding="utf-8")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert list(tmp_path.iterdir()) == []
