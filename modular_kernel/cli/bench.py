@@ -339,8 +339,8 @@ def _finish(report: "Report", files: BenchFiles) -> None:
     if files.plot is not None:
         from modular_kernel.bench.plot import plot
 
-        with output.writing(files.plot), json_files.replacing(files.plot) as path:
-            plot(report, path)
+        with output.writing(files.plot), json_files.replacing(files.plot) as unfinished:
+            plot(report, unfinished)
     for path in (files.record, files.markdown, files.plot):
         if path is not None:
             output.note(f"written: {path}")
