@@ -7,6 +7,7 @@ y_TH = plan(x_TH, weights, routing)                         # ... and never agai
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -69,6 +70,14 @@ class FusedMoEModularKernel(Execution):
             raise IncompatibleError(verdict.pairing, verdict.rejections)
         prepare_finalize.check_machine(machine)
         super().__init__(prepare_finalize, experts, machine=machine, checked=checked, poison=poison)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle a kernel as its two parts and options; `invalid_ids` of the copy starts at 0.
+
+        UnsupportedError of parts that hold a process group.
+        """
+        options = {"machine": self.machine, "checked": self.checked, "poison": self.poison}
+        return partial(type(self), **options), (self.prepare_finalize, self.experts)
 
     def __repr__(self) -> str:
         return f"<{self.pairing}, {self.problem} on {self.machine}>"

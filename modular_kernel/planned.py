@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 
+from modular_kernel import forks
 from modular_kernel.catalog import check, make_kernel, this_machine
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.errors import StateError
@@ -94,6 +95,11 @@ class Planned:
         self.plans: OrderedDict[tuple[_Key, int], Plan] = OrderedDict()
         self._most_kernels, self._most_plans = most_kernels, most_plans
         self._turn = threading.RLock()
+        forks.on_fork(self)
+
+    def after_fork(self) -> None:
+        """In a forked child, unlock what a thread that is not there had locked."""
+        forks.renew(self._turn)
 
     def kernel(
         self, pairing: Pairing, problem: Problem, device: torch.device

@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 
+from modular_kernel import forks, modes
 from modular_kernel.errors import CommunicationError, UnsupportedError
 from modular_kernel.printable import plural
 from prepare_finalize.common.torch_group import in_short
 from prepare_finalize.rendezvous.connect import (
+    check_process,
     check_served,
     deadline_of,
     member_group,
@@ -92,14 +94,16 @@ class SharedMemory(ABC):
         self.named = rank  # in errors
         self.device, self.deadline_s, self.last_calls = device, deadline_s, last_calls
         self.step = 0
+        self._made_in = forks.generation()
         self._destroyed = False
         self._failure: CommunicationError | None = None
         place = torch.device(device)
         if place.type == "cuda":
             place = torch.device("cuda", torch.cuda.current_device())
         self._place = place
-        self.failed = torch.zeros(1, dtype=torch.int32, device=place)
-        self.status = torch.zeros(1, dtype=torch.int64, pin_memory=place.type == "cuda")
+        with modes.kept():
+            self.failed = torch.zeros(1, dtype=torch.int32, device=place)
+            self.status = torch.zeros(1, dtype=torch.int64, pin_memory=place.type == "cuda")
 
     @property
     def patience(self) -> int:
@@ -131,8 +135,9 @@ class SharedMemory(ABC):
         try:
             meeting = self._meeting()
             meeting.agree({"bytes": nbytes, "meaning": meaning})
-            heap = self._share(nbytes, meeting)
-            begin(heap)
+            with modes.kept():
+                heap = self._share(nbytes, meeting)
+                begin(heap)
             if self.device == "cuda":
                 torch.cuda.synchronize(self._place)
             meeting.tell({})  # nobody writes before all have begun
@@ -175,6 +180,7 @@ class SharedMemory(ABC):
 
     def check_open(self) -> None:
         """CommunicationError if a wait is known to have failed; does not wait for the device."""
+        check_process(self._made_in)
         if self._destroyed:
             raise UnsupportedError("exchange", got="a destroyed manager", need="a new one")
         if self._failure is None and (word := int(self.status[0])):
