@@ -337,3 +337,21 @@ def test_a_lock_stays_locked_in_the_child_if_the_forking_thread_has_it(owned: bo
             return function()
 
     assert run(lambda: in_child(child)) == (owned, owned)
+
+
+def test_a_plan_of_a_gpu_or_of_ranks_is_barred_in_the_child() -> None:
+    given = arguments()
+    kernel = mk.make_kernel(NO_EP, "TorchExperts", PROBLEM, machine=Machine("cpu"))
+    plan = kernel.plan()
+    plan._device = torch.device("cuda", 0)  # all that a child looks at
+
+    def child() -> str:
+        with pytest.raises(StateError) as caught:
+            plan(*given)
+        return str(caught.value)
+
+    for said in (in_child(child), in_child(lambda: in_child(child))):
+        assert said.startswith("a plan: got a use in a forked child, need a spawned process")
+        assert "CUDA context" in said
+    plan._device = torch.device("cpu")
+    plan(*given)
