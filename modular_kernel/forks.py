@@ -83,7 +83,6 @@ class Barred:
         raise AssertionError("never entered")
 
 
-
 def use_one_thread() -> None:
     """Have torch compute on one thread in a child, as DataLoader does in its workers.
 

@@ -76,8 +76,8 @@ class FusedMoEModularKernel(Execution):
 
         UnsupportedError of parts that hold a process group.
         """
-        options = {"machine": self.machine, "checked": self.checked, "poison": self.poison}
-        return partial(type(self), **options), (self.prepare_finalize, self.experts)
+        made = partial(type(self), machine=self.machine, checked=self.checked, poison=self.poison)
+        return made, (self.prepare_finalize, self.experts)
 
     def __repr__(self) -> str:
         return f"<{self.pairing}, {self.problem} on {self.machine}>"

@@ -47,7 +47,7 @@ def _run(function: Callable[[], Any], writer: int) -> None:
     try:
         try:
             found = function()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  the parent is told
             traceback.print_exc()
             found = error
         with os.fdopen(writer, "wb") as pipe:

@@ -3,7 +3,7 @@
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -63,10 +63,8 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> None:
     check, barrier = AdapterPool._check, threading.Barrier(THREADS)
 
     def slow(self: AdapterPool, *given: Any) -> int:
-        try:
+        with suppress(threading.BrokenBarrierError):  # a turn each
             barrier.wait(0.3)
-        except threading.BrokenBarrierError:  # a turn each
-            pass
         return check(self, *given)
 
     monkeypatch.setattr(AdapterPool, "_check", slow)
@@ -219,7 +217,7 @@ def test_a_scaling_that_float32_cannot_hold_takes_no_slot(scaling: float) -> Non
     problem = base().problem
     manager = LoRAManager(problem, "adapters=2,rank=5,a13=shared", [3, 4], mode="parallel_delta")
     own = adapter(4, 1)
-    with pytest.raises(WeightsError, match="'mine': scaling of layer 4: got .*float32"):
+    with pytest.raises(WeightsError, match=r"'mine': scaling of layer 4: got .*float32"):
         manager.load("mine", {3: MoELoRALayer(own, 2.0), 4: MoELoRALayer(own, scaling)})
     consistent(manager)
     for name in ("mine", "other"):

@@ -229,14 +229,15 @@ def test_properties_that_a_thread_was_computing_are_computed_in_the_child(
         assert in_child(lambda: Slow(4).double) == 8
 
 
-_ON_TWO_THREADS = """
+_PRELUDE = f"""
 import sys
-sys.path.insert(0, {tests!r})
+sys.path.insert(0, {str(Path(__file__).parent)!r})
 import torch
 torch.set_num_threads(2)
-import modular_kernel as mk
 from forked import in_child
-
+"""
+_COMPUTES = """
+import modular_kernel as mk
 problem = mk.Problem(tokens=256, hidden=512, intermediate=512, experts=2, top_k=2,
                      dtype=torch.float32)
 kernel = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem)
@@ -247,31 +248,26 @@ want = kernel(x, weights, routing)
 for call in (kernel, kernel.plan()):
     torch.testing.assert_close(in_child(lambda: call(x, weights, routing).clone()), want)
 """
+_COMPUTES_NOTHING = """
+import modular_kernel.forks
+assert in_child(torch.get_num_threads) == 2
+"""
 
 
-def test_a_child_computes_after_the_parent_computed_on_several_threads() -> None:
-    text = _ON_TWO_THREADS.format(tests=str(Path(__file__).parent))
-    done = subprocess.run(
-        [sys.executable, "-c", text], capture_output=True, text=True, timeout=4 * PATIENCE_S
-    )
+@pytest.mark.parametrize("text", [_COMPUTES, _COMPUTES_NOTHING], ids=["computes", "nothing"])
+def test_a_child_of_a_process_that_computes_on_several_threads(text: str) -> None:
+    done = run_python(_PRELUDE + text)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_process_that_never_computed_keeps_its_threads_in_the_child() -> None:
-    text = (
-        "import sys; sys.path.insert(0, {tests!r}); import torch; torch.set_num_threads(2); "
-        "import modular_kernel.forks; from forked import in_child; "
-        "assert in_child(torch.get_num_threads) == 2"
-    ).format(tests=str(Path(__file__).parent))
-    done = subprocess.run(
-        [sys.executable, "-c", text], capture_output=True, text=True, timeout=4 * PATIENCE_S
-    )
-    assert done.returncode == 0, done.stderr
+def run_python(text: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-c", text]
+    return subprocess.run(command, capture_output=True, text=True, timeout=4 * PATIENCE_S)
 
 
 def test_a_lock_of_choices_ends_though_a_child_lives_on(tmp_path: Path) -> None:
     cache = Cache(tmp_path, {"who": "a test"}, {})
-    ended, until = os.pipe(), threading.Event()
+    ended = os.pipe()
     with cache.locked(wait_s=0) as mine:
         assert mine
         pid = os.fork()
@@ -286,11 +282,10 @@ def test_a_lock_of_choices_ends_though_a_child_lives_on(tmp_path: Path) -> None:
     finally:
         os.close(ended[1])
         os.waitpid(pid, 0)
-        until.set()
 
 
 def test_a_folder_of_built_files_goes_with_the_process_that_made_it(tmp_path: Path) -> None:
-    text = """
+    done = run_python("""
 import os, sys
 from modular_kernel.ops.launch import kept
 folder = kept._of_this_process()
@@ -301,10 +296,7 @@ if pid == 0:
 os.waitpid(pid, 0)
 assert folder.is_dir()
 print(folder)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", text], capture_output=True, text=True, timeout=2 * PATIENCE_S
-    )
+""")
     assert done.returncode == 0, done.stderr
     assert not Path(done.stdout.strip()).exists()
 

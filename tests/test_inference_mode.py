@@ -4,10 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ep_layers import Layer
-from module_ranks import module_ranks
 from safetensors.torch import load_file
-from test_forks_ranks import HOSTS
 from test_layer_loading import engine_loads, layer_of
 
 import modular_kernel as mk
@@ -15,12 +12,9 @@ from modular_kernel.layers.parallel import LayerParallel
 from modular_kernel.layers.router import Router
 from modular_kernel.routers import RouterSpec
 from modular_kernel.testing.checkpoints.samples import write
-from modular_kernel.testing.ranks.pool import RankPool
 
 CHECKPOINTS = pytest.mark.parametrize("kind", ["bf16", "deepseek fp8", "awq"])
 ALONE = LayerParallel()
-
-pair = module_ranks(2)
 
 
 @pytest.fixture
@@ -66,19 +60,3 @@ def test_a_router_is_loaded_outside_where_it_was_made_within() -> None:
     state = {name: torch.ones_like(tensor) for name, tensor in router.state_dict().items()}
     router.load_state_dict(state)
     assert all(bool((tensor == 1).all()) for tensor in router.state_dict().values())
-
-
-def test_ranks_of_a_host_end_waits_outside_where_their_memory_was_made_within(
-    pair: RankPool,
-) -> None:
-    assert pair.run(made_within, Layer(HOSTS, (3, 3))) == [True, True]
-
-
-def made_within(rank: int, world: int, group: object, layer: Layer) -> bool:
-    with torch.inference_mode():
-        kernel = layer.kernel(rank, group)
-    manager = kernel.prepare_finalize.manager
-    manager.memory.fail()
-    failed = manager.memory.missing() == ()
-    manager.destroy()
-    return failed

@@ -28,9 +28,7 @@ class LayerParallel:
     ep_group: object | None = None
     tp_group: object | None = None
     group: object | None = None
-    _made_in: int = field(
-        default_factory=forks.generation, init=False, repr=False, compare=False
-    )
+    _made_in: int = field(default_factory=forks.generation, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("ep", "tp"):
@@ -43,7 +41,9 @@ class LayerParallel:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickle and copy take; UnsupportedError with a process group."""
-        held = [name for name in ("ep_group", "tp_group", "group") if getattr(self, name) is not None]
+        held = [
+            name for name in ("ep_group", "tp_group", "group") if getattr(self, name) is not None
+        ]
         if held:
             need = "a layer made in each process with its own groups, and this one's state_dict"
             raise UnsupportedError("pickle or copy of a layer", got=", ".join(held), need=need)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from modular_kernel import modes
 from modular_kernel.errors import UnsupportedError
 from modular_kernel.types import Problem
 from prepare_finalize.host_then_rank.group import HostThenRankGroup
@@ -66,8 +65,7 @@ class HostSlots:
                 flag.zero_()
 
         self.heap = manager.heap(flags + _IN_FLIGHT * each, _meaning(problem), begin)
-        with modes.kept():
-            counters = torch.zeros(2, 2, dtype=torch.int32, device=self.heap.deltas_W.device)
+        counters = torch.zeros(2, 2, dtype=torch.int32, device=self.heap.deltas_W.device)
         self._shared |= {"dispatches": counters[0], "combines": counters[1]}
         self._free = list(range(_IN_FLIGHT))
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from modular_kernel import forks, modes
+from modular_kernel import forks
 from modular_kernel.errors import CommunicationError, UnsupportedError
 from modular_kernel.printable import plural
 from prepare_finalize.common.torch_group import in_short
@@ -101,9 +101,8 @@ class SharedMemory(ABC):
         if place.type == "cuda":
             place = torch.device("cuda", torch.cuda.current_device())
         self._place = place
-        with modes.kept():
-            self.failed = torch.zeros(1, dtype=torch.int32, device=place)
-            self.status = torch.zeros(1, dtype=torch.int64, pin_memory=place.type == "cuda")
+        self.failed = torch.zeros(1, dtype=torch.int32, device=place)
+        self.status = torch.zeros(1, dtype=torch.int64, pin_memory=place.type == "cuda")
 
     @property
     def patience(self) -> int:
@@ -135,9 +134,8 @@ class SharedMemory(ABC):
         try:
             meeting = self._meeting()
             meeting.agree({"bytes": nbytes, "meaning": meaning})
-            with modes.kept():
-                heap = self._share(nbytes, meeting)
-                begin(heap)
+            heap = self._share(nbytes, meeting)
+            begin(heap)
             if self.device == "cuda":
                 torch.cuda.synchronize(self._place)
             meeting.tell({})  # nobody writes before all have begun
