@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from modular_kernel import stages as names
-from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
+from modular_kernel.contracts import PermuteExpertsUnpermute, PickledByProblem, TopKWeightAndReduce
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.fields import check_fields, expect
 from modular_kernel.runner import (
@@ -57,7 +57,7 @@ _REDUCERS: Mapping[Reduce, type[TopKWeightAndReduce]] = {
 _FIELDS = frozenset(field.name for field in fields(ExpertsRequirements)) - {"activation_format"}
 
 
-class AssembledExperts(PermuteExpertsUnpermute):
+class AssembledExperts(PickledByProblem, PermuteExpertsUnpermute):
     """Pre-permute, core and post-permute of one backend, in this order."""
 
     stages: ClassVar[Stages]

@@ -6,13 +6,16 @@ y_TH = kernel(x_TH, pool.weights(base), routing)  # its tokens name `slot`
 """
 
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
+from modular_kernel import forks, modes
 from modular_kernel.adapters import Adapter
 from modular_kernel.errors import (
     CapacityError,
@@ -62,7 +65,10 @@ class AdapterPool:
 
     Adapters are copied into the same memory, so that kernels, plans and captured graphs which have
     read `weights` read the new ones. Copies are on the current stream: a call that names the slot
-    on another stream has to wait for it. Calls of one pool must not overlap in time.
+    on another stream has to wait for it.
+
+    Threads may load and evict at the same time: they take turns. A kernel's call takes no turn, so
+    evict an adapter only when no call names its slot any more.
     """
 
     def __init__(self, problem: Problem, device: torch.device | str = "cpu") -> None:
@@ -81,12 +87,29 @@ class AdapterPool:
         slots, sizes = self._spec.adapters, (problem.e, problem.w1_rows)
         numbers = self._spec.slot_numbers(*sizes, problem.hidden, problem.intermediate)
         self._slot_bytes = numbers * problem.dtype.itemsize
-        with _memory(f"pool of {slots} slots", slots * self._slot_bytes, device):
+        with _memory(f"pool of {slots} slots", slots * self._slot_bytes, device), modes.kept():
             self._tensors = {
                 name: torch.zeros(slots, *shape, dtype=problem.dtype, device=device)
                 for name, shape in shapes.items()
             }
         self._slots = dict[str, int]()
+        # Slots that nobody has and that may not be zero: of a change that was interrupted.
+        self._unclean = set[int]()
+        self._turn = threading.RLock()
+        forks.on_fork(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what pickle and copy take: all but the lock."""
+        return {name: each for name, each in vars(self).items() if name != "_turn"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._turn = threading.RLock()
+        forks.on_fork(self)
+
+    def after_fork(self) -> None:
+        """In a forked child, unlock what a thread that is not there had locked."""
+        forks.renew(self._turn)
 
     @property
     def slots(self) -> Mapping[str, int]:
@@ -118,12 +141,17 @@ class AdapterPool:
         tensors on the pool's device or the CPU; what the slot has beyond that rank stays zero. Its
         values are read, which waits for the device.
 
-        Raises, and leaves the pool as it was: StateError for a name that is loaded, or while a
-        stream is being captured; CapacityError without a free slot, or memory for the copy;
-        WeightsError for a rank above the pool's, and values that are not finite; ShapeError,
-        DtypeError, DeviceError, LayoutError for tensors that do not fit.
+        Raises StateError for a name that is loaded, or while a stream is being captured;
+        CapacityError without a free slot, or memory for the copy; WeightsError for a rank above the
+        pool's, and values that are not finite; ShapeError, DtypeError, DeviceError, LayoutError for
+        tensors that do not fit. After any exception, KeyboardInterrupt included, the pool holds
+        what it held before.
         """
-        self._check_state(name)
+        with self._turn:
+            return self._load(name, adapter)
+
+    def _load(self, name: str, adapter: Adapter) -> int:
+        self.check_change(name)
         if name in self._slots:
             got = f"loaded in slot {self._slots[name]}"
             raise StateError(f"adapter {name!r}", got=got, need="a name that is not, or evict it")
@@ -134,19 +162,22 @@ class AdapterPool:
             need = f"a free one, {self.slot_bytes} bytes on {self.device}: evict, or a larger pool"
             raise CapacityError(f"adapter {name!r}", got=got, need=need)
         rank = self._check(name, adapter)
+        self._clean()
         slot = free[0]
         with torch.no_grad():
             # All memory that it takes is there before the slot is written.
             size = sum(getattr(adapter, each).nbytes for each in self._tensors)
             with _memory(f"adapter {name!r}", size, self.device):
                 ready = {each: getattr(adapter, each).to(self.device) for each in self._tensors}
+            self._unclean.add(slot)
             try:
                 for each, tensor in ready.items():
                     self._room(each, slot, rank).copy_(self._in_halves(each, tensor))
             except BaseException:
-                self._clear(slot)
+                self._clean()
                 raise
         self._slots[name] = slot
+        self._unclean.discard(slot)
         return slot
 
     def evict(self, name: str) -> None:
@@ -154,18 +185,27 @@ class AdapterPool:
 
         StateError for a name that is not loaded, or while a stream is being captured.
         """
-        self._check_state(name)
+        with self._turn:
+            self._evict(name)
+
+    def _evict(self, name: str) -> None:
+        self.check_change(name)
         if name not in self._slots:
             loaded = ", ".join(sorted(self._slots)[:8]) or "none"
             need = f"a loaded one: {loaded}"
             raise StateError(f"adapter {name!r}", got="not loaded", need=need)
-        self._clear(self._slots[name])
+        self._unclean.add(self._slots[name])
         del self._slots[name]
+        self._clean()
 
     @torch.no_grad()
-    def _clear(self, slot: int) -> None:
-        for tensor in self._tensors.values():
-            tensor[slot].zero_()
+    def _clean(self) -> None:
+        """Fill unclean slots with zeros; a slot that was taken in the last moment stays."""
+        self._unclean.difference_update(self._slots.values())
+        for slot in tuple(self._unclean):
+            for tensor in self._tensors.values():
+                tensor[slot].zero_()
+            self._unclean.discard(slot)
 
     def _shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of one adapter of a rank."""
@@ -174,7 +214,8 @@ class AdapterPool:
         shapes = replace(self._spec, rank=rank).shapes(*sizes)
         return {name: shape[1:] for name, shape in shapes.items()}
 
-    def _check_state(self, name: str) -> None:
+    def check_change(self, name: str) -> None:
+        """Raise ConfigurationError for what is no name, StateError while a stream is captured."""
         expect("name of an adapter", name, str)
         if not 0 < len(name) <= _MOST_NAME:
             need = f"1 to {_MOST_NAME} characters"

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from modular_kernel import modes
+from modular_kernel import forks, modes
 from modular_kernel.execution import Execution
 from modular_kernel.plan import BoundCalls
 from modular_kernel.replay import capturing
@@ -69,9 +69,15 @@ class StreamMemory:
             with modes.kept():
                 memory = torch.empty(size, dtype=torch.uint8, device=self._device)
             self._memory = memory
-            _keep_few(self)
+            _memories.keep_few(self)
         self._users.add(user)
         return memory
+
+    def after_fork(self) -> None:
+        """In a forked child, end the call of a thread that is not there, half done as it is."""
+        if not forks.renew(self.lock):
+            self.busy = False
+            self.release()
 
     def release(self) -> None:
         """Free the memory. The lock must be held, or no other thread be in a call."""
@@ -84,38 +90,59 @@ class StreamMemory:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # no subclass that is not made of memory alone
 
 _Stream = tuple[int, int]  # the device's index, -1 for the CPU; the stream's handle
-_memories: OrderedDict[_Stream, StreamMemory] = OrderedDict()
-_memories_lock = threading.RLock()
 
 
-def memory_of(device: torch.device, stream: int) -> StreamMemory:
-    """Return the memory shared by calls on a stream of `device`; 0 is the CPU's only one."""
-    key = (_index_of(device), stream)
-    with _memories_lock:
-        found = _memories.get(key)
-        if found is None:
-            found = _memories[key] = StreamMemory(device)
-        return found
+class StreamMemories:
+    """The memory of every stream that calls were made on, in the order of the first ones."""
+
+    def __init__(self) -> None:
+        self._memories: OrderedDict[_Stream, StreamMemory] = OrderedDict()
+        self._lock = threading.RLock()
+        forks.on_fork(self)
+
+    def after_fork(self) -> None:
+        """In a forked child, unlock what a thread that is not there had locked."""
+        forks.renew(self._lock)
+        for memory in self._memories.values():
+            memory.after_fork()
+
+    def of(self, device: torch.device, stream: int) -> StreamMemory:
+        """Return the memory shared by calls on a stream of `device`; 0 is the CPU's only one."""
+        key = (_index_of(device), stream)
+        with self._lock:
+            found = self._memories.get(key)
+            if found is None:
+                found = self._memories[key] = StreamMemory(device)
+            return found
+
+    def held_bytes(self) -> dict[_Stream, int]:
+        """Return how many bytes are held, by (device index, stream)."""
+        with self._lock:
+            return {key: memory.nbytes for key, memory in self._memories.items() if memory.nbytes}
+
+    def keep_few(self, newest: StreamMemory) -> None:
+        """Free the memory of streams that came first, where too many hold some."""
+        with self._lock:
+            holders = [memory for memory in self._memories.values() if memory.nbytes]
+        for memory in holders[: max(len(holders) - _MOST_STREAMS, 0)]:
+            if memory is newest or not memory.lock.acquire(blocking=False):
+                continue
+            try:
+                if not memory.busy:
+                    memory.release()
+            finally:
+                memory.lock.release()
+
+
+_memories = StreamMemories()
 
 
 def held_bytes() -> dict[_Stream, int]:
-    """Return how many bytes of workspace are held between calls, by (device index, stream)."""
-    with _memories_lock:
-        return {key: memory.nbytes for key, memory in _memories.items() if memory.nbytes}
+    """Return how many bytes of workspace are held between calls, by (device index, stream).
 
-
-def _keep_few(newest: StreamMemory) -> None:
-    """Free the memory of streams that reserved theirs first, where too many hold some."""
-    with _memories_lock:
-        holders = [memory for memory in _memories.values() if memory.nbytes]
-    for memory in holders[: max(len(holders) - _MOST_STREAMS, 0)]:
-        if memory is newest or not memory.lock.acquire(blocking=False):
-            continue
-        try:
-            if not memory.busy:
-                memory.release()
-        finally:
-            memory.lock.release()
+    The index of the CPU is -1, and its only stream is 0.
+    """
+    return _memories.held_bytes()
 
 
 class CallPlans:
@@ -127,10 +154,18 @@ class CallPlans:
     def __init__(self, most_tokens: int) -> None:
         self._most_tokens = min(most_tokens, LARGEST_PLANNED)
         self._plans: OrderedDict[tuple[int, int, int], _CallPlan] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        forks.on_fork(self)
 
     def __reduce__(self) -> tuple[type["CallPlans"], tuple[int]]:
         return CallPlans, (self._most_tokens,)
+
+    def after_fork(self) -> None:
+        """In a forked child, unlock, and forget plans on a GPU: its context is the parent's."""
+        forks.renew(self._lock)
+        if any(index >= 0 for index, *_ in self._plans):
+            self._plans.clear()
+            self._most_tokens = 0
 
     @property
     def capacities(self) -> tuple[int, ...]:
@@ -189,7 +224,7 @@ class CallPlans:
             plan = next((p for p in of_stream if p.problem.tokens == capacity), None)
             if plan is None:
                 problem = kernel.problem.with_tokens(capacity)
-                plan = _CallPlan(kernel, problem, device, memory_of(device, stream))
+                plan = _CallPlan(kernel, problem, device, _memories.of(device, stream))
             self._plans[index, stream, (tokens - 1).bit_length()] = plan
             while len(self._plans) > _MOST_PLANS:
                 self._plans.popitem(last=False)
@@ -259,7 +294,7 @@ class _CallPlan(BoundCalls):
     def release(self) -> None:
         """Forget the shared memory, and everything that holds its addresses."""
         self._bound = False
-        del self._workspace
+        vars(self).pop("_workspace", None)
         self._forget_recorded()
 
     def _output_of(self, x_TH: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:

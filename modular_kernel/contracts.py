@@ -16,7 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -99,6 +99,17 @@ class PrepareAndFinalize(Judged, ABC):
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         self.problem = problem
         self.group = group
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what pickle and copy take; UnsupportedError with a process group.
+
+        Connections to other ranks belong to the process that opened them.
+        """
+        if self.group is not None or self.problem.parallel.world_size > 1:
+            got = "a part that holds a process group"
+            need = "one made anew in each process, of its problem and that process's group"
+            raise UnsupportedError(f"pickle or copy of {type(self).__name__}", got=got, need=need)
+        return self.__dict__
 
     def round_capacity(self, multiple: int) -> None:
         """Make the room of an expert a multiple of this, if `requires.rounds_capacity`.
@@ -299,6 +310,19 @@ class PermuteExpertsUnpermute(Judged, ABC):
         If the part declares inplace, `output` may be the memory of `tokens`: then nothing is
         written to it before the last token was read.
         """
+
+
+class PickledByProblem:
+    """Pickles and copies an experts part as its class and problem.
+
+    For parts whose constructor binds kernels or a library, which cannot be pickled. A subclass with
+    a constructor of other arguments, or more state, overrides `__reduce__`.
+    """
+
+    problem: Problem
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.problem,)
 
 
 class Call:

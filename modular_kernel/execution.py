@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from modular_kernel import modes, prepared, replay, stages, validate
+from modular_kernel import forks, modes, prepared, replay, stages, validate
 from modular_kernel.contracts import (
     Call,
     PermuteExpertsUnpermute,
@@ -73,8 +73,15 @@ class Execution:
         self.checked, self.poison = checked, poison
         self._ids_dtype = prepare_finalize.topk_indices_dtype()
         self._invalid_ids: torch.Tensor | None = None
+        self._counter: dict[str, torch.Tensor] = {}
         self.known_weights = replay.KnownWeights()
         self._reader = prepared.reader(type(experts), self.problem)
+        forks.on_fork(self)
+
+    def after_fork(self) -> None:
+        """In a forked child, have torch compute without the threads of the parent."""
+        if self.machine.device == "cpu":
+            forks.use_one_thread()
 
     @property
     def pairing(self) -> str:
@@ -166,7 +173,9 @@ class Execution:
         """Return the counter behind `invalid_ids`, made at the first need."""
         if self._invalid_ids is None:
             with modes.kept():
-                self._invalid_ids = torch.zeros(1, dtype=torch.int32, device=device)
+                made = torch.zeros(1, dtype=torch.int32, device=device)
+            # In one step, so that the first calls of two threads count in the same tensor.
+            self._invalid_ids = self._counter.setdefault("invalid_ids", made)
         return self._invalid_ids
 
     def _defers_quant(self, tokens: int) -> bool:

@@ -7,6 +7,7 @@ y_TH = plan(x_TH, weights, routing)                         # ... and never agai
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -71,6 +72,14 @@ class FusedMoEModularKernel(Execution):
         prepare_finalize.check_machine(machine)
         super().__init__(prepare_finalize, experts, machine=machine, checked=checked, poison=poison)
         self._call_plans = CallPlans(problem.tokens if self._may_plan_calls() else 0)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle a kernel as its two parts and options; `invalid_ids` of the copy starts at 0.
+
+        UnsupportedError of parts that hold a process group.
+        """
+        made = partial(type(self), machine=self.machine, checked=self.checked, poison=self.poison)
+        return made, (self.prepare_finalize, self.experts)
 
     def __repr__(self) -> str:
         return f"<{self.pairing}, {self.problem} on {self.machine}>"

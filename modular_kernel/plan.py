@@ -2,11 +2,12 @@
 
 import threading
 from collections.abc import Hashable, Sequence
-from copy import deepcopy
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
-from modular_kernel import modes, replay, stages, validate
+from modular_kernel import forks, modes, replay, stages, validate
 from modular_kernel.errors import ConfigurationError, DeviceError, StateError
 from modular_kernel.execution import Execution, Pending
 from modular_kernel.tensors import ExpertWeights, Routing
@@ -225,10 +226,23 @@ class Plan(BoundCalls):
         rows = 0 if self._makes_output else problem.tokens
         shape = (rows, *problem.output_shape[1:])
         self._own = _Outputs(shape, problem.dtype, device)
-        self._turn, self._busy = threading.RLock(), False
+        self._turn: AbstractContextManager[Any] = threading.RLock()
+        self._busy = False
+        forks.on_fork(self)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "Plan":
-        return Plan(deepcopy(self.kernel, memo), self.problem)
+    def __reduce__(self) -> tuple[type["Plan"], tuple[Execution, Problem]]:
+        """Copy and pickle a plan as its kernel and problem: a copy has buffers of its own."""
+        return Plan, (self.kernel, self.problem)
+
+    def after_fork(self) -> None:
+        """In a forked child, end the call of a thread that is not there, or bar every call."""
+        on_gpu = self._device.type == "cuda"
+        if on_gpu or self.problem.parallel.world_size > 1:
+            whose = "a CUDA context" if on_gpu else "a process group"
+            need = f"a spawned process, with a plan of its own: {whose} does not survive a fork"
+            self._turn, self._index = forks.Barred("a plan", need), None
+        elif not forks.renew(self._turn):
+            self._busy = False
 
     def __repr__(self) -> str:
         return f"<plan of {self.kernel.pairing}, {self.problem}: {self.nbytes} bytes>"

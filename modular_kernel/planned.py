@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from modular_kernel import forks
 from modular_kernel.call_plans import capacity_of
 from modular_kernel.catalog import check, make_kernel, this_machine
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
@@ -79,6 +80,11 @@ class Planned:
         self.kernels: OrderedDict[_Key, FusedMoEModularKernel] = OrderedDict()
         self._most_kernels = most_kernels
         self._turn = threading.RLock()
+        forks.on_fork(self)
+
+    def after_fork(self) -> None:
+        """In a forked child, unlock what a thread that is not there had locked."""
+        forks.renew(self._turn)
 
     def kernel(
         self, pairing: Pairing, problem: Problem, device: torch.device

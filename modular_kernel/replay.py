@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import reduce
-from itertools import groupby, pairwise
+from itertools import count, groupby, pairwise
 from operator import attrgetter, itemgetter, or_
 from typing import Any
 
@@ -234,6 +234,7 @@ class KnownWeights:
         self._passed: dict[tuple[Hashable, ...], None] = {}
         # A number is hashed sooner than what it stands for.
         self._signatures: dict[Hashable, int] = {}
+        self._next_number = count().__next__  # not the dict's length: two threads may read the same
 
     def __reduce__(self) -> tuple[type["KnownWeights"], tuple[()]]:
         return KnownWeights, ()
@@ -253,7 +254,7 @@ class KnownWeights:
             alive,
             weights.w1.device,
             tensors,
-            signature=self._signatures.setdefault(signature, len(self._signatures)),
+            signature=self._signatures.setdefault(signature, self._next_number()),
             places=_places(tensors),
             spans=tuple(map(span, tensors)),
             pointers=pointers,

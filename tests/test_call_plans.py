@@ -12,7 +12,7 @@ from replay_samples import CPU, SMALL, AddExperts, Prepare, assert_right, inputs
 from torch.overrides import TorchFunctionMode
 
 from modular_kernel import call_plans, validate
-from modular_kernel.call_plans import StreamMemory, held_bytes, memory_of
+from modular_kernel.call_plans import StreamMemories, StreamMemory, held_bytes
 from modular_kernel.catalog import make_kernel
 from modular_kernel.composer import random_inputs
 from modular_kernel.errors import CapacityError, InputError, LayoutError, ShapeError
@@ -27,7 +27,7 @@ FP32 = Problem(tokens=64, hidden=64, intermediate=32, experts=4, top_k=2, dtype=
 @pytest.fixture(autouse=True)
 def own_memories(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
-        patch.setattr(call_plans, "_memories", type(call_plans._memories)())
+        patch.setattr(call_plans, "_memories", StreamMemories())
         yield
 
 
@@ -209,7 +209,7 @@ def test_an_error_leaves_the_memory_usable() -> None:
         with pytest.raises(ShapeError, match="w1"):
             kernel(args[0], broken, args[2])
         assert_right(kernel(*args), args)
-    assert not memory_of(CPU, 0).busy
+    assert not call_plans._memories.of(CPU, 0).busy
 
 
 def test_memory_of_few_streams_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from experts.common.hidden_rows import ROUNDINGS, hidden_rows, hidden_specs
 from modular_kernel import stages
-from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
+from modular_kernel.contracts import PermuteExpertsUnpermute, PickledByProblem, TopKWeightAndReduce
 from modular_kernel.roundings import Roundings
 from modular_kernel.tensors import (
     BatchedShape,
@@ -26,7 +26,7 @@ from topk_reduce import TopKWeightAndReduceDelegate, unless_kept
 Rows = tuple[torch.Tensor, torch.Tensor | None]
 
 
-class UnweightedRowsExperts(PermuteExpertsUnpermute):
+class UnweightedRowsExperts(PickledByProblem, PermuteExpertsUnpermute):
     """A part that leaves batched rows as its second product has them."""
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:

@@ -14,7 +14,7 @@ import torch
 from experts.common.hidden_rows import ROUNDINGS, hidden_rows, hidden_specs
 from experts.triton.path import room_for
 from modular_kernel import stages
-from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
+from modular_kernel.contracts import PermuteExpertsUnpermute, PickledByProblem, TopKWeightAndReduce
 from modular_kernel.ops.permute import permute_tokens
 from modular_kernel.ops.permute_quantise import permute_and_quantise
 from modular_kernel.ops.quantise import Quantised, scale_shape
@@ -51,7 +51,7 @@ class RowOrder:
     used: torch.Tensor
 
 
-class SummedRowsExperts(PermuteExpertsUnpermute):
+class SummedRowsExperts(PickledByProblem, PermuteExpertsUnpermute):
     """A part that weights and sums rows of its own, which lie as it likes.
 
     requires: of all such parts; each adds what its products are for.

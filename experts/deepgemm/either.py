@@ -13,7 +13,7 @@ from experts.deepgemm.parts import BatchedDeepGemmExperts, DeepGemmExperts
 from experts.triton.batched import BatchedTritonExperts
 from experts.triton.contiguous import TritonExperts
 from modular_kernel import stages
-from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
+from modular_kernel.contracts import PermuteExpertsUnpermute, PickledByProblem, TopKWeightAndReduce
 from modular_kernel.ops.quantise import quantise_rows, quantise_specs, take_quantised
 from modular_kernel.roundings import Roundings
 from modular_kernel.support import Rejection
@@ -48,7 +48,7 @@ def least_tokens(problem: Problem, rows: int) -> int:
     return -(-rows * problem.experts // problem.top_k)
 
 
-class _Either(PermuteExpertsUnpermute):
+class _Either(PickledByProblem, PermuteExpertsUnpermute):
     """A part over Triton and one over DeepGEMM of the same format, and what is alike in both."""
 
     of_triton: ClassVar[type[PermuteExpertsUnpermute]]

@@ -24,7 +24,7 @@ from experts.flashinfer.library import (
 )
 from experts.flashinfer.nan_rows import mark_nan_rows
 from modular_kernel import stages
-from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
+from modular_kernel.contracts import PermuteExpertsUnpermute, PickledByProblem, TopKWeightAndReduce
 from modular_kernel.ops.quantise import quantise_rows, quantise_specs, take_quantised
 from modular_kernel.roundings import Roundings
 from modular_kernel.support import ExpertsRequirements, Rejection
@@ -45,7 +45,7 @@ _BLOCK_ARCH, _BLOCK_CUDA = (9, 0), (12, 8)
 _WHOLE = stages.fused(stages.PERMUTE, stages.GEMM1, stages.GEMM2, stages.UNPERMUTE)
 
 
-class FlashInferExperts(PermuteExpertsUnpermute):
+class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
     """Contiguous tokens in 16 bits, fp8 by tensor (static) or by blocks; weights and sums itself.
 
     Launches: pairs joined, so that no expert is twice in a token; tokens with a NaN marked, if the

@@ -2,12 +2,12 @@
 
 from experts.triton.operands import SCHEMES, weight_rejections
 from experts.triton.tuning.space import ConfigSpace
-from modular_kernel.contracts import PermuteExpertsUnpermute
+from modular_kernel.contracts import PermuteExpertsUnpermute, PickledByProblem
 from modular_kernel.support import ExpertsRequirements, Rejection
 from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce
 
 
-class OwnProductsExperts(PermuteExpertsUnpermute):
+class OwnProductsExperts(PickledByProblem, PermuteExpertsUnpermute):
     """A part over these products, of any scheme. requires: for contiguous tokens."""
 
     requires = ExpertsRequirements(

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from modular_kernel import modes
 from modular_kernel.errors import ConfigurationError, InputError
 from modular_kernel.fields import Count, device_named, expect
 from modular_kernel.importers.boxes import LayerSource
@@ -82,6 +83,7 @@ class LoadedExperts:
         return "linear" if self.placement.is_linear else self.placement
 
 
+@modes.kept()
 def load_experts(  # noqa: PLR0913 (each is one question)
     checkpoint: str | Path,
     layer: int,

@@ -17,6 +17,7 @@ from typing import Literal
 
 import torch
 
+from modular_kernel import modes
 from modular_kernel.adapters import Adapter, AdapterSpec
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
 from modular_kernel.fields import expect
@@ -47,6 +48,7 @@ _Factors = tuple[torch.Tensor, torch.Tensor]  # (experts, r, depth), (experts, r
 _Part = tuple[str, torch.Tensor, torch.Tensor]  # "gate" or "up", and its factors
 
 
+@modes.kept()
 def load_adapter(
     folder: str | Path,
     layer: int,

@@ -59,6 +59,10 @@ class AccessLog:
         self._kernel, self._bounds = kernel, Bounds(arguments)
         self._races = None if self._found is None else Races(self._bounds)
 
+    def forget_launch(self) -> None:
+        """Drop what is noted of a launch that will not end: its thread is not in this process."""
+        self._trace = self._races = None
+
     def touch(self, access: Access, pointers: Any, lanes: Any, nbytes: int, program: int) -> None:
         """`program` is about to touch elements of `nbytes` bytes, where lanes are on.
 

@@ -29,6 +29,7 @@ import triton.language as tl
 from triton.runtime import interpreter as upstream
 from triton.runtime.jit import mangle_type
 
+from modular_kernel import forks
 from modular_kernel.interpreter.access_log import watch
 from modular_kernel.interpreter.block_types import init_block_type, init_tensor, type_of_tuple
 from modular_kernel.interpreter.builder import (
@@ -48,6 +49,7 @@ _patch_lang_tensor = upstream._patch_lang_tensor
 
 # The interpreter keeps the running program's index in one global, so one launch at a time.
 _ONE_LAUNCH = threading.RLock()
+_scopes: list[Foreign] = []  # what launches under way have patched, the innermost last
 
 _INTERPRETED = interpreted_since_import()  # a variable set later changes no function of triton's
 
@@ -61,7 +63,12 @@ def install() -> None:
     """Put the honest arithmetic in place of upstream's, for every later launch. Idempotent."""
     if upstream.InterpreterBuilder is HonestBuilder:
         return
-    upstream.InterpreterBuilder = HonestBuilder
+    with _ONE_LAUNCH:
+        _install()
+        upstream.InterpreterBuilder = HonestBuilder  # last: other threads look at it, and launch
+
+
+def _install() -> None:
     # Semantics objects already hold the one builder there is, so it changes its class in place.
     upstream.interpreter_builder.__class__ = HonestBuilder
     upstream.interpreter_builder.options = honest_options(upstream.interpreter_builder)
@@ -87,12 +94,19 @@ class SerialGrid(upstream.GridExecutor):  # type: ignore[misc]
     def __call__(self, *args: Foreign, **kwargs: Foreign) -> None:
         arguments = dict(zip(self.arg_names, args, strict=False)) | kwargs
         with _ONE_LAUNCH, np.errstate(all="ignore"):
-            run = partial(super().__call__, *args, **kwargs)
+            run = partial(self._run, *args, **kwargs)
             plain = type(self.grid) is tuple and all(type(each) is int for each in self.grid)
             if self.pre_run_hooks or not plain:  # what they do is not known
                 run()
             else:
                 watch.launch(self.fn, self.grid, arguments, run)
+
+    def _run(self, *args: Foreign, **kwargs: Foreign) -> None:
+        outer = len(_scopes)
+        try:
+            super().__call__(*args, **kwargs)
+        finally:
+            del _scopes[outer:]  # upstream has restored them
 
     def _init_args_hst(
         self, args_dev: tuple[Foreign, ...], kwargs: dict[str, Foreign]
@@ -115,7 +129,24 @@ _EVERY_LANGUAGE = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
 
 def _patch_language_once(fn: Foreign) -> Foreign:
     """Patch all language modules for a launch, so that helpers need not do so at each call."""
-    return _patch_lang(_EVERY_LANGUAGE)
+    scope = _patch_lang(_EVERY_LANGUAGE)
+    _scopes.append(scope)
+    return scope
+
+
+class _AfterFork:
+    """Ends, in a forked child, the launch of a thread that is not there."""
+
+    def after_fork(self) -> None:
+        if forks.renew(_ONE_LAUNCH):
+            return  # the launch is the forking thread's, and goes on
+        while _scopes:
+            _scopes.pop().restore()
+        watch.forget_launch()
+
+
+_after_fork = _AfterFork()
+forks.on_fork(_after_fork)
 
 
 def _patch_tensor(tensor: Foreign, scope: Foreign) -> None:

@@ -337,6 +337,8 @@ class FusedMoE(ExpertParameters):
         adapters: the problem and the weights of a layer that has some, on one rank.
         """
         weights, kernel, shared = self.weights(), self._own_kernel, self.shared_experts
+        if self._groups:
+            self.parallel.check_process()  # before anything is launched
         if kernel is None:
             problem, weights = adapters or (self.problem, weights)
             pairing = self._pairing(x_TH.device, problem)

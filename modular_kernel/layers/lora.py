@@ -10,17 +10,27 @@ Two modes that compute different things: "merged", the default, is LoRA as it is
 experts; "parallel_delta" is a branch of its own beside them (`modular_kernel.ops.moe_lora`).
 """
 
+import math
+import struct
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from modular_kernel import forks, modes
 from modular_kernel.adapter_pool import AdapterPool
 from modular_kernel.adapters import Adapter, AdapterSpec
-from modular_kernel.errors import ConfigurationError, ShapeError, StateError, UnsupportedError
+from modular_kernel.errors import (
+    ConfigurationError,
+    ShapeError,
+    StateError,
+    UnsupportedError,
+    WeightsError,
+)
 from modular_kernel.fields import expect
 from modular_kernel.layers.fused_moe import FusedMoE, RoutingLike
 from modular_kernel.ops.moe_lora import MoELoRABatchInfo, run_moe_lora
@@ -87,6 +97,8 @@ class LoRAManager:
     one A for gate and up, and needs a13=shared, activation silu and rows of w1 that do not
     alternate. ConfigurationError for what is not these, DeviceError and CapacityError of
     `AdapterPool`.
+
+    Threads may load, evict and prepare batches at the same time: they take turns.
     """
 
     def __init__(
@@ -115,11 +127,28 @@ class LoRAManager:
             raise ConfigurationError("layers", got=ids[:8], need="one at least, each once")
         self.pools = {layer: AdapterPool(self.problem, device) for layer in ids}
         slots = 0 if spec is None else spec.adapters
-        self._ranks = {
-            layer: torch.zeros(slots, dtype=torch.int32, device=device) for layer in self.pools
-        }
-        self._scalings = {layer: torch.ones(slots, device=device) for layer in self.pools}
+        with modes.kept():
+            self._ranks = {
+                layer: torch.zeros(slots, dtype=torch.int32, device=device) for layer in self.pools
+            }
+            self._scalings = {layer: torch.ones(slots, device=device) for layer in self.pools}
         self._slots = dict[str, int]()
+        self._unfinished = set[str]()  # names whose load or evict was interrupted
+        self._turn = threading.RLock()
+        forks.on_fork(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what pickle and copy take: all but the lock."""
+        return {name: each for name, each in vars(self).items() if name != "_turn"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._turn = threading.RLock()
+        forks.on_fork(self)
+
+    def after_fork(self) -> None:
+        """In a forked child, unlock what a thread that is not there had locked."""
+        forks.renew(self._turn)
 
     @property
     def has_moe_lora(self) -> bool:
@@ -129,43 +158,71 @@ class LoRAManager:
     def load(self, name: str, layers: Mapping[int, MoELoRALayer]) -> int:
         """Load an adapter into one slot of all layers, and return it; layers it has not are zero.
 
-        Every error of `AdapterPool.load`, ConfigurationError for a layer that is not there, and
-        StateError where a pool was changed beside the manager, so that layers would have different
-        slots; then no pool has changed.
+        Every error of `AdapterPool.load`, ConfigurationError for a layer that is not there,
+        WeightsError for a scaling that float32 cannot hold, and StateError where a pool was changed
+        beside the manager, so that layers would have different slots. After any exception,
+        KeyboardInterrupt included, no pool has changed.
         """
         expect(f"adapter {name!r}", layers, Mapping)
         for layer, own in layers.items():
             self._pool(layer)
             expect(f"adapter {name!r}: layer {layer}", own, MoELoRALayer)
-        loaded = list[AdapterPool]()
-        slots = dict[int, int]()
+            if self.mode == "parallel_delta" and not _in_float32(own.scaling):
+                need = "a number that float32 holds"
+                what = f"adapter {name!r}: scaling of layer {layer}"
+                raise WeightsError(what, got=own.scaling, need=need)
+        with self._turn:
+            self._finish()
+            return self._load(name, layers)
+
+    def _load(self, name: str, layers: Mapping[int, MoELoRALayer]) -> int:
+        for pool in self.pools.values():
+            pool.check_change(name)
+            if name in pool.slots:
+                got = f"loaded in slot {pool.slots[name]}"
+                need = "a name that is not, or evict it"
+                raise StateError(f"adapter {name!r}", got=got, need=need)
+        self._unfinished.add(name)
         try:
-            for layer, pool in self.pools.items():
-                slots[layer] = pool.load(name, self._adapter(layers.get(layer)))
-                loaded.append(pool)
+            slots = {
+                layer: pool.load(name, self._adapter(layers.get(layer)))
+                for layer, pool in self.pools.items()
+            }
             slot, *others = set(slots.values())
             if others:
                 need = "one slot: adapters come and go by the manager alone"
                 raise StateError(f"adapter {name!r}: slots by layer", got=slots, need=need)
+            for layer, mine in layers.items():
+                self._ranks[layer][slot] = mine.rank
+                self._scalings[layer][slot] = 1.0 if self.mode == "merged" else mine.scaling
         except BaseException:
-            for pool in loaded:
-                pool.evict(name)
+            self._finish()
             raise
-        for layer in self.pools:
-            mine = layers.get(layer)
-            self._ranks[layer][slot] = 0 if mine is None else mine.rank
-            folded = self.mode == "merged" or mine is None
-            self._scalings[layer][slot] = 1.0 if folded or mine is None else mine.scaling
         self._slots[name] = slot
+        self._unfinished.discard(name)
         return slot
 
     def evict(self, name: str) -> None:
         """Free an adapter's slot in every layer; StateError for one that is not loaded."""
-        slot = self._slot(name)
-        for layer, pool in self.pools.items():
-            pool.evict(name)
-            self._ranks[layer][slot] = 0
-        del self._slots[name]
+        with self._turn:
+            self._finish()
+            self._slot(name)
+            for pool in self.pools.values():
+                pool.check_change(name)
+            self._unfinished.add(name)
+            del self._slots[name]
+            self._finish()
+
+    def _finish(self) -> None:
+        """Take out of the pools what is there of adapters that are not loaded, or not any more."""
+        self._unfinished.difference_update(self._slots)
+        for name in tuple(self._unfinished):
+            for layer, pool in self.pools.items():
+                slot = pool.slots.get(name)
+                if slot is not None:
+                    self._ranks[layer][slot], self._scalings[layer][slot] = 0, 1.0
+                    pool.evict(name)
+            self._unfinished.discard(name)
 
     def prepare_moe_lora_batch(
         self, forward_batch: ForwardBatch, layer_id: int
@@ -179,15 +236,20 @@ class LoRAManager:
         names = forward_batch.lora_ids
         if not any(name is not None for name in names):
             return None
+        with self._turn:
+            slots = self._slots_of(names, layer_id)
+        ranks = self._ranks[layer_id]
+        indices = torch.tensor(slots, dtype=torch.int32).to(ranks.device)
+        return MoELoRABatchInfo(indices, ranks, self._scalings[layer_id], forward_batch.seg_indptr)
+
+    def _slots_of(self, names: Sequence[str | None], layer_id: int) -> list[int]:
         slots = [-1 if name is None else self._slot(name) for name in names]
         for name, slot in zip(names, slots, strict=True):
             held = -1 if name is None else self.pools[layer_id].slots.get(name)
             if held != slot:
                 got, need = f"slot {held}", f"slot {slot}: by the manager alone"
                 raise StateError(f"adapter {name!r}: pool of layer {layer_id}", got=got, need=need)
-        ranks = self._ranks[layer_id]
-        indices = torch.tensor(slots, dtype=torch.int32).to(ranks.device)
-        return MoELoRABatchInfo(indices, ranks, self._scalings[layer_id], forward_batch.seg_indptr)
+        return slots
 
     def backend(self, layer_id: int) -> "LoRABackend":
         """Return the buffers of a layer, for the parallel branch."""
@@ -225,6 +287,15 @@ class LoRAManager:
             name: torch.zeros(shape[1:], dtype=problem.dtype) for name, shape in shapes.items()
         }
         return Adapter(**zeros)
+
+
+def _in_float32(number: float) -> bool:
+    """Whether float32 rounds a number neither to 0 nor beyond its range."""
+    try:
+        held = struct.unpack("f", struct.pack("f", number))[0]
+    except OverflowError:
+        return False
+    return math.isfinite(held) and (held != 0 or number == 0)
 
 
 class LoRABackend:

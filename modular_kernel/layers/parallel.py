@@ -1,12 +1,13 @@
 """LayerParallel: where a rank stands among those that share a layer's experts, and their sum."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from modular_kernel.errors import CommunicationError, ConfigurationError
+from modular_kernel import forks
+from modular_kernel.errors import CommunicationError, ConfigurationError, UnsupportedError
 from modular_kernel.fields import Count, expect
 from modular_kernel.placement import Placement
 
@@ -27,6 +28,7 @@ class LayerParallel:
     ep_group: object | None = None
     tp_group: object | None = None
     group: object | None = None
+    _made_in: int = field(default_factory=forks.generation, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("ep", "tp"):
@@ -36,6 +38,21 @@ class LayerParallel:
         if self.group is not None and _size(self.group) != every:
             need = f"{every}, EP x TP"
             raise ConfigurationError("group's size", got=_size(self.group), need=need)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what pickle and copy take; UnsupportedError with a process group."""
+        held = [
+            name for name in ("ep_group", "tp_group", "group") if getattr(self, name) is not None
+        ]
+        if held:
+            need = "a layer made in each process with its own groups, and this one's state_dict"
+            raise UnsupportedError("pickle or copy of a layer", got=", ".join(held), need=need)
+        return self.__dict__
+
+    def check_process(self) -> None:
+        """Raise StateError in a process that was forked since the groups were given."""
+        need = "a spawned process, with groups of its own"
+        forks.check_process(self._made_in, "process groups of a layer", need)
 
     @property
     def first(self) -> bool:

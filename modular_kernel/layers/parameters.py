@@ -6,7 +6,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from modular_kernel import prepared
+from modular_kernel import modes, prepared
 from modular_kernel.errors import StateError, UnsupportedError, WeightsError
 from modular_kernel.fields import device_named, expect
 from modular_kernel.layers.parallel import LayerParallel
@@ -49,6 +49,7 @@ class ExpertParameters(nn.Module):
     expert_map: torch.Tensor | None
     _no_bias: torch.Tensor | None
 
+    @modes.kept()
     def __init__(
         self,
         problem: Problem,
@@ -102,6 +103,7 @@ class ExpertParameters(nn.Module):
             param, loaded_weight, weight_name, shard_id, expert_id
         )
 
+    @modes.kept()
     def process_weights_after_loading(self) -> None:
         """Make what kernels take of what `weight_loader` has loaded, in place of it.
 
@@ -163,6 +165,7 @@ class ExpertParameters(nn.Module):
         if metadata is not None:
             metadata[_READY] = self._ready
 
+    @modes.kept()
     def _load_from_state_dict(
         self,
         state_dict: dict[str, Any],

@@ -7,6 +7,7 @@ weights, ids, logits = router(x_TH)
 import torch
 from torch import nn
 
+from modular_kernel import modes
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
 from modular_kernel.fields import Count, expect
 from modular_kernel.ops.route import Routed, RouterTensors, route
@@ -52,6 +53,7 @@ class Router(nn.Module):
     e_score_correction_bias: nn.Parameter | None
     tid2eid: torch.Tensor | None
 
+    @modes.kept()
     def __init__(
         self,
         spec: RouterSpec,

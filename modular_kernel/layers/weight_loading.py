@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 
+from modular_kernel import modes
 from modular_kernel.errors import ConfigurationError, ShapeError, WeightsError
 from modular_kernel.fields import Count, expect
 from modular_kernel.importers.formats import Format, fit, format_of
@@ -116,6 +117,7 @@ class ExpertLoader:
                 found[f"{name}_{kept.name}"] = ((len(share.slots), *shape), dtype)
         return found
 
+    @modes.kept()
     def create_weights(
         self,
         layer: torch.nn.Module,

@@ -9,7 +9,7 @@ import errno
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,9 @@ class Cache:
         try:
             yield _taken(handle, time.monotonic() + wait_s)
         finally:
+            # A process forked meanwhile has the handle too: closing it alone leaves the lock there.
+            with suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_UN)
             os.close(handle)
 
     def _merge(self, buckets: Sequence[Bucket]) -> None:

@@ -5,9 +5,15 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
+from modular_kernel import forks
 from modular_kernel.errors import CommunicationError, ConfigurationError, UnsupportedError
 from prepare_finalize.common.torch_group import in_short
-from prepare_finalize.rendezvous.connect import deadline_of, member_group, store_at_new_place
+from prepare_finalize.rendezvous.connect import (
+    check_process,
+    deadline_of,
+    member_group,
+    store_at_new_place,
+)
 from prepare_finalize.rendezvous.hosts import check_one_host, find_hosts
 from prepare_finalize.rendezvous.store_rounds import Facts, Meeting
 
@@ -43,6 +49,7 @@ class ExchangeManager(ABC, Generic[Shape]):
     ) -> None:
         if in_flight < 1:
             raise ConfigurationError("in_flight", got=in_flight, need=">= 1")
+        self._made_in = forks.generation()
         self.deadline_s = deadline_of(deadline_s)
         self._group = member_group(group)
         self._library = library or self.load_library()
@@ -108,6 +115,7 @@ class ExchangeManager(ABC, Generic[Shape]):
         Where calls wait for a combine that will not come, they are kept: a peer may be writing to
         them, and this process had better end.
         """
+        check_process(self._made_in)
         if self._destroyed:
             return
         made = [each for exchanges in self._exchanges.values() for each in exchanges]
@@ -131,6 +139,7 @@ class ExchangeManager(ABC, Generic[Shape]):
         """Make more buffers of a shape, on all ranks, and keep them."""
 
     def _check_open(self) -> None:
+        check_process(self._made_in)
         if self._destroyed:
             raise UnsupportedError(self.package, got="a destroyed manager", need="a new one")
 

@@ -24,12 +24,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from modular_kernel import forks
 from modular_kernel.errors import (
     CommunicationError,
     UnsupportedError,
 )
 from prepare_finalize.rendezvous.at_exit import Communicator
 from prepare_finalize.rendezvous.connect import (
+    check_process,
     check_served,
     connect,
     deadline_of,
@@ -67,6 +69,7 @@ class TorchGroup:
         device: str | None = None,
         history: int = 1024,
     ) -> None:
+        self._made_in = forks.generation()
         self.deadline_s = deadline_of(deadline_s)
         process_group = member_group(group)
         self.rank, self.world_size = process_group.rank(), process_group.size()
@@ -184,6 +187,8 @@ class TorchGroup:
         """Fail because of what happened on this rank between exchanges: peers see it at once."""
         if isinstance(error, CommunicationError) or self._failure is not None or self._destroyed:
             return
+        if self._made_in != forks.generation():  # the connections are the parent's
+            return
         why = f"broke off its call: {type(error).__name__}"
         record = self.last_calls.begin(self.step, "combine", 0)
         self.last_calls.end(record, f"failed: {why}")
@@ -221,12 +226,14 @@ class TorchGroup:
 
     def destroy(self) -> None:
         """Close the communicator; whatever is asked of the manager after it is refused."""
+        check_process(self._made_in)
         group = self._communicator.close()
         if self.device == "cuda" and group is not None and not self._destroyed:
             group.shutdown()
         self._destroyed = True
 
     def _check_open(self) -> None:
+        check_process(self._made_in)
         if self._failure is not None:
             before = self._failure
             got = f"a manager that failed before: {before.got}"

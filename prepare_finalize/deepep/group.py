@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from modular_kernel import forks
 from modular_kernel.errors import (
     CommunicationError,
     ConfigurationError,
@@ -31,7 +32,12 @@ from modular_kernel.settings import deepep_disables_gin, nvshmem_asks_for_ibgda
 from prepare_finalize.common.torch_group import in_short
 from prepare_finalize.deepep.arguments import few_tokens, many_tokens
 from prepare_finalize.deepep.low_latency_buffer import LowLatency
-from prepare_finalize.rendezvous.connect import deadline_of, member_group, store_at_new_place
+from prepare_finalize.rendezvous.connect import (
+    check_process,
+    deadline_of,
+    member_group,
+    store_at_new_place,
+)
 from prepare_finalize.rendezvous.hosts import find_hosts
 from prepare_finalize.rendezvous.store_rounds import Facts, Meeting
 
@@ -88,6 +94,7 @@ class DeepEPGroup:
     ) -> None:
         if num_sms is not None and (num_sms < 2 or num_sms % 2):
             raise ConfigurationError("num_sms", got=num_sms, need="an even number from 2 on")
+        self._made_in = forks.generation()
         self.deadline_s = deadline_of(deadline_s)
         self.process_group = _nccl_group(group)
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
@@ -123,7 +130,8 @@ class DeepEPGroup:
         return torch.cuda.is_current_stream_capturing()
 
     def check_open(self) -> None:
-        """UnsupportedError after `destroy`."""
+        """UnsupportedError after `destroy`; StateError in a forked child."""
+        check_process(self._made_in)
         if self._destroyed:
             raise UnsupportedError("exchange", got="a destroyed manager", need="a new one")
 
@@ -158,6 +166,7 @@ class DeepEPGroup:
         Whatever is asked of the manager after it is refused. Raise CommunicationError where a rank
         stays away: then the buffers are kept, because that rank may be writing to them.
         """
+        check_process(self._made_in)
         buffers, self._buffers = self._buffers, {}
         if self._destroyed or not buffers:
             self._destroyed = True

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch._C._distributed_c10d import _unregister_process_group
 
+from modular_kernel import forks
+
 _PATIENCE_S = 1.0  # for a thread whose store may never answer
 _aside: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 
@@ -34,14 +36,21 @@ class Communicator:
     """
 
     def __init__(self, owner: object, *, device: str) -> None:
+        self._made_in = forks.generation()
         self.group: Any = None  # until it is connected, and after `close`
         self.name: Any = None  # under which torch knows it, where it does
         weakref.finalize(owner, self.close).atexit = device == "cpu"
 
     def close(self) -> Any:
-        """Give the group up; returns it, or None if that was done before."""
+        """Give the group up; returns it, or None if that was done before, or in a forked child.
+
+        A child keeps the group for good: to free it would wait for threads that it does not have.
+        """
         group, name = self.group, self.name
         self.group = self.name = None
+        if self._made_in != forks.generation():
+            forks.never_free(group)
+            return None
         if name is not None:
             _unregister_process_group(name)
         return group

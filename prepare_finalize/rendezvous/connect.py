@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
+from modular_kernel import forks
 from modular_kernel.errors import ConfigurationError, DeviceError
 from modular_kernel.settings import read_settings
 from prepare_finalize.rendezvous.at_exit import run_aside
@@ -30,6 +31,12 @@ def deadline_of(deadline_s: Any) -> float:
     if is_number and 0 < deadline_s < float("inf"):
         return float(deadline_s)
     raise ConfigurationError("deadline_s", got=repr(deadline_s), need="seconds > 0")
+
+
+def check_process(made_in: int) -> None:
+    """Raise StateError in a process that was forked since a manager was made."""
+    need = "a spawned process, with a process group of its own"
+    forks.check_process(made_in, "exchange between ranks", need)
 
 
 def connect(device: str, store: Store, rank: int, world_size: int, deadline_s: float) -> Any:

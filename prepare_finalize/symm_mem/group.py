@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 
+from modular_kernel import forks
 from modular_kernel.errors import CommunicationError, UnsupportedError
 from modular_kernel.printable import plural
 from prepare_finalize.common.torch_group import in_short
 from prepare_finalize.rendezvous.connect import (
+    check_process,
     check_served,
     deadline_of,
     member_group,
@@ -92,6 +94,7 @@ class SharedMemory(ABC):
         self.named = rank  # in errors
         self.device, self.deadline_s, self.last_calls = device, deadline_s, last_calls
         self.step = 0
+        self._made_in = forks.generation()
         self._destroyed = False
         self._failure: CommunicationError | None = None
         place = torch.device(device)
@@ -175,6 +178,7 @@ class SharedMemory(ABC):
 
     def check_open(self) -> None:
         """CommunicationError if a wait is known to have failed; does not wait for the device."""
+        check_process(self._made_in)
         if self._destroyed:
             raise UnsupportedError("exchange", got="a destroyed manager", need="a new one")
         if self._failure is None and (word := int(self.status[0])):

@@ -5,8 +5,10 @@ this user, and nobody else may write there. Its name has the hash of its bytes, 
 before the file is used: half a file, or another one, is made again. It appears in one step, whole.
 """
 
+import atexit
 import hashlib
 import os
+import shutil
 import stat
 import tempfile
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from functools import cache
 from glob import escape
 from pathlib import Path
 
+from modular_kernel import forks
 from modular_kernel.settings import read_settings
 
 DIGITS = 32  # of a hash in a name
@@ -48,7 +51,7 @@ def keep(stem: str, suffix: str, make: Callable[[Path], None]) -> Path:
     Where it cannot be kept, it is in a folder of this process that goes when that ends. What `make`
     raises is raised, and nothing is kept. OSError where there is no room for it anywhere.
     """
-    own = Path(_of_this_process().name)
+    own = _of_this_process()
     with tempfile.TemporaryDirectory(dir=own) as part:
         made = Path(part) / f"made{suffix}"
         make(made)
@@ -89,12 +92,24 @@ def _folder() -> Path:
         else:
             if _mine(folder, stat.S_ISDIR) and os.access(folder, os.W_OK | os.X_OK):
                 return folder
-    return Path(_of_this_process().name)
+    return _of_this_process()
+
+
+def _of_this_process() -> Path:
+    return _of_process(forks.generation())
 
 
 @cache
-def _of_this_process() -> "tempfile.TemporaryDirectory[str]":
-    return tempfile.TemporaryDirectory(prefix="modular_kernel-built-", ignore_cleanup_errors=True)
+def _of_process(generation: int) -> Path:
+    """Make a folder that goes when this process ends, and not when a forked child of it does."""
+    folder = Path(tempfile.mkdtemp(prefix="modular_kernel-built-"))
+    atexit.register(_remove, folder, generation)
+    return folder
+
+
+def _remove(folder: Path, generation: int) -> None:
+    if generation == forks.generation():
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _mine(path: Path, kind: Callable[[int], bool]) -> bool:

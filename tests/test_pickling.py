@@ -1,0 +1,245 @@
+"""What is pickled, spawned and copied: kernels, plans, layers, runners and pools."""
+
+import copy
+import io
+import multiprocessing
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ep_layers import ALL2ALL, BATCHED, GATHERED, REPLICATED, Layer
+from forked import PATIENCE_S
+from fused_samples import BASE
+from lora_layer_samples import STARTS, adapter, base, made
+from lora_layer_samples import call as lora_call
+from module_ranks import module_ranks
+from runner_calls import OUT, ran
+from torch.utils.data import DataLoader, Dataset
+
+import modular_kernel as mk
+from modular_kernel.adapter_pool import AdapterPool
+from modular_kernel.composer import random_inputs
+from modular_kernel.errors import ModularKernelError, UnsupportedError
+from modular_kernel.integrations.moe_runner import MoeRunner
+from modular_kernel.layers.ep_moe import EPMoE
+from modular_kernel.layers.fused_moe import FusedMoE
+from modular_kernel.layers.lora import ForwardBatch
+from modular_kernel.layers.parallel import LayerParallel
+from modular_kernel.layers.router import Router
+from modular_kernel.routers import RouterSpec
+from modular_kernel.select.choosing import Terms, compose
+from modular_kernel.testing.ranks.pool import RankPool
+
+PROBLEM = mk.Problem(
+    tokens=8, hidden=64, intermediate=32, experts=4, top_k=2, dtype=torch.float32
+)  # fmt: skip
+CPU = torch.device("cpu")
+
+pair = module_ranks(2)
+
+
+def saved(value: Any) -> Any:
+    """Save and load a value with torch."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def pickled(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+COPIES = pytest.mark.parametrize("copied", [pickled, saved, copy.deepcopy])
+
+
+def pairings() -> list[tuple[str, str]]:
+    machine = mk.catalog.this_machine(device="cpu")
+    valid = [v.pairing for v in mk.check_all(PROBLEM, machine) if v.ok]
+    return [tuple(pairing.split(" x ")) for pairing in valid]  # type: ignore[misc]
+
+
+@COPIES
+def test_kernels_and_plans_of_every_pairing(copied: Callable[[Any], Any]) -> None:
+    found, given = pairings(), random_inputs(PROBLEM, CPU)
+    assert ("MoEPrepareAndFinalizeNoEP", "TorchExperts") in found
+    for pair in found:
+        kernel = mk.make_kernel(*pair, PROBLEM, checked=True)
+        want = kernel(*given)
+        other = copied(kernel)
+        assert torch.equal(other(*given), want), pair
+        assert (other.problem, other.machine) == (kernel.problem, kernel.machine)
+        assert (other.checked, other.poison) == (True, False)
+        plan = kernel.plan()
+        plan(*given)
+        assert torch.equal(copied(plan)(*given), want), pair
+
+
+def test_a_copy_counts_invalid_ids_of_its_own() -> None:
+    kernel = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", PROBLEM)
+    x_TH, weights, routing = random_inputs(PROBLEM, CPU)
+    routing.topk_ids_TK[0, 0] = 99
+    kernel(x_TH, weights, routing)
+    other = pickled(kernel)
+    assert (kernel.invalid_ids, other.invalid_ids) == (1, 0)
+    other(x_TH, weights, routing)
+    other(x_TH, weights, routing)
+    assert (kernel.invalid_ids, other.invalid_ids) == (1, 2)
+
+
+@COPIES
+def test_composed_kernels(
+    copied: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))
+    given = random_inputs(PROBLEM, CPU)
+    kernel = compose(PROBLEM, mk.Machine("cpu"), terms=Terms(budget=0.0))
+    other = copied(kernel)
+    assert other.pairing == kernel.pairing
+    assert torch.equal(other(*given), kernel(*given))
+    assert torch.equal(copied(kernel.plan())(*given), kernel(*given))
+
+
+@COPIES
+def test_layers(copied: Callable[[Any], Any]) -> None:
+    g = torch.Generator().manual_seed(0)
+    x_TH, logits = torch.randn(5, 64, generator=g), torch.randn(5, 4, generator=g)
+    for layer, routing in (
+        (FusedMoE(4, 64, 32, router=RouterSpec(2), params_dtype=torch.float32), logits),
+        (FusedMoE(4, 64, 32, router=Router(RouterSpec(2), 64, 4), params_dtype=torch.float32),
+         None),
+        (EPMoE(4, 2, 64, 32, params_dtype=torch.float32, experts="TorchExperts"), logits),
+    ):  # fmt: skip
+        for parameter in layer.parameters():
+            parameter.data.copy_(torch.randn(parameter.shape, generator=g) / 8)
+        want = layer(x_TH, routing)
+        assert torch.equal(copied(layer)(x_TH, routing), want)
+
+
+@COPIES
+def test_layers_with_adapters_and_their_manager(copied: Callable[[Any], Any]) -> None:
+    layer, manager = made(base(), "merged", 2)
+    x, logits = lora_call()
+    batch = ForwardBatch(("a", None, "b"), STARTS)
+    want = layer(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3))
+    other_layer, other = copied((layer, manager))
+    info = other.prepare_moe_lora_batch(batch, 3)
+    assert torch.equal(other_layer(x, logits, moe_lora_info=info), want)
+    other.evict("a")
+    assert other.load("c", {}) == 0
+    assert "a" in manager.pools[3].slots
+
+
+@COPIES
+def test_pools(copied: Callable[[Any], Any]) -> None:
+    problem = mk.Problem(
+        tokens=8, hidden=32, intermediate=24, experts=6, top_k=2, dtype=torch.float32,
+        lora="adapters=2,rank=5",
+    )  # fmt: skip
+    pool = AdapterPool(problem)
+    pool.load("one", adapter(3, 1, halves=2))
+    other = copied(pool)
+    assert other.load("two", adapter(4, 2, halves=2)) == 1
+    assert (dict(pool.slots), dict(other.slots)) == ({"one": 0}, {"one": 0, "two": 1})
+    assert all(torch.equal(t[0], other._tensors[name][0]) for name, t in pool._tensors.items())
+    assert not any(tensor[1].any() for tensor in pool._tensors.values())
+
+
+@COPIES
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_runners(copied: Callable[[Any], Any], backend: str) -> None:
+    runner = MoeRunner(backend, OUT)
+    assert torch.equal(ran(copied(runner), BASE), ran(runner, BASE))
+
+
+def run_there(called: Any, *given: Any) -> torch.Tensor:
+    """Call it in this process; the result is a copy of its own memory."""
+    torch.set_num_threads(1)
+    return called(*given).clone().numpy()
+
+
+def test_a_spawned_process_runs_kernels_plans_and_layers() -> None:
+    given = random_inputs(PROBLEM, CPU)
+    x_TH, weights, routing = given
+    kernel = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", PROBLEM)
+    layer = FusedMoE(4, 64, 32, top_k=2, params_dtype=torch.float32)
+    layer.set_weights(weights)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as processes:
+        runs = [
+            processes.submit(run_there, kernel, *given),
+            processes.submit(run_there, kernel.plan(), *given),
+            processes.submit(run_there, layer, x_TH, routing),
+        ]
+        found = [run.result(timeout=3 * PATIENCE_S) for run in runs]
+    for each in found:
+        torch.testing.assert_close(torch.from_numpy(each), kernel(*given))
+
+
+class Tokens(Dataset):  # type: ignore[type-arg]
+    """What a layer makes of one token after the other."""
+
+    def __init__(self, layer: FusedMoE, given: Any) -> None:
+        self.layer, (self.x_TH, _, self.routing) = layer, given
+
+    def __len__(self) -> int:
+        return len(self.x_TH)
+
+    def __getitem__(self, at: int) -> torch.Tensor:
+        routing = self.routing
+        own = mk.Routing(
+            routing.topk_weights_TK[at : at + 1], routing.topk_ids_TK[at : at + 1]
+        )  # fmt: skip
+        return self.layer(self.x_TH[at : at + 1], own)[0]
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_workers_of_a_data_loader_call_a_layer(how: str) -> None:
+    given = random_inputs(PROBLEM, CPU)
+    layer = FusedMoE(4, 64, 32, top_k=2, params_dtype=torch.float32)
+    layer.set_weights(given[1])
+    want = layer(given[0], given[2])
+    loader = DataLoader(
+        Tokens(layer, given),
+        batch_size=4,
+        num_workers=2,
+        multiprocessing_context=how,
+        timeout=3 * PATIENCE_S,
+    )
+    torch.testing.assert_close(torch.cat(list(loader)), want)
+
+
+def test_parts_over_ranks_say_why_they_cannot_be_pickled(pair: RankPool) -> None:
+    for part, experts in (
+        (REPLICATED, "TorchExperts"),
+        (GATHERED, "TorchExperts"),
+        (ALL2ALL, "TorchExperts"),
+        (BATCHED, "NaiveBatchedExperts"),
+    ):
+        layer = Layer(part, (3, 3), experts_part=experts)
+        for told in pair.run(refusals, layer):
+            assert [kind for kind, _ in told] == [UnsupportedError.__name__] * len(told)
+            assert all("process group" in text or "group" in text for _, text in told)
+
+
+def refusals(rank: int, world: int, group: object, layer: Layer) -> list[tuple[str, str]]:
+    kernel = layer.kernel(rank, group)
+    parallel = LayerParallel(ep_group=group)
+    module = FusedMoE(8, 48, 40, top_k=3, params_dtype=torch.float32, parallel=parallel)
+    found = []
+    for value in (kernel, kernel.plan(), module):
+        for copied in (pickled, saved, copy.deepcopy):
+            try:
+                copied(value)
+            except ModularKernelError as error:
+                found.append((type(error).__name__, str(error)))
+            except Exception as error:  # noqa: BLE001  raw, which fails the test
+                found.append((f"raw {type(error).__name__}", str(error)))
+    # What does travel: the tensors.
+    assert saved(module.state_dict()).keys() == module.state_dict().keys()
+    kernel.prepare_finalize.destroy()
+    return found

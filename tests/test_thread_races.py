@@ -1,0 +1,127 @@
+"""What several threads do at once with one kernel, its weights, or the interpreter."""
+
+import threading
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_adapter_changes import at_once
+
+import modular_kernel as mk
+from modular_kernel import planned
+from modular_kernel.composer import random_inputs
+from modular_kernel.layers.fused_moe import FusedMoE
+from modular_kernel.replay import KnownWeights
+from modular_kernel.select.choosing import Terms, compose
+from modular_kernel.types import Machine
+
+PROBLEM = mk.Problem(
+    tokens=33, hidden=64, intermediate=32, experts=4, top_k=2, dtype=torch.float32
+)  # fmt: skip
+CPU = torch.device("cpu")
+COUNTS = (0, 1, 2, 7, 16, 17, 32, 33)
+
+
+def first_tokens(given: Any, tokens: int) -> Any:
+    x_TH, weights, routing = given
+    own = mk.Routing(routing.topk_weights_TK[:tokens], routing.topk_ids_TK[:tokens])
+    return x_TH[:tokens], weights, own
+
+
+def check_at_once(call: Any, want: torch.Tensor, given: Any, turns: int) -> None:
+    """Eight threads call with a number of tokens each."""
+
+    def run(tokens: int) -> None:
+        own = first_tokens(given, tokens)
+        for _ in range(turns):
+            torch.testing.assert_close(call(*own), want[:tokens])
+
+    at_once(*(lambda n=n: run(n) for n in COUNTS))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("experts", ["TorchExperts", "TritonExperts"])
+@pytest.mark.parametrize("how", ["kernel", "plan", "layer"])
+def test_calls_of_several_sizes_at_once(
+    experts: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = mk.catalog.this_machine(device="cpu")
+    if not mk.check("MoEPrepareAndFinalizeNoEP", experts, PROBLEM, machine).ok:
+        pytest.skip("no interpreter here")
+    given = random_inputs(PROBLEM, CPU)
+    kernel = mk.make_kernel("MoEPrepareAndFinalizeNoEP", experts, PROBLEM, machine=machine)
+    want = kernel(*given)
+    if how == "layer":
+        monkeypatch.setattr("modular_kernel.layers.fused_moe._planned", planned.Planned())
+        layer = FusedMoE(4, 64, 32, top_k=2, params_dtype=torch.float32, experts=experts)
+        layer.set_weights(given[1])
+        check_at_once(lambda x, _, routing: layer(x, routing), want, given, 3)
+        return
+    made = mk.make_kernel("MoEPrepareAndFinalizeNoEP", experts, PROBLEM, machine=machine)
+    check_at_once(made if how == "kernel" else made.plan(), want, given, 3)
+
+
+def test_layers_are_composed_at_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))
+    given, found = random_inputs(PROBLEM, CPU), list[Any]()
+    machine, terms = Machine("cpu"), Terms(budget=5.0)
+    at_once(*[lambda: found.append(compose(PROBLEM, machine, terms=terms))] * 4)
+    want = found[0](*given)
+    for kernel in found[1:]:
+        torch.testing.assert_close(kernel(*given), want)
+
+
+def test_the_first_calls_of_two_threads_count_invalid_ids_in_one_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel = mk.make_kernel(
+        "MoEPrepareAndFinalizeNoEP", "TorchExperts", PROBLEM, machine=Machine("cpu")
+    )
+    zeros, barrier, found = torch.zeros, threading.Barrier(2), list[torch.Tensor]()
+
+    def slow(*given: Any, **options: Any) -> torch.Tensor:
+        barrier.wait(60)
+        return zeros(*given, **options)
+
+    monkeypatch.setattr(torch, "zeros", slow)
+    at_once(*[lambda: found.append(kernel.count_invalid_ids_on(CPU))] * 2)
+    assert found[0] is found[1]
+    found[0].fill_(3)
+    assert kernel.invalid_ids == 3
+
+
+def test_weights_that_two_threads_bind_at_once_have_signatures_of_their_own() -> None:
+    known = KnownWeights()
+    wide, narrow = (random_inputs(p, CPU)[1] for p in (PROBLEM, replace(PROBLEM, hidden=32)))
+    bound: list[Any] = []
+
+    class Interleaved(dict[Hashable, int]):
+        def setdefault(self, key: Hashable, number: int) -> int:  # type: ignore[override]
+            if not bound:  # another thread comes in between
+                bound.append(None)
+                bound.append(known.bind(narrow))
+            return super().setdefault(key, number)
+
+    known._signatures = Interleaved()
+    bound.append(known.bind(wide))
+    assert bound[1].signature != bound[2].signature
+
+
+def test_the_interpreter_is_not_called_ready_before_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    upstream = pytest.importorskip("triton.runtime.interpreter")
+    patch = pytest.importorskip("modular_kernel.interpreter.patch")
+    if not patch.active():
+        pytest.skip("kernels are compiled here")
+    patch.install()
+    ready, options = [], patch.honest_options
+
+    def looking(builder: object) -> object:
+        ready.append(upstream.InterpreterBuilder is patch.HonestBuilder)
+        return options(builder)
+
+    monkeypatch.setattr(patch, "honest_options", looking)
+    monkeypatch.setattr(upstream, "InterpreterBuilder", object)
+    patch.install()
+    assert ready == [False]
+    assert upstream.InterpreterBuilder is patch.HonestBuilder
