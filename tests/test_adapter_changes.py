@@ -145,11 +145,13 @@ def interrupted(*lines: int) -> Any:
         return watch
 
     before = sys.gettrace()
+    grad = torch.is_grad_enabled()
     sys.settrace(watch)
     try:
         yield passed
     finally:
         sys.settrace(before)
+        torch.set_grad_enabled(grad)  # an interrupt within no_grad's own code leaves it off
 
 
 def lines_of(function: Callable[[], Any]) -> int:
