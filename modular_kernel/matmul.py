@@ -39,8 +39,7 @@ def compact(matrix: torch.Tensor) -> torch.Tensor:
     rows, columns = matrix.shape
     if matrix.device.type != "cpu" or matrix.stride() in ((columns, 1), (1, rows)):
         return matrix
-    # A clone, not `contiguous()`: that returns a single row as it is, with any stride, and oneDNN is
-    # handed the stride.
+    # Not `contiguous()`: it returns a single row as it is, and oneDNN is handed the row's stride.
     return matrix.clone(memory_format=torch.contiguous_format)
 
 

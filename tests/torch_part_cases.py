@@ -39,7 +39,10 @@ NAMED = (
 )  # fmt: skip
 
 _BASE = Problem(tokens=33, hidden=72, intermediate=40, experts=3, top_k=2)
-_QUANTS = ("none", "int8_w8a16_group:group=64", "none", "fp8_w8a8_channel", "int4_w4a16_group:group=32")  # fmt: skip
+_QUANTS = (
+    *("none", "int8_w8a16_group:group=64"),
+    *("none", "fp8_w8a8_channel", "int4_w4a16_group:group=32"),
+)
 _LORAS = ("none", "adapters=3,rank=7,a13=shared", "adapters=2,rank=33")
 _VALUES = ("ordinary", "nan_token", "inf_token")
 
