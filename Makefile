@@ -79,12 +79,13 @@ else
   CUTLASS_READY := $(CUTLASS_STAMP)
 endif
 
-.PHONY: environments help demo test fuzz verify test-interpreter test-compile test-gpu check docs test-triton newest-compile newest-compile-all newest-interpreter test-cutlass wheel clean metadata
+.PHONY: environments help demo test fuzz verify test-interpreter test-compile test-gpu check docs test-triton newest-compile newest-compile-all newest-interpreter test-cutlass wheel clean metadata test-isa isa
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    a tour on this machine: what can be paired, what is refused and why, a checked run"
 	@echo "make test    the test suite on the CPU, the longest lists by shares: kernels interpreted, then compiled"
+	@echo "make test-isa       parts of plain torch under each CPU instruction set that this machine has"
 	@echo "make test-triton    every kernel compiled and a short suite interpreted with the newest triton"
 	@echo "make test-cutlass   the kernels in CUTLASS's DSL compiled, without a GPU"
 	@echo "make verify  every case of every pair of parts; its record, with the commit, in $(VERIFIED)"
@@ -113,6 +114,15 @@ test-interpreter: $(READY)
 # tests: reordered, it would begin last.
 test-compile: $(READY)
 	env -u TRITON_INTERPRET $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/compile $(ARGS)
+
+# What oneDNN may use is read once in a process: cases of the torch parts run in one for each set.
+ISA_TESTS  ?= tests/compile/test_torch_part_products.py
+
+test-isa: $(READY)
+	$(PY) tools/cpu_isa.py -- $(PY) -m pytest -q -p no:cacheprovider -n 2 $(ISA_TESTS) $(ARGS)
+
+isa: $(READY)
+	@$(PY) tools/cpu_isa.py
 
 # What takes time is measured when nothing else runs: tests marked `alone` come after the others.
 # Tests of a machine without a GPU run where none is in sight.

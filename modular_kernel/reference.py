@@ -178,7 +178,12 @@ def _rounding(
 
 
 def _product(a_RK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
-    return a_RK @ b_NK.T
+    return _contiguous(a_RK) @ _contiguous(b_NK).T
+
+
+def _contiguous(matrix: torch.Tensor) -> torch.Tensor:
+    """Return a copy without gaps between its rows: float32 products on some CPUs read those."""
+    return matrix.clone(memory_format=torch.contiguous_format)
 
 
 def _float32_product(

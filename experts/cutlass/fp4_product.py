@@ -16,6 +16,7 @@ from experts.cutlass.objects import Kernel
 from experts.triton.operands import TMA_BYTES
 from modular_kernel import nvfp4
 from modular_kernel.errors import DtypeError, LayoutError, ShapeError
+from modular_kernel.matmul import matmul
 from modular_kernel.ops.fp4_rows import TILE_M, Fp4Rows, named_tiles
 from modular_kernel.scale_layout import from_tiles, tiled_shape
 from modular_kernel.scale_tiles import unpack_pairs
@@ -118,7 +119,7 @@ def fp4_gemm_ref(a: Fp4Rows, b: Fp4Weights, tiles: torch.Tensor, out: torch.Tens
         scale = from_tiles(a.scale[tile, None], rows.stop - first, groups).view(_E4M3)
         x = nvfp4.dequantise(unpack_pairs(a.q_RK[rows], 1), scale, one)
         factors = b.factors[expert].repeat_interleave(rows_b // matrices)
-        out[rows] = ((x @ values[expert].T) * factors).to(out.dtype)
+        out[rows] = (matmul(x, values[expert].T) * factors).to(out.dtype)
 
 
 _E4M3 = torch.float8_e4m3fn

@@ -14,6 +14,7 @@ from experts.cutlass.fakes import any_matrix
 from experts.cutlass.objects import Kernel
 from experts.triton.operands import TMA_BYTES, Product
 from modular_kernel.errors import LayoutError, ShapeError
+from modular_kernel.matmul import matmul
 from modular_kernel.ops.activation import gated_activation_ref
 from modular_kernel.ops.quantise import Quantised, dequantise_rows, quantise_rows_ref
 from modular_kernel.ops.sort import Sorted
@@ -110,7 +111,7 @@ def block_gemm_ref(
                 product.w[one], product.scale[one], None, problem.scheme
             )
         x = dequantise_rows(a.q_RK[tile], a.scale[tile], problem.scheme)
-        values = x @ weights[expert].T
+        values = matmul(x, weights[expert].T)
         if isinstance(out, Quantised):
             h = gated_activation_ref(values, problem.act).to(problem.dtype)
             part = Quantised(out.q_RK[tile], out.scale[tile])

@@ -10,6 +10,7 @@ from math import pi, sqrt
 import torch
 
 from modular_kernel.errors import UnsupportedError
+from modular_kernel.matmul import matmul
 from modular_kernel.quant import values_of
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import ActivationSpec, Problem
@@ -40,18 +41,18 @@ def call_gradients(
         token, slot = (ids_TK == expert).nonzero(as_tuple=True)
         w1, w2 = (_matrix(weights, name, expert, problem) for name in ("w1", "w2"))
         rows_RH, grad_RH = x_TH[token].float(), grad_TH[token].float()
-        gate_up_RN = rows_RH @ w1.T
+        gate_up_RN = matmul(rows_RH, w1.T)
         if weights.b1 is not None:
             gate_up_RN = gate_up_RN + weights.b1[expert].float()
         h_RI, backward = _activation(gate_up_RN, spec)
-        y_RH = h_RI @ w2.T
+        y_RH = matmul(h_RI, w2.T)
         if weights.b2 is not None:
             y_RH = y_RH + weights.b2[expert].float()
         dweights[token, slot] = (y_RH * grad_RH).sum(1) * problem.routed_scaling_factor
         scaled = routing.topk_weights_TK[token, slot, None] * problem.routed_scaling_factor
         dy_RH = grad_RH * scaled
-        dgate_up_RN = backward(dy_RH @ w2)
-        dx.index_add_(0, token, dgate_up_RN @ w1)
+        dgate_up_RN = backward(matmul(dy_RH, w2))
+        dx.index_add_(0, token, matmul(dgate_up_RN, w1))
         if weights.b1 is not None:
             biases[0][expert] = dgate_up_RN.sum(0)
         if weights.b2 is not None:

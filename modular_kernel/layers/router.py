@@ -10,6 +10,7 @@ from torch import nn
 from modular_kernel import modes
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
 from modular_kernel.fields import Count, expect
+from modular_kernel.matmul import linear
 from modular_kernel.ops.route import Routed, RouterTensors, route
 from modular_kernel.routers import RouterSpec, StandardTopKOutput
 from modular_kernel.tensors import dense
@@ -103,7 +104,7 @@ class Router(nn.Module):
             need = f"(T, H) with H = {self.weight.shape[1]}"
             raise ShapeError("x of the router", got=tuple(x_TH.shape), need=need)
         with torch.autocast(x_TH.device.type, enabled=False):
-            return nn.functional.linear(x_TH.to(self.weight.dtype), self.weight, self.bias)
+            return linear(x_TH.to(self.weight.dtype), self.weight, self.bias)
 
     def tensors(self) -> RouterTensors:
         """Return what `route` wants beside logits."""

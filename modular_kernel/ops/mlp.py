@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from modular_kernel import nvfp4, stages
+from modular_kernel.matmul import compact, matmul
 from modular_kernel.ops.activation import gated_activation_ref
 from modular_kernel.ops.quantise import dequantise_rows, quantised
 from modular_kernel.quant import values_of
@@ -156,16 +157,16 @@ def _deltas(
             continue
         mine = slots_R == slot
         a_RK, b_NR = (m[slot, rows.expert % m.shape[1]].float() for m in (a_LeRK, b_LeNR))
-        u_RR = (plain_RK[mine].float() @ a_RK.T).to(problem.dtype).float()
+        u_RR = matmul(plain_RK[mine].float(), a_RK.T).to(problem.dtype).float()
         if a_RK.shape[0] == b_NR.shape[1]:
-            found.append((mine, u_RR @ b_NR.T))
+            found.append((mine, matmul(u_RR, b_NR.T)))
             continue
         delta, rank = u_RR.new_empty(len(u_RR), len(b_NR)), b_NR.shape[1]
         interleaved, half = problem.act.interleaved, len(b_NR) // 2
         gates = slice(0, None, 2) if interleaved else slice(0, half)
         ups = slice(1, None, 2) if interleaved else slice(half, None)
-        delta[:, gates] = u_RR[:, :rank] @ b_NR[gates].T
-        delta[:, ups] = u_RR[:, rank:] @ b_NR[ups].T
+        delta[:, gates] = matmul(u_RR[:, :rank], b_NR[gates].T)
+        delta[:, ups] = matmul(u_RR[:, rank:], b_NR[ups].T)
         found.append((mine, delta))
     return found
 
@@ -176,7 +177,8 @@ def _product(a: torch.Tensor, matrix: torch.Tensor, deltas: Deltas, *, alone: bo
     It is in their dtype if nothing else is added to it, else in float32, not yet rounded. Rows
     without a delta have the bits that they have without any.
     """
-    product = a @ matrix.T if alone else a.float() @ matrix.float().T
+    a, matrix = compact(a), compact(matrix)  # once for all products that follow
+    product = matmul(a, matrix.T) if alone else matmul(a.float(), matrix.float().T)
     for mine, delta in deltas:
-        product[mine] = (a[mine].float() @ matrix.float().T + delta).to(product.dtype)
+        product[mine] = (matmul(a[mine].float(), matrix.float().T) + delta).to(product.dtype)
     return product

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from modular_kernel.matmul import matmul
 from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.launch.runtime import use_triton
@@ -138,7 +139,7 @@ def _moe_lora_a_ref(x_XD: torch.Tensor, a_LERD: torch.Tensor, batch: PairBatch) 
     out_PR = x_XD.new_zeros(tokens * top_k, a_LERD.shape[2])
     for pairs, slot, expert, rank in batch.of_each_key():
         rows = x_XD[pairs // (tokens * top_k // len(x_XD))]
-        u = rows.float() @ a_LERD[slot, expert, :rank].float().T
+        u = matmul(rows.float(), a_LERD[slot, expert, :rank].float().T)
         out_PR[pairs, : u.shape[1]] = u.to(out_PR.dtype)
     return out_PR.view(tokens, top_k, -1)
 
@@ -184,7 +185,7 @@ def _moe_lora_gate_up_b_ref(
     out_PI = u_TKR.new_zeros(tokens * top_k, b_LENR.shape[2] // 2)
     for pairs, slot, expert, rank in batch.of_each_key():
         b = b_LENR[slot, expert, :, :rank].float()
-        gate, up = (u_PR[pairs, : b.shape[1]].float() @ b.T).chunk(2, dim=1)
+        gate, up = matmul(u_PR[pairs, : b.shape[1]].float(), b.T).chunk(2, dim=1)
         out_PI[pairs] = (torch.nn.functional.silu(gate) * up).to(out_PI.dtype)
     return out_PI.view(tokens, top_k, -1)
 
@@ -250,7 +251,7 @@ def _moe_lora_down_combine_ref(
     touched_T = torch.zeros(len(out_TH), dtype=torch.bool, device=out_TH.device)
     for pairs, slot, expert, rank in batch.of_each_key():
         b = b_LEHR[slot, expert, :, :rank].float()
-        part = v_PR[pairs, : b.shape[1]].float() @ b.T
+        part = matmul(v_PR[pairs, : b.shape[1]].float(), b.T)
         total_TH.index_add_(0, pairs // top_k, part * (weights_P[pairs, None] * scalings_L[slot]))
         touched_T[pairs // top_k] = True
     out_TH.copy_(torch.where(touched_T[:, None], out_TH.float() + total_TH, out_TH))

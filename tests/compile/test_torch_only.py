@@ -57,6 +57,14 @@ def test_every_scheme(case: Case) -> None:
     assert proof.passed, str(proof)
 
 
+@pytest.mark.share(24)
+@pytest.mark.parametrize("case", FULL, ids=str)
+def test_full_cases(case: Case) -> None:
+    """What `mk test` runs with interpreted operations elsewhere, here with their torch twins."""
+    proof = prove(case, MACHINE)
+    assert proof.passed, str(proof)
+
+
 @pytest.mark.parametrize("combine", [Combine.SUM, Combine.TOPK_WEIGHTED])
 @pytest.mark.parametrize("quant", sorted(SCHEMES))
 @pytest.mark.parametrize(("pf", "experts"), PAIRS, ids="+".join)

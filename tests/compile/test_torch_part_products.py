@@ -1,0 +1,35 @@
+"""Parts of plain torch without the interpreter, where the CPU's instruction set tells in a product.
+
+`make test-isa` runs this file once for each set that oneDNN may be limited to here.
+"""
+
+import pytest
+import torch
+from torch_part_cases import CASES
+
+from modular_kernel.catalog import this_machine
+from modular_kernel.matmul import matmul
+from modular_kernel.testing import Case, prove
+
+MACHINE = this_machine(device="cpu")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_case(case: Case) -> None:
+    assert not MACHINE.interpreter
+    proof = prove(case, MACHINE)
+    assert proof.passed, str(proof)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_one_row_changes_no_other(dtype: torch.dtype, bad: float) -> None:
+    """A row's NaN or infinity stays in that row: of plain `@`, a CPU with AMX spreads it."""
+    for rows in (2, 7, 17, 33, 65):
+        for depth in (7, 16, 33, 40, 80, 136):
+            a, b = torch.ones(rows, depth, dtype=dtype), torch.ones(depth, 80, dtype=dtype)
+            for row in {0, rows // 2, rows - 1}:
+                spoiled = a.clone()
+                spoiled[row] = bad
+                finite = torch.isfinite(matmul(spoiled, b)).all(1)
+                assert (~finite).nonzero().flatten().tolist() == [row]

@@ -1,0 +1,64 @@
+"""Cases of the parts of plain torch whose products depend on the CPU's instruction set.
+
+Depths are no multiple of 32, and rows of weights, activations and adapters have gaps with NaN.
+"""
+
+from dataclasses import replace
+from itertools import cycle
+
+import torch
+
+from modular_kernel.testing import Case
+from modular_kernel.testing.cases.inputs import LAYOUTS, Manner
+from modular_kernel.types import Combine, Problem
+
+TORCH = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+BATCHED = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")
+
+# These two have failed on a CPU with AMX: one token's infinity reached another token, and NaN of an
+# unused row the row before it.
+NAMED = (
+    Case(
+        *TORCH,
+        Problem(
+            7, 160, 80, 1, 3, quant="fp8_w8a16_tensor", chunk_tokens=7, expert_map=True,
+            activation="swiglu_oai:alpha=1.702,limit=1.0,interleaved=false",
+            ids_dtype=torch.int64, lora="adapters=3,rank=7,a13=shared",
+        ),
+        "empty_experts", 1, Manner(values="inf_token"),
+    ),
+    Case(
+        *BATCHED,
+        Problem(
+            33, 16, 136, 5, 16, quant="int8_w8a16_group:group=64", activation="gelu_tanh",
+            ids_dtype=torch.int64, combine=Combine.TOPK_WEIGHTED,
+            lora="adapters=8,rank=33,outer=shared",
+        ),
+        "uniform", 2, Manner(values="large", own_scales=True), by_turns=True,
+    ),
+)  # fmt: skip
+
+_BASE = Problem(tokens=33, hidden=72, intermediate=40, experts=3, top_k=2)
+_QUANTS = (
+    *("none", "int8_w8a16_group:group=64"),
+    *("none", "fp8_w8a8_channel", "int4_w4a16_group:group=32"),
+)
+_LORAS = ("none", "adapters=3,rank=7,a13=shared", "adapters=2,rank=33")
+_VALUES = ("ordinary", "nan_token", "inf_token")
+
+
+def _spread() -> tuple[Case, ...]:
+    """A case for each pair, layout and dtype; schemes, adapters and values take turns."""
+    quants, loras, values = cycle(_QUANTS), cycle(_LORAS), cycle(_VALUES)
+    found = []
+    for pair in (TORCH, BATCHED):
+        for layout in LAYOUTS:
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                problem = replace(_BASE, dtype=dtype, quant=next(quants), lora=next(loras))
+                manner = Manner(layout, next(values))
+                found.append(Case(*pair, problem, manner=manner))
+        next(values)
+    return tuple(found)
+
+
+CASES = (*NAMED, *_spread())
