@@ -33,7 +33,7 @@ def rows_of(
     if EVEN_N:
         rows = ((first + inner) * STEP, outer % BLOCK_N * STEP + up)
     else:
-        column = tl.minimum(first + inner + outer % BLOCK_N, count - 1)
+        column = tl.minimum(first + inner + outer % BLOCK_N, count - 1)  # NaN-free: integers
         rows = (inner * 0, column * STEP + up)
     return rows
 

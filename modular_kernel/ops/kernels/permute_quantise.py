@@ -55,7 +55,7 @@ def permute_and_quantise_kernel(
     if not COMPUTED:
         scale += tl.load(scale_ptr)
     for slot in tl.static_range(TOP_K):
-        row = tl.max(tl.where(slots == slot, rows, -1), axis=0).to(tl.int64)
+        row = tl.max(tl.where(slots == slot, rows, -1), axis=0).to(tl.int64)  # NaN-free: integers
         weight = 1.0
         if HAS_WEIGHTS:
             weight = tl.load(weights_ptr + token * TOP_K + slot)

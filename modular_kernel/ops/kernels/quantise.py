@@ -150,7 +150,7 @@ def quantise_part(
     line = tl.arange(0, BLOCK_R * BLOCK_G)
     which = program % shares * BLOCK_G + line % BLOCK_G
     first = which * group
-    end = tl.minimum(first + group, num_columns)[:, None]
+    end = tl.minimum(first + group, num_columns)[:, None]  # NaN-free: integers
     columns = first[:, None] + tl.arange(0, BLOCK_C)[None, :]
     count = capacity
     if SOURCE == "batched":

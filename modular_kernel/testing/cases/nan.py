@@ -81,7 +81,7 @@ def pairs_needed(nan: str) -> int:
 def routed_apart(routing: Routing, problem: Problem, nan: str) -> Routing:
     """Return a routing in which no expert is named twice, as far as there are enough.
 
-    The last token (of two: its last pair) is skipped, and its router weights are NaN. Where
+    The last token (of two or one: its last pair) is skipped, and its router weights are NaN. Where
     `nan` names the router weights, that of one pair is NaN, too.
     """
     tokens, top_k = problem.tokens, problem.top_k
@@ -171,6 +171,8 @@ def nan_problems() -> Iterator[Chosen]:
         for nan in groups(problem):
             yield many(problem, nan)
         yield few(problem)
+        if problem.scheme.travels_quantised:
+            yield two_tokens(problem)
     for activation in (_CLAMPED, ActivationSpec.parse("relu2")):
         problem = replace(_BASE, activation=activation)
         yield many(problem, *groups(problem))
@@ -189,11 +191,14 @@ def many(problem: Problem, nan: str) -> Chosen:
 
 
 def few(problem: Problem) -> Chosen:
-    """Return a problem of two tokens whose pairs are kept, so that each name has a row."""
-    names = [n for n in holders(problem) if n == X or not spreads(n, problem)]
-    nan = "+".join(names)
-    if X in names and spreads(X, problem):
-        nan = X
+    """Return a problem of one token whose pairs are kept, so that each name has a row."""
+    nan = "+".join(n for n in holders(problem) if n != X and not spreads(n, problem))
     top_k = pairs_needed(nan) + 1
-    kept = replace(problem, combine=Combine.TOPK_WEIGHTED, tokens=2, top_k=top_k)
-    return replace(kept, experts=8 * top_k), nan
+    kept = replace(problem, combine=Combine.TOPK_WEIGHTED, tokens=1, top_k=top_k)
+    return replace(kept, experts=top_k), nan
+
+
+def two_tokens(problem: Problem) -> Chosen:
+    """Return a problem of two tokens, of which one has a NaN in x, and of so many experts that
+    parts take the tokens one by one."""
+    return replace(problem, tokens=2, experts=17), X

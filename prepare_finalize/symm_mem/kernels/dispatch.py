@@ -172,7 +172,7 @@ def dispatch_kernel(
         row = rank * capacity + token
         sent = 0
         for to in tl.static_range(WORLD):
-            here = tl.max((ranks == to).to(tl.int32), axis=0)
+            here = tl.max((ranks == to).to(tl.int32), axis=0)  # NaN-free: integers
             if PLACED:
                 here = tl.where(place_of(places_ptr, to, token, tokens, row, PLACED) >= 0, here, 0)
             sent |= here << to

@@ -115,7 +115,7 @@ def gemv_down_kernel(
             ids_ptr, pairs, slot < SLOTS, map_ptr, num_experts, num_local, HAS_MAP
         )
         live = local >= 0
-        expert = tl.maximum(local, 0).to(tl.int64)
+        expert = tl.maximum(local, 0).to(tl.int64)  # NaN-free: integers
         w_ptrs = b_ptr + expert[:, None, None] * stride_be + row_offset
         row_mask = live[:, None, None] & column_mask[None, :, None]
         scale_mask = live[:, None, None] & (scale_row < hidden)[None, :, None]

@@ -121,7 +121,7 @@ def tile_weights_kernel(
     block = place // 64
     in_block = place // 16 % 4 * 16 + place % 2 * 8 + place // 2 % 8
     column = (tile * (4 // SIDES) + block // SIDES) * 64 + in_block
-    row = tl.minimum(column, columns - 1) * STEP + block % SIDES * up_row
+    row = tl.minimum(column, columns - 1) * STEP + block % SIDES * up_row  # NaN-free: integers
     here = (column < columns)[:, None]
     half = first_step * 2 + tl.arange(0, 2 * STEPS)  # of a step
     inside = here & (half < row_words // 4)[None, :]
