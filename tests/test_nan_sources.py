@@ -14,7 +14,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("modular_kernel", "experts", "prepare_finalize", "topk_reduce")
-DROPPING = frozenset({"max", "min", "maximum", "minimum", "clamp", "argmax", "argmin", "sort", "topk"})
+DROPPING = frozenset(
+    {"max", "min", "maximum", "minimum", "clamp", "argmax", "argmin", "sort", "topk"}
+)
 DROPPING |= {"fmax", "fmin", "fmaxf", "fminf", "atomic_max", "atomic_min", "red_max", "red_min"}
 DROPPING |= {"atomic_fmax", "atomic_fmin"}
 PTX = ("max.f32", "min.f32", "max.f16", "min.f16", "max.bf16", "min.bf16", "max.ftz", "min.ftz")

@@ -204,7 +204,10 @@ def _single_case(
     problem, turns = options.problem(), replay.by_turns
     case = Case(pf, experts, problem, replay.routing, replay.seed, manner, turns)
     if (options.world_size or 1) > 1:
-        if replace(manner, values=ORDINARY.values, named=ORDINARY.named, nan="") != ORDINARY or turns:
+        if (
+            replace(manner, values=ORDINARY.values, named=ORDINARY.named, nan="") != ORDINARY
+            or turns
+        ):
             need = "the ordinary layout and scales: --world-size"
             raise ConfigurationError("--one", got=str(manner), need=need)
         case = over_ranks(case, replay.rank_tokens, replay.fault)

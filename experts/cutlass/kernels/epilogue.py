@@ -162,7 +162,7 @@ def magnitude(value):
 
 
 def maximum(a, b):
-    """The larger of two values, NaN if either is: `cute.arch.fmax` leaves a NaN out."""
+    """Return the larger of two values, NaN if either is: `cute.arch.fmax` leaves a NaN out."""
     return assembled("max.NaN.f32 {$w0}, {$r0}, {$r1};", F32, a, b)
 
 

@@ -10,13 +10,13 @@ import triton.language as tl
 
 @triton.jit
 def maximum_nan(a, b):
-    """The larger of two floating-point values, NaN if either is."""
+    """Return the larger of two floating-point values, NaN if either is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def minimum_nan(a, b):
-    """The smaller of two floating-point values, NaN if either is."""
+    """Return the smaller of two floating-point values, NaN if either is."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -28,5 +28,5 @@ def clamp_nan(value, low, high):
 
 @triton.jit
 def max_nan(value, axis: tl.constexpr):
-    """The largest value along `axis`, NaN if one of them is."""
+    """Return the largest value along `axis`, NaN if one of them is."""
     return tl.reduce(value, axis, maximum_nan)

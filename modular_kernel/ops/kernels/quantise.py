@@ -15,7 +15,7 @@ from modular_kernel.ops.kernels.pdl import after_predecessor
 
 @triton.jit
 def scale_of(amax, LARGEST: tl.constexpr, MIN_SCALE: tl.constexpr):
-    """The scale of values whose largest magnitude is `amax`; NaN if that is.
+    """Return the scale of values whose largest magnitude is `amax`; NaN if that is.
 
     Division rounds to nearest: `/` would not on a GPU, and the twin could not follow.
     """

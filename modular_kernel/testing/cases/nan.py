@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import torch
 
-from modular_kernel.quant import SCALE_FIELDS
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases.quantised import SCHEMES
 from modular_kernel.types import ActivationSpec, Combine, Problem

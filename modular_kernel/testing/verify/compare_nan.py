@@ -1,4 +1,4 @@
-"""The comparison of calls whose arguments hold a NaN: it is where it has to be, and nowhere else."""
+"""Compare calls whose arguments hold a NaN: it is where it has to be, and nowhere else."""
 
 from dataclasses import replace
 
