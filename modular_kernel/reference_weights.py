@@ -53,7 +53,7 @@ def _e2m1_scales(
     whole: scales of gate and up, or of one matrix.
     """
     if whole is None:
-        return (torch.exp2(scale.double() - 127),)
+        return (torch.exp2(scale.double() - 127).where(scale != 255, torch.nan),)
     count = len(whole)
     return scale, whole[n % count if problem.act.interleaved else n * count // len(n)]
 

@@ -138,7 +138,8 @@ class ExpertsRequirements(Requirements):
     blocks: (rows, depth) of weight blocks that it takes where the scheme has them, None for any.
     capacity_multiple: of batched rows, an expert's room must be a multiple of this.
     library_allocates: a library takes memory from torch's allocator in every call, a plan's and a
-    captured one's too.
+    captured one's too. hides_nan: activations whose clamp, a library's, turns a NaN of weights,
+    scales or biases into its limit; a NaN of x or of a router weight is kept there, too.
     """
 
     reduce: Reduce
@@ -163,6 +164,7 @@ class ExpertsRequirements(Requirements):
     blocks: frozenset[tuple[int, int]] | None = None
     capacity_multiple: Count = 1
     library_allocates: bool = False
+    hides_nan: frozenset[str] = frozenset()
     tf32: bool = False
 
 

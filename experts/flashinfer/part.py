@@ -79,6 +79,7 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
         whole_blocks=True,
         quantises_input=True,
         library_allocates=True,
+        hides_nan=LOSE_NAN,
     )
 
     def __init__(self, problem: Problem) -> None:

@@ -17,7 +17,7 @@ from modular_kernel.printable import counted
 if TYPE_CHECKING:
     from modular_kernel.catalog import Catalog
     from modular_kernel.importers.examine import Inspected
-    from modular_kernel.support import Rejection, Verdict
+    from modular_kernel.support import ExpertsRequirements, Rejection, Verdict
     from modular_kernel.types import Machine, Problem
 
 _SUFFIX = "PrepareAndFinalize"  # of most names: a grid shows it once
@@ -156,10 +156,19 @@ def judged(
 
 
 def explained(verdict: "Verdict") -> tuple[str, ...]:
-    """Return what calls of a valid pair take, where its experts choose."""
+    """Return what calls of a valid pair take, where its experts choose, and what they may hide."""
     from modular_kernel.catalog import load_catalog
 
-    return load_catalog().experts(verdict.experts).explained(verdict.problem)
+    experts = load_catalog().experts(verdict.experts)
+    return (*experts.explained(verdict.problem), *_hidden_nan(experts.requires, verdict.problem))
+
+
+def _hidden_nan(requires: "ExpertsRequirements", problem: "Problem") -> tuple[str, ...]:
+    """Say that a NaN of weights may become a number, where the part declares it."""
+    kind = problem.act.kind
+    if kind not in requires.hides_nan:
+        return ()
+    return (f"a NaN of weights, scales or biases becomes the limit of {kind}: docs/numerics.md",)
 
 
 def _record(verdict: "Verdict") -> dict[str, object]:

@@ -36,6 +36,12 @@ class OneCase:
     named: Annotated[
         str, typer.Option(help="With --one and --lora: mixed, sequences, nobody or without.")
     ] = "mixed"
+    nan: Annotated[
+        str,
+        typer.Option(
+            help="With --one: arguments that hold a NaN, such as x+w1_scale.", show_default=False
+        ),
+    ] = ""
     own_scales: Annotated[
         bool, typer.Option("--own-scales", help="With --one: scales in 16 bits.")
     ] = False
@@ -194,11 +200,14 @@ def _single_case(
     if replay.routing not in ROUTINGS:
         need = f"one of {', '.join(ROUTINGS)}"
         raise ConfigurationError("--routing", got=repr(replay.routing), need=need)
-    manner = Manner(replay.layout, replay.values, replay.own_scales, replay.named)
+    manner = Manner(replay.layout, replay.values, replay.own_scales, replay.named, replay.nan)
     problem, turns = options.problem(), replay.by_turns
     case = Case(pf, experts, problem, replay.routing, replay.seed, manner, turns)
     if (options.world_size or 1) > 1:
-        if replace(manner, values=ORDINARY.values, named=ORDINARY.named) != ORDINARY or turns:
+        if (
+            replace(manner, values=ORDINARY.values, named=ORDINARY.named, nan="") != ORDINARY
+            or turns
+        ):
             need = "the ordinary layout and scales: --world-size"
             raise ConfigurationError("--one", got=str(manner), need=need)
         case = over_ranks(case, replay.rank_tokens, replay.fault)

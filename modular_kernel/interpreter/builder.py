@@ -318,6 +318,10 @@ _EXTREMA = (
 )
 
 
+# Of modular_kernel.ops.kernels.extrema: upstream would call Python for every pair of values.
+_KEEP_NAN = {"maximum_nan": np.maximum.reduce, "minimum_nan": np.minimum.reduce}
+
+
 class HonestReduce(upstream.ReduceOps):  # type: ignore[misc]
     """Reductions whose numpy shortcut would differ from the GPU's, by rounding or by NaN."""
 
@@ -325,6 +329,9 @@ class HonestReduce(upstream.ReduceOps):  # type: ignore[misc]
         for name, value_of, index_of in _EXTREMA:
             if self.combine_fn is getattr(tl.standard, name):
                 return self.min_max(input[0], value_of, index_of)
+        keeps_nan = _KEEP_NAN.get(getattr(self.combine_fn, "__name__", ""))
+        if keeps_nan is not None:
+            return self.min_max(input[0], keeps_nan, None)
         return super().apply_impl(input)
 
     def sum(self, input: Foreign) -> Foreign:

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from modular_kernel.ops.kernels.activation import activate
+from modular_kernel.ops.kernels.extrema import clamp_nan
 
 
 @triton.jit
@@ -12,7 +13,7 @@ def _stored(value, scale_ptr, HAS_SCALES: tl.constexpr, LARGEST: tl.constexpr):
     if HAS_SCALES:
         value = value * tl.div_rn(1.0, tl.load(scale_ptr))
     if LARGEST > 0:
-        value = tl.minimum(tl.maximum(value, -LARGEST), LARGEST)
+        value = clamp_nan(value, -LARGEST, LARGEST)
     return value
 
 

@@ -226,14 +226,16 @@ class BlockGemm(Epilogue):
             row = tiles[max_tiles + m]
             # Lanes but the first have the second part's scale.
             row_b = (pair * CLUSTER + rank) * self.columns
-            row_b += cutlass.min(lane, 1) * (up_rows if self.gated else WIDTH)
+            row_b += cutlass.min(lane, 1) * (up_rows if self.gated else WIDTH)  # NaN-free: integers
+            # NaN-free: integers
             block = tiles[m] * blocks_b + cutlass.min(row_b // WIDTH, blocks_b - 1)
             g_b = b_scale[block, None]
             # Rows past the expert's last are another's, or the last: they are not stored.
+            # NaN-free: integers
             g_a = [a_scale[cutlass.min(row + lane + 32 * i, last_row), None] for i in range(4)]
             a0, a1, a2, a3, b0 = g_a[0][0], g_a[1][0], g_a[2][0], g_a[3][0], g_b[0]
             for k in cutlass.range(steps, unroll=1):
-                ahead = cutlass.min(k + 1, steps - 1)
+                ahead = cutlass.min(k + 1, steps - 1)  # NaN-free: integers
                 c0, c1, c2, c3 = g_a[0][ahead], g_a[1][ahead], g_a[2][ahead], g_a[3][ahead]
                 d0 = g_b[ahead]
                 cute.arch.mbarrier_wait(empty + place, phase)

@@ -78,13 +78,13 @@ class Epilogue:
         for i in cutlass.range_constexpr(VALUES):
             h = F32(cutlass.BFloat16(silu_mul(sums[i, 0], sums[i, 1])))
             sums[i, 0] = h
-            most[(i // 2) % 2] = cute.arch.fmax(most[(i // 2) % 2], magnitude(h))
+            most[(i // 2) % 2] = maximum(most[(i // 2) % 2], magnitude(h))
         upper, lower = most
         for d in cutlass.range_constexpr(2):  # four threads have a row between them
-            upper = cute.arch.fmax(upper, cute.arch.shuffle_sync_bfly(upper, 1 << d))
-            lower = cute.arch.fmax(lower, cute.arch.shuffle_sync_bfly(lower, 1 << d))
-        upper = cute.arch.fmax(divide(upper, F32(LARGEST)), F32(LEAST_SCALE))
-        lower = cute.arch.fmax(divide(lower, F32(LARGEST)), F32(LEAST_SCALE))
+            upper = maximum(upper, cute.arch.shuffle_sync_bfly(upper, 1 << d))
+            lower = maximum(lower, cute.arch.shuffle_sync_bfly(lower, 1 << d))
+        upper = maximum(divide(upper, F32(LARGEST)), F32(LEAST_SCALE))
+        lower = maximum(divide(lower, F32(LARGEST)), F32(LEAST_SCALE))
         inverse = (divide(F32(1.0), upper), divide(F32(1.0), lower))
         if lane % 4 == 0 and first < columns:
             if row + row_in < end:
@@ -159,6 +159,11 @@ def e4m3_pair(low, high):
 
 def magnitude(value):
     return assembled("abs.f32 {$w0}, {$r0};", F32, value)
+
+
+def maximum(a, b):
+    """Return the larger of two values, NaN if either is: `cute.arch.fmax` leaves a NaN out."""
+    return assembled("max.NaN.f32 {$w0}, {$r0}, {$r1};", F32, a, b)
 
 
 def divide(a, b):

@@ -24,4 +24,5 @@ def nan_rows_kernel(
     pair, here = token * TOP_K + k, k < TOP_K
     live = tl.load(ids_ptr + pair, mask=here, other=-1) >= 0
     nan = tl.full((BLOCK_K,), float("nan"), tl.float32)
+    # NaN-free: integers
     tl.store(weights_ptr + pair, nan, mask=here & live & (tl.max(found, 0) > 0))

@@ -72,6 +72,9 @@ def tile_weights(
         if form.kind == "e2m1":
             exponent = (of_groups(scale.int(), GROUP) + _RAISED).clamp(max=_INFINITE)
             exponent *= (of_groups(torch.ones_like(scale), GROUP)).int()
+            # 255 is NaN, and would read as infinity: times codes of 0 that is NaN.
+            number = of_groups((scale != _INFINITE).to(torch.uint8), GROUP)
+            codes *= number.repeat_interleave(GROUP // 2, 1)
             split = exponent.to(torch.uint8).view(tiles, BLOCKS, 4, 2, 8, steps, 2)
             made = split.permute(0, 5, 2, 4, 1, 3, 6).reshape(-1, 4).view(torch.int32)
         elif form.kind == "nvfp4":

@@ -29,7 +29,7 @@ def shrunk_tile(
     """
     k = tl.arange(0, BLOCK_K)
     total = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-    slot = tl.min(slots, axis=0)
+    slot = tl.min(slots, axis=0)  # NaN-free: integers
     while slot < NO_SLOT:
         mine = (slots == slot)[:, None]
         a_ptrs = a_ptr + slot.to(tl.int64) * stride_al + rank_row.to(tl.int64)[None, :] * stride_ar
@@ -42,7 +42,7 @@ def shrunk_tile(
                 a_ptrs + (start + k)[:, None], mask=rank_mask[None, :] & inside[:, None], other=0.0
             )
             total = tl.dot(x, a, total, input_precision=PRECISION)
-        slot = tl.min(tl.where(slots > slot, slots, NO_SLOT), axis=0)
+        slot = tl.min(tl.where(slots > slot, slots, NO_SLOT), axis=0)  # NaN-free: integers
     return total
 
 
@@ -82,13 +82,14 @@ def add_loaded(
     GATED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """(gate, up) with B u of each row added; u to up_b: the first slot's, see load_deltas."""
-    slot, start = tl.min(slots, axis=0), 0
+    slot, start = tl.min(slots, axis=0), 0  # NaN-free: integers
     while slot < NO_SLOT:
         gate = tl.dot(u, b, gate, input_precision=PRECISION)
         if GATED:
             up = tl.dot(up_u, up_b, up, input_precision=PRECISION)
         start += BLOCK_R
         if start >= rank:
+            # NaN-free: integers
             slot, start = tl.min(tl.where(slots > slot, slots, NO_SLOT), axis=0), 0
         u, b, up_u, up_b = load_deltas(
             slot, start, slots, rows, u_ptr, b_ptr, row, up_row, column_mask, rank,
@@ -108,6 +109,7 @@ def add_adapters(
     rows (BLOCK_M,): where each row's u lies. b_ptr: one expert's B of slot 0, whose row of each
     column is row (BLOCK_N,), and up_row further for up. U_UP: how far up's u lies behind gate's.
     """
+    # NaN-free: integers
     u, b, up_u, up_b = load_deltas(
         tl.min(slots, axis=0), 0, slots, rows, u_ptr, b_ptr, row, up_row, column_mask, rank,
         stride_u, stride_bl, stride_bn, U_UP, GATED, BLOCK_R,

@@ -11,7 +11,7 @@ def grouped_tile_order(pid, num_m, num_n, GROUP_M: tl.constexpr):
     """(pid_m, pid_n) such that GROUP_M row blocks walk the columns together and share weights."""
     per_group = GROUP_M * num_n
     first_m = (pid // per_group) * GROUP_M
-    group_m = tl.minimum(num_m - first_m, GROUP_M)
+    group_m = tl.minimum(num_m - first_m, GROUP_M)  # NaN-free: integers
     within = pid % per_group
     return first_m + within % group_m, within // group_m
 

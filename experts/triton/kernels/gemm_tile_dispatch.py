@@ -46,7 +46,7 @@ def product_tile(
         up_rows = row + up_row
         scale_row = row
         if ONE_SCALE:
-            scale_row = tl.min(row, axis=0)
+            scale_row = tl.min(row, axis=0)  # NaN-free: integers
         scale_ptrs = b_scale_ptr + (scale_row // GROUP_N) * stride_bsn
         up_scale_ptrs = b_scale_ptr + ((scale_row + up_row) // GROUP_N) * stride_bsn
         if MODE == "w8a8":

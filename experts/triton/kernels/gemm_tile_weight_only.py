@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from experts.triton.kernels.unpack_w4 import is_e2m1, unpack_int4
+from experts.triton.kernels.unpack_w4 import e8m0_values, is_e2m1, unpack_int4
 
 
 @triton.jit
@@ -115,7 +115,7 @@ def _load_scale(ptrs, mask, FORMAT: tl.constexpr, ONE_SCALE: tl.constexpr):
     else:
         scale = tl.load(ptrs, mask=mask, other=0)
     if is_e2m1(FORMAT):
-        result = tl.exp2(scale.to(tl.float32) - 127.0)
+        result = e8m0_values(scale)
     else:
         result = scale.to(tl.float32)
     return result

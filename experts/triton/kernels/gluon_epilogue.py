@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from modular_kernel.ops.kernels.extrema import clamp_nan, maximum_nan, minimum_nan
 from modular_kernel.ops.launch.triton_versions import store_box
 
 
@@ -37,11 +38,11 @@ def _tanh(value):
 def activate(gate, up, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr):
     """As modular_kernel.ops.kernels.activation.activate, operation by operation."""
     if LIMIT > 0 and KIND != "situ":
-        up = gl.minimum(gl.maximum(up, -LIMIT), LIMIT)
+        up = clamp_nan(up, -LIMIT, LIMIT)
         if KIND != "swiglu_clamp_after":
-            gate = gl.minimum(gate, LIMIT)
+            gate = minimum_nan(gate, LIMIT)
     if KIND == "relu2":
-        positive = gl.maximum(gate, 0.0)
+        positive = maximum_nan(gate, 0.0)
         result = positive * positive
     elif KIND == "silu_no_mul":
         result = gate * _sigmoid(gate)
@@ -56,7 +57,7 @@ def activate(gate, up, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.conste
     elif KIND == "swiglu_oai":
         result = gate * _sigmoid(ALPHA * gate) * (up + 1.0)
     elif KIND == "swiglu_clamp_after":
-        result = gl.minimum(gate * _sigmoid(gate), LIMIT) * up
+        result = minimum_nan(gate * _sigmoid(gate), LIMIT) * up
     elif KIND == "situ":
         if LIMIT > 0:
             up = LIMIT * _tanh(up / LIMIT)

@@ -33,7 +33,7 @@ def rows_of(
     if EVEN_N:
         rows = ((first + inner) * STEP, outer % BLOCK_N * STEP + up)
     else:
-        column = tl.minimum(first + inner + outer % BLOCK_N, count - 1)
+        column = tl.minimum(first + inner + outer % BLOCK_N, count - 1)  # NaN-free: integers
         rows = (inner * 0, column * STEP + up)
     return rows
 
@@ -154,12 +154,11 @@ def unpack_scaled_words(
 @triton.jit
 def load_scale(ptrs, inside, FORMAT: tl.constexpr, LACK: tl.constexpr):
     """float32 scales times 2^LACK, 0 where `inside` (None for everywhere) is false; of e2m1 from
-    E8M0 exponents. Infinite where that overflows, which for bf16 is from 2^50 on."""
+    E8M0 exponents. Infinite where that overflows, which for bf16 is from 2^50 on; NaN of 255."""
     scale = tl.load(ptrs)
     if is_e2m1(FORMAT):
         # A mask of the load, or values that stay bytes and are taken two at once, cost more.
-        most = 255 if inside is None else tl.where(inside, 255, 0)
-        result = scale_values(opaque(scale.to(tl.int32)), FORMAT, LACK, most)
+        result = scale_values(opaque(scale.to(tl.int32)), FORMAT, LACK, inside)
     else:
         result = scale_values(_widened(scale), FORMAT, LACK)
         if inside is not None:
@@ -180,11 +179,16 @@ def _widened(scale):
 
 
 @triton.jit
-def scale_values(scale, FORMAT: tl.constexpr, LACK: tl.constexpr, most=255):
-    """As load_scale, of what is loaded; most: of an exponent, 255 or 0 for nothing."""
+def scale_values(scale, FORMAT: tl.constexpr, LACK: tl.constexpr, inside=None):
+    """As load_scale, of what is loaded; `inside` counts for exponents alone."""
     if is_e2m1(FORMAT):
-        exponent = tl.minimum(scale.to(tl.int32) + LACK, most)
-        result = (exponent << 23).to(tl.float32, bitcast=True)
+        # An exponent and one bit of the significand: 510 is infinity, 511 is NaN.
+        exponent = scale.to(tl.int32)
+        most = 510 + ((exponent + 1) >> 8)
+        if inside is not None:
+            most = tl.where(inside, most, 0)
+        bits = tl.minimum(2 * (exponent + LACK), most)  # NaN-free: integers
+        result = (bits << 22).to(tl.float32, bitcast=True)
     else:
         result = scale.to(tl.float32) * 2.0**LACK
     return result

@@ -116,6 +116,12 @@ def lacking(form: str, dtype: tl.dtype) -> int:
 
 
 @triton.jit
+def e8m0_values(exponents):
+    """float32 2^(exponent - 127) of bytes, NaN of 255."""
+    return tl.where(exponents == 255, float("nan"), tl.exp2(exponents.to(tl.float32) - 127.0))
+
+
+@triton.jit
 def _plain(words, J: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
     """Nibble J of each word as a value, where there is no assembler."""
     code = (words >> (4 * J)) & 15

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from modular_kernel.ops.kernels.extrema import clamp_nan, maximum_nan, minimum_nan
+
 # The interpreter, for which kernels are decorated or not, knows no assembler.
 ASSEMBLE: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)
 
@@ -22,18 +24,6 @@ def _sigmoid(value, FLUSH: tl.constexpr):
     else:
         result = tl.sigmoid(value)
     return result
-
-
-@triton.jit
-def _at_most(value, limit):
-    """min(value, limit), NaN where the value is: the plain minimum would make it the limit."""
-    return tl.minimum(value, limit, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _at_least(value, limit):
-    """max(value, limit), NaN where the value is."""
-    return tl.maximum(value, limit, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -69,11 +59,11 @@ def activate(
     FLUSH: results of SwiGLU, and of what is like it, may be zero where the gate is below -87.3.
     """
     if LIMIT > 0 and KIND != "situ":
-        up = _at_most(_at_least(up, -LIMIT), LIMIT)
+        up = clamp_nan(up, -LIMIT, LIMIT)
         if KIND != "swiglu_clamp_after":
-            gate = _at_most(gate, LIMIT)
+            gate = minimum_nan(gate, LIMIT)
     if KIND == "relu2":
-        positive = _at_least(gate, 0.0)
+        positive = maximum_nan(gate, 0.0)
         result = positive * positive
     elif KIND == "silu_no_mul":
         result = gate * _sigmoid(gate, FLUSH)
@@ -88,7 +78,7 @@ def activate(
     elif KIND == "swiglu_oai":
         result = gate * _sigmoid(ALPHA * gate, FLUSH) * (up + 1.0)
     elif KIND == "swiglu_clamp_after":
-        result = _at_most(gate * _sigmoid(gate, FLUSH), LIMIT) * up
+        result = minimum_nan(gate * _sigmoid(gate, FLUSH), LIMIT) * up
     elif KIND == "situ":
         if LIMIT > 0:
             up = LIMIT * _tanh(up / LIMIT)

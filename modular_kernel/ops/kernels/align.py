@@ -43,7 +43,7 @@ def _fill_blocks(
     block = (pid - num_chunks) * FILL_BLOCKS + tl.arange(0, FILL_BLOCKS)
     first = block * BLOCK_SIZE
     past = (starts + padded)[None, :] <= first[:, None]
-    bucket = tl.minimum(tl.sum(past.to(tl.int32), axis=1), BINS - 1)
+    bucket = tl.minimum(tl.sum(past.to(tl.int32), axis=1), BINS - 1)  # NaN-free: integers
     used = first < num_post
     tl.store(expert_ids_ptr + block, tl.where(used, bucket - 1, -1), mask=block < num_blocks)
     # Past the last pair of its bucket every position of a block is padding.

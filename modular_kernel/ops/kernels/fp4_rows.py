@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from modular_kernel.ops.kernels.activation import activate
+from modular_kernel.ops.kernels.extrema import max_nan, minimum_nan
 
 
 @triton.jit
@@ -72,12 +73,9 @@ def quantise_tiles_kernel(
         value = tl.where(mask, value, 0.0).to(x_ptr.dtype.element_ty).to(tl.float32)
     groups = tl.reshape(value, (32, 16, 16))
     inverse = tl.div_rn(1.0, tl.load(factor_ptr + expert, mask=live, other=1.0))
-    amax = tl.max(tl.abs(groups), axis=2)
-    # A maximum may leave NaN out; a sum does not.
-    broken = tl.sum(tl.where(groups == groups, 0, 1), axis=2) > 0
-    amax = tl.where(broken, float("nan"), amax)
+    amax = max_nan(tl.abs(groups), 2)
     wanted = tl.div_rn(inverse * amax, 6.0)
-    code = _e4m3_code(tl.where(wanted > 448.0, 448.0, wanted))
+    code = _e4m3_code(minimum_nan(wanted, 448.0))
     scale = _e4m3_value(code)
     spread = tl.where(scale == 0.0, 0.0, tl.div_rn(inverse, tl.where(scale == 0.0, 1.0, scale)))
     codes = tl.reshape(_e2m1_code(groups * spread[:, :, None]), (32, 128, 2))

@@ -45,7 +45,7 @@ def _pairs(
 @triton.jit
 def _next(keys, key):
     """Find the smallest key above `key`."""
-    return tl.min(tl.where(keys > key, keys, NO_KEY), axis=0)
+    return tl.min(tl.where(keys > key, keys, NO_KEY), axis=0)  # NaN-free: integers
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -68,7 +68,7 @@ def moe_lora_a_kernel(
     k = tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + (pairs // X_TOP_K)[:, None] * stride_x
     total = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
-    key = tl.min(keys, axis=0)
+    key = tl.min(keys, axis=0)  # NaN-free: integers
     while key < NO_KEY:
         mine = (keys == key)[:, None]
         slot, expert = key // num_experts, key % num_experts
@@ -113,7 +113,7 @@ def moe_lora_gate_up_b_kernel(
     up_rows = b_ptr + (column + intermediate).to(tl.int64)[None, :] * stride_bn
     gate = tl.zeros((BLOCK_T, BLOCK_I), tl.float32)
     up = tl.zeros((BLOCK_T, BLOCK_I), tl.float32)
-    key = tl.min(keys, axis=0)
+    key = tl.min(keys, axis=0)  # NaN-free: integers
     while key < NO_KEY:
         mine = (keys == key)[:, None]
         slot, expert = key // num_experts, key % num_experts
@@ -166,8 +166,8 @@ def moe_lora_down_combine_kernel(
             ids, slots, ranks_ptr, token_mask, num_slots, num_experts, stride_rank_l, stride_rank_e
         )
         weights = tl.load(weights_ptr + pairs, mask=keys < NO_KEY, other=0.0)
-        least = tl.minimum(least, keys)
-        key = tl.min(keys, axis=0)
+        least = tl.minimum(least, keys)  # NaN-free: integers
+        key = tl.min(keys, axis=0)  # NaN-free: integers
         while key < NO_KEY:
             mine = keys == key
             slot, expert = key // num_experts, key % num_experts

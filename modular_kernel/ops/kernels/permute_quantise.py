@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from modular_kernel.ops.kernels.extrema import max_nan, maximum_nan
 from modular_kernel.ops.kernels.pdl import after_predecessor
 from modular_kernel.ops.kernels.quantise import quantised_values, scale_of
 
@@ -44,17 +45,17 @@ def permute_and_quantise_kernel(
     slots = tl.arange(0, BLOCK_K)
     # All at once, so that no slot waits for its own; they are on their way beside the values.
     rows = tl.load(row_of_pair_ptr + token * TOP_K + slots, mask=slots < TOP_K, other=-1)
-    largest = tl.max(tl.abs(value), axis=1)
+    largest = max_nan(tl.abs(value), 1)
     if COMPUTED and not WHOLE:
         for start in range(BLOCK_C, group, BLOCK_C):
             inside = (start + places < group)[None, :]
             more = _load_tile(x_row_ptr, columns + start, inside, num_columns)
-            largest = tl.maximum(largest, tl.max(tl.abs(more), axis=1))
+            largest = maximum_nan(largest, max_nan(tl.abs(more), 1))
     scale = tl.zeros((BLOCK_G,), tl.float32)
     if not COMPUTED:
         scale += tl.load(scale_ptr)
     for slot in tl.static_range(TOP_K):
-        row = tl.max(tl.where(slots == slot, rows, -1), axis=0).to(tl.int64)
+        row = tl.max(tl.where(slots == slot, rows, -1), axis=0).to(tl.int64)  # NaN-free: integers
         weight = 1.0
         if HAS_WEIGHTS:
             weight = tl.load(weights_ptr + token * TOP_K + slot)

@@ -8,28 +8,32 @@ import triton
 import triton.language as tl
 
 from modular_kernel.ops.kernels.activation import ASSEMBLE, activate
+from modular_kernel.ops.kernels.extrema import clamp_nan, max_nan, maximum_nan
 from modular_kernel.ops.kernels.ids import load_local_ids
 from modular_kernel.ops.kernels.pdl import after_predecessor
 
 
 @triton.jit
 def scale_of(amax, LARGEST: tl.constexpr, MIN_SCALE: tl.constexpr):
-    """Division rounds to nearest: `/` would not on a GPU, and the twin could not follow."""
-    return tl.maximum(tl.div_rn(amax, LARGEST), MIN_SCALE)
+    """Return the scale of values whose largest magnitude is `amax`; NaN if that is.
+
+    Division rounds to nearest: `/` would not on a GPU, and the twin could not follow.
+    """
+    return maximum_nan(tl.div_rn(amax, LARGEST), MIN_SCALE)
 
 
 @triton.jit
 def quantised_values(
     value, inverse, LARGEST: tl.constexpr, ROUND: tl.constexpr, SATURATE: tl.constexpr = True
 ):
-    """value * inverse, saturated; to the nearest integer, ties to even, if ROUND.
+    """value * inverse, saturated; to the nearest integer, ties to even, if ROUND. NaN stays NaN.
 
     SATURATE may be False where `inverse` is of `scale_of` of these values: a product is then at
     most LARGEST and three roundings, which the conversion rounds back.
     """
     value = value * inverse
     if SATURATE or ROUND:
-        value = tl.minimum(tl.maximum(value, -LARGEST), LARGEST)
+        value = clamp_nan(value, -LARGEST, LARGEST)
     if ROUND:
         # Below 2**22 adding 1.5 * 2**23 leaves no bit for a fraction.
         value = (value + 12582912.0) - 12582912.0
@@ -114,8 +118,8 @@ def amax_kernel(
                 x_ptr, weights_ptr, rows, columns, live, num_columns,
                 stride_x, up_offset, HAS_WEIGHTS, "identity", 0.0, 0.0, 1,
             )  # fmt: skip
-            largest = tl.maximum(largest, tl.max(tl.abs(value), axis=1))
-    tl.store(partials_ptr + tl.program_id(0), tl.max(largest, axis=0))
+            largest = maximum_nan(largest, max_nan(tl.abs(value), 1))
+    tl.store(partials_ptr + tl.program_id(0), max_nan(largest, 0))
 
 
 @triton.jit
@@ -146,7 +150,7 @@ def quantise_part(
     line = tl.arange(0, BLOCK_R * BLOCK_G)
     which = program % shares * BLOCK_G + line % BLOCK_G
     first = which * group
-    end = tl.minimum(first + group, num_columns)[:, None]
+    end = tl.minimum(first + group, num_columns)[:, None]  # NaN-free: integers
     columns = first[:, None] + tl.arange(0, BLOCK_C)[None, :]
     count = capacity
     if SOURCE == "batched":
@@ -157,7 +161,7 @@ def quantise_part(
     elif SCALE == "partials":
         index = tl.arange(0, BLOCK_P)
         amax = tl.load(partials_ptr + index, mask=index < num_partials, other=0.0)
-        one = scale_of(tl.max(amax, axis=0), LARGEST, MIN_SCALE)
+        one = scale_of(max_nan(amax, 0), LARGEST, MIN_SCALE)
         scale += one
         if program == 0:
             tl.store(scale_ptr, one)
@@ -172,14 +176,14 @@ def quantise_part(
             stride_x, up_offset, HAS_WEIGHTS, KIND, ALPHA, LIMIT, STEP,
         )  # fmt: skip
         if SCALE == "computed":
-            largest = tl.max(tl.abs(value), axis=1)
+            largest = max_nan(tl.abs(value), 1)
             if not WHOLE:
                 for more in range(BLOCK_C, group, BLOCK_C):
                     other = _load_values(
                         x_ptr, weights_ptr, rows, columns + more, live, end,
                         stride_x, up_offset, HAS_WEIGHTS, KIND, ALPHA, LIMIT, STEP,
                     )  # fmt: skip
-                    largest = tl.maximum(largest, tl.max(tl.abs(other), axis=1))
+                    largest = maximum_nan(largest, max_nan(tl.abs(other), 1))
             scale = scale_of(largest, LARGEST, MIN_SCALE)
             if ALONG_ROWS:
                 scale_ptrs = scale_ptr + (segment * num_groups + which) * capacity + places

@@ -9,6 +9,7 @@ _LARGEST = tl.constexpr(3.4028234663852886e38)
 @triton.jit
 def _largest(value, G: tl.constexpr):
     """Largest value of each token, (T, 1, 1), of a (T, G, S) tile."""
+    # NaN-free: no logit or score is NaN here
     return tl.max(tl.max(value, axis=2, keep_dims=True), axis=1, keep_dims=True)
 
 
@@ -24,12 +25,13 @@ def _score(logit, SCORE: tl.constexpr):
     series = 1.0 / 13.0 + q * (1.0 / 15.0 + q * (1.0 / 17.0))
     series = 1.0 / 7.0 + q * (1.0 / 9.0 + q * (1.0 / 11.0 + q * series))
     series = 1.0 + q * (1.0 / 3.0 + q * (1.0 / 5.0 + q * series))
-    return tl.sqrt_rn(tl.maximum(logit, 0.0) + 2.0 * s * series)
+    return tl.sqrt_rn(tl.maximum(logit, 0.0) + 2.0 * s * series)  # NaN-free: no logit is NaN here
 
 
 @triton.jit
 def _finite(logit, known):
     """Infinities as the largest finite values, so that no difference of two logits is NaN."""
+    # NaN-free: NaN is not known
     return tl.minimum(tl.maximum(tl.where(known, logit, 0.0), -_LARGEST), _LARGEST)
 
 
@@ -40,19 +42,20 @@ def _best_groups(
 ):  # fmt: skip
     """`choice`, -inf outside each token's TOPK_GROUPS best groups."""
     none = float("-inf")
-    best = tl.max(choice, axis=2, keep_dims=True)
+    best = tl.max(choice, axis=2, keep_dims=True)  # NaN-free: -inf stands for NaN
     if TOP2:
         first = tl.where(choice == best, expert, 2147483647)
+        # NaN-free: integers
         rest = tl.where(expert == tl.min(first, axis=2, keep_dims=True), none, choice)
-        second = tl.max(rest, axis=2, keep_dims=True)
+        second = tl.max(rest, axis=2, keep_dims=True)  # NaN-free: -inf stands for NaN
         # Halves, because a sum of two may be infinite.
         best = 0.5 * best + 0.5 * tl.where(second > none, second, 0.0)
     group = tl.arange(0, BLOCK_G)[None, :, None]
     kept = tl.zeros_like(best).to(tl.int32)
     for _ in tl.static_range(TOPK_GROUPS):
-        top = tl.max(best, axis=1, keep_dims=True)
+        top = tl.max(best, axis=1, keep_dims=True)  # NaN-free: -inf stands for NaN
         here = (best == top) & (best > none)
-        which = tl.min(tl.where(here, group, BLOCK_G), axis=1, keep_dims=True)
+        which = tl.min(tl.where(here, group, BLOCK_G), axis=1, keep_dims=True)  # NaN-free: integers
         kept = tl.where(group == which, 1, kept)
         best = tl.where(group == which, none, best)
     return tl.where(kept != 0, choice, none)
@@ -70,6 +73,7 @@ def _best_experts(
     for step in tl.static_range(TOP_K):
         top = _largest(choice, BLOCK_T)
         lane = tl.where((choice == top) & (choice > none), expert, 2147483647)
+        # NaN-free: integers
         which = tl.min(tl.min(lane, axis=2, keep_dims=True), axis=1, keep_dims=True)
         choice = tl.where(expert == which, none, choice)
         found = tl.reshape(which, (BLOCK_T, 1))
@@ -142,6 +146,7 @@ def route_kernel(
     logit_k = _finite(logit_k, chosen)
     if SCORE == "softmax":
         if TOPK_FIRST:
+            # NaN-free: logits are finite
             peak = tl.max(tl.where(chosen, logit_k, -_LARGEST), axis=1)[:, None]
             weight = tl.where(chosen, tl.exp(logit_k - peak), 0.0)
             sum_k = tl.sum(weight, axis=1)[:, None]
@@ -153,6 +158,7 @@ def route_kernel(
         weight = _score(logit_k, SCORE)
     weight = tl.where(chosen, weight, 0.0)
     if RENORMALISE:
+        # NaN-free: weights are finite
         divisor = tl.maximum(tl.sum(weight, axis=1) + eps, floor)[:, None]
         weight = weight / tl.where(divisor > 0.0, divisor, 1.0)
     if ZERO:

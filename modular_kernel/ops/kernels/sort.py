@@ -29,7 +29,7 @@ def chunk_rows(
     local, _ = load_local_ids(ids_ptr, pairs, mask, map_ptr, num_experts, num_local, HAS_MAP)
     before = tl.load(prefix_ptr + (local + 1) * num_chunks + chunk, mask=mask, other=0)
     row = before + rank_in_chunk(local, mask, CHUNK)
-    row += tl.gather(starts, tl.maximum(local, 0), 0)
+    row += tl.gather(starts, tl.maximum(local, 0), 0)  # NaN-free: integers
     return pairs, mask, tl.where(local >= 0, row, -1)
 
 
@@ -43,7 +43,7 @@ def _name_tiles(
     past = tl.cumsum(tiles, axis=0)
     tile = first_tile + tl.arange(0, FILL)
     expert = tl.sum((past[None, :] <= tile[:, None]).to(tl.int32), axis=1)
-    expert = tl.minimum(expert, BINS - 1)
+    expert = tl.minimum(expert, BINS - 1)  # NaN-free: integers
     used = tile < tl.sum(tiles, axis=0)
     within = tile - tl.gather(past - tiles, expert, 0)
     start = tl.gather(starts, expert, 0)

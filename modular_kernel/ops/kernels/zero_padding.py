@@ -14,7 +14,7 @@ def zero_rows_kernel(
     """Row c < counts[s] of segment s is zeroed by program (s, c % parts)."""
     after_predecessor(OVERLAP)
     segment = tl.program_id(0).to(tl.int64)
-    count = tl.minimum(tl.load(counts_ptr + segment), capacity)
+    count = tl.minimum(tl.load(counts_ptr + segment), capacity)  # NaN-free: integers
     zeros = tl.zeros((BLOCK_H,), x_ptr.dtype.element_ty)
     for row in range(tl.program_id(1), count, parts):
         row_ptr = x_ptr + (segment * capacity + row) * hidden

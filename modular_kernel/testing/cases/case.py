@@ -37,6 +37,7 @@ class Case:
             "layout": (self.manner.layout, ORDINARY.layout),
             "values": (self.manner.values, ORDINARY.values),
             "named": (self.manner.named, ORDINARY.named),
+            "nan": (self.manner.nan, ORDINARY.nan),
             "own-scales": (self.manner.own_scales, False),
             "by-turns": (self.by_turns, False),
         }

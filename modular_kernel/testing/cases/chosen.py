@@ -12,6 +12,7 @@ import torch
 from modular_kernel.catalog import check, load_catalog
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import Manner
+from modular_kernel.testing.cases.nan import nan_problems
 from modular_kernel.testing.cases.row_order import in_row_order
 from modular_kernel.types import ActivationSpec, Combine, Machine, Problem
 
@@ -28,7 +29,8 @@ def chosen_cases(prepare_finalize: str, experts: str, machine: Machine) -> tuple
     interpreted = "triton" in load_catalog().experts(experts).requires.packages
     few = (*_few_tokens(), *_packed(), *_moved(), *_least_scales())
     long = _long_rows(16400 if interpreted else 32800)
-    chosen = (*_groups(), *_columns(), *few, *long)
+    nan = ((problem, "uniform", Manner(nan=names)) for problem, names in nan_problems())
+    chosen = (*_groups(), *_columns(), *few, *long, *nan)
     found = ((in_row_order(p, experts), routing, manner) for p, routing, manner in chosen)
     return tuple(
         Case(prepare_finalize, experts, problem, routing, manner=manner)

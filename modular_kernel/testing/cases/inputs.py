@@ -26,6 +26,7 @@ from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases.adapters import NAMED, adapters_of, slots
 from modular_kernel.testing.cases.expert_maps import in_other_words, map_of
 from modular_kernel.testing.cases.hostile import VALUES, hostile_routing, hostile_x
+from modular_kernel.testing.cases.nan import holders, names_of, put_nan, routed_apart, x_with_nan
 from modular_kernel.testing.cases.quantised import short_scales
 from modular_kernel.types import ActivationSpec, Problem
 
@@ -60,12 +61,14 @@ _UNUSED_WEIGHT = 7.0  # on pairs without an expert: finite, and far too large to
 @dataclass(frozen=True)
 class Manner:
     """What a problem leaves open. layout: one of LAYOUTS. values: one of VALUES. own_scales: the
-    scales of weights have 16 bits, where the scheme lets them. named: one of NAMED."""
+    scales of weights have 16 bits, where the scheme lets them. named: one of NAMED. nan: the
+    arguments that hold a NaN, with + between them (`cases.nan`); pairs are then routed apart."""
 
     layout: str = "plain"
     values: str = "ordinary"
     own_scales: bool = False
     named: str = "mixed"
+    nan: str = ""
 
     def __post_init__(self) -> None:
         for what, got, known in (
@@ -126,13 +129,17 @@ def make_inputs(
     ids_dtype = problem.ids_dtype or (torch.int64 if wide else torch.int32)
     x_TH = torch.randn(problem.tokens, problem.hidden, generator=generator)
     x_TH = hostile_x(x_TH, problem, manner.values).to(problem.dtype)
+    if manner.nan:
+        _check_nan(problem, manner.nan)
+        router = routed_apart(router, problem, manner.nan)
+        x_TH = x_with_nan(x_TH, problem, manner.nan)
     gaps = strided or manner.layout in ("transposed", "spaced")
     weights = _expert_weights(problem, expert_map, generator, place, strided=strided, manner=manner)
     if strided and expert_map is not None:
         weights = replace(weights, expert_map=place(in_other_words(expert_map, problem.e)))
     slots_T = slots(problem, manner.named, generator)
     matrices = adapters_of(problem, slots_T, generator, spaced=strided or manner.layout == "spaced")
-    return Inputs(
+    made = Inputs(
         with_gaps(x_TH, place) if gaps and not problem.inplace else place(x_TH),
         replace(weights, **{name: _placed(t, place) for name, t in matrices.items()}),
         Routing(
@@ -141,6 +148,16 @@ def make_inputs(
             place(slots_T) if isinstance(slots_T, torch.Tensor) else slots_T,
         ),
     )
+    put_nan(made.weights, made.routing, problem, manner.nan)
+    return made
+
+
+def _check_nan(problem: Problem, nan: str) -> None:
+    """Raise a ConfigurationError unless every tensor named holds floating-point values."""
+    known = holders(problem)
+    for name in names_of(nan):
+        if name not in known:
+            raise ConfigurationError("nan", got=name, need=f"some of {', '.join(known)}")
 
 
 def invalid_count(routing: Routing, problem: Problem) -> int:

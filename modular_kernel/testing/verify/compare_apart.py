@@ -2,9 +2,9 @@
 
 Ordinary tokens are compared among themselves by the rule of `compare`. Of the others, those whose
 recipe is finite are compared among their like; where the recipe overflows, a value is right or not
-finite; a NaN token's values are not finite. Left open is what becomes of an infinite token, of a
-NaN token where activations are quantised (eight bits may have no NaN), and of a large one where
-gates have a limit (then the sign of a gate is all that counts, and any rounding may turn it).
+finite; a NaN token's values are not finite. Left open is what becomes of an infinite token, and of
+a large one where gates have a limit (then the sign of a gate is all that counts, and any rounding
+may turn it).
 """
 
 from dataclasses import dataclass, replace
@@ -78,7 +78,7 @@ def compare_apart(
 def _open(problem: Problem, values: str) -> bool:
     """Whether such tokens may become anything, as long as they reach no other."""
     if values == "nan_token":
-        return problem.scheme.quantises_activations
+        return False
     return values == "inf_token" or problem.act.limit is not None
 
 

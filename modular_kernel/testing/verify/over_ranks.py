@@ -26,7 +26,7 @@ from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.placement import pairs_to_slots
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases.case import Case
-from modular_kernel.testing.cases.inputs import Inputs, make_inputs
+from modular_kernel.testing.cases.inputs import Inputs, Manner, make_inputs
 from modular_kernel.testing.cases.rank_inputs import part_of
 from modular_kernel.testing.cases.ranks import RankCase
 from modular_kernel.testing.ranks.launched import AnyRanks
@@ -66,6 +66,9 @@ class RankSample(Sample):
     @cached_property
     def world(self) -> Inputs:
         """What the whole world passes, and every expert's weights."""
+        return self._world(self.manner)
+
+    def _world(self, manner: Manner) -> Inputs:
         tokens = self.counts[0] if self.all.replicated else sum(self.counts)
         whole = self.all.whole.with_tokens(tokens)
         return make_inputs(
@@ -74,7 +77,7 @@ class RankSample(Sample):
             _CPU,
             seed=self.seed,
             strided=self.strided,
-            manner=self.manner,
+            manner=manner,
         )
 
     @property
@@ -83,8 +86,9 @@ class RankSample(Sample):
         start = 0 if self.all.replicated else sum(self.counts[: self.rank])
         return slice(start, start + self.counts[self.rank])
 
-    def _make(self) -> Inputs:
-        return part_of(self.world, self.mine, self.problem, self.device, strided=self.strided)
+    def _make(self, manner: Manner | None = None) -> Inputs:
+        world = self.world if manner is None else self._world(manner)
+        return part_of(world, self.mine, self.problem, self.device, strided=self.strided)
 
     @property
     def whole_pristine(self) -> Inputs:

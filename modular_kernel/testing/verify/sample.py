@@ -8,9 +8,10 @@ import torch
 from modular_kernel import reference
 from modular_kernel.catalog import load_catalog
 from modular_kernel.testing.cases.case import Case
-from modular_kernel.testing.cases.inputs import Inputs, fenced, invalid_count, make_inputs
+from modular_kernel.testing.cases.inputs import Inputs, Manner, fenced, invalid_count, make_inputs
 from modular_kernel.testing.verify.compare import Comparison
 from modular_kernel.testing.verify.compare_apart import Fair, compare_apart
+from modular_kernel.testing.verify.compare_nan import compare_with_nan
 from modular_kernel.types import Combine, Problem
 
 # Enough for some 36 groups of 7 tokens: with 64, w8a8 cases of so few failed by chance where the
@@ -39,14 +40,14 @@ class Sample:
         self.pristine = self._make()
         self.invalid_ids = invalid_count(self.pristine.routing, self.problem)
 
-    def _make(self) -> Inputs:
+    def _make(self, manner: Manner | None = None) -> Inputs:
         return make_inputs(
             self.problem,
             self.routing,
             self.device,
             seed=self.seed,
             strided=self.strided,
-            manner=self.manner,
+            manner=manner or self.manner,
         )
 
     @property
@@ -77,6 +78,10 @@ class Sample:
 
     def compare(self, out: torch.Tensor) -> Comparison:
         """`out` against the oracle; tokens that would hide others, by themselves."""
+        if self.manner.nan:
+            compared = out, self.exact, self.recipe, self.problem
+            result = compare_with_nan(*compared)
+            return result if result.ok else compare_with_nan(*compared, fair=self.fair)
         given = out, self.exact, self.recipe, self.problem, self.manner.values
         result = compare_apart(*given)
         return result if result.ok else compare_apart(*given, fair=self.fair)
@@ -86,14 +91,18 @@ class Sample:
         """The recipe's errors over more tokens of the same layer: here may be few."""
         problem = replace(self.problem.with_tokens(_MORE_TOKENS), chunk_tokens=None)
         more = make_inputs(problem, "uniform", self.device, seed=self.seed)
+        weights = self.pristine.weights
+        if self.manner.nan:
+            manner = replace(self.manner, nan="")
+            weights = self._make(manner).weights
         # Adapters that no token here names hold NaN: take those of these tokens, by turns.
         named = self.pristine.routing.adapters_T
         if isinstance(named, torch.Tensor) and len(named):
             named = named[torch.arange(_MORE_TOKENS, device=named.device) % len(named)]
-        expert_map = self.pristine.weights.expert_map
+        expert_map = weights.expert_map
         ids_TK = _of_here(more.routing.topk_ids_TK, expert_map, problem.e)
         routing = replace(more.routing, topk_ids_TK=ids_TK, adapters_T=named)
-        given = more.x_TH, self.pristine.weights, routing, problem
+        given = more.x_TH, weights, routing, problem
         exact = reference.oracle(*given)
         recipe = reference.recipe(*given, input_weighted=self.input_weighted)
         live = int((self.exact != 0).flatten(1).any(1).sum())  # tokens of which something is left

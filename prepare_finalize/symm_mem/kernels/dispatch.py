@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from modular_kernel.ops.kernels.extrema import max_nan, maximum_nan
 from modular_kernel.ops.kernels.pdl import after_predecessor
 from modular_kernel.ops.kernels.quantise import quantised_values, scale_of
 from prepare_finalize.symm_mem.kernels.signals import (
@@ -88,7 +89,7 @@ def _send_columns(
     value = tl.load(x_ptr + column, mask=mask, other=0.0)
     if QUANT == "group":
         groups = tl.reshape(value.to(tl.float32), (BLOCK // GROUP, GROUP))
-        scale = scale_of(tl.max(tl.abs(groups), axis=1), LARGEST, MIN_SCALE)
+        scale = scale_of(max_nan(tl.abs(groups), 1), LARGEST, MIN_SCALE)
         q = quantised_values(groups, tl.div_rn(1.0, scale)[:, None], LARGEST, ROUND)
         value = tl.reshape(q, (BLOCK,))
     elif QUANT == "token":
@@ -111,8 +112,8 @@ def _largest_of(x_ptr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
     for first in range(0, HIDDEN, BLOCK):
         column = first + tl.arange(0, BLOCK)
         value = tl.load(x_ptr + column, mask=column < HIDDEN, other=0.0)
-        largest = tl.maximum(largest, tl.abs(value.to(tl.float32)))
-    return tl.max(largest, axis=0)
+        largest = maximum_nan(largest, tl.abs(value.to(tl.float32)))
+    return max_nan(largest, 0)
 
 
 @triton.jit
@@ -171,7 +172,7 @@ def dispatch_kernel(
         row = rank * capacity + token
         sent = 0
         for to in tl.static_range(WORLD):
-            here = tl.max((ranks == to).to(tl.int32), axis=0)
+            here = tl.max((ranks == to).to(tl.int32), axis=0)  # NaN-free: integers
             if PLACED:
                 here = tl.where(place_of(places_ptr, to, token, tokens, row, PLACED) >= 0, here, 0)
             sent |= here << to

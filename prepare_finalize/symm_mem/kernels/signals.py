@@ -104,14 +104,14 @@ def wait_for_all(
     first. After a failure nobody waits any more, one that another rank wrote there included.
     """
     rank = tl.arange(0, PADDED)
-    pointers = flags_ptr + tl.minimum(rank, WORLD - 1)
+    pointers = flags_ptr + tl.minimum(rank, WORLD - 1)  # NaN-free: integers
     failed = tl.load(failed_ptr, volatile=True)
     started = _now(INTERPRETED)
     behind = 1 - failed
     while behind > 0:
         # By difference: numbers wrap.
         late = (_load_acquire(pointers, INTERPRETED) - number < 0) & (rank < WORLD)
-        behind = tl.max(late.to(tl.int32), axis=0)
+        behind = tl.max(late.to(tl.int32), axis=0)  # NaN-free: integers
         if behind > 0:
             failed = tl.load(failed_ptr, volatile=True)
             if failed > 0:

@@ -56,6 +56,7 @@ def grouped_gemm_kernel(
     if LORA:  # asked for before the product, and there when it is done
         slots = load_slots(slots_ptr, pairs // LORA_TOP_K, row_mask, num_slots)
         lora_b_ptr += expert * stride_lbe
+        # NaN-free: integers
         u, b, up_u, up_b = load_deltas(
             tl.min(slots, axis=0), 0, slots, pairs, u_ptr, lora_b_ptr,
             column * ROW_STEP, up_row, column_mask, rank, stride_u, stride_lbl, stride_lbn,

@@ -41,7 +41,7 @@ def _load_scales(
     16). Past the depth the last ones are loaded: a load with a mask takes an instruction more to
     set a register to 0 before."""
     if EVEN_K:
-        start = tl.minimum(start, depth - STEP_K)
+        start = tl.minimum(start, depth - STEP_K)  # NaN-free: integers
     if FORMAT == "nvfp4":
         group = (start + step_k) // GROUP_K + tl.arange(0, DEPTH // GROUP_K)[None, None, :]
     elif STEP_K % GROUP_K == 0:
@@ -51,7 +51,7 @@ def _load_scales(
     inside = None
     if not EVEN_K:
         inside = start + step_k < depth
-        group = tl.minimum(group, (depth - 1) // GROUP_K)
+        group = tl.minimum(group, (depth - 1) // GROUP_K)  # NaN-free: integers
     scale_ptrs = (scale_ptr + (scale_at[0] + group)) + scale_at[1]
     zero_ptrs = (zero_ptr + (zero_at[0] + group)) + zero_at[1]
     if FORMAT == "nvfp4":  # words past the depth are zeros

@@ -7,7 +7,7 @@ than unpacking it in every product (experts.triton.dequantised.path).
 import triton
 import triton.language as tl
 
-from experts.triton.kernels.unpack_w4 import unpack_int4
+from experts.triton.kernels.unpack_w4 import e8m0_values, unpack_int4
 
 TARGETS = ("sm_90",)  # as their products: the only ones that `mk compile` can compile them for
 LEFT_OUT = {"tiles_of_experts_kernel": "launched for weights of more than 1 GiB alone"}
@@ -98,7 +98,7 @@ def dequantise_kernel(
             else:
                 values -= MIDDLE
         else:
-            scale = tl.exp2(scale.to(tl.float32) - 127.0)
+            scale = e8m0_values(scale)
         k = start + tl.arange(0, STEP)[None, None, :]
         at = (tl.program_id(2).to(tl.int64) * rows + row) * depth + k
         tl.store(out_ptr + at, (values * scale).to(tl.bfloat16), mask=row_in & (k < depth))

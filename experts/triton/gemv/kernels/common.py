@@ -8,6 +8,7 @@ Reading the weights is all that takes time, so what counts is how many bytes are
 import triton
 import triton.language as tl
 
+from modular_kernel.ops.kernels.extrema import max_nan
 from modular_kernel.ops.kernels.quantise import quantised_values, scale_of
 
 
@@ -54,7 +55,7 @@ def quantised_groups(
 ):  # fmt: skip
     """x (S, K) quantised with one scale for each GROUP columns, as float32; scales (S, K / VEC)."""
     groups = tl.reshape(x, (S, K // GROUP, GROUP))
-    scale = scale_of(tl.max(tl.abs(groups), axis=2), LARGEST, MIN_SCALE)
+    scale = scale_of(max_nan(tl.abs(groups), 2), LARGEST, MIN_SCALE)
     q = requantised(groups, scale[:, :, None], LARGEST, ROUND, TYPE)
     scales = tl.broadcast_to(scale[:, :, None], (S, K // GROUP, GROUP // VEC))
     return tl.reshape(q, (S, K)), tl.reshape(scales, (S, K // VEC))

@@ -10,6 +10,7 @@ from experts.triton.gemv.kernels.common import (
     requantised,
     step_sums,
 )
+from modular_kernel.ops.kernels.extrema import max_nan, maximum_nan
 from modular_kernel.ops.kernels.ids import load_local_ids
 from modular_kernel.ops.kernels.quantise import scale_of
 
@@ -26,7 +27,7 @@ def _pair_scales(
     if QUANT == "token":
         mask = live[:, None] & (block < blocks)[None, :]
         ptrs = largest_ptr + pairs[:, None] * blocks + block[None, :]
-        largest = tl.max(tl.load(ptrs, mask=mask, other=0.0), axis=1)
+        largest = max_nan(tl.load(ptrs, mask=mask, other=0.0), 1)
     else:
         tl.static_assert(QUANT == "tensor")
         most = tl.zeros((BLOCK_B,), tl.float32)
@@ -36,8 +37,8 @@ def _pair_scales(
             )
             mask = (block < blocks) & (local >= 0)
             other = tl.load(largest_ptr + pair * blocks + block, mask=mask, other=0.0)
-            most = tl.maximum(most, other)
-        largest = tl.zeros((S,), tl.float32) + tl.max(most, axis=0)
+            most = maximum_nan(most, other)
+        largest = tl.zeros((S,), tl.float32) + max_nan(most, 0)
     return scale_of(largest, LARGEST, MIN_SCALE)
 
 
@@ -114,7 +115,7 @@ def gemv_down_kernel(
             ids_ptr, pairs, slot < SLOTS, map_ptr, num_experts, num_local, HAS_MAP
         )
         live = local >= 0
-        expert = tl.maximum(local, 0).to(tl.int64)
+        expert = tl.maximum(local, 0).to(tl.int64)  # NaN-free: integers
         w_ptrs = b_ptr + expert[:, None, None] * stride_be + row_offset
         row_mask = live[:, None, None] & column_mask[None, :, None]
         scale_mask = live[:, None, None] & (scale_row < hidden)[None, :, None]

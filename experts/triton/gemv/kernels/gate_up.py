@@ -10,6 +10,7 @@ from experts.triton.gemv.kernels.common import (
     step_sums,
 )
 from experts.triton.kernels.gemm_tile import finish_tile
+from modular_kernel.ops.kernels.extrema import max_nan, maximum_nan
 from modular_kernel.ops.kernels.ids import count_invalid_ids, load_local_ids
 from modular_kernel.ops.kernels.pdl import after_predecessor
 from modular_kernel.ops.kernels.quantise import scale_of
@@ -24,9 +25,9 @@ def _largest(x_ptr, rows, hidden, stride_xm, stride_xk, BLOCK_R: tl.constexpr):
         for start in range(0, hidden, BLOCK_R):
             mask = start + column < hidden
             value = tl.load(x_ptr + (start + column) * stride_xk, mask=mask, other=0.0)
-            largest = tl.maximum(largest, tl.abs(value.to(tl.float32)))
+            largest = maximum_nan(largest, tl.abs(value.to(tl.float32)))
         x_ptr += stride_xm
-    return tl.max(largest, axis=0)
+    return max_nan(largest, 0)
 
 
 @triton.jit
@@ -227,4 +228,4 @@ def gemv_gate_up_kernel(
     if KEEP_LARGEST:
         magnitude = tl.where(column_mask[None, :], tl.abs(h.to(tl.float32)), 0.0)
         blocks = tl.cdiv(intermediate, BLOCK_N)
-        tl.store(largest_ptr + pair * blocks + block, tl.max(tl.max(magnitude, axis=1), axis=0))
+        tl.store(largest_ptr + pair * blocks + block, max_nan(max_nan(magnitude, 1), 0))

@@ -23,6 +23,7 @@ from experts.triton.gemv_tma.kernels.pipeline import (
     rows_of,
     spread_scales,
 )
+from modular_kernel.ops.kernels.extrema import max_nan
 from modular_kernel.ops.kernels.ids import load_local_ids
 from modular_kernel.ops.kernels.quantise import scale_of
 from modular_kernel.ops.launch.triton_versions import load_box
@@ -49,6 +50,7 @@ def _load(
             )
             experts += (local,)
             if GROUPED:
+                # NaN-free: integers
                 scale_row = gl.maximum(local, 0).to(gl.int64) * scale_rows + first // PANEL
                 fetch_scales(w_scale_ptr + scale_row * scale_groups, scale_groups)
             here += (local >= 0).to(gl.int32)
@@ -94,7 +96,7 @@ def _hold_pairs(
         block = gl.arange(0, BLOCKS, gl.SliceLayout(0, LOOK))[None, :]
         ptrs = largest_ptr + (token * TOP_K + looked) * largest_blocks + block
         mask = (looked < TOP_K) & (block < largest_blocks)
-        largest = gl.max(gl.load(ptrs, mask=mask, other=0.0), axis=1)
+        largest = max_nan(gl.load(ptrs, mask=mask, other=0.0), 1)
         scale = scale_of(largest, LARGEST, MIN_SCALE)
     inverse = gl.convert_layout(div_rn(1.0, scale), rows_of(SLOTS))
     hold_vectors(
@@ -140,7 +142,7 @@ def _compute(
         first = item % blocks * EACH_ROWS
         column = first + row % EACH_ROWS
         inside = (local >= 0) & (column < hidden)
-        expert = gl.maximum(local, 0).to(gl.int64)
+        expert = gl.maximum(local, 0).to(gl.int64)  # NaN-free: integers
         ptrs = w_scale_ptr + expert * hidden + column
         if GROUPED:
             ptrs = w_scale_ptr + (expert * scale_rows + column // PANEL) * scale_groups

@@ -25,6 +25,7 @@ from experts.triton.gemv_tma.kernels.pipeline import (
     spread_scales,
 )
 from experts.triton.kernels.gluon_epilogue import activate
+from modular_kernel.ops.kernels.extrema import max_nan
 from modular_kernel.ops.kernels.ids import load_local_ids
 from modular_kernel.ops.kernels.quantise import scale_of
 from modular_kernel.ops.launch.triton_versions import load_box
@@ -43,7 +44,7 @@ def _item(index, num_pairs, intermediate, TOP_K: gl.constexpr, HELD: gl.constexp
     turn = index // (HELD * TOP_K * blocks)
     first = turn * HELD * TOP_K
     within = index - first * blocks
-    count = gl.minimum(HELD * TOP_K, num_pairs - first)
+    count = gl.minimum(HELD * TOP_K, num_pairs - first)  # NaN-free: integers
     return first + within % count, within // count, turn * HELD
 
 
@@ -194,7 +195,7 @@ def _compute(
             mask = column < intermediate
             gl.store(h_ptr + pair.to(gl.int64) * intermediate + column, h, mask=mask)
             if not GROUPED:
-                most = gl.max(gl.where(mask, gl.abs(h.to(gl.float32)), 0.0), axis=0)
+                most = max_nan(gl.where(mask, gl.abs(h.to(gl.float32)), 0.0), 0)
                 gl.store(largest_ptr + pair * gl.cdiv(intermediate, _COLUMNS) + block, most)
 
 

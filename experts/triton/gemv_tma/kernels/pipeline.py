@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from experts.triton.kernels.gluon_ring import barriers
+from modular_kernel.ops.kernels.extrema import max_nan, maximum_nan
 from modular_kernel.ops.kernels.quantise import quantised_values, scale_of
 from modular_kernel.ops.launch.triton_versions import reinterpret
 
@@ -76,12 +77,12 @@ def largest_of(pieces, row_ptrs, stride, live, depth, PIECES: gl.constexpr):
     largest = gl.zeros((ROWS_HELD, PIECE), gl.float32, wide(ROWS_HELD))
     if len(pieces) > 0:
         for piece in gl.static_range(PIECES):
-            largest = gl.maximum(largest, gl.abs(pieces[piece].to(gl.float32)))
+            largest = maximum_nan(largest, gl.abs(pieces[piece].to(gl.float32)))
     else:
         for piece in range(PIECES):
             values = _load_piece(row_ptrs, stride, live, depth, piece)
-            largest = gl.maximum(largest, gl.abs(values.to(gl.float32)))
-    return gl.max(largest, axis=1)
+            largest = maximum_nan(largest, gl.abs(values.to(gl.float32)))
+    return max_nan(largest, 1)
 
 
 @gluon.jit
@@ -115,7 +116,7 @@ def _hold_piece(
     ROWS_HELD: gl.constexpr = values.shape[0]
     if QUANT == "group":
         groups = values.to(gl.float32).reshape((ROWS_HELD, PANELS, PANEL))
-        scale = scale_of(gl.max(gl.abs(groups), axis=2), LARGEST, MIN_SCALE)
+        scale = scale_of(max_nan(gl.abs(groups), 2), LARGEST, MIN_SCALE)
         inverse_of_groups = gl.expand_dims(tl.div_rn(1.0, scale), 2)
         groups = quantised_values(groups, inverse_of_groups, LARGEST, False)
         values = groups.reshape((ROWS_HELD, PIECE))

@@ -42,7 +42,7 @@ def _own_pair(
         local, _ = load_local_ids(
             ids_ptr, pair, slot < TOP_K, map_ptr, num_experts, num_local, HAS_MAP
         )
-        result = (pair, tl.maximum(local, 0), local >= 0)
+        result = (pair, tl.maximum(local, 0), local >= 0)  # NaN-free: integers
     else:
         result = (token, token, token)
     return result
@@ -66,7 +66,7 @@ def _own_biases(
     )  # fmt: skip
     column = first_column + row
     once = (local >= 0) & (part % TEAM == 0) & (row < BLOCK_N) & (column < hidden)
-    ptrs = ptr + tl.maximum(local, 0).to(tl.int64) * stride + column
+    ptrs = ptr + tl.maximum(local, 0).to(tl.int64) * stride + column  # NaN-free: integers
     return tl.load(ptrs, mask=once, other=0.0).to(tl.float32)
 
 
@@ -97,7 +97,7 @@ def _block(
         )
         block = index % BLOCKS
         live = local >= 0
-        local = tl.maximum(local, 0)
+        local = tl.maximum(local, 0)  # NaN-free: integers
     return pair, local, live, block * (CHUNKS * HALVES)
 
 
@@ -258,6 +258,7 @@ def gemv_w4_down_kernel(
             ids_ptr, pairs, slot < TOP_K, map_ptr, num_experts, num_local, HAS_MAP
         )
         live = local >= 0
+        # NaN-free: integers
         ptrs = bias_ptr + tl.maximum(local, 0)[:, None].to(tl.int64) * stride_bias + column[None, :]
         biases = tl.load(ptrs, mask=live[:, None] & column_mask[None, :], other=0.0).to(tl.float32)
         if HAS_ROW_WEIGHTS:

@@ -39,7 +39,7 @@ def tile_at(index, num_m, num_n, GROUP_M: gl.constexpr):
     """
     per_group = GROUP_M * num_n
     first_m = (index // per_group) * GROUP_M
-    group_m = gl.maximum(gl.minimum(num_m - first_m, GROUP_M), 1)
+    group_m = gl.maximum(gl.minimum(num_m - first_m, GROUP_M), 1)  # NaN-free: integers
     within = index % per_group
     return first_m + within % group_m, within // group_m
 
@@ -278,6 +278,7 @@ def _compute(
             group = (n * STRIDE_N) // 128
             b_scales = b_scale_ptr + (expert * b_scale_rows + group).to(gl.int64) * b_groups
             # A last tile's right half may lie past the expert's weights; what it gives is masked.
+            # NaN-free: integers
             right_group = gl.minimum((n * STRIDE_N + right_rows) // 128, b_scale_rows - 1)
             left, right, turn = _multiply_scaled(
                 a_ring, b_ring, full, empty, turn, depth,

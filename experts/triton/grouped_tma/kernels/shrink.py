@@ -31,7 +31,7 @@ def shrink_tiles_kernel(
     x_row = (tokens if GATHER else row).to(tl.int64)
     u_ptrs = u_ptr + row.to(tl.int64)[:, None] * stride_u + rank_row[None, :]
     named_ptr += pid_m * (num_slots + 1)
-    slot = tl.min(slots, axis=0)
+    slot = tl.min(slots, axis=0)  # NaN-free: integers
     place = 0
     while slot < NO_SLOT:
         if place % PARTS == tl.program_id(2):
@@ -48,7 +48,7 @@ def shrink_tiles_kernel(
                 tl.store(at + further, zeros, mask=row_mask[:, None])
             if tl.program_id(1) == 0:
                 tl.store(named_ptr + 1 + place, slot)
-        slot = tl.min(tl.where(slots > slot, slots, NO_SLOT), axis=0)
+        slot = tl.min(tl.where(slots > slot, slots, NO_SLOT), axis=0)  # NaN-free: integers
         place += 1
     if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
         tl.store(named_ptr, place)

@@ -87,9 +87,10 @@ def _stored(scale, inside, FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr):
     elif FORMAT == "nvfp4":  # of the value's bits five of the exponent and three below them
         value = scale.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        # NaN-free: integers
         made = tl.minimum(tl.maximum((bits >> 20) - ((127 - 10) << 3), 0), 255)
     else:  # an exponent, raised likewise
-        made = tl.minimum(scale.to(tl.int32) + (126 - 50), 255)
+        made = tl.minimum(scale.to(tl.int32) + (126 - 50), 255)  # NaN-free: integers
     return tl.where(inside, made, 0)
 
 
@@ -120,7 +121,7 @@ def tile_weights_kernel(
     block = place // 64
     in_block = place // 16 % 4 * 16 + place % 2 * 8 + place // 2 % 8
     column = (tile * (4 // SIDES) + block // SIDES) * 64 + in_block
-    row = tl.minimum(column, columns - 1) * STEP + block % SIDES * up_row
+    row = tl.minimum(column, columns - 1) * STEP + block % SIDES * up_row  # NaN-free: integers
     here = (column < columns)[:, None]
     half = first_step * 2 + tl.arange(0, 2 * STEPS)  # of a step
     inside = here & (half < row_words // 4)[None, :]
@@ -139,6 +140,13 @@ def tile_weights_kernel(
         w1 = _with_signs(w1, first)
         w2 = _with_signs(w2, second)
         w3 = _with_signs(w3, second)
+    elif FORMAT != "integer":
+        # 255 reads as infinity: codes of 0 make a NaN of it, as E8M0 has it.
+        scale = tl.load(scale_ptr + half[None, :], mask=inside, other=0)
+        w0 = tl.where(scale == 255, 0, w0)
+        w1 = tl.where(scale == 255, 0, w1)
+        w2 = tl.where(scale == 255, 0, w2)
+        w3 = tl.where(scale == 255, 0, w3)
     lanes = _words(w0, w1, w2, w3, "e2m1" if FORMAT == "nvfp4" else FORMAT)
     # (block, warp and row, row half, step, half of it, lane) to (step, block, ..., lane, halves)
     split = tl.reshape(lanes, (128, 2, STEPS, 2, 4))

@@ -1,0 +1,203 @@
+"""NaN in the arguments of a call: where one can be, where it is put, and the cases that have one.
+
+A NaN must reach every value of the output that is computed from it, and no other value. What is
+computed from it is what `reference.recipe` makes NaN.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.testing.cases.quantised import SCHEMES
+from modular_kernel.types import ActivationSpec, Combine, Problem
+from modular_kernel.validate import ADAPTER_TENSORS
+
+X, ROUTER = "x", "topk_weights"
+_E8M0_NAN = 255
+_MATRICES = ("w1", "w2", "b1", "b2")
+
+
+def names_of(nan: str) -> tuple[str, ...]:
+    """Return the tensors that `Manner.nan` names."""
+    return tuple(filter(None, nan.split("+")))
+
+
+def holders(problem: Problem) -> tuple[str, ...]:
+    """Return the arguments of a call of `problem` whose type has a NaN, as `Inputs` names them.
+
+    Beside x and the router weights these are fields of ExpertWeights. E8M0 has a NaN, integers
+    have none.
+    """
+    scheme = problem.scheme
+    found = [X, ROUTER]
+    if scheme.weight in ("none", "float8_e4m3fn"):
+        found += ["w1", "w2"]
+    if problem.bias:
+        found += ["b1", "b2"]
+    if scheme.quantised:
+        found += ["w1_scale", "w2_scale"]
+    if scheme.matrix_scales:
+        found += ["w1_global_scale", "w2_global_scale"]
+    if scheme.static:
+        found += ["a1_scale", "a2_scale"]
+    if problem.adapters is not None:
+        found += ADAPTER_TENSORS
+    return tuple(found)
+
+
+def spreads(name: str, problem: Problem) -> bool:
+    """Whether a NaN of one pair's operand reaches pairs that do not read that operand.
+
+    It does by a scale that pairs share: a given one of all activations, or one that is computed
+    from the activations of the whole call.
+    """
+    scheme = problem.scheme
+    if scheme.activation_granularity != "tensor":
+        return False
+    if scheme.static:
+        return name in ("a1_scale", "a2_scale")
+    before_gemm2 = name.startswith(("w1", "b1", "lora_a13", "lora_b13")) or name == X
+    return before_gemm2 or (name == ROUTER and problem.apply_router_weight_on_input)
+
+
+def groups(problem: Problem) -> tuple[str, ...]:
+    """Return values of `Manner.nan` that put a NaN into each of `holders` once.
+
+    Those that reach their own pairs alone are put into one call, each of the others into its own.
+    """
+    names = holders(problem)
+    own = tuple(name for name in names if not spreads(name, problem))
+    return tuple(filter(None, ("+".join(own), *(n for n in names if n not in own))))
+
+
+def pairs_needed(nan: str) -> int:
+    """Return how many pairs a call needs so that each name has its own, and one has none."""
+    return len(names_of(nan)) + 1
+
+
+def routed_apart(routing: Routing, problem: Problem, nan: str) -> Routing:
+    """Return a routing in which no expert is named twice, as far as there are enough.
+
+    The last token (of two or one: its last pair) is skipped, and its router weights are NaN. Where
+    `nan` names the router weights, that of one pair is NaN, too.
+    """
+    tokens, top_k = problem.tokens, problem.top_k
+    order = torch.randperm(problem.experts, generator=torch.Generator().manual_seed(0))
+    pair = torch.arange(tokens * top_k)
+    ids_TK = order[pair % problem.experts].view(tokens, top_k)
+    skipped = torch.zeros(tokens, top_k, dtype=torch.bool)
+    if tokens > 2:
+        skipped[-1] = True
+    elif tokens and top_k > 1:
+        skipped[-1, -1] = True
+    weights_TK = routing.topk_weights_TK.masked_fill(skipped, torch.nan)
+    if ROUTER in names_of(nan):
+        weights_TK.view(-1)[_pair_of(ROUTER, problem, nan)] = torch.nan
+    ids_TK = ids_TK.masked_fill(skipped, -1)
+    return replace(routing, topk_weights_TK=weights_TK, topk_ids_TK=ids_TK)
+
+
+def x_with_nan(x_TH: torch.Tensor, problem: Problem, nan: str) -> torch.Tensor:
+    """Return x with a NaN in the first token, if `nan` names it, and in the one that is skipped.
+
+    Not in the latter where one scale is computed from all tokens.
+    """
+    x_TH, tokens, column = x_TH.clone(), len(x_TH), x_TH.shape[1] // 3
+    if tokens and X in names_of(nan):
+        x_TH[0, column] = torch.nan
+    one_scale = problem.scheme.activation_granularity == "tensor" and not problem.scheme.static
+    if tokens > 2 and not one_scale:
+        x_TH[-1, column] = torch.nan
+    return x_TH
+
+
+def put_nan(weights: ExpertWeights, routing: Routing, problem: Problem, nan: str) -> None:
+    """Put a NaN into each field of `weights` that `nan` names, of the expert of its own pair."""
+    ids, slots_T = routing.topk_ids_TK.flatten(), routing.slots_T
+    for name in names_of(nan):
+        if name in (X, ROUTER) or not len(ids):
+            continue
+        pair, tensor = _pair_of(name, problem, nan), getattr(weights, name)
+        if name in ADAPTER_TENSORS:
+            some = torch.empty(0) if slots_T is None else (slots_T[:-1] >= 0).nonzero().flatten()
+            if not len(some):
+                continue
+            token = int(some[pair % len(some)])
+            expert = int(ids[token * problem.top_k].clamp(min=0))
+            slot = int(slots_T[token])
+            _last_but_some(tensor[slot, min(expert, tensor.shape[1] - 1)])
+            continue
+        expert = int(ids[pair].clamp(min=0))
+        if len(tensor) == problem.e:
+            _last_but_some(tensor[expert : expert + 1])
+        else:
+            _last_but_some(tensor)
+
+
+def _pair_of(name: str, problem: Problem, nan: str) -> int:
+    """Return the pair, t * K + k, that a name has for itself; x has the first token."""
+    names = [n for n in names_of(nan) if n != X]
+    first = problem.top_k if X in names_of(nan) and problem.tokens > 1 else 0
+    return (first + names.index(name)) % max(1, problem.tokens * problem.top_k)
+
+
+def _last_but_some(tensor: torch.Tensor) -> None:
+    """Put NaN at the last place of the last extent, and two thirds down the others."""
+    at = (*(size * 2 // 3 for size in tensor.shape[:-1]), -1)
+    if tensor.dtype is torch.uint8:
+        tensor[at] = _E8M0_NAN
+    elif tensor.dtype.itemsize == 1:
+        tensor.view(torch.uint8)[at] = 0x7F
+    else:
+        tensor[at] = torch.nan
+
+
+# ------------------------------------------------------------------------------------- the cases
+
+_BF16 = torch.bfloat16
+_BASE = Problem(tokens=1, hidden=64, intermediate=64, experts=1, top_k=1, dtype=_BF16, bias=True)
+_CLAMPED = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=1.0")
+
+Chosen = tuple[Problem, str]  # and what `Manner.nan` is
+
+
+def nan_problems() -> Iterator[Chosen]:
+    """Yield every scheme with a NaN in each of its arguments, of many tokens and of few."""
+    for quant in ("none", *SCHEMES):
+        problem = replace(_BASE, quant=quant)
+        for nan in groups(problem):
+            yield many(problem, nan)
+        yield few(problem)
+        if problem.scheme.travels_quantised:
+            yield two_tokens(problem)
+    for activation in (_CLAMPED, ActivationSpec.parse("relu2")):
+        problem = replace(_BASE, activation=activation)
+        yield many(problem, *groups(problem))
+    on_input = replace(_BASE, apply_router_weight_on_input=True, bias=False)
+    for quant in ("none", "fp8_w8a8_tensor", "int8_w8a8_channel"):
+        yield many(replace(on_input, quant=quant), ROUTER)
+    for quant in ("none", "fp8_w8a8_channel"):
+        problem = replace(_BASE, quant=quant, bias=False, lora="adapters=2,rank=16")
+        yield many(problem, "+".join(ADAPTER_TENSORS))
+
+
+def many(problem: Problem, nan: str) -> Chosen:
+    """Return a problem of one expert a token in which each name has a token."""
+    tokens = pairs_needed(nan) + 1
+    return replace(problem, tokens=tokens, experts=tokens), nan
+
+
+def few(problem: Problem) -> Chosen:
+    """Return a problem of one token whose pairs are kept, so that each name has a row."""
+    nan = "+".join(n for n in holders(problem) if n != X and not spreads(n, problem))
+    top_k = pairs_needed(nan) + 1
+    kept = replace(problem, combine=Combine.TOPK_WEIGHTED, tokens=1, top_k=top_k)
+    return replace(kept, experts=top_k), nan
+
+
+def two_tokens(problem: Problem) -> Chosen:
+    """Return a problem of two tokens, of which one has a NaN in x, and of so many experts that
+    parts take the tokens one by one."""
+    return replace(problem, tokens=2, experts=17), X

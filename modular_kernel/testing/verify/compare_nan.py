@@ -1,0 +1,38 @@
+"""Compare calls whose arguments hold a NaN: it is where it has to be, and nowhere else."""
+
+from dataclasses import replace
+
+import torch
+
+from modular_kernel.testing.verify.compare import Comparison, compare
+from modular_kernel.testing.verify.compare_apart import NONE_FAIR, Fair
+from modular_kernel.types import Problem
+
+
+def compare_with_nan(
+    out: torch.Tensor,
+    exact: torch.Tensor,
+    recipe: torch.Tensor,
+    problem: Problem,
+    *,
+    fair: Fair = NONE_FAIR,
+) -> Comparison:
+    """Judge `out`, (T, H) or (T, K, H): NaN where `recipe` is, and right everywhere else.
+
+    Other arguments are those of `compare`.
+    """
+    if out.shape != exact.shape:
+        return compare(out, exact, recipe, problem, **vars(fair))
+    read = recipe.isnan()
+    numbers = (torch.where(read, torch.zeros_like(t), t) for t in (out, exact, recipe))
+    result = compare(*numbers, problem, **vars(fair))
+    return replace(result, problems=(*result.problems, *_lost(out, read)))
+
+
+def _lost(out: torch.Tensor, read: torch.Tensor) -> tuple[str, ...]:
+    """Return what is wrong if values that are computed from a NaN are none."""
+    lost = (read & ~out.isnan()).flatten(0, -2)
+    if not bool(lost.any()):
+        return ()
+    rows, row = int(lost.any(1).sum()), int(lost.any(1).nonzero()[0])
+    return (f"{int(lost.sum())} values in {rows} rows lost a NaN, the first in row {row}",)

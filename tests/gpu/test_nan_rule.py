@@ -1,0 +1,95 @@
+"""The rule for NaN in compiled kernels: one argument at a time, every path of TritonExperts forced.
+
+Each scheme compiles a few kernels and makes many calls of them.
+"""
+
+import sys
+from dataclasses import replace
+
+import pytest
+from nan_matrix import Counts, judge_calls, pairs_here, run, taken
+
+from experts.triton.configs.select import choose_config, override_config, this_store
+from experts.triton.contiguous import paths_of
+from experts.triton.paths import BY_NAME
+from modular_kernel.testing.cases.nan import holders
+from modular_kernel.types import ActivationSpec, Machine, Problem
+
+TRITON = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
+BATCHED = ("BatchedPrepareAndFinalize", "BatchedTritonExperts")
+# One of each kind: other groups and zero points compile the same instructions.
+QUANTS = (
+    "none",
+    "fp8_w8a8_tensor",
+    "fp8_w8a8_tensor:static=true",
+    "fp8_w8a8_channel",
+    "fp8_w8a8_block",
+    "fp8_w8a16_channel",
+    "int8_w8a8_channel",
+    "int8_w8a8_block:block=32x32",
+    "int8_w8a16_group:group=32,zero_points=true",
+    "int4_w4a16_group:group=32,zero_points=true",
+    "mxfp4_w4a16",
+    "nvfp4_w4a16",
+)
+CLAMPED = ("swiglu_oai:alpha=1.702,limit=1.0", "relu2")
+SIZE = 256  # hidden and intermediate: every path takes it
+
+
+def judged(problem: Problem, machine: Machine, counts: Counts) -> set[str]:
+    """Judge `problem` on every path that it may take; returns those that a call took."""
+    took = set()
+    for path in paths_of(problem):
+        config = BY_NAME[path].default_config(problem, problem.tokens, this_store().device)
+        with override_config(config):
+            took.add(choose_config(problem, problem.tokens, paths_of(problem)).path)
+            judge_calls(TRITON, problem, machine, counts, f"path {path}:")
+    return took
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_paths(quant: str, machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    counts = Counts()
+    problem = taken(TRITON, quant, machine, SIZE)[0]
+    took = judged(problem, machine, counts)
+    with capsys.disabled():
+        sys.stdout.write(f"\n{quant}, by {', '.join(sorted(took))}: {counts}")
+    assert took == set(paths_of(problem))
+    assert counts.calls == len(took) * len(holders(problem))
+    assert counts.wrong == []
+
+
+@pytest.mark.parametrize("activation", CLAMPED)
+def test_clamps(activation: str, machine: Machine) -> None:
+    counts = Counts()
+    for quant in ("none", "fp8_w8a8_channel"):
+        problem = taken(TRITON, quant, machine, SIZE)[0]
+        judged(replace(problem, activation=ActivationSpec.parse(activation)), machine, counts)
+    assert counts.calls > 20
+    assert counts.wrong == []
+
+
+@pytest.mark.parametrize("quant", ["fp8_w8a8_tensor", "fp8_w8a8_block", "int8_w8a8_channel"])
+def test_batched(quant: str, machine: Machine) -> None:
+    counts = Counts()
+    judge_calls(BATCHED, taken(BATCHED, quant, machine, SIZE)[0], machine, counts)
+    assert counts.calls >= 7
+    assert counts.wrong == []
+
+
+def test_kept_rows_and_weighted_input(machine: Machine) -> None:
+    counts = Counts()
+    for problem in taken(TRITON, "fp8_w8a8_channel", machine, SIZE)[1:]:
+        judge_calls(TRITON, problem, machine, counts)
+    assert counts.wrong == []
+
+
+def test_other_parts_that_run_here(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    """Torch's, and vendors' where their libraries are."""
+    for pair in pairs_here(machine):
+        if pair in (TRITON, BATCHED):
+            continue
+        counts = run(pair, machine, ("none", *QUANTS[1:4], "nvfp4_w4a4", "mxfp4_w4a16"), SIZE)
+        with capsys.disabled():
+            sys.stdout.write(f"\n{' x '.join(pair)}: {counts}")
+        assert counts.wrong == [], pair

@@ -1,0 +1,114 @@
+"""Every scheme by an experts part: a NaN in one argument at a time, and what comes of it.
+
+As a program it prints how many calls of each part that runs here were right, and what was wrong.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from modular_kernel.catalog import check, load_catalog, make_kernel, this_machine
+from modular_kernel.testing.cases.case import Case, command
+from modular_kernel.testing.cases.inputs import Manner
+from modular_kernel.testing.cases.nan import holders
+from modular_kernel.testing.cases.quantised import SCHEMES
+from modular_kernel.testing.cases.row_order import in_row_order
+from modular_kernel.testing.verify.sample import Sample
+from modular_kernel.testing.verify.trial import call
+from modular_kernel.types import Combine, Machine, Problem
+
+LOCAL = ("MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize")
+SCHEME_NAMES = ("none", *SCHEMES)
+
+
+@dataclass
+class Counts:
+    """How many calls were made, of how many kernels, and what was wrong with any."""
+
+    kernels: int = 0
+    calls: int = 0
+    schemes: set[str] = field(default_factory=set)
+    wrong: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.calls} calls of {self.kernels} kernels in {len(self.schemes)} schemes: "
+            f"{self.calls - len(self.wrong)} right"
+        )
+
+
+def forms(size: int) -> Iterator[Problem]:
+    """Yield sums of two experts a token, kept rows of one token, and an input that is weighted."""
+    base = Problem(
+        tokens=6, hidden=size, intermediate=size, experts=12, top_k=2, dtype=torch.bfloat16
+    )
+    yield base
+    yield replace(base, tokens=1, top_k=4, combine=Combine.TOPK_WEIGHTED)
+    yield replace(base, tokens=4, top_k=1, apply_router_weight_on_input=True)
+
+
+def pairs_here(machine: Machine) -> tuple[tuple[str, str], ...]:
+    """Return the local pairs that some scheme is valid for on `machine`."""
+    found = ((pf, ex) for pf in LOCAL for ex in load_catalog().names("experts"))
+    return tuple(pair for pair in found if any(taken(pair, q, machine, 64) for q in SCHEME_NAMES))
+
+
+def taken(pair: tuple[str, str], quant: str, machine: Machine, size: int) -> tuple[Problem, ...]:
+    """Return the forms of a scheme that a pair takes, with biases if it takes any."""
+    found = []
+    for form in forms(size):
+        problem = in_row_order(replace(form, quant=quant), pair[1])
+        for each in (replace(problem, bias=True), problem):
+            if check(*pair, each, machine).ok:
+                found.append(each)
+                break
+    return tuple(found)
+
+
+def judge_calls(
+    pair: tuple[str, str], problem: Problem, machine: Machine, counts: Counts, what: str = ""
+) -> None:
+    """Call one kernel with a NaN in each argument that may hold one, and count."""
+    device = torch.device(machine.device)
+    kernel = make_kernel(*pair, problem, machine=machine, poison=True)
+    counts.kernels += 1
+    counts.schemes.add(problem.quant)
+    hidden = problem.act.kind in kernel.experts.requires.hides_nan
+    for name in holders(problem):
+        if hidden and name not in ("x", "topk_weights"):
+            continue
+        case = Case(*pair, problem, manner=Manner(nan=name))
+        sample = Sample(case, device, tokens=problem.tokens, salt=0)
+        found = sample.compare(call(kernel, sample)).problems
+        counts.calls += 1
+        assert bool(sample.recipe.isnan().any()), command(case)
+        if found:
+            counts.wrong.append(f"{what} {'; '.join(found)}: {command(case)}")
+
+
+def run(
+    pair: tuple[str, str], machine: Machine, schemes: tuple[str, ...] = SCHEME_NAMES, size: int = 64
+) -> Counts:
+    """Judge every form of every scheme that a pair takes."""
+    counts = Counts()
+    for quant in schemes:
+        for problem in taken(pair, quant, machine, size):
+            judge_calls(pair, problem, machine, counts)
+    return counts
+
+
+def main() -> int:
+    machine, wrong = this_machine(), 0
+    for pair in pairs_here(machine):
+        counts = run(pair, machine)
+        sys.stdout.write("\n".join([f"{' x '.join(pair)}: {counts}", *counts.wrong, ""]))
+        sys.stdout.flush()
+        wrong += len(counts.wrong)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main())
