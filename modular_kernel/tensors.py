@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from torch.compiler import is_compiling
 
-from modular_kernel.errors import DtypeError, LayoutError, ShapeError, WeightsError
+from modular_kernel.errors import ShapeError, WeightsError
 from modular_kernel.types import IdSpace
 
 
@@ -216,6 +215,7 @@ class ExpertRows:
     scale: the routed scaling factor still to be applied.
     routing: whose pairs the rows are, counted already, where pair p's row is row p: of the
         num_local experts here. Weights of pairs that it skips are not read; None where they are 0.
+    checked: these are a kernel's own tensors, which fit; a reducer checks those of other callers.
     """
 
     rows: torch.Tensor
@@ -224,21 +224,12 @@ class ExpertRows:
     scale: float
     routing: DispatchedRouting | None = None
     num_local: int = 0
+    checked: bool = False
 
 
 @dataclass(frozen=True)
 class Handle:
     """What one prepare leaves for its own finalize; each PrepareAndFinalize has a subclass."""
-
-
-def dense(what: str, value: object) -> None:
-    """Before anything is asked of it: a tensor whose values lie in memory, each as it is."""
-    if not isinstance(value, torch.Tensor):
-        raise DtypeError(what, got=type(value).__name__, need="a tensor")
-    if value.layout is not torch.strided:
-        raise LayoutError(what, got=str(value.layout), need="a dense tensor (torch.strided)")
-    if not is_compiling() and value.is_neg():  # torch.compile does not know the question
-        raise LayoutError(what, got="a lazily negated view", need="its resolve_neg()")
 
 
 def check_divisors(what: str, scale: torch.Tensor) -> None:

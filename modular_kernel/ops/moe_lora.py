@@ -17,12 +17,10 @@ import torch
 
 from modular_kernel.adapters import adapters_of_sequences
 from modular_kernel.errors import (
-    ConfigurationError,
     DeviceError,
     DtypeError,
     LayoutError,
     ShapeError,
-    UnsupportedError,
 )
 from modular_kernel.fields import expect
 from modular_kernel.ops.moe_lora_stages import (
@@ -31,8 +29,7 @@ from modular_kernel.ops.moe_lora_stages import (
     moe_lora_fused,
     moe_lora_staged,
 )
-from modular_kernel.replay import check_held, overlap
-from modular_kernel.tensors import dense
+from modular_kernel.tensor_checks import check_no_gradients, check_output, check_tensor
 
 Strategy = Literal["auto", "fused", "staged"]
 Buffers = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -64,8 +61,7 @@ class MoELoRABatchInfo:
     def __post_init__(self) -> None:
         named = {name: value for name, value in vars(self).items() if value is not None}
         for name, tensor in named.items():
-            dense(name, tensor)
-            check_held(name, tensor)
+            check_tensor(name, tensor)
             need = (torch.float32,) if name == "scalings" else _INTEGERS
             if tensor.dtype not in need:
                 raise DtypeError(name, got=tensor.dtype, need=" or ".join(map(str, need)))
@@ -175,8 +171,7 @@ def _check(
     named |= {f"{name}_buffer": each for name, each in zip(BUFFERS, buffers, strict=True)}
     named |= {"output": output}
     for name, tensor in named.items():
-        dense(name, tensor)
-        check_held(name, tensor)
+        check_tensor(name, tensor)
         if tensor.device != x.device:
             need = f"{x.device}, where hidden_states are"
             raise DeviceError(name, got=tensor.device, need=need)
@@ -189,13 +184,8 @@ def _check(
         need = f"{x.device}, where hidden_states are"
         raise DeviceError("moe_lora_info", got=info.weight_indices.device, need=need)
     info.slots_of(len(x))
-    if torch.is_grad_enabled() and any(each.requires_grad for each in named.values()):
-        got = ", ".join(name for name, each in named.items() if each.requires_grad)
-        need = "torch.no_grad() or inference_mode()"
-        raise UnsupportedError("gradients", got=f"{got} that require grad", need=need)
-    for name, tensor in named.items():
-        if name != "output" and not x.is_meta and overlap(output, tensor):
-            raise ConfigurationError("output", got=f"memory of {name}", need="its own memory")
+    check_no_gradients(named)
+    check_output("output", output, {k: v for k, v in named.items() if k != "output"})
 
 
 def _check_values(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
