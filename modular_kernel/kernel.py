@@ -24,8 +24,7 @@ from modular_kernel.machine import current_machine
 from modular_kernel.plan import Plan
 from modular_kernel.printable import notebook_html
 from modular_kernel.rules import judge
-from modular_kernel.tensor_checks import check_tensor
-from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.tensors import ExpertWeights, Routing, check_weight_tensors
 from modular_kernel.types import Machine, Problem
 from modular_kernel.workspace import Workspace
 
@@ -157,7 +156,7 @@ class FusedMoEModularKernel(Execution):
         call's weights.
         """
         expect("weights", weights, ExpertWeights)
-        check_tensor("w1", weights.w1)
+        check_weight_tensors(weights)
         problem, device = self.problem, weights.w1.device
         if device.type != self.machine.device:
             need = f"a {self.machine.device} tensor for this kernel"

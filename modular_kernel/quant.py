@@ -37,8 +37,7 @@ from modular_kernel.scale_tiles import (
     unpack_pairs,
 )
 from modular_kernel.schemes import QUANT_SCHEMES, QuantScheme
-from modular_kernel.tensor_checks import check_tensors
-from modular_kernel.tensors import ExpertWeights
+from modular_kernel.tensors import ExpertWeights, check_weight_tensors
 from modular_kernel.types import Problem, dtype_name
 
 # Names of every scheme that can be executed, of those whose activations are 8-bit values that may
@@ -299,7 +298,7 @@ def quantise_weights(
     """
     specs, scheme = weight_specs(problem), problem.scheme
     expect("weights", weights, ExpertWeights)
-    check_tensors(vars(weights))
+    check_weight_tensors(weights)
     expect("scale_dtype", scale_dtype, torch.dtype)
     sizes = {
         "w1": (problem.e, problem.w1_rows, problem.hidden),

@@ -8,7 +8,7 @@ Nothing here synchronizes with a device. `check_strided` is the part that a plan
 every tensor; it finds everything else in the addresses that it reads anyway.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -93,11 +93,15 @@ def check_tensor(
 
 
 def check_tensors(
-    tensors: Mapping[str, object], *, device: torch.device | None = None, meta: bool = False
+    tensors: Mapping[str, object],
+    *,
+    optional: Container[str] = (),
+    device: torch.device | None = None,
+    meta: bool = False,
 ) -> None:
-    """Call `check_tensor` for each tensor of a mapping by name; None stands for no tensor."""
+    """Call `check_tensor` for each tensor of a mapping by name; `optional` ones may be None."""
     for what, value in tensors.items():
-        if value is not None:
+        if value is not None or what not in optional:
             check_tensor(what, value, device=device, meta=meta)
 
 

@@ -15,7 +15,8 @@ from typing import Literal
 
 import torch
 
-from modular_kernel.errors import ShapeError, WeightsError
+from modular_kernel.errors import DtypeError, ShapeError, WeightsError
+from modular_kernel.tensor_checks import check_tensor, check_tensors
 from modular_kernel.types import IdSpace
 
 
@@ -43,6 +44,16 @@ class Routing:
     def of(self, tokens: torch.Tensor | slice) -> "Routing":
         """Return the routing of some tokens: a slice, or a tensor that indexes them."""
         slots_T = self.slots_T
+        read = {"topk_weights": self.topk_weights_TK, "topk_ids": self.topk_ids_TK}
+        for what, tensor in read.items():
+            check_tensor(what, tensor)
+        if not isinstance(tokens, slice):
+            check_tensor("tokens", tokens)
+            if tokens.dtype not in (torch.bool, torch.int32, torch.int64):
+                need = "int32 or int64 indices, or bool"
+                raise DtypeError("tokens", got=tokens.dtype, need=need)
+        if slots_T is not None:
+            check_tensor("adapters", slots_T)
         return Routing(
             self.topk_weights_TK[tokens],
             self.topk_ids_TK[tokens],
@@ -230,6 +241,12 @@ class ExpertRows:
 @dataclass(frozen=True)
 class Handle:
     """What one prepare leaves for its own finalize; each PrepareAndFinalize has a subclass."""
+
+
+def check_weight_tensors(weights: ExpertWeights, *, meta: bool = False) -> None:
+    """Call `check_tensor` for each tensor of expert weights; all but w1 and w2 may be None."""
+    optional = vars(weights).keys() - {"w1", "w2"}
+    check_tensors(vars(weights), optional=optional, meta=meta)
 
 
 def check_divisors(what: str, scale: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ from lora_layer_samples import STARTS, R, adapter, base, call
 from modular_kernel.errors import (
     CapacityError,
     ConfigurationError,
+    DtypeError,
     ModularKernelError,
     ShapeError,
     StateError,

@@ -29,14 +29,11 @@ def check_rows(given: object, out: torch.Tensor, shape: str) -> None:
     rows = check_tensor("rows", given.rows)
     device = rows.device
     check_tensor("out", out, device=device)
-    read = {
-        "row_of_pair_TK": given.row_of_pair_TK,
-        "topk_weights_TK": given.topk_weights_TK,
-    }
+    read = {"row_of_pair_TK": given.row_of_pair_TK, "topk_weights_TK": given.topk_weights_TK}
     if given.routing is not None:
-        read["topk_ids_TK"] = given.routing.topk_ids_TK
+        read["topk_ids_TK"] = check_tensor("topk_ids_TK", given.routing.topk_ids_TK)
         read["expert_map"] = given.routing.expert_map
-    check_tensors(read, device=device)
+    check_tensors(read, optional=read, device=device)
     check_no_gradients({"rows": rows, "out": out, "topk_weights_TK": given.topk_weights_TK})
     _check_shapes(given, out, shape)
     apart = {} if out is rows else {"rows": rows}

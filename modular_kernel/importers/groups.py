@@ -58,7 +58,8 @@ class GroupWeights:
 
 def _check_group_weights(weights: object) -> None:
     expect("weights", weights, GroupWeights)
-    check_tensors({name: getattr(weights, name) for name in ("w", "scale", "zero_point")})
+    named = {name: getattr(weights, name) for name in ("w", "scale", "zero_point")}
+    check_tensors(named, optional=("zero_point",))
 
 
 def from_gptq(

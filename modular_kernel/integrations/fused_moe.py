@@ -84,7 +84,7 @@ def _fused_experts(
     for what, tensor in given.items():
         check_tensor(what, tensor, device=device, meta=True)
     given |= {name: options.get(field) for name, field in FIELDS.items()}  # type: ignore[misc]
-    check_tensors(given, device=device, meta=True)
+    check_tensors(given, optional=FIELDS, device=device, meta=True)
     check_no_gradients(given)
     x_TH = _flat(hidden_states, inplace=config.inplace)
     weights_TK, ids_TK = topk_tensors(topk_output, config, tuple(hidden_states.shape[:-1]))

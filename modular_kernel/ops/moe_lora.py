@@ -11,7 +11,7 @@ of PEFT served by it is almost without effect. It is for adapters that were trai
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
@@ -22,14 +22,19 @@ from modular_kernel.errors import (
     LayoutError,
     ShapeError,
 )
-from modular_kernel.fields import expect
+from modular_kernel.fields import MOST, Between, expect
 from modular_kernel.ops.moe_lora_stages import (
     PairBatch,
     fused_block,
     moe_lora_fused,
     moe_lora_staged,
 )
-from modular_kernel.tensor_checks import check_no_gradients, check_output, check_tensor
+from modular_kernel.tensor_checks import (
+    check_no_gradients,
+    check_output,
+    check_tensor,
+    check_tensors,
+)
 
 Strategy = Literal["auto", "fused", "staged"]
 Buffers = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -59,9 +64,8 @@ class MoELoRABatchInfo:
     seg_indptr: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        named = {name: value for name, value in vars(self).items() if value is not None}
+        named = self._checked()
         for name, tensor in named.items():
-            check_tensor(name, tensor)
             need = (torch.float32,) if name == "scalings" else _INTEGERS
             if tensor.dtype not in need:
                 raise DtypeError(name, got=tensor.dtype, need=" or ".join(map(str, need)))
@@ -77,8 +81,15 @@ class MoELoRABatchInfo:
             need_shape = f"({len(self.lora_ranks)},), as lora_ranks"
             raise ShapeError("scalings", got=tuple(self.scalings.shape), need=need_shape)
 
+    def _checked(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that there are, each of which can be read."""
+        check_tensors(vars(self), optional=("seg_indptr",))
+        return {name: value for name, value in vars(self).items() if value is not None}
+
     def slots_of(self, tokens: int) -> torch.Tensor:
         """Return each token's slot, (T,) int32; ShapeError for another number of tokens."""
+        expect("tokens", tokens, Annotated[int, Between(0, MOST)])
+        self._checked()
         if self.seg_indptr is not None:
             return adapters_of_sequences(self.seg_indptr, self.weight_indices, tokens)
         if self.weight_indices.shape != (tokens,):
@@ -185,7 +196,8 @@ def _check(
         raise DeviceError("moe_lora_info", got=info.weight_indices.device, need=need)
     info.slots_of(len(x))
     check_no_gradients(named)
-    check_output("output", output, {k: v for k, v in named.items() if k != "output"})
+    read: dict[str, torch.Tensor] = {k: v for k, v in named.items() if k != "output"}
+    check_output("output", output, read | info._checked())
 
 
 def _check_values(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
