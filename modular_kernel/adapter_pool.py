@@ -26,24 +26,14 @@ from modular_kernel.errors import (
     StateError,
     WeightsError,
 )
-from modular_kernel.fields import expect
-from modular_kernel.replay import capturing, check_held
-from modular_kernel.tensors import ExpertWeights, dense
+from modular_kernel.fields import available_device, expect
+from modular_kernel.replay import capturing
+from modular_kernel.tensor_checks import check_tensor
+from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem
 
 _MOST_NAME = 256
 _NO_MEMORY = re.compile("can't allocate memory|size calculation overflowed")
-
-
-def _check_device(device: torch.device | str) -> None:
-    """DeviceError unless a tensor can be there, with memory."""
-    try:
-        there = torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:
-        why = str(error).splitlines()[0][:160]
-        raise DeviceError("pool", got=f"{device}: {why}", need="a device of this torch") from None
-    if there.type == "meta":
-        raise DeviceError("pool", got="meta", need="a device whose tensors have memory")
 
 
 @contextmanager
@@ -83,7 +73,7 @@ class AdapterPool:
             raise ConfigurationError("lora", got="none", need="a problem with adapters")
         self._problem, self._spec = problem, problem.adapters
         shapes = self._shapes(self._spec.rank)
-        _check_device(device)
+        device = available_device(device, what="pool")
         slots, sizes = self._spec.adapters, (problem.e, problem.w1_rows)
         numbers = self._spec.slot_numbers(*sizes, problem.hidden, problem.intermediate)
         self._slot_bytes = numbers * problem.dtype.itemsize
@@ -229,7 +219,7 @@ class AdapterPool:
         expect(f"adapter {name!r}", adapter, Adapter)
         tensors = {each: getattr(adapter, each) for each in self._tensors}
         for each, tensor in tensors.items():
-            dense(f"adapter {name!r}: {each}", tensor)
+            check_tensor(f"adapter {name!r}: {each}", tensor)
         rank = tensors["lora_a2"].shape[1] if tensors["lora_a2"].dim() == 3 else self._spec.rank
         if not 0 < rank <= self._spec.rank:
             need = f"1 to {self._spec.rank}, the pool's"
@@ -242,7 +232,6 @@ class AdapterPool:
                 raise DtypeError(what, got=tensor.dtype, need=self._problem.dtype)
             if tensor.device not in (self.device, torch.device("cpu")):
                 raise DeviceError(what, got=tensor.device, need=f"{self.device} or cpu")
-            check_held(what, tensor)
         for each, tensor in tensors.items():
             if not bool(tensor.isfinite().all()):
                 got = "values that are not finite"

@@ -17,6 +17,7 @@ from torch.compiler import is_compiling
 
 from modular_kernel.errors import ConfigurationError, DeviceError, DtypeError, ShapeError
 from modular_kernel.fields import Between, Count, check_fields, expect, shown
+from modular_kernel.tensor_checks import check_tensor, check_tensors
 
 NO_ADAPTERS = "none"
 MOST_ADAPTERS, MOST_RANK = 65536, 256
@@ -115,10 +116,9 @@ class Adapter:
         or ShapeError for tensors that are no adapter's, B of w1 without a gate's rows among them.
         """
         expect("gated", gated, bool)
+        check_tensors(vars(self))
         for name in ("lora_b13", "lora_a2"):
             tensor = getattr(self, name)
-            if not isinstance(tensor, torch.Tensor):
-                raise DtypeError(name, got=type(tensor).__name__, need="a tensor")
             if tensor.dim() != 3:
                 raise ShapeError(name, got=tuple(tensor.shape), need="three dimensions")
         (experts, rows, columns), (_, depth, intermediate) = self.lora_b13.shape, self.lora_a2.shape
@@ -157,7 +157,7 @@ def adapters_of_sequences(
     for what is not these.
     """
     for what, tensor in (("starts of sequences", starts_S1), ("slots of sequences", slots_S)):
-        expect(what, tensor, torch.Tensor)
+        check_tensor(what, tensor)
         number = tensor.is_floating_point() or tensor.is_complex()
         if number or tensor.dtype is torch.bool:
             raise DtypeError(what, got=tensor.dtype, need="integers")

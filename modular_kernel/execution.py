@@ -7,6 +7,7 @@
 A kernel makes a workspace for each call, a plan one for all of its own.
 """
 
+import logging
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -21,6 +22,7 @@ from modular_kernel.contracts import (
     TopKWeightAndReduce,
 )
 from modular_kernel.errors import ConfigurationError, StateError
+from modular_kernel.fields import shown
 from modular_kernel.tensors import (
     BatchedShape,
     ContiguousShape,
@@ -33,6 +35,8 @@ from modular_kernel.tensors import (
 )
 from modular_kernel.types import ActivationFormat, Combine, Machine, Problem, Reduce
 from modular_kernel.workspace import EXPERT_OUTPUT, BufferSpec, Workspace, poison_tensor
+
+_LOG = logging.getLogger("modular_kernel.routing")
 
 
 class Execution:
@@ -74,6 +78,7 @@ class Execution:
         self._ids_dtype = prepare_finalize.topk_indices_dtype()
         self._invalid_ids: torch.Tensor | None = None
         self._counter: dict[str, torch.Tensor] = {}
+        self._told_invalid_ids = False
         self.known_weights = replay.KnownWeights()
         self._reader = prepared.reader(type(experts), self.problem)
         forks.on_fork(self)
@@ -95,7 +100,22 @@ class Execution:
 
     @property
     def invalid_ids(self) -> int:
-        """How many ids outside [-1, E) were skipped so far. Synchronises with the device."""
+        """How many ids outside [-1, E) were skipped so far. Synchronizes with the device.
+
+        The first read that finds some logs a warning (logger `modular_kernel.routing`).
+        """
+        count = self.count_invalid_ids()
+        if count and not self._told_invalid_ids:
+            self._told_invalid_ids = True
+            _LOG.warning(
+                "%s skipped %d ids outside [-1, %d): their pairs add nothing to the output; "
+                "checked=True raises instead",
+                self._pairing, count, self.problem.experts,
+            )  # fmt: skip
+        return count
+
+    def count_invalid_ids(self) -> int:
+        """Return `invalid_ids` without a warning. Synchronizes with the device."""
         return 0 if self._invalid_ids is None else int(self._invalid_ids.item())
 
     def check(
@@ -118,7 +138,9 @@ class Execution:
             validate.check_weights(weights, x_TH, self.problem)
             specs = self.experts.prepared_specs()
             prepared.check_prepared(weights, specs, x_TH.device, self._reader)
-            known = self.known_weights.bind(weights, prepared.sources(weights))
+            known = self.known_weights.bind(
+                weights, prepared.sources(weights), prepared.made(weights)
+            )
         return known
 
     def check_call(
@@ -146,7 +168,12 @@ class Execution:
             validate.check_given_scales(weights)
 
     def workspace_specs(self, tokens: int) -> dict[str, BufferSpec]:
-        """Return every buffer that a call of `tokens` tokens takes, from both parts."""
+        """Return every buffer that a call of `tokens` tokens takes, from both parts.
+
+        ConfigurationError for what is no number of tokens.
+        """
+        if type(tokens) is not int or tokens < 0:  # cheaper than `expect`, for every call asks
+            raise ConfigurationError("tokens", got=shown(tokens), need="an int >= 0")
         own = self.prepare_finalize.workspace_shapes(tokens)
         shape = self.prepare_finalize.dispatch_shape(tokens)
         chunk = self.problem.chunk_tokens

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, g
 import torch
 from torch.compiler import is_compiling
 
-from modular_kernel.errors import ConfigurationError
+from modular_kernel.errors import ConfigurationError, DeviceError
 
 MOST = 2**31 - 1  # kernels count rows, columns, experts and pairs of a token in 32 bits
 
@@ -103,6 +103,23 @@ def device_named(device: object) -> torch.device:
         pass
     need = "a device of torch, such as 'cuda'"
     raise ConfigurationError("device", got=shown(device), need=need)
+
+
+def available_device(device: object, *, meta: bool = False, what: str = "device") -> torch.device:
+    """Return a device on which this torch can make tensors, with its index.
+
+    meta: accept the meta device, whose tensors have no memory. ConfigurationError for what names no
+    device, DeviceError for one that is not there.
+    """
+    named = device_named(device)
+    try:
+        there = torch.empty(0, device=named).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        why = str(error).splitlines()[0][:160]
+        raise DeviceError(what, got=f"{named}: {why}", need="a device of this torch") from None
+    if there.type == "meta" and not meta:
+        raise DeviceError(what, got="meta", need="a device whose tensors have memory")
+    return there
 
 
 def shown(value: object) -> object:

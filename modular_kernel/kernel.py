@@ -26,7 +26,7 @@ from modular_kernel.machine import current_machine
 from modular_kernel.plan import Plan
 from modular_kernel.printable import notebook_html
 from modular_kernel.rules import judge
-from modular_kernel.tensors import ExpertWeights, Routing, dense
+from modular_kernel.tensors import ExpertWeights, Routing, check_weight_tensors
 from modular_kernel.types import Machine, Problem
 from modular_kernel.workspace import Workspace
 
@@ -182,13 +182,14 @@ class FusedMoEModularKernel(Execution):
         Calls with it are faster where each would make it anew: `TritonExperts` with 4 bits
         on sm_90, which take 1.06 (mxfp4), 1.12 or, in groups that no 64 divides, 1.25 x the bytes
         of w1 and w2 more. Of other experts: the same weights.
-        Prepare again when weights were written: a call is refused then (WeightsError), but for
-        writes that torch does not count: to `.data`, and to inference tensors. A copy is refused
-        too, and so are those of another activation's order of rows. Every InputError of a call's
-        weights.
+        Prepare again when weights were written: a call is refused then, and after a write to a
+        tensor that was prepared (WeightsError), but for writes that torch does not count: to
+        `.data`, to inference tensors, and by kernels that are launched beside torch. A copy is
+        refused too, and so are those of another activation's order of rows. Every InputError of a
+        call's weights.
         """
         expect("weights", weights, ExpertWeights)
-        dense("w1", weights.w1)
+        check_weight_tensors(weights)
         problem, device = self.problem, weights.w1.device
         if device.type != self.machine.device:
             need = f"a {self.machine.device} tensor for this kernel"
@@ -199,6 +200,7 @@ class FusedMoEModularKernel(Execution):
             return weights
         made = prepared.allocated(weights, specs, self._reader)
         self.experts.prepare(weights, made)
+        prepared.finish(made)
         return replace(weights, **made)
 
     def plan(self, problem: Problem | None = None) -> Plan:

@@ -23,8 +23,8 @@ from modular_kernel.fields import (
     MOST,
     Between,
     Count,
+    available_device,
     check_fields,
-    device_named,
     expect,
     expect_each,
 )
@@ -207,7 +207,7 @@ class Placement:
         With copies several ranks name an expert, and each would compute it: see `pairs_to_slots`.
         """
         expect("rank", rank, Annotated[int, Between(0, self.world_size - 1)])
-        place = device_named(device)
+        place = available_device(device, meta=True)
         slots = dict.fromkeys(range(self.experts), -1)
         slots |= {expert: slot for slot, expert in enumerate(self.slots[rank])}
         return torch.tensor([slots[i] for i in range(self.experts)], dtype=torch.int32).to(place)
@@ -220,7 +220,7 @@ class Placement:
         near: ranks by their distance, the nearest first (`near_ranks`). Pairs of an expert go to
         its copies on the first of these that have one; () is all copies alike.
         """
-        place = device_named(device)
+        place = available_device(device, meta=True)
         for ranks in expect_each("near", near, Sequence):
             expect_each("near: ranks", ranks, int)
         most = max(map(len, self.homes))

@@ -10,6 +10,7 @@ import torch
 from modular_kernel import forks, modes, replay, stages, validate
 from modular_kernel.errors import ConfigurationError, DeviceError, StateError
 from modular_kernel.execution import Execution, Pending
+from modular_kernel.tensor_checks import span, wants_gradient
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import Problem
 from modular_kernel.workspace import Workspace
@@ -83,7 +84,7 @@ class BoundCalls:
                 self._checked(x_TH, weights, routing, out)
             return self._run(x_TH, weights, routing, output, signature, named=out is not None)
         # All that the checks read is in the signature, but for this and what `_may_replay` asks.
-        if validate.wants_gradient((*tensors, *bound.tensors)):
+        if wants_gradient((*tensors, *bound.tensors)):
             validate.check_no_grad(x_TH, weights, routing, out)
         self._poison(output)
         recorded.replay(_current_stream(self._index), pointers)
@@ -113,8 +114,8 @@ class BoundCalls:
             return False
         if out is not None or inplace:
             *read, written = (*tensors[1:], tensors[0]) if inplace else tensors
-            start, stop = replay.span(written)
-            spans = (*map(replay.span, read), *bound.spans)
+            start, stop = span(written)
+            spans = (*map(span, read), *bound.spans)
             if any(start < its_stop and its_start < stop for its_start, its_stop in spans):
                 return False
         elif self._holds_own_output(pointers[: len(tensors) - 1]):
@@ -315,7 +316,7 @@ class _Outputs(threading.local):
         with modes.kept():
             self.whole = torch.empty(shape, dtype=dtype, device=device)
         self.rows: dict[torch.Size, torch.Tensor] = {}
-        self._start, self._stop = replay.span(self.whole)
+        self._start, self._stop = span(self.whole)
 
     def holds(self, pointers: Sequence[int]) -> bool:
         """Tell whether one of them leads into it."""

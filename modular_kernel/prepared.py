@@ -2,8 +2,9 @@
 
     weights = kernel.prepare_weights(weights)   # beside w1 and w2, which other calls still read
 
-What was made remembers for whom, and the memory and the version of what it was made of, so that a
-call after either was written is refused. A copy of it knows nothing, and is refused too.
+What was made remembers for whom, and the memory and the version of what it was made of and of
+itself, so that a call after any of these was written is refused. A copy of it knows nothing, and is
+refused too.
 """
 
 from collections.abc import Iterable, Mapping
@@ -50,8 +51,11 @@ class _Source(NamedTuple):
 
 
 class _Made(NamedTuple):
+    """What a prepared tensor was made for and of, and its own state once it was written."""
+
     reader: str
     sources: tuple[_Source, ...]
+    own: _Source | None = None
 
     def holds(self, weights: ExpertWeights, name: str) -> bool:
         now = _tensors(weights, MADE_OF[name])
@@ -93,6 +97,16 @@ def allocated(
     return made
 
 
+def finish(made: Mapping[str, torch.Tensor]) -> None:
+    """Note that the tensors of `allocated` hold what they were made for: a later write is refused.
+
+    Writes that torch does not count are not seen: to `.data`, and by kernels that are launched
+    beside torch.
+    """
+    for tensor in made.values():
+        _made[tensor] = _made[tensor]._replace(own=_Source(_place(tensor), storage_of(tensor)))
+
+
 def plain(weights: ExpertWeights) -> ExpertWeights:
     """Return the weights without anything that was prepared."""
     if any(getattr(weights, name) is not None for name in MADE_OF):
@@ -118,6 +132,8 @@ def check_prepared(
             raise WeightsError(name, got=got, need=f"None, or {_AGAIN}")
         if not known.holds(weights, name):
             raise WeightsError(name, got="made of other values of the weights", need=_AGAIN)
+        if known.own is None or not known.own.holds(tensor):
+            raise WeightsError(name, got="written to since it was prepared", need=_AGAIN)
     for name, spec in specs.items() if given else ():
         tensor = given.get(name)
         if tensor is None:
@@ -142,6 +158,11 @@ def sources(weights: ExpertWeights) -> list[torch.Tensor]:
     """Return the tensors that something prepared is made of, each once."""
     names = {of for name, of in MADE_OF.items() if getattr(weights, name) is not None}
     return _tensors(weights, sorted({name for of in names for name in of}))
+
+
+def made(weights: ExpertWeights) -> list[torch.Tensor]:
+    """Return the tensors that were prepared."""
+    return _tensors(weights, MADE_OF)
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:

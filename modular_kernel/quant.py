@@ -27,6 +27,7 @@ from modular_kernel.errors import (
     ShapeError,
     WeightsError,
 )
+from modular_kernel.fields import expect
 from modular_kernel.scale_tiles import (
     ceil_div,
     extremes,
@@ -36,7 +37,7 @@ from modular_kernel.scale_tiles import (
     unpack_pairs,
 )
 from modular_kernel.schemes import QUANT_SCHEMES, QuantScheme
-from modular_kernel.tensors import ExpertWeights
+from modular_kernel.tensors import ExpertWeights, check_weight_tensors
 from modular_kernel.types import Problem, dtype_name
 
 # Names of every scheme that can be executed, of those whose activations are 8-bit values that may
@@ -103,12 +104,17 @@ def unpackable(problem: Problem) -> tuple[str, ...]:
     return tuple(name for name in ("hidden", "intermediate") if getattr(problem, name) % step)
 
 
-@cache
 def weight_specs(problem: Problem) -> Mapping[str, TensorSpec]:
     """Return the spec of every field of ExpertWeights that the scheme has; others must be None.
 
     Biases and expert_map are not among them. ConfigurationError if the problem cannot be stored.
     """
+    expect("problem", problem, Problem)
+    return _weight_specs(problem)
+
+
+@cache
+def _weight_specs(problem: Problem) -> Mapping[str, TensorSpec]:
     scheme = problem.scheme
     for name in unpackable(problem):
         step = values_at_once(scheme)
@@ -287,9 +293,13 @@ def quantise_weights(
     weights: w1 (e, N, H) and w2 (e, H, I) in any floating dtype and any strides; biases,
     expert_map and, for a static scheme, a1_scale and a2_scale are taken over. scale_dtype: of
     the scales, where the scheme lets it be the problem's. Equal weights give equal bits. Beside
-    the result it takes memory for float32 copies of some experts at a time.
+    the result it takes memory for float32 copies of some experts at a time. Raises the InputError
+    of a weight that cannot be read (see `modular_kernel.tensor_checks`) or does not fit.
     """
     specs, scheme = weight_specs(problem), problem.scheme
+    expect("weights", weights, ExpertWeights)
+    check_weight_tensors(weights)
+    expect("scale_dtype", scale_dtype, torch.dtype)
     sizes = {
         "w1": (problem.e, problem.w1_rows, problem.hidden),
         "w2": (problem.e, problem.hidden, problem.intermediate),

@@ -19,6 +19,7 @@ from collections.abc import Callable
 import torch
 
 from modular_kernel.errors import DtypeError, ShapeError
+from modular_kernel.tensor_checks import check_output, check_tensor
 from modular_kernel.types import dtype_name
 
 _SIGN = 0x80008000
@@ -87,6 +88,7 @@ def _rewritten(
     w_eNK: torch.Tensor, out: torch.Tensor | None, words_of: _Words, pairs_of: _Pairs
 ) -> torch.Tensor:
     """Return words_of(pairs_of(words)) of every word, some experts at a time."""
+    check_tensor("w", w_eNK)
     if w_eNK.dtype is not torch.uint8:
         raise DtypeError("w", got=dtype_name(w_eNK.dtype), need="uint8")
     if w_eNK.dim() != 3 or w_eNK.shape[2] % _BYTES:
@@ -94,10 +96,13 @@ def _rewritten(
         raise ShapeError("w", got=tuple(w_eNK.shape), need=need)
     if out is None:
         out = torch.empty(w_eNK.shape, dtype=torch.uint8, device=w_eNK.device)
+    check_tensor("out", out, device=w_eNK.device)
     if out.dtype is not torch.uint8:
         raise DtypeError("out", got=dtype_name(out.dtype), need="uint8")
     if out.shape != w_eNK.shape:
         raise ShapeError("out", got=tuple(out.shape), need=f"as w: {tuple(w_eNK.shape)}")
+    same = out.data_ptr() == w_eNK.data_ptr() and out.stride() == w_eNK.stride()
+    check_output("out", out, {} if same else {"w": w_eNK})
     if not w_eNK.numel():
         return out
     step = max(1, _WORDS_AT_ONCE * _BYTES // w_eNK[0].numel())

@@ -20,7 +20,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from modular_kernel.errors import LayoutError
+from modular_kernel.tensor_checks import span
 from modular_kernel.tensors import ExpertWeights
 
 Replay = Callable[[int, Sequence[int]], None]  # (stream, pointers of the inputs)
@@ -35,6 +35,7 @@ _ALIGNMENT = 16  # bytes: kernels are compiled apart for pointers that are multi
 # Mapped over tensors: every call asks, and it takes a third less time than one by one.
 _pointer, _size, _stride = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
 _dtype, _dtype_and_device = attrgetter("dtype"), attrgetter("dtype", "device")
+_version = attrgetter("_version")
 _expired: Any = torch.UntypedStorage._expired
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _recorder: ContextVar["Recorder | None"] = ContextVar("recorder of launches", default=None)
@@ -148,45 +149,9 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses of a tensor's first byte and of the byte behind its last."""
-    start = tensor.data_ptr()
-    if tensor.is_contiguous():
-        return start, start + tensor.nbytes
-    if tensor.numel() == 0:
-        return start, start
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * tensor.element_size()
-
-
 def storage_of(tensor: torch.Tensor) -> StorageWeakRef:
     """Return the memory that a tensor lies in, which lives no longer for that."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-
-
-def check_held(what: str, tensor: torch.Tensor) -> None:
-    """Check that a tensor of this process's devices has all the memory that it reaches.
-
-    It reaches as far as its shape and strides say.
-    """
-    if tensor.is_meta or not tensor.numel():
-        return  # where it may not be, the check of devices tells
-    try:
-        pointer, held = tensor.data_ptr(), tensor.untyped_storage().nbytes()
-    except (RuntimeError, NotImplementedError):
-        got = "a tensor without memory of its own (made by vmap, grad or jvp?)"
-        raise LayoutError(what, got=got, need="a plain tensor") from None
-    start, stop = (0, int(tensor.nbytes)) if tensor.is_contiguous() else span(tensor)
-    reach = tensor.storage_offset() * tensor.element_size() + stop - start
-    if not pointer or held < reach:
-        got = f"{held if pointer else 0} bytes of memory (freed, or made smaller?)"
-        raise LayoutError(what, got=got, need=f"the {reach} that its shape and strides reach")
-
-
-def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Tell whether the bytes from first to last element of two tensors meet."""
-    (a_start, a_stop), (b_start, b_stop) = span(a), span(b)
-    return max(a_start, b_start) < min(a_stop, b_stop)
 
 
 @dataclass(frozen=True)
@@ -194,9 +159,10 @@ class CheckedWeights:
     """Weights that were checked: their tensors, each once, and what a recording sees of them.
 
     places: pointers, shapes, strides and dtypes of then. spans: the bytes they reach over.
-    bits: of all pointers. signature: the number of what a recording sees. versions, storages: of
-    tensors that must not be written to, because something was made of them; inference tensors have
-    no version. While a storage lives, no other has its memory.
+    bits: of all pointers. signature: the number of what a recording sees. unwritten, versions:
+    of tensors that must not be written, because they were prepared or something was prepared of
+    them; inference tensors have no version. storages: of what something was prepared of. While a
+    storage lives, no other has its memory.
     """
 
     weights: "weakref.ref[ExpertWeights]"
@@ -207,14 +173,14 @@ class CheckedWeights:
     spans: tuple[tuple[int, int], ...]
     pointers: tuple[int, ...]
     bits: int
-    versions: tuple[tuple[torch.Tensor, int], ...]
+    unwritten: tuple[torch.Tensor, ...]
+    versions: list[int]
     storages: tuple[StorageWeakRef, ...]
 
     def holds(self) -> bool:
         """Whether all is where it was, and as it was where that is remembered."""
-        for tensor, version in self.versions:
-            if tensor._version != version:
-                return False
+        if self.versions != [*map(_version, self.unwritten)]:
+            return False
         for storage in self.storages:
             if _expired(storage.cdata):
                 return False
@@ -239,8 +205,18 @@ class KnownWeights:
     def __reduce__(self) -> tuple[type["KnownWeights"], tuple[()]]:
         return KnownWeights, ()
 
-    def bind(self, weights: ExpertWeights, sources: Sequence[torch.Tensor] = ()) -> CheckedWeights:
-        """Remember weights that were checked; sources: those that may not be written to."""
+    def bind(
+        self,
+        weights: ExpertWeights,
+        sources: Sequence[torch.Tensor] = (),
+        made: Sequence[torch.Tensor] = (),
+    ) -> CheckedWeights:
+        """Remember weights that were checked.
+
+        made: the tensors among them that were prepared, from those in `sources`. A write to either
+        ends what is remembered.
+        """
+        versioned = tuple(tensor for tensor in (*sources, *made) if not tensor.is_inference())
         given = {name: t for name, t in vars(weights).items() if t is not None}
         unlike = {id(tensor): tensor for tensor in given.values()}
         order = list(unlike)
@@ -259,7 +235,8 @@ class KnownWeights:
             spans=tuple(map(span, tensors)),
             pointers=pointers,
             bits=reduce(or_, pointers, 0),
-            versions=tuple((t, t._version) for t in sources if not t.is_inference()),
+            unwritten=versioned,
+            versions=[*map(_version, versioned)],
             storages=tuple(map(storage_of, sources)),
         )
         if not sources:  # what was prepared is known by the tensor, not by its memory

@@ -19,6 +19,8 @@ from modular_kernel.fields import MOST, Between, check_fields
 MOST_TOP_K = 16
 # Columns of logits that one program of the kernel takes; zero experts are among them.
 MOST_COLUMNS = 1024
+# eps and floor: float32 has no smaller normal number, and a softmax sums to no more.
+_LEAST_DIVISOR, _MOST_DIVISOR = 2.0**-126, 1.0
 TopK = Annotated[int, Between(1, MOST_TOP_K)]
 Groups = Annotated[int, Between(1, MOST_COLUMNS)]
 Many = Annotated[int, Between(0, MOST)]
@@ -78,7 +80,9 @@ class RouterSpec:
     groups: the experts lie in so many equal groups, of which the topk_groups best take part; a
     group is as good as its best expert ("max"), or as its two best together ("top2").
     selection_bias: a bias for each column is added to what is chosen by, never to the weights.
-    renormalise: the K weights are divided by max(their sum + eps, floor).
+    renormalise: the K weights are divided by max(their sum + eps, floor), in float32. eps and floor
+    are 0 or 2^-126 to 1: a smaller one would be 0 in float32, and one that exceeds the sum of a
+    softmax would scale the weights instead of guarding their division.
     table: experts come from a table by token id, and the router gives the weights alone.
     zero_experts: so many columns behind the experts return x itself.
 
@@ -108,8 +112,9 @@ class RouterSpec:
             raise ConfigurationError("router topk_groups", got=self.topk_groups, need=need)
         for name in ("eps", "floor"):
             value = getattr(self, name)
-            if value < 0:
-                raise ConfigurationError(f"router {name}", got=value, need=">= 0")
+            if value and not _LEAST_DIVISOR <= value <= _MOST_DIVISOR:
+                need = f"0, or {_LEAST_DIVISOR:.3g} to {_MOST_DIVISOR:.3g}: it is a float32"
+                raise ConfigurationError(f"router {name}", got=value, need=need)
             if value and not self.renormalise:
                 raise ConfigurationError(f"router {name}", got=value, need="renormalise with it")
         if self.table and (self.groups > 1 or self.selection_bias):

@@ -2,7 +2,10 @@
 
 import torch
 
+from modular_kernel.errors import DtypeError
 from modular_kernel.schemes import QuantScheme
+from modular_kernel.tensor_checks import check_tensor
+from modular_kernel.types import dtype_name
 
 
 def unpack_pairs(packed: torch.Tensor, dim: int) -> torch.Tensor:
@@ -18,8 +21,15 @@ def pack_pairs(values: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def from_e8m0(scale: torch.Tensor) -> torch.Tensor:
-    """Return 2^(s - 127) in float32, by its bits: exact, subnormal for 0, NaN for 255."""
-    exponent = scale.int()
+    """Return 2^(s - 127) in float32, by its bits: exact, subnormal for 0, NaN for 255.
+
+    scale: uint8 or float8_e8m0fnu of any shape. DtypeError for another dtype, and every error of
+    `check_tensor`.
+    """
+    check_tensor("scale", scale)
+    if scale.dtype not in (torch.uint8, torch.float8_e8m0fnu):
+        raise DtypeError("scale", got=dtype_name(scale.dtype), need="uint8 or float8_e8m0fnu")
+    exponent = scale.view(torch.uint8).int()
     bits = torch.where(exponent == 0, 0x00400000, exponent << 23)
     return torch.where(exponent == 255, 0x7FC00000, bits).view(torch.float32)
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from torch.compiler import is_compiling
 
-from modular_kernel.errors import DtypeError, LayoutError, ShapeError, WeightsError
+from modular_kernel.errors import DtypeError, ShapeError, WeightsError
+from modular_kernel.tensor_checks import check_tensor, check_tensors
 from modular_kernel.types import IdSpace
 
 
@@ -44,6 +44,16 @@ class Routing:
     def of(self, tokens: torch.Tensor | slice) -> "Routing":
         """Return the routing of some tokens: a slice, or a tensor that indexes them."""
         slots_T = self.slots_T
+        read = {"topk_weights": self.topk_weights_TK, "topk_ids": self.topk_ids_TK}
+        for what, tensor in read.items():
+            check_tensor(what, tensor)
+        if not isinstance(tokens, slice):
+            check_tensor("tokens", tokens)
+            if tokens.dtype not in (torch.bool, torch.int32, torch.int64):
+                need = "int32 or int64 indices, or bool"
+                raise DtypeError("tokens", got=tokens.dtype, need=need)
+        if slots_T is not None:
+            check_tensor("adapters", slots_T)
         return Routing(
             self.topk_weights_TK[tokens],
             self.topk_ids_TK[tokens],
@@ -216,6 +226,7 @@ class ExpertRows:
     scale: the routed scaling factor still to be applied.
     routing: whose pairs the rows are, counted already, where pair p's row is row p: of the
         num_local experts here. Weights of pairs that it skips are not read; None where they are 0.
+    checked: these are a kernel's own tensors, which fit; a reducer checks those of other callers.
     """
 
     rows: torch.Tensor
@@ -224,6 +235,7 @@ class ExpertRows:
     scale: float
     routing: DispatchedRouting | None = None
     num_local: int = 0
+    checked: bool = False
 
 
 @dataclass(frozen=True)
@@ -231,14 +243,10 @@ class Handle:
     """What one prepare leaves for its own finalize; each PrepareAndFinalize has a subclass."""
 
 
-def dense(what: str, value: object) -> None:
-    """Before anything is asked of it: a tensor whose values lie in memory, each as it is."""
-    if not isinstance(value, torch.Tensor):
-        raise DtypeError(what, got=type(value).__name__, need="a tensor")
-    if value.layout is not torch.strided:
-        raise LayoutError(what, got=str(value.layout), need="a dense tensor (torch.strided)")
-    if not is_compiling() and value.is_neg():  # torch.compile does not know the question
-        raise LayoutError(what, got="a lazily negated view", need="its resolve_neg()")
+def check_weight_tensors(weights: ExpertWeights, *, meta: bool = False) -> None:
+    """Call `check_tensor` for each tensor of expert weights; all but w1 and w2 may be None."""
+    optional = vars(weights).keys() - {"w1", "w2"}
+    check_tensors(vars(weights), optional=optional, meta=meta)
 
 
 def check_divisors(what: str, scale: torch.Tensor) -> None:

@@ -4,11 +4,7 @@ Only shapes, dtypes, devices and strides are read, so nothing synchronises; `che
 values and is for checked mode.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any
-
 import torch
-from torch.autograd import forward_ad
 
 from modular_kernel.adapters import NO_ADAPTERS
 from modular_kernel.errors import (
@@ -19,13 +15,17 @@ from modular_kernel.errors import (
     LayoutError,
     RoutingError,
     ShapeError,
-    UnsupportedError,
     WeightsError,
 )
 from modular_kernel.printable import counted
 from modular_kernel.quant import SCALE_FIELDS, check_weights_quantised
-from modular_kernel.replay import check_held, overlap
-from modular_kernel.tensors import ExpertWeights, Routing, check_divisors, dense
+from modular_kernel.tensor_checks import (
+    check_held,
+    check_no_gradients,
+    check_strided,
+    overlap,
+)
+from modular_kernel.tensors import ExpertWeights, Routing, check_divisors
 from modular_kernel.types import Combine, Problem, dtype_name
 
 _ID_DTYPES = (torch.int32, torch.int64)
@@ -40,7 +40,7 @@ ADAPTER_TENSORS = {
 
 def rows_of(x_TH: object) -> int:
     """Return T of a call's tokens, if x is a dense (T, H) at all."""
-    dense("x", x_TH)
+    check_strided("x", x_TH)
     assert isinstance(x_TH, torch.Tensor)
     if x_TH.dim() != 2:
         raise ShapeError("x", got=tuple(x_TH.shape), need="(T, H)")
@@ -49,18 +49,18 @@ def rows_of(x_TH: object) -> int:
 
 def check_dense(x_TH: object, routing: Routing, out: object) -> None:
     """Check that a call's own arguments are dense tensors; `out` may be None."""
-    dense("x", x_TH)
+    check_strided("x", x_TH)
     if not isinstance(routing, Routing):
         raise RoutingError("routing", got=type(routing).__name__, need="a Routing")
-    dense("topk_weights", routing.topk_weights_TK)
-    dense("topk_ids", routing.topk_ids_TK)
+    check_strided("topk_weights", routing.topk_weights_TK)
+    check_strided("topk_ids", routing.topk_ids_TK)
     adapters: object = routing.adapters_T
     if isinstance(adapters, str) and adapters != NO_ADAPTERS:
         raise RoutingError("adapters", got=repr(adapters[:80]), need='a tensor, "none" or None')
     if not (adapters is None or isinstance(adapters, str)):
-        dense("adapters", adapters)
+        check_strided("adapters", adapters)
     if out is not None:
-        dense("out", out)
+        check_strided("out", out)
 
 
 def check_adapters_given(routing: Routing, problem: Problem) -> None:
@@ -241,11 +241,11 @@ def check_weights(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem) 
     """
     if not isinstance(weights, ExpertWeights):
         raise WeightsError("weights", got=type(weights).__name__, need="ExpertWeights")
-    dense("w1", weights.w1)
-    dense("w2", weights.w2)
+    check_strided("w1", weights.w1)
+    check_strided("w2", weights.w2)
     for name, tensor in vars(weights).items():
         if tensor is not None:
-            dense(name, tensor)
+            check_strided(name, tensor)
             check_held(name, tensor)
     e, n, h, i = problem.e, problem.w1_rows, problem.hidden, problem.intermediate
     if problem.scheme.quantised:
@@ -353,30 +353,9 @@ def check_apart(
             raise ConfigurationError(what, got=f"memory of {name}", need=need)
 
 
-def wants_gradient(tensors: Iterable[torch.Tensor]) -> bool:
-    """Tell whether a gradient would be lost: recorded backwards, or carried forward."""
-    if torch.is_grad_enabled():
-        for tensor in tensors:
-            if tensor.requires_grad:
-                return True
-    if forward_ad._current_level < 0:
-        return False
-    unpack: Callable[[torch.Tensor], Any] = forward_ad.unpack_dual
-    return any(unpack(tensor).tangent is not None for tensor in tensors)
-
-
 def check_no_grad(
     x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing, out: torch.Tensor | None
 ) -> None:
     """Refuse, rather than lose, a gradient: kernels are forward only."""
     call = {"x": x_TH, "topk_weights": routing.topk_weights_TK, "out": out}
-    given = {name: t for name, t in (call | vars(weights)).items() if t is not None}
-    if not wants_gradient(given.values()):
-        return
-    wants = ", ".join(name for name, tensor in given.items() if wants_gradient((tensor,)))
-    backward = torch.is_grad_enabled() and any(t.requires_grad for t in given.values())
-    if backward:
-        got, need = f"{wants} that require grad", "torch.no_grad() or inference_mode()"
-    else:
-        got, need = f"{wants} with a forward gradient", "no dual tensors: unpack_dual(x).primal"
-    raise UnsupportedError("gradients", got=got, need=need)
+    check_no_gradients(call | vars(weights))

@@ -306,7 +306,12 @@ def test_slots_of_sequences_are_right_in_every_integer() -> None:
         (torch.tensor([0, 3]), torch.tensor([1]), 2.5, "tokens: got 2.5, need"),
         ([0, 3], torch.tensor([1]), 4, "starts of sequences: got list"),
         (torch.tensor([0, 3]) + 0j, torch.tensor([1]), 4, "starts of sequences: got torch.complex"),
-        (torch.tensor([0, 3], device="meta"), torch.tensor([1]), 4, "slots of sequences: got cpu"),
+        (
+            torch.tensor([0, 3], device="meta"),
+            torch.tensor([1]),
+            4,
+            "starts of sequences: got meta, without memory",
+        ),
     ],
 )
 def test_sequences_that_are_none_are_refused(

@@ -12,7 +12,7 @@ from shares import tree_hash
 
 from experts.triton.configs import files as tile_files
 from experts.triton.launch_config import LaunchConfig
-from modular_kernel import types, validate
+from modular_kernel import tensor_checks, types, validate
 from modular_kernel.catalog import make_kernel
 from modular_kernel.errors import InputError
 from modular_kernel.importers import boxes, checkpoint, groups, layouts
@@ -102,8 +102,8 @@ def _late(*_: Any, **__: Any) -> Any:
 
 
 PLANTED: tuple[tuple[Target, Any, str, Callable[..., Any], tuple[str, ...]], ...] = (
-    (calls.changed_call, validate, "wants_gradient", lambda *_: False, (ACCEPTED,)),
-    (calls.changed_call, validate, "dense", _nothing, (RAW, WRONG, ACCEPTED)),
+    (calls.changed_call, tensor_checks, "wants_gradient", lambda *_: False, (ACCEPTED,)),
+    (calls.changed_call, validate, "check_strided", _nothing, (RAW, WRONG, ACCEPTED)),
     (calls.changed_call, validate, "check_routing", _nothing, (RAW, WRONG, ACCEPTED)),
     (calls.changed_call, validate, "check_weights", _nothing, (RAW, WRONG, ACCEPTED)),
     (calls.changed_call, validate, "check_apart", _nothing, (ACCEPTED,)),

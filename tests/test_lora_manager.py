@@ -9,6 +9,7 @@ from lora_layer_samples import STARTS, R, adapter, base, call
 from modular_kernel.errors import (
     CapacityError,
     ConfigurationError,
+    DtypeError,
     ModularKernelError,
     ShapeError,
     StateError,
@@ -103,5 +104,5 @@ def test_a_batch_names_text_or_nothing(names: Any) -> None:
 def test_a_batch_has_a_place_for_each_sequence() -> None:
     with pytest.raises(ShapeError, match=r"seg_indptr: got \(3,\), need \(2,\)"):
         ForwardBatch(("a",), torch.tensor([0, 4, 12]))
-    with pytest.raises(ConfigurationError, match="seg_indptr: got list"):
+    with pytest.raises(DtypeError, match="seg_indptr: got list"):
         ForwardBatch(("a",), [0, 12])  # type: ignore[arg-type]

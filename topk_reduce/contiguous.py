@@ -6,6 +6,7 @@ from modular_kernel.contracts import TopKWeightAndReduce
 from modular_kernel.ops.reduce import weight_and_sum
 from modular_kernel.tensors import ExpertRows
 from modular_kernel.types import Reduce
+from topk_reduce.checks import check_rows
 
 
 class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
@@ -14,6 +15,7 @@ class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
     kind = Reduce.CONTIGUOUS
 
     def apply(self, rows: ExpertRows, out: torch.Tensor) -> None:
+        check_rows(rows, out, "(T, K, H)")
         weight_and_sum(
             rows.rows,
             rows.topk_weights_TK,

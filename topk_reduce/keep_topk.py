@@ -6,6 +6,7 @@ from modular_kernel.contracts import TopKWeightAndReduce
 from modular_kernel.ops.reduce import gather_rows, scale_rows
 from modular_kernel.tensors import ExpertRows
 from modular_kernel.types import Combine, Problem
+from topk_reduce.checks import check_rows
 
 
 class KeepTopK(TopKWeightAndReduce):
@@ -21,6 +22,8 @@ class KeepTopK(TopKWeightAndReduce):
         self.weighted = weighted
 
     def apply(self, rows: ExpertRows, out: torch.Tensor) -> None:
+        by_token = getattr(rows, "row_of_pair_TK", None) is None
+        check_rows(rows, out, "(T, K, H)" if by_token else "(e, C, H)")
         weights_TK = rows.topk_weights_TK if self.weighted else None
         scale = rows.scale if self.weighted else 1.0
         if rows.row_of_pair_TK is None:

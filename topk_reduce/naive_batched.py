@@ -6,6 +6,7 @@ from modular_kernel.contracts import TopKWeightAndReduce
 from modular_kernel.ops.reduce import gather_weight_and_sum
 from modular_kernel.tensors import ExpertRows
 from modular_kernel.types import Reduce
+from topk_reduce.checks import check_rows
 
 
 class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):
@@ -17,7 +18,8 @@ class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):
     kind = Reduce.NAIVE_BATCHED
 
     def apply(self, rows: ExpertRows, out: torch.Tensor) -> None:
-        assert rows.row_of_pair_TK is not None
+        check_rows(rows, out, "(e, C, H)")
+        assert rows.row_of_pair_TK is not None  # as was checked
         gather_weight_and_sum(
             rows.rows.flatten(0, 1),
             rows.row_of_pair_TK,

@@ -5,6 +5,7 @@ import torch
 from modular_kernel.contracts import TopKWeightAndReduce
 from modular_kernel.tensors import ExpertRows
 from modular_kernel.types import Reduce
+from topk_reduce.checks import check_rows
 
 
 class TopKWeightAndReduceNoOp(TopKWeightAndReduce):
@@ -13,5 +14,6 @@ class TopKWeightAndReduceNoOp(TopKWeightAndReduce):
     kind = Reduce.NOOP
 
     def apply(self, rows: ExpertRows, out: torch.Tensor) -> None:
+        check_rows(rows, out, "(T, H)")
         if rows.rows is not out:
             out.copy_(rows.rows)

@@ -14,14 +14,13 @@ from modular_kernel.errors import (
     IncompatibleError,
     LayoutError,
     ShapeError,
-    UnsupportedError,
 )
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.ops.quantise import scale_shape
 from modular_kernel.quant import STORAGE, weight_specs
-from modular_kernel.replay import check_held, overlap
-from modular_kernel.tensors import ExpertWeights, dense
+from modular_kernel.tensor_checks import check_no_gradients, check_output, check_tensor
+from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Machine, Problem
 
 
@@ -109,15 +108,11 @@ def batched_gemm(  # noqa: PLR0913  (operands, their scales, and what to make)
 def _check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
     """Check what holds of every tensor, whatever it is for: `out` is the one that is written."""
     for what, tensor in tensors.items():
-        dense(what, tensor)
-        check_held(what, tensor)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values()):
-        got = ", ".join(name for name, tensor in tensors.items() if tensor.requires_grad)
-        need = "torch.no_grad() or inference_mode()"
-        raise UnsupportedError("gradients", got=f"{got} that require grad", need=need)
-    for what, tensor in tensors.items():
-        if "out" in tensors and what != "out" and overlap(tensors["out"], tensor):
-            raise ConfigurationError("out", got=f"memory of {what}", need="its own memory")
+        check_tensor(what, tensor)
+    check_no_gradients(tensors)
+    if "out" in tensors:
+        read = {what: tensor for what, tensor in tensors.items() if what != "out"}
+        check_output("out", tensors["out"], read)
 
 
 def _machine_of(device: torch.device) -> Machine:

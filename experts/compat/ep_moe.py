@@ -15,6 +15,9 @@ of its own experts alone. Shapes, dtypes and strides are checked; what ids say i
 wait for the device.
 """
 
+from collections.abc import Mapping
+from typing import Annotated
+
 import torch
 
 from experts.triton.configs.select import choose_config
@@ -30,12 +33,19 @@ from modular_kernel.errors import (
     ShapeError,
     UnsupportedError,
 )
+from modular_kernel.fields import MOST, Between, Count, expect
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.ops.permute import hidden_block
 from modular_kernel.ops.reduce import gather_weight_and_sum
 from modular_kernel.ops.sort import most_tiles
 from modular_kernel.quant import LARGEST
+from modular_kernel.tensor_checks import (
+    check_no_gradients,
+    check_output,
+    check_tensor,
+    check_tensors,
+)
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem, dtype_name
 
@@ -52,9 +62,9 @@ def run_moe_ep_preproess(
     int32, where pair t * K + k went. seg_indptr: (num_experts + 1,) int64; expert i has the rows
     from seg_indptr[i] to seg_indptr[i + 1]. Skipped pairs, -1, come before all experts.
     """
+    check_tensor("topk_ids", topk_ids)
     _check_integers("topk_ids", topk_ids)
-    if num_experts < 1:
-        raise ConfigurationError("num_experts", got=num_experts, need=">= 1")
+    expect("num_experts", num_experts, Count)
     ids_P = topk_ids.flatten()
     reorder_topk_ids, reorder_ids = torch.sort(ids_P, stable=True)
     rows_P = torch.arange(ids_P.numel(), dtype=torch.int32, device=ids_P.device)
@@ -77,6 +87,9 @@ def pre_reorder(
     hidden_states: (T, H), gateup_input: (T * K, H) contiguous; rows of pairs that are elsewhere
     are left as they are. a1_scales: (experts here,) float32, None for 1. Float8 saturates.
     """
+    read = {"hidden_states": hidden_states, "src2dst": src2dst, "topk_ids": topk_ids}
+    _check_call("gateup_input", gateup_input, read, a1_scales=a1_scales)
+    _check_experts(start_expert_id, end_expert_id)
     _check_rank(topk_ids=topk_ids, hidden_states=hidden_states)
     (tokens, top_k), hidden = topk_ids.shape, hidden_states.shape[1]
     _check("gateup_input", gateup_input, (tokens * top_k, hidden))
@@ -122,6 +135,9 @@ def silu_and_mul(
     are left as they are. w2_input_scale: (experts here,) float32, None for 1. Computed in float32
     and rounded once; float8 saturates.
     """
+    read = {"gateup_output": gateup_output, "reorder_topk_ids": reorder_topk_ids}
+    _check_call("down_input", down_input, read, w2_input_scale=w2_input_scale)
+    _check_experts(start_expert_id, end_expert_id)
     _check_rank(down_input=down_input)
     rows, intermediate = down_input.shape
     _check("gateup_output", gateup_output, (rows, 2 * intermediate))
@@ -163,6 +179,9 @@ def post_reorder(
     down_output: (T * K, H), output: (T, H), topk_weights: (T, K) float32, all contiguous. Summed
     in float32 and rounded once; a token without a pair here becomes exact zeros.
     """
+    read = {"down_output": down_output, "src2dst": src2dst}
+    _check_call("output", output, read | {"topk_ids": topk_ids, "topk_weights": topk_weights})
+    _check_experts(start_expert_id, end_expert_id)
     _check_rank(topk_ids=topk_ids, output=output)
     (tokens, top_k), hidden = topk_ids.shape, output.shape[1]
     _check("down_output", down_output, (tokens * top_k, hidden))
@@ -199,7 +218,11 @@ def grouped_gemm_triton(  # noqa: PLR0913 (the names and the order are the field
     if not weight_column_major:
         need = "True: b is (experts, N, K)"
         raise ConfigurationError("weight_column_major", got=weight_column_major, need=need)
-    _check_rank(a=a)
+    given = {"scale_a": scale_a, "scale_b": scale_b, "weight_indices": weight_indices}
+    _check_call("c", c, {"a": a, "b": b, "seg_indptr": seg_indptr}, **given)
+    expect("batch_size", batch_size, Annotated[int, Between(0, MOST)])
+    expect("block_shape", block_shape, list[int] | tuple[int, ...] | None)
+    _check_rank(a=a, c=c)
     _check_rank(3, b=b)
     (rows, depth), (experts, columns, _) = a.shape, b.shape
     _check("a", a, (rows, depth))
@@ -336,6 +359,26 @@ def _check(what: str, tensor: torch.Tensor, shape: tuple[int, ...], *, rows: boo
     if not dense:
         need = "values of a row side by side" if rows else "contiguous"
         raise LayoutError(what, got=f"strides {tensor.stride()}", need=need)
+
+
+def _check_call(
+    what: str,
+    written: torch.Tensor,
+    read: Mapping[str, torch.Tensor],
+    **given: torch.Tensor | None,
+) -> None:
+    """Check what holds of every tensor; `given` may be None. Only `written` is written."""
+    check_tensor(what, written)
+    every = {**read, **given}
+    check_tensors(every, optional=given, device=written.device)
+    check_no_gradients({what: written, **every})
+    check_output(what, written, every)
+
+
+def _check_experts(first: int, last: int) -> None:
+    """Check the ids of the first and the last expert here; there may be none."""
+    expect("start_expert_id", first, Annotated[int, Between(0, MOST)])
+    expect("end_expert_id", last, Annotated[int, Between(-1, MOST)])
 
 
 def _check_rank(need: int = 2, /, **tensors: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from modular_kernel import modes
 from modular_kernel.errors import ConfigurationError, InputError
-from modular_kernel.fields import Count, device_named, expect
+from modular_kernel.fields import Count, available_device, expect
 from modular_kernel.importers.boxes import LayerSource
 from modular_kernel.importers.examine import Examined, examine
 from modular_kernel.importers.files import open_tensors
@@ -118,7 +118,7 @@ def load_experts(  # noqa: PLR0913 (each is one question)
     expect("checkpoint", checkpoint, str | Path)
     expect("config", config, str | Path | None)
     expect("quantise_inputs", quantise_inputs, bool)
-    place = device_named(device)
+    place = available_device(device)
     with open_tensors(Path(checkpoint)) as files:
         found = examine(files, config, prefix)
         if quantise_inputs:

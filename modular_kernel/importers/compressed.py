@@ -19,7 +19,7 @@ from modular_kernel.importers.groups import (
     pack_values,
     unpack_words,
 )
-from modular_kernel.tensors import dense
+from modular_kernel.tensor_checks import check_tensor
 from modular_kernel.types import dtype_name
 
 
@@ -42,7 +42,7 @@ def from_compressed_tensors(
     """
     expect("bits", bits, Annotated[int, OneOf((4, 8))])
     check_packed(weight_packed, "weight_packed")
-    dense("weight_scale", weight_scale)
+    check_tensor("weight_scale", weight_scale)
     per_word = 32 // bits
     rows, depth = weight_packed.shape[-2], weight_packed.shape[-1] * per_word
     group = checked_group(group, depth)

@@ -14,7 +14,7 @@ import torch
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
 from modular_kernel.fields import MOST, Between, Count, OneOf, expect
 from modular_kernel.scale_tiles import unpack_pairs
-from modular_kernel.tensors import dense
+from modular_kernel.tensor_checks import check_tensor, check_tensors
 from modular_kernel.types import dtype_name
 
 _WORD = 32  # bits of the integers that are packed
@@ -54,6 +54,12 @@ class GroupWeights:
         """The scheme by name, as `Problem.quant` takes it."""
         zeros = "" if self.zero_point is None else ",zero_points=true"
         return f"{_NAMES[self.bits]}:group={self.group}{zeros}"
+
+
+def _check_group_weights(weights: object) -> None:
+    expect("weights", weights, GroupWeights)
+    named = {name: getattr(weights, name) for name in ("w", "scale", "zero_point")}
+    check_tensors(named, optional=("zero_point",))
 
 
 def from_gptq(
@@ -116,7 +122,7 @@ def from_awq(
 
 def symmetric(weights: GroupWeights) -> GroupWeights:
     """Return the same weights without zero points, each of which must be the middle, 8 or 128."""
-    expect("weights", weights, GroupWeights)
+    _check_group_weights(weights)
     if weights.zero_point is None:
         return weights
     zeros = weights.zero_point
@@ -134,7 +140,7 @@ def regroup(weights: GroupWeights, group: int) -> GroupWeights:
 
     group must divide the weights' own, or be anything even where one group spans all columns.
     """
-    expect("weights", weights, GroupWeights)
+    _check_group_weights(weights)
     expect("group", group, int)
     depth, groups = weights.depth, weights.scale.shape[-1]
     if group < 2 or group % 2 or (groups > 1 and weights.group % group):
@@ -164,7 +170,7 @@ def fit_group(group: int, columns: int) -> int:
 
 def shard_columns(weights: GroupWeights, rank: int, world: int) -> GroupWeights:
     """Rank's share of K (w2's): K / world columns, in groups halved until they divide it."""
-    expect("weights", weights, GroupWeights)
+    _check_group_weights(weights)
     share = _share("columns", weights.depth, rank, world)
     if weights.scale.shape[-1] > 1:
         weights = regroup(weights, fit_group(weights.group, share))
@@ -184,7 +190,7 @@ def shard_columns(weights: GroupWeights, rank: int, world: int) -> GroupWeights:
 
 def shard_rows(weights: GroupWeights, rank: int, world: int) -> GroupWeights:
     """Rank's share of N (of w1's gate rows, and alike of its up rows): N / world rows."""
-    expect("weights", weights, GroupWeights)
+    _check_group_weights(weights)
     share = _share("rows", weights.w.shape[-2], rank, world)
     rows = slice(rank * share, (rank + 1) * share)
     packed = slice(rank * share // weights.per_byte, (rank + 1) * share // weights.per_byte)
@@ -219,7 +225,7 @@ def checked_group(group: int, depth: int) -> int:
 
 def check_packed(packed: torch.Tensor, what: str) -> None:
     """Raise the error of what is no int32 tensor of two dimensions or more, none of size 0."""
-    dense(what, packed)
+    check_tensor(what, packed)
     if packed.dtype is not torch.int32:
         raise DtypeError(what, got=dtype_name(packed.dtype), need="int32 of packed values")
     if packed.dim() < 2 or not packed.numel():
@@ -233,7 +239,7 @@ def column_order(g_idx: torch.Tensor, depth: int, group: int, what: str) -> torc
     g_idx: (..., depth), the group of each column. WeightsError for groups that have not `group`
     columns each, the last one the rest.
     """
-    dense(what, g_idx)
+    check_tensor(what, g_idx)
     expected = torch.arange(depth, device=g_idx.device) // group
     order = g_idx.argsort(dim=-1, stable=True)
     whole = tuple(g_idx.shape[-1:]) == (depth,)
@@ -254,7 +260,7 @@ def check_order(g_idx: torch.Tensor | None, depth: int, group: int, what: str) -
     """Raise the WeightsError of columns that are not in the order of their groups."""
     if g_idx is None:
         return
-    dense(what, g_idx)
+    check_tensor(what, g_idx)
     expected = torch.arange(depth, device=g_idx.device) // group
     if tuple(g_idx.shape[-1:]) != (depth,) or bool((g_idx != expected).any()):
         got = "columns out of order (act-order)"
@@ -286,7 +292,7 @@ def _packed(
     need = (*lead, -(-depth // group), rows)
     for what, tensor in (("scales", scales_GN), ("qzeros", zeros_GN)):
         if tensor is not None or what == "scales":
-            dense(what, tensor)
+            check_tensor(what, tensor)
         if tensor is not None and tuple(tensor.shape) != need:
             raise ShapeError(what, got=tuple(tensor.shape), need=f"(..., G, N) = {need} unpacked")
     if not scales_GN.dtype.is_floating_point:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from modular_kernel.errors import ShapeError, WeightsError
+from modular_kernel.fields import expect, expect_each
 from modular_kernel.importers.compressed import from_compressed_tensors
 from modular_kernel.importers.formats import Format
 from modular_kernel.importers.groups import (
@@ -36,7 +37,8 @@ from modular_kernel.importers.tensors import (
 )
 from modular_kernel.scale_tiles import pack_pairs, unpack_pairs
 from modular_kernel.schemes import QuantScheme
-from modular_kernel.tensors import dense
+from modular_kernel.tensor_checks import check_tensor
+from modular_kernel.types import parse_dtype
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -78,9 +80,12 @@ def merge(
 
     Raises ShapeError, DtypeError, WeightsError for what is not as the format has it.
     """
+    expect("format", format, Format)
+    expect("scheme", scheme, QuantScheme | None)
+    dtype = parse_dtype(dtype)
     fine = format if scheme is None else format.with_scheme(scheme)
     parts = []
-    for tensors in projections:
+    for tensors in expect_each("projections", projections, Mapping):
         (rows, depth), checked = check_tensors(format, tensors)
         parts.append(piece(format, fine, checked, (0, rows), (0, depth)))
     return stack(fine, parts, dtype)
@@ -134,13 +139,13 @@ def check_tensors(
     Raises the error of a tensor that is missing, too many, misshapen or of another dtype.
     """
     known = {each.name: each for each in format.stored}
-    extra = sorted(set(tensors) - set(known))
+    extra = sorted(map(str, set(tensors) - set(known)))
     missing = [n for n, each in known.items() if n not in tensors and not each.optional]
     if extra or missing:
         got = f"{', '.join(extra)} too many" if extra else f"no {', '.join(missing)}"
         raise WeightsError(f"{format} tensors", got=got, need=", ".join(known))
     for name, tensor in tensors.items():
-        dense(name, tensor)
+        check_tensor(name, tensor)
     first = next(each for each in format.stored if each.role == "w")
     w = tensors[first.name]
     if w.dim() < len(first.dims):

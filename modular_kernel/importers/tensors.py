@@ -8,7 +8,8 @@ w1, w1_scale = from_gpt_oss(blocks, scales)        # "quant": mxfp4_w4a16, inter
 import torch
 
 from modular_kernel.errors import DtypeError, ShapeError, WeightsError
-from modular_kernel.tensors import check_divisors, dense
+from modular_kernel.tensor_checks import check_tensor
+from modular_kernel.tensors import check_divisors
 from modular_kernel.types import dtype_name
 
 _FP8 = torch.float8_e4m3fn
@@ -22,8 +23,8 @@ def one_scale(w_eNK: torch.Tensor, scale_eS: torch.Tensor) -> tuple[torch.Tensor
     gate and up rows for S = 2. The largest one stays, and its rows keep their bits; the others are
     rounded again. WeightsError if a scale is not a finite number above 0.
     """
-    dense("w", w_eNK)
-    dense("scale", scale_eS)
+    check_tensor("w", w_eNK)
+    check_tensor("scale", scale_eS)
     if w_eNK.dtype is not _FP8:
         raise DtypeError("w", got=dtype_name(w_eNK.dtype), need=dtype_name(_FP8))
     if w_eNK.dim() != 3:
@@ -41,7 +42,7 @@ def one_scale(w_eNK: torch.Tensor, scale_eS: torch.Tensor) -> tuple[torch.Tensor
 
 def channel_scale(scale: torch.Tensor) -> torch.Tensor:
     """(e, N) contiguous float32 from scales (e, N, 1) or (e, N) in any floating dtype."""
-    dense("scale", scale)
+    check_tensor("scale", scale)
     if scale.dim() == 3 and scale.shape[2] == 1:
         scale = scale[:, :, 0]
     if scale.dim() != 2:
@@ -54,7 +55,7 @@ def static_scale(scales: torch.Tensor) -> torch.Tensor:
 
     One scale serves all experts, because a token is quantised once, before it meets any.
     """
-    dense("activation scales", scales)
+    check_tensor("activation scales", scales)
     if not scales.numel():
         raise ShapeError("activation scales", got=tuple(scales.shape), need="one or more")
     return usable_inputs(scales, "activation scales").amax().reshape(1)
@@ -90,7 +91,7 @@ def from_gpt_oss(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tens
     faster on what `modular_kernel.repacked.repack` makes of w, for "mxfp4_w4a16:repacked=true".
     """
     for what, tensor in (("blocks", blocks), ("scales", scales)):
-        dense(what, tensor)
+        check_tensor(what, tensor)
         if tensor.dtype is not torch.uint8:
             raise DtypeError(what, got=dtype_name(tensor.dtype), need="uint8")
     packed = _MXFP4_GROUP // 2

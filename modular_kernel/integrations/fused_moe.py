@@ -15,7 +15,7 @@ from typing import Unpack
 
 import torch
 
-from modular_kernel.errors import ConfigurationError, DtypeError, LayoutError, ShapeError
+from modular_kernel.errors import ConfigurationError, LayoutError, ShapeError
 from modular_kernel.fields import expect
 from modular_kernel.integrations.fused_moe_kernels import (
     FIELDS,
@@ -34,6 +34,7 @@ from modular_kernel.integrations.fused_moe_options import (
 )
 from modular_kernel.ops.route import route
 from modular_kernel.routers import MOST_TOP_K, RouterSpec, StandardTopKOutput
+from modular_kernel.tensor_checks import check_no_gradients, check_tensor, check_tensors
 from modular_kernel.tensors import Routing, check_lead
 from modular_kernel.types import Combine
 
@@ -78,9 +79,13 @@ def _fused_experts(
     config: MoeRunnerConfig,
     options: Quantisation,
 ) -> torch.Tensor:
-    for what, tensor in (("x", hidden_states), ("w1", w1), ("w2", w2)):
-        if not isinstance(tensor, torch.Tensor):
-            raise DtypeError(what, got=type(tensor).__name__, need="a tensor")
+    device = check_tensor("x", hidden_states, meta=True).device
+    given = {"x": hidden_states, "w1": w1, "w2": w2}
+    for what, tensor in given.items():
+        check_tensor(what, tensor, device=device, meta=True)
+    given |= {name: options.get(field) for name, field in FIELDS.items()}  # type: ignore[misc]
+    check_tensors(given, optional=FIELDS, device=device, meta=True)
+    check_no_gradients(given)
     x_TH = _flat(hidden_states, inplace=config.inplace)
     weights_TK, ids_TK = topk_tensors(topk_output, config, tuple(hidden_states.shape[:-1]))
     if config.inplace and config.no_combine:
@@ -129,10 +134,12 @@ def fused_moe(
             need = "the router's logits, not what it chose"
             raise ConfigurationError("renormalize", got="True", need=need)
         return _fused_experts(hidden_states, w1, w2, gating_output, config, given)
-    if not isinstance(gating_output, torch.Tensor) or gating_output.dim() < 2:
-        shape = tuple(gating_output.shape) if hasattr(gating_output, "shape") else None
-        got = shape or type(gating_output).__name__
-        raise ShapeError("gating_output", got=got, need="logits (..., E), or (weights, ids)")
+    need = "logits (..., E), or (weights, ids)"
+    if not isinstance(gating_output, torch.Tensor):
+        raise ShapeError("gating_output", got=type(gating_output).__name__, need=need)
+    check_tensor("gating_output", gating_output)
+    if gating_output.dim() < 2:
+        raise ShapeError("gating_output", got=tuple(gating_output.shape), need=need)
     top_k, experts = config.top_k, gating_output.shape[-1]
     most = min(experts, MOST_TOP_K)
     if top_k is None or not 1 <= top_k <= most:
@@ -173,6 +180,8 @@ def topk_tensors(
     if not isinstance(weights_TK, torch.Tensor) or not isinstance(ids_TK, torch.Tensor):
         got = [type(value).__name__ for value in given] or type(topk_output).__name__
         raise ConfigurationError("topk_output", got=got, need="weights and ids, both (T, K)")
+    check_tensors({"topk_weights": weights_TK, "topk_ids": ids_TK}, meta=True)
+    check_no_gradients({"topk_weights": weights_TK})
     if weights_TK.dtype in (torch.bfloat16, torch.float16):
         weights_TK = weights_TK.float()
     if ids_TK.dim() < 2 or config.top_k not in (None, ids_TK.shape[-1]):

@@ -50,6 +50,7 @@ from modular_kernel.routers import TritonKernelTopKOutput
 from modular_kernel.runner import FORMATS, FUSED, PERMUTES
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.support import Verdict
+from modular_kernel.tensor_checks import check_no_gradients, check_tensors
 from modular_kernel.tensors import (
     BatchedTokens,
     ContiguousTokens,
@@ -191,6 +192,9 @@ class MoeRunner:
         format = expect_format(dispatch_output, *self._parts)
         check_dispatched(dispatch_output)
         expect("quant_info", quant_info, MoeQuantInfo)
+        found = {n: v for n, v in vars(quant_info).items() if isinstance(v, torch.Tensor)}
+        check_tensors(found)
+        check_no_gradients(found | {"hidden_states": dispatch_output.hidden_states})
         quant = quant_info.scheme()
         if self.quant is not None and quant != self.quant:
             raise ConfigurationError("quant_info", got=quant, need=f"{self.quant}, the runner's")

@@ -6,12 +6,14 @@ Kernels read what these say, so that a wrong one would read other memory without
 import torch
 
 from modular_kernel.errors import DeviceError, DtypeError, RoutingError, ShapeError
+from modular_kernel.fields import expect
 from modular_kernel.integrations.runner_formats import (
     DeepEPLLDispatchOutput,
     DispatchOutput,
     StandardDispatchOutput,
 )
-from modular_kernel.tensors import dense
+from modular_kernel.routers import Permutation, RoutingData, TritonKernelTopKOutput
+from modular_kernel.tensor_checks import check_tensor
 
 _IDS = (torch.int32, torch.int64)
 
@@ -23,8 +25,9 @@ def check_dispatched(given: DispatchOutput) -> None:
     DtypeError, ShapeError, DeviceError, LayoutError, RoutingError.
     """
     x = given.hidden_states
-    dense("hidden_states", x)
+    check_tensor("hidden_states", x)
     if isinstance(given, StandardDispatchOutput):
+        _check_sorted(given.topk_output)
         return
     batched = isinstance(given, DeepEPLLDispatchOutput)
     _dims("hidden_states", x, "(e, C, H)" if batched else "(R, H)")
@@ -34,6 +37,18 @@ def check_dispatched(given: DispatchOutput) -> None:
     _check_pairs(given.topk_ids, given.topk_weights, x, rows)
     if isinstance(given, DeepEPLLDispatchOutput):
         _check_counts(given.masked_m, x)
+
+
+def _check_sorted(topk_output: object) -> None:
+    """Check the tensors of a routing that is sorted by expert; a call checks any other."""
+    if isinstance(topk_output, TritonKernelTopKOutput):
+        expect("routing_data", topk_output.routing_data, RoutingData)
+        expect("gather_indx", topk_output.gather_indx, Permutation)
+        data, rows = topk_output.routing_data, topk_output.gather_indx
+        check_tensor("gather_indx.src_indx", rows.src_indx)
+        for name in ("gate_scal", "expt_hist"):
+            if getattr(data, name) is not None:
+                check_tensor(f"routing_data.{name}", getattr(data, name))
 
 
 def _check_pairs(ids: object, weights: object, x: torch.Tensor, rows: int | None) -> None:
@@ -65,7 +80,7 @@ def _check_counts(counts: object, x: torch.Tensor) -> None:
 
 def _beside(what: str, given: object, x: torch.Tensor) -> torch.Tensor:
     """Return a dense tensor on x's device."""
-    dense(what, given)
+    check_tensor(what, given)
     assert isinstance(given, torch.Tensor)
     if given.device != x.device:
         raise DeviceError(what, got=given.device, need=f"{x.device}, where hidden_states are")

@@ -121,7 +121,8 @@ def _reduced(
     if reduce.kind is Reduce.DELEGATE:
         weight_and_sum(rows, weights_TK, scale=scale, out=out, routing=routing, num_local=problem.e)
     else:
-        reduce.apply(ExpertRows(rows, None, weights_TK, scale, routing, problem.e), out)
+        given = ExpertRows(rows, None, weights_TK, scale, routing, problem.e, checked=True)
+        reduce.apply(given, out)
     return out
 
 

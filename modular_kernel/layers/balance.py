@@ -17,7 +17,7 @@ import torch
 from modular_kernel.errors import ConfigurationError, DtypeError
 from modular_kernel.fields import Count, expect, expect_each
 from modular_kernel.placement import Experts, Placement
-from modular_kernel.tensors import dense
+from modular_kernel.tensor_checks import check_tensor
 from modular_kernel.types import dtype_name
 
 
@@ -27,7 +27,7 @@ def count(topk_ids: torch.Tensor, experts: int) -> torch.Tensor:
     topk_ids: (T, K) int32 or int64; ids outside [0, experts) are not counted. Nothing synchronises.
     """
     expect("experts", experts, Experts)
-    dense("topk_ids", topk_ids)
+    check_tensor("topk_ids", topk_ids)
     if topk_ids.dtype not in (torch.int32, torch.int64):
         raise DtypeError("topk_ids", got=dtype_name(topk_ids.dtype), need="int32 or int64")
     ids = topk_ids.flatten().long()

@@ -48,7 +48,8 @@ from modular_kernel.planned import (
     with_ids_of,
 )
 from modular_kernel.routers import RouterSpec
-from modular_kernel.tensors import ExpertWeights, Routing, dense
+from modular_kernel.tensor_checks import check_tensor
+from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import ActivationSpec, Parallel, Problem, parse_dtype
 
 RoutingLike = Routing | tuple[torch.Tensor | None, ...] | torch.Tensor | None
@@ -116,6 +117,8 @@ class FusedMoE(ExpertParameters):
         expect("layer_id", layer_id, int | None)
         expect("router", router, Router | RouterSpec | None)
         expect("parallel", parallel, LayerParallel | None)
+        expect("placement", placement, Placement | None)
+        expect("num_experts", num_experts, Count)
         expect("shared_experts", shared_experts, Callable | None)
         expect("reduce_results", reduce_results, bool)
         expect("shared_partial", shared_partial, bool)
@@ -252,13 +255,13 @@ class FusedMoE(ExpertParameters):
         token_ids: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return what `forward` does, with the experts' output as `computed` makes it."""
-        dense("x", hidden_states)
+        check_tensor("x", hidden_states)
         if hidden_states.dim() < 2 or hidden_states.shape[-1] != self.problem.hidden:
             need = f"(..., H) with H = {self.problem.hidden}"
             raise ShapeError("x", got=tuple(hidden_states.shape), need=need)
         x_TH = hidden_states.reshape(-1, self.problem.hidden)
         if token_ids is not None:
-            dense("token_ids", token_ids)
+            check_tensor("token_ids", token_ids)
         words = None if token_ids is None else token_ids.reshape(-1)
         routed = self._routed(x_TH, routing, words, tuple(hidden_states.shape[:-1]))
         y_TH, shared_TH = computed(x_TH, routed.routing)

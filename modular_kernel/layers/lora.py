@@ -34,6 +34,7 @@ from modular_kernel.errors import (
 from modular_kernel.fields import expect
 from modular_kernel.layers.fused_moe import FusedMoE, RoutingLike
 from modular_kernel.ops.moe_lora import MoELoRABatchInfo, run_moe_lora
+from modular_kernel.tensor_checks import check_tensor, check_tensors
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import Problem
 
@@ -62,6 +63,7 @@ class MoELoRALayer:
 
     def folded(self) -> Adapter:
         """Return the factors with the scaling in both B, rounded once."""
+        check_tensors(vars(self.factors))
         if self.scaling == 1.0:
             return self.factors
         b13, b2 = self.factors.lora_b13, self.factors.lora_b2
@@ -76,14 +78,15 @@ class MoELoRALayer:
 class ForwardBatch:
     """The sequences of a call. lora_ids: each one's adapter by name, None for none. seg_indptr:
     (S + 1,) integers on the layers' device, where each begins, and where the last one ends.
-    ConfigurationError for other types, ShapeError for another number of places."""
+    ConfigurationError for other names, DtypeError for what is no tensor, ShapeError for another
+    number of places."""
 
     lora_ids: Sequence[str | None]
     seg_indptr: torch.Tensor
 
     def __post_init__(self) -> None:
         expect("lora_ids", self.lora_ids, list[str | None] | tuple[str | None, ...])
-        expect("seg_indptr", self.seg_indptr, torch.Tensor)
+        check_tensor("seg_indptr", self.seg_indptr)
         if self.seg_indptr.shape != (len(self.lora_ids) + 1,):
             got, need = tuple(self.seg_indptr.shape), f"({len(self.lora_ids) + 1},), by lora_ids"
             raise ShapeError("seg_indptr", got=got, need=need)

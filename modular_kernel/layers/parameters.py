@@ -8,12 +8,13 @@ from torch import nn
 
 from modular_kernel import modes, prepared
 from modular_kernel.errors import StateError, UnsupportedError, WeightsError
-from modular_kernel.fields import device_named, expect
+from modular_kernel.fields import available_device, expect
 from modular_kernel.layers.parallel import LayerParallel
 from modular_kernel.layers.weight_loading import ExpertLoader
 from modular_kernel.placement import Placement
 from modular_kernel.quant import TensorSpec, weight_specs
-from modular_kernel.tensors import ExpertWeights, dense
+from modular_kernel.tensor_checks import check_tensor
+from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem
 
 # Fields of ExpertWeights, and the parameters that hold them.
@@ -59,7 +60,9 @@ class ExpertParameters(nn.Module):
         device: torch.device | str | None,
     ) -> None:
         super().__init__()
-        device = torch.get_default_device() if device is None else device_named(device)
+        device = available_device(
+            torch.get_default_device() if device is None else device, meta=True
+        )
         self.problem, self.placement, self.parallel = problem, placement, parallel
         self._loader, self._ready = loader, loader is None or not loader.scheme.quantised
         if loader is not None:
@@ -143,7 +146,7 @@ class ExpertParameters(nn.Module):
                 raise WeightsError(name, got=got, need=str(spec))
             if tensor is None or spec is None:
                 continue
-            dense(name, tensor)
+            check_tensor(name, tensor, meta=True)
             if tuple(tensor.shape) != spec.shape or tensor.dtype not in spec.dtypes:
                 got = f"{tuple(tensor.shape)} {tensor.dtype}".replace("torch.", "")
                 raise WeightsError(name, got=got, need=str(spec))

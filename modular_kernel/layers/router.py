@@ -13,7 +13,7 @@ from modular_kernel.fields import Count, expect
 from modular_kernel.matmul import linear
 from modular_kernel.ops.route import Routed, RouterTensors, route
 from modular_kernel.routers import RouterSpec, StandardTopKOutput
-from modular_kernel.tensors import dense
+from modular_kernel.tensor_checks import check_tensor
 from modular_kernel.types import dtype_name, parse_dtype
 
 __all__ = ["Routed", "Router", "RouterSpec", "RouterTensors", "StandardTopKOutput", "route",
@@ -97,7 +97,7 @@ class Router(nn.Module):
 
     def logits(self, x_TH: torch.Tensor) -> torch.Tensor:
         """Return (T, E + zero experts) in the gate's dtype, within autocast too."""
-        dense("x of the router", x_TH)
+        check_tensor("x of the router", x_TH)
         if not x_TH.is_floating_point():
             raise DtypeError("x of the router", got=dtype_name(x_TH.dtype), need="floats")
         if x_TH.dim() != 2 or x_TH.shape[1] != self.weight.shape[1]:

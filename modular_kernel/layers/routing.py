@@ -3,9 +3,11 @@
 import torch
 
 from modular_kernel.errors import ConfigurationError, ShapeError
+from modular_kernel.fields import expect
 from modular_kernel.layers.router import Router
 from modular_kernel.routers import RouterSpec
-from modular_kernel.tensors import Routing, check_lead, dense
+from modular_kernel.tensor_checks import check_tensor
+from modular_kernel.tensors import Routing, check_lead
 
 
 def spec_of(router: Router | RouterSpec | None) -> RouterSpec | None:
@@ -23,7 +25,7 @@ def check_selection_bias(
         need = "a tensor exactly where a RouterSpec has selection_bias"
         raise ConfigurationError("selection_bias", got=got, need=need)
     if selection_bias is not None and isinstance(router, RouterSpec):
-        dense("selection_bias", selection_bias)
+        check_tensor("selection_bias", selection_bias, meta=True)
         need_shape = (router.columns(experts),)
         if tuple(selection_bias.shape) != need_shape:
             raise ShapeError("selection_bias", got=tuple(selection_bias.shape), need=need_shape)
@@ -35,6 +37,9 @@ def top_k_of(top_k: int | None, router: Router | RouterSpec | None, experts: int
     if spec is None:
         if top_k is None:
             raise ConfigurationError("top_k", got=None, need="K, where there is no router")
+        expect("top_k", top_k, int)
+        if not 1 <= top_k <= experts:
+            raise ConfigurationError("top_k", got=top_k, need=f"1 to {experts}, the experts")
         return top_k
     if isinstance(router, Router) and router.num_experts != experts:
         need = f"{experts}, the layer's"
@@ -50,6 +55,7 @@ def flat_logits(given: object, columns: int, lead: tuple[int, ...]) -> torch.Ten
     if not isinstance(given, torch.Tensor):
         need = "the router's logits (..., E)"
         raise ConfigurationError("routing", got=type(given).__name__, need=need)
+    check_tensor("router logits", given)
     if given.dim() < 2 or given.shape[-1] != columns:
         need = f"(..., E) with E = {columns}"
         raise ShapeError("router logits", got=tuple(given.shape), need=need)
@@ -69,8 +75,8 @@ def given_routing(given: object, lead: tuple[int, ...]) -> Routing:
     else:
         need = "a Routing, or (weights, ids), each (..., K)"
         raise ConfigurationError("routing", got=type(given).__name__, need=need)
-    dense("topk_weights", weights)
-    dense("topk_ids", ids)
+    check_tensor("topk_weights", weights)
+    check_tensor("topk_ids", ids)
     if weights.dim() < 2 or weights.shape != ids.shape:
         got = f"{tuple(weights.shape)} and {tuple(ids.shape)}"
         raise ShapeError("topk_weights and topk_ids", got=got, need="one shape, (..., K)")

@@ -24,7 +24,8 @@ from modular_kernel.importers.merging import Matrix, piece, stack
 from modular_kernel.importers.stored import FLOATS, UNREAD, Dim, Stored, cut
 from modular_kernel.importers.tensors import static_scale
 from modular_kernel.layers.share import FUSED, SHARDS, Move, Share, destination
-from modular_kernel.tensors import ExpertWeights, dense
+from modular_kernel.tensor_checks import check_output, check_tensor
+from modular_kernel.tensors import ExpertWeights
 
 Mapping = list[tuple[str, str, int, str]]
 WeightLoader = Callable[[torch.nn.Parameter, torch.Tensor, str, str, int], None]
@@ -67,6 +68,10 @@ class ExpertLoader:
         bias: bool = False,
         transposed: bool = False,
     ) -> None:
+        expect("share", share, Share)
+        expect("format", format, Format | None)
+        expect("bias", bias, bool)
+        expect("transposed", transposed, bool)
         self.share = share
         self.format = format_of(None) if format is None else format
         self.bias, self.transposed = bias, transposed
@@ -167,7 +172,11 @@ class ExpertLoader:
         or expert, ShapeError and DtypeError for a tensor that is not as the format has it,
         WeightsError for input scales of gate and up that differ.
         """
+        expect("weight_name", weight_name, str)
         stored = self._named(weight_name)
+        check_tensor(f"{weight_name}: parameter", param, meta=True)
+        check_tensor(weight_name, loaded_weight, meta=param.is_meta)
+        check_output(f"{weight_name}: parameter", param, {weight_name: loaded_weight})
         if shard_id == FUSED and self.share.gated and not self.share.interleaved:
             halves = self._halves(weight_name, stored, loaded_weight)
             for shard, half in zip(("w1", "w3"), halves, strict=True):
@@ -175,7 +184,6 @@ class ExpertLoader:
             return
         move = destination(expert_id, shard_id, self.share)
         sizes = self._sizes(shard_id)
-        dense(weight_name, loaded_weight)
         need = stored.shape(*sizes)
         stored.check(weight_name, tuple(loaded_weight.shape), loaded_weight.dtype, need)
         matrix = "w2" if shard_id == "w2" else "w13"
@@ -208,7 +216,6 @@ class ExpertLoader:
 
         Scales of tiles that lie in both cannot be divided.
         """
-        dense(name, loaded)
         need, width = stored.shape(*self._sizes(FUSED)), self.share.intermediate
         stored.check(name, tuple(loaded.shape), loaded.dtype, need)
         along = next((place for place, dim in enumerate(stored.dims) if dim.axis == "N"), None)
@@ -226,6 +233,7 @@ class ExpertLoader:
         Packed integers stay packed; a tensor's scales of gate and up become one, and the rows of
         the smaller are rounded again. WeightsError names what has not been loaded.
         """
+        expect("layer", layer, torch.nn.Module)
         self._check_whole()
         self._new_scales.clear()
         fields: dict[str, torch.Tensor | None] = {}
@@ -237,7 +245,7 @@ class ExpertLoader:
                 found = [v for (of, *_), v in self._input_scales.items() if of == matrix]
                 fields[f"a{short}_scale"] = static_scale(torch.tensor(found, device=made.w.device))
             if self.bias:
-                fields[f"b{short}"] = getattr(layer, f"{matrix}_bias").data
+                fields[f"b{short}"] = _parameter(layer, f"{matrix}_bias")
         return ExpertWeights(**fields)  # type: ignore[arg-type]
 
     def _named(self, weight_name: str) -> Stored:
@@ -290,7 +298,7 @@ class ExpertLoader:
         kept = [
             each for each in self._fine.stored if each.role not in (*UNREAD, "order", "a_scale")
         ]
-        tensors = {each.name: getattr(layer, f"{matrix}_{each.name}").data for each in kept}
+        tensors = {each.name: _parameter(layer, f"{matrix}_{each.name}") for each in kept}
         if self.transposed:
             tensors = {name: tensor.mT for name, tensor in tensors.items()}
         plain = tensors["weight"].dtype if not self.scheme.quantised else torch.float32
@@ -318,6 +326,11 @@ class ExpertLoader:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             got, need = f"no {missing[0]}{more}", "every tensor of every expert of this rank"
             raise WeightsError("experts", got=got, need=need)
+
+
+def _parameter(layer: torch.nn.Module, name: str) -> torch.Tensor:
+    """Return the values of a parameter that `create_weights` made, if they can be read."""
+    return check_tensor(name, getattr(layer, name, None), meta=True).data
 
 
 class UnquantizedEPMoEMethod:

@@ -20,7 +20,8 @@ from modular_kernel.ops.count import (
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.launch.pdl import overlap
 from modular_kernel.ops.launch.runtime import use_triton
-from modular_kernel.tensors import DispatchedRouting, dense
+from modular_kernel.tensor_checks import check_tensor
+from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.types import IdSpace
 from modular_kernel.workspace import BufferSpec, Workspace
 
@@ -133,7 +134,7 @@ def moe_align_block_size(
     local ids or -1. checked: raise RoutingError on an id out of range instead of skipping it.
     block_size must be a power of two. ShapeError, DtypeError and others of what is not so.
     """
-    dense("topk_ids", topk_ids_TK)
+    check_tensor("topk_ids", topk_ids_TK)
     for what, number in (("block_size", block_size), ("num_experts", num_experts)):
         expect(what, number, Count)
     expect("ignore_invalid", ignore_invalid, bool)
@@ -173,7 +174,7 @@ def moe_align_block_size(
 
 
 def _check_map(expert_map: torch.Tensor, num_experts: int, device: torch.device) -> None:
-    dense("expert_map", expert_map)
+    check_tensor("expert_map", expert_map)
     if expert_map.dtype is not torch.int32:
         raise DtypeError("expert_map", got=expert_map.dtype, need="int32")
     if tuple(expert_map.shape) != (num_experts,) or not expert_map.is_contiguous():
@@ -191,7 +192,7 @@ def batched_moe_align_block_size(
     counts_e: (e,) int32 or int64, of which more than `capacity` count as that many. Rows from an
     expert's count on are left out; e * capacity marks padding. block_size: a power of two.
     """
-    dense("counts", counts_e)
+    check_tensor("counts", counts_e)
     expect("capacity", capacity, int)
     if counts_e.dim() != 1 or counts_e.numel() == 0:
         raise ShapeError("counts", got=tuple(counts_e.shape), need="(e,), e > 0")

@@ -11,28 +11,30 @@ of PEFT served by it is almost without effect. It is for adapters that were trai
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
 from modular_kernel.adapters import adapters_of_sequences
 from modular_kernel.errors import (
-    ConfigurationError,
     DeviceError,
     DtypeError,
     LayoutError,
     ShapeError,
-    UnsupportedError,
 )
-from modular_kernel.fields import expect
+from modular_kernel.fields import MOST, Between, expect
 from modular_kernel.ops.moe_lora_stages import (
     PairBatch,
     fused_block,
     moe_lora_fused,
     moe_lora_staged,
 )
-from modular_kernel.replay import check_held, overlap
-from modular_kernel.tensors import dense
+from modular_kernel.tensor_checks import (
+    check_no_gradients,
+    check_output,
+    check_tensor,
+    check_tensors,
+)
 
 Strategy = Literal["auto", "fused", "staged"]
 Buffers = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -62,10 +64,8 @@ class MoELoRABatchInfo:
     seg_indptr: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        named = {name: value for name, value in vars(self).items() if value is not None}
+        named = self._checked()
         for name, tensor in named.items():
-            dense(name, tensor)
-            check_held(name, tensor)
             need = (torch.float32,) if name == "scalings" else _INTEGERS
             if tensor.dtype not in need:
                 raise DtypeError(name, got=tensor.dtype, need=" or ".join(map(str, need)))
@@ -81,8 +81,15 @@ class MoELoRABatchInfo:
             need_shape = f"({len(self.lora_ranks)},), as lora_ranks"
             raise ShapeError("scalings", got=tuple(self.scalings.shape), need=need_shape)
 
+    def _checked(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that there are, each of which can be read."""
+        check_tensors(vars(self), optional=("seg_indptr",))
+        return {name: value for name, value in vars(self).items() if value is not None}
+
     def slots_of(self, tokens: int) -> torch.Tensor:
         """Return each token's slot, (T,) int32; ShapeError for another number of tokens."""
+        expect("tokens", tokens, Annotated[int, Between(0, MOST)])
+        self._checked()
         if self.seg_indptr is not None:
             return adapters_of_sequences(self.seg_indptr, self.weight_indices, tokens)
         if self.weight_indices.shape != (tokens,):
@@ -175,8 +182,7 @@ def _check(
     named |= {f"{name}_buffer": each for name, each in zip(BUFFERS, buffers, strict=True)}
     named |= {"output": output}
     for name, tensor in named.items():
-        dense(name, tensor)
-        check_held(name, tensor)
+        check_tensor(name, tensor)
         if tensor.device != x.device:
             need = f"{x.device}, where hidden_states are"
             raise DeviceError(name, got=tensor.device, need=need)
@@ -189,13 +195,9 @@ def _check(
         need = f"{x.device}, where hidden_states are"
         raise DeviceError("moe_lora_info", got=info.weight_indices.device, need=need)
     info.slots_of(len(x))
-    if torch.is_grad_enabled() and any(each.requires_grad for each in named.values()):
-        got = ", ".join(name for name, each in named.items() if each.requires_grad)
-        need = "torch.no_grad() or inference_mode()"
-        raise UnsupportedError("gradients", got=f"{got} that require grad", need=need)
-    for name, tensor in named.items():
-        if name != "output" and not x.is_meta and overlap(output, tensor):
-            raise ConfigurationError("output", got=f"memory of {name}", need="its own memory")
+    check_no_gradients(named)
+    read: dict[str, torch.Tensor] = {k: v for k, v in named.items() if k != "output"}
+    check_output("output", output, read | info._checked())
 
 
 def _check_values(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:

@@ -2,12 +2,16 @@
 
 import torch
 
+from modular_kernel.errors import DtypeError, LayoutError, ShapeError
+from modular_kernel.fields import expect
 from modular_kernel.ops.count import id_arguments, uncounted_local_ids
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.launch.pdl import overlap
 from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.ops.permute import hidden_block
+from modular_kernel.tensor_checks import check_no_gradients, check_output, check_tensor
 from modular_kernel.tensors import DispatchedRouting
+from modular_kernel.types import dtype_name
 
 
 def weight_and_sum(
@@ -59,7 +63,26 @@ def _index_arguments(index: torch.Tensor) -> dict[str, object]:
 def moe_sum_reduce(
     rows_TKH: torch.Tensor, out_TH: torch.Tensor, routed_scaling_factor: float = 1.0
 ) -> None:
-    """out_TH = routed_scaling_factor * rows_TKH.sum(1), accumulated in float32."""
+    """out_TH = routed_scaling_factor * rows_TKH.sum(1), accumulated in float32.
+
+    rows_TKH: (T, K, H), out_TH: (T, H), of one floating dtype, contiguous, apart in memory. The
+    InputError of a tensor that is not so.
+    """
+    expect("routed_scaling_factor", routed_scaling_factor, float)
+    check_tensor("rows", rows_TKH)
+    check_tensor("out", out_TH, device=rows_TKH.device)
+    check_no_gradients({"rows": rows_TKH, "out": out_TH})
+    if rows_TKH.dim() != 3:
+        raise ShapeError("rows", got=tuple(rows_TKH.shape), need="(T, K, H)")
+    if out_TH.shape != (need := (rows_TKH.shape[0], rows_TKH.shape[2])):
+        raise ShapeError("out", got=tuple(out_TH.shape), need=need)
+    if not rows_TKH.is_floating_point() or out_TH.dtype is not rows_TKH.dtype:
+        got = f"{dtype_name(rows_TKH.dtype)} rows, {dtype_name(out_TH.dtype)} out"
+        raise DtypeError("rows and out", got=got, need="one floating dtype")
+    for what, tensor in (("rows", rows_TKH), ("out", out_TH)):
+        if not tensor.is_contiguous():
+            raise LayoutError(what, got=f"strides {tensor.stride()}", need="contiguous")
+    check_output("out", out_TH, {"rows": rows_TKH})
     weight_and_sum(rows_TKH, None, scale=routed_scaling_factor, out=out_TH)
 
 

@@ -17,13 +17,14 @@ from modular_kernel.errors import (
     DtypeError,
     LayoutError,
     ShapeError,
-    UnsupportedError,
 )
+from modular_kernel.fields import shown
 from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.routers import RouterSpec
-from modular_kernel.tensors import Routing, dense
+from modular_kernel.tensor_checks import check_no_gradients, check_tensor
+from modular_kernel.tensors import Routing
 from modular_kernel.types import dtype_name
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -245,12 +246,12 @@ def _check(
 ) -> None:
     if not isinstance(spec, RouterSpec):
         raise ConfigurationError("router", got=type(spec).__name__, need="a RouterSpec")
-    dense("router logits", logits_TE)
+    if not isinstance(tensors, RouterTensors):
+        raise ConfigurationError("router tensors", got=shown(tensors), need="RouterTensors or None")
+    check_tensor("router logits", logits_TE)
     if logits_TE.dim() != 2:
         raise ShapeError("router logits", got=tuple(logits_TE.shape), need="(T, E)")
-    if torch.is_grad_enabled() and logits_TE.requires_grad:  # it would be lost
-        got, need = "router logits that require grad", "torch.no_grad() or inference_mode()"
-        raise UnsupportedError("gradients", got=got, need=need)
+    check_no_gradients({"router logits": logits_TE})
     tokens, columns = logits_TE.shape
     spec.columns(columns - spec.zero_experts)
     _of_dtype("router logits", logits_TE, _FLOATS)
@@ -280,7 +281,7 @@ def _given(
         if tensor is not None:
             raise ConfigurationError(what, got="a tensor", need="None: the router's spec has none")
         return
-    dense(what, tensor)
+    check_tensor(what, tensor)
     assert tensor is not None
     if tuple(tensor.shape) != shape:
         raise ShapeError(what, got=tuple(tensor.shape), need=shape)

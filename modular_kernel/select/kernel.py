@@ -18,7 +18,7 @@ from modular_kernel.measure.routing import RoutingKind, draw
 from modular_kernel.printable import notebook_html
 from modular_kernel.select.choice import Choice
 from modular_kernel.select.record import Pair, Segment
-from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.tensors import ExpertWeights, Routing, check_weight_tensors
 from modular_kernel.types import Machine, Size
 from modular_kernel.validate import rows_of
 
@@ -150,6 +150,7 @@ class ComposedPlan:
         """
         if not isinstance(weights, ExpertWeights):
             raise WeightsError("weights", got=type(weights).__name__, need="ExpertWeights")
+        check_weight_tensors(weights)
         numbers = warm_tokens(self.problem.tokens) if tokens is None else tuple(tokens)
         expect("tokens to warm up", numbers, tuple[Size, ...])
         device = weights.w1.device

@@ -123,4 +123,6 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
             reduce = TopKWeightAndReduceNaiveBatched()
         factor = self.problem.routed_scaling_factor
         weights_RK = handle.topk_weights_RK
-        reduce.apply(ExpertRows(expert_output, handle.row_of_pair_RK, weights_RK, factor), sum_RH)
+        pairs_RK = handle.row_of_pair_RK
+        rows = ExpertRows(expert_output, pairs_RK, weights_RK, factor, checked=True)
+        reduce.apply(rows, sum_RH)

@@ -119,7 +119,8 @@ def weight_and_reduce(
         return
     scale = problem.routed_scaling_factor
     with stages.stage(stages.REDUCE):
-        rows = ExpertRows(expert_output, None, topk_weights_TK, scale, routing, problem.e)
+        weights_TK, e = topk_weights_TK, problem.e
+        rows = ExpertRows(expert_output, None, weights_TK, scale, routing, e, checked=True)
         reduce.apply(rows, out)
 
 

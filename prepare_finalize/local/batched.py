@@ -193,6 +193,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
             handle.row_of_pair_TK,
             handle.topk_weights_TK,
             self.problem.routed_scaling_factor,
+            checked=True,
         )
         sums = reduce.kind is Reduce.NAIVE_BATCHED
         with stages.stage(stages.GATHER_REDUCE if sums else stages.UNPERMUTE):

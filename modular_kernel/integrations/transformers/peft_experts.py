@@ -27,6 +27,7 @@ from modular_kernel.integrations.transformers.modules import (
     tensor_of,
 )
 from modular_kernel.integrations.transformers.register import Registration, as_given
+from modular_kernel.tensor_checks import check_tensors
 from modular_kernel.tensors import ExpertWeights, Routing
 
 _Pair = tuple[torch.Tensor, torch.Tensor]  # A (e, r, K) and B (e, rows, r)
@@ -123,6 +124,7 @@ def _run(wrapper: Any, call: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) ->
     if found is None or trains or gradients_are_needed((*call[::2], *found.every_tensor)):
         return None
     x_TH, ids_TK, weights_TK = as_given(module, call, found.tensors[0].shape[0])
+    check_tensors({f"tensor {at} of experts": t for at, t in enumerate(found.every_tensor)})
     with torch.no_grad():
         spec, weights = found.with_adapters()
     problem = problem_of(module, found.tensors, found.layout)(

@@ -33,6 +33,7 @@ from modular_kernel.integrations.transformers.modules import (
     tensors_of,
 )
 from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.tensor_checks import check_tensors
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import ActivationSpec
 
@@ -222,6 +223,7 @@ class Registration:
         key = (dtype, top_k, layer.activation, flags_of(module), tuple(map(place, tensors)))
         bound = layer.bound
         if bound is None or bound.key != key or any(map(_unlike, bound.tensors, tensors)):
+            check_tensors(dict(zip(names, tensors, strict=True)))
             layout = layout_of(module, tensors)
             problem = problem_of(module, tensors, layout)(
                 dtype=dtype, top_k=top_k, activation=layer.activation
@@ -261,6 +263,7 @@ def as_given(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return x, ids and weights as kernels take them."""
     x_TH, ids_TK, weights_TK = call
+    check_tensors({"hidden_states": x_TH, "top_k_index": ids_TK, "top_k_weights": weights_TK})
     # Releases without the attribute may pass the ids of other ranks' experts too.
     if getattr(module, "_is_expert_parallel", True):
         ids_TK = ids_TK.masked_fill(ids_TK >= experts, -1)

@@ -31,6 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction, MockTensor
 
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.tensor_checks import compile_only
 
 # Triton ships no annotations: its kernels, jit functions and whatever a launch passes on.
 Foreign = Any
@@ -153,7 +154,8 @@ def record_compiles(
     compiling = _recording(launch, driver, records)
     JITFunction.run = compiling if wanted is None else _of_wanted(compiling, wanted)
     try:
-        yield records
+        with compile_only():
+            yield records
     finally:
         JITFunction.run = launch
         triton.runtime.driver.set_active(previous_driver)

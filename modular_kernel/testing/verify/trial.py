@@ -99,10 +99,10 @@ class Trial:
     @cached_property
     def first_call(self) -> First:
         """The first call, watched."""
-        before = self.kernel.invalid_ids
+        before = self.kernel.count_invalid_ids()
         with watched_races() as races:
             output = call(self.kernel, self.first)
-        return First(output, self.kernel.invalid_ids - before, tuple(races))
+        return First(output, self.kernel.count_invalid_ids() - before, tuple(races))
 
     @property
     def eager(self) -> torch.Tensor:

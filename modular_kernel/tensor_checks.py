@@ -1,0 +1,183 @@
+"""Checks that every tensor of a public function passes before any of its values are read.
+
+    check_tensor("logits", logits_TE)                        # dense, with all of its memory
+    check_output("out", out, {"rows": rows})                 # shares no memory with what is read
+    check_no_gradients({"x": x_TH, "w1": w1_eNH})            # kernels are forward only
+
+Nothing here synchronizes with a device. `check_strided` is the part that a planned call repeats for
+every tensor; it finds everything else in the addresses that it reads anyway.
+"""
+
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+
+from modular_kernel.errors import (
+    ConfigurationError,
+    DeviceError,
+    DtypeError,
+    LayoutError,
+    UnsupportedError,
+)
+
+_is_transformed: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+_unpack_dual: Callable[[torch.Tensor], Any] = forward_ad.unpack_dual
+_compile_only: ContextVar[bool] = ContextVar("kernels are compiled, not launched", default=False)
+
+
+@contextmanager
+def compile_only() -> Iterator[None]:
+    """Accept meta tensors inside: kernels are compiled there and not launched."""
+    token = _compile_only.set(True)
+    try:
+        yield
+    finally:
+        _compile_only.reset(token)
+
+
+def check_strided(what: str, value: object) -> None:
+    """Raise DtypeError for what is no tensor, LayoutError for a sparse or lazily negated one.
+
+    Memory is not looked at: `check_tensor` does.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise DtypeError(what, got=type(value).__name__, need="a tensor")
+    if value.layout is not torch.strided:
+        raise LayoutError(what, got=str(value.layout), need="a dense tensor (torch.strided)")
+    if not is_compiling() and value.is_neg():  # torch.compile cannot trace is_neg
+        raise LayoutError(what, got="a lazily negated view", need="its resolve_neg()")
+
+
+def check_tensor(
+    what: str, value: object, *, device: torch.device | None = None, meta: bool = False
+) -> torch.Tensor:
+    """Return `value` if it is a plain tensor whose values can be read; raise an InputError if not.
+
+    what: the tensor's name in the message. device: where it must be; None accepts any device.
+    meta: accept a tensor without memory (on the meta device, or a fake one), for a function that
+    reads no values.
+
+    DtypeError for what is no tensor. LayoutError for a tensor that is sparse, lazily negated or
+    conjugated, wrapped by a function transform (vmap, grad, jvp), or whose storage is smaller than
+    its shape and strides reach (freed, or resized). UnsupportedError for a dual tensor, whose
+    tangent would be lost. DeviceError for another device. Under torch.compile the memory and the
+    tangent are not looked at: nothing is launched while a graph is traced.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise DtypeError(what, got=type(value).__name__, need="a tensor")
+    compiling = is_compiling()
+    if not compiling and _is_transformed(value):
+        got = "a tensor without memory of its own (made by vmap, grad or jvp?)"
+        raise LayoutError(what, got=got, need="a plain tensor")
+    check_strided(what, value)
+    if compiling:
+        return value
+    if value.is_conj():
+        raise LayoutError(what, got="a lazily conjugated view", need="its resolve_conj()")
+    if device is not None and value.device != device:
+        raise DeviceError(what, got=value.device, need=device)
+    if value.is_meta or isinstance(value, FakeTensor):
+        if not meta and not _compile_only.get():
+            raise DeviceError(what, got=f"{value.device}, without memory", need="values")
+    else:
+        check_held(what, value)
+    if forward_ad._current_level >= 0 and _unpack_dual(value).tangent is not None:
+        raise _tangent_lost(what)
+    return value
+
+
+def check_tensors(
+    tensors: Mapping[str, object],
+    *,
+    optional: Container[str] = (),
+    device: torch.device | None = None,
+    meta: bool = False,
+) -> None:
+    """Call `check_tensor` for each tensor of a mapping by name; `optional` ones may be None."""
+    for what, value in tensors.items():
+        if value is not None or what not in optional:
+            check_tensor(what, value, device=device, meta=meta)
+
+
+def check_output(what: str, written: torch.Tensor, read: Mapping[str, torch.Tensor | None]) -> None:
+    """Raise ConfigurationError where a tensor that is written shares memory with one that is read.
+
+    written, and those of `read`: tensors that passed `check_tensor`. A tensor that is written must
+    also not reach one of its own elements twice, as an expanded one does (LayoutError).
+    """
+    if is_compiling() or written.is_meta or isinstance(written, FakeTensor):
+        return
+    strides = zip(written.shape, written.stride(), strict=True)
+    if any(size > 1 and stride == 0 for size, stride in strides):
+        got = f"strides {written.stride()}"
+        raise LayoutError(what, got=got, need="each element in memory of its own")
+    for name, tensor in read.items():
+        if tensor is not None and tensor.device == written.device and overlap(written, tensor):
+            raise ConfigurationError(what, got=f"memory of {name}", need="its own memory")
+
+
+def check_held(what: str, tensor: torch.Tensor) -> None:
+    """Raise LayoutError unless a tensor has all the memory that its shape and strides reach."""
+    if tensor.is_meta or not tensor.numel():
+        return  # the check of devices refuses meta where it must
+    try:
+        pointer, held = tensor.data_ptr(), tensor.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):
+        got = "a tensor without memory of its own (made by vmap, grad or jvp?)"
+        raise LayoutError(what, got=got, need="a plain tensor") from None
+    start, stop = (0, int(tensor.nbytes)) if tensor.is_contiguous() else span(tensor)
+    reach = tensor.storage_offset() * tensor.element_size() + stop - start
+    if not pointer or held < reach:
+        got = f"{held if pointer else 0} bytes of memory (freed, or made smaller?)"
+        raise LayoutError(what, got=got, need=f"the {reach} that its shape and strides reach")
+
+
+def span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of a tensor's first byte and of the byte behind its last."""
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    if tensor.numel() == 0:
+        return start, start
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether the bytes from first to last element of two tensors meet."""
+    (a_start, a_stop), (b_start, b_stop) = span(a), span(b)
+    return max(a_start, b_start) < min(a_stop, b_stop)
+
+
+def wants_gradient(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether a gradient would be lost: recorded for backward, or carried forward."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor.requires_grad:
+                return True
+    if forward_ad._current_level < 0:
+        return False
+    return any(_unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
+def check_no_gradients(tensors: Mapping[str, torch.Tensor | None]) -> None:
+    """Raise UnsupportedError, rather than lose a gradient: what follows is forward only."""
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    if not wants_gradient(given.values()):
+        return
+    wants = ", ".join(name for name, tensor in given.items() if wants_gradient((tensor,)))
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given.values()):
+        got, need = f"{wants} that require grad", "torch.no_grad() or inference_mode()"
+        raise UnsupportedError("gradients", got=got, need=need)
+    raise _tangent_lost(wants)
+
+
+def _tangent_lost(wants: str) -> UnsupportedError:
+    got, need = f"{wants} with a forward gradient", "no dual tensors: unpack_dual(x).primal"
+    return UnsupportedError("gradients", got=got, need=need)

@@ -1,0 +1,603 @@
+"""How each public callable that takes tensors is called; EXEMPT says which are not, and why."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from layer_samples import E, H, I, K
+from public_calls import Call
+
+import modular_kernel as mk
+from experts.compat import batched_gemm, ep_moe
+from modular_kernel import importers, repacked, scale_tiles
+from modular_kernel.adapter_pool import AdapterPool
+from modular_kernel.adapters import Adapter, adapters_of_sequences
+from modular_kernel.importers.formats import format_of
+from modular_kernel.importers.merging import merge
+from modular_kernel.integrations.fused_moe import fused_experts, fused_moe
+from modular_kernel.integrations.moe_runner import MoeQuantInfo, MoeRunner, MoeRunnerConfig
+from modular_kernel.integrations.runner_formats import StandardDispatchOutput
+from modular_kernel.layers import balance, lora, router
+from modular_kernel.layers import fused_moe as layer
+from modular_kernel.layers.ep_moe import EPMoE
+from modular_kernel.layers.share import Share
+from modular_kernel.layers.weight_loading import ExpertLoader
+from modular_kernel.ops import align, moe_lora, reduce
+from modular_kernel.ops.route import RouterTensors, route
+from modular_kernel.quant import quantise_weights
+from modular_kernel.routers import RouterSpec
+from modular_kernel.tensors import DispatchedRouting, ExpertRows, ExpertWeights, Routing
+from modular_kernel.types import IdSpace, Machine, Problem
+from topk_reduce import (
+    KeepTopK,
+    TopKWeightAndReduceContiguous,
+    TopKWeightAndReduceNaiveBatched,
+    TopKWeightAndReduceNoOp,
+)
+
+T, C = 5, 4
+PROBLEM = Problem(T, H, I, E, K, dtype=torch.float32)
+QUANTISED = replace(PROBLEM, quant="int8_w8a16_group:group=32,zero_points=true")
+ADAPTED = replace(PROBLEM, lora="adapters=2,rank=4")
+PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+GROUP = 32
+_BASE = "the base layer's weights are put into another record; the call that takes it checks them"
+_STEP = "a step of a call, for tensors that `check` or `forward` has passed"
+_PART = "a part's own method: the kernel gives it tensors that it has checked"
+_UNREAD = "reads no tensor"
+_SHAPES = "reads shapes alone, of tensors that `load_experts` made"
+
+EXEMPT: Mapping[str, str] = {
+    "modular_kernel.adapter_pool.AdapterPool.weights": _BASE,
+    "modular_kernel.layers.lora.LoRAManager.weights": _BASE,
+    "modular_kernel.contracts.Call": "a part's record of one call, which the kernel makes",
+    "modular_kernel.contracts.PermuteExpertsUnpermute.apply": _PART,
+    "modular_kernel.contracts.PermuteExpertsUnpermute.prepare": _PART,
+    "modular_kernel.contracts.PermuteExpertsUnpermute.roundings": _PART,
+    "modular_kernel.contracts.PrepareAndFinalize.combined": _PART,
+    "modular_kernel.contracts.PrepareAndFinalize.finalize": _PART,
+    "modular_kernel.contracts.PrepareAndFinalize.prepare": _PART,
+    "modular_kernel.contracts.PrepareAndFinalize.prepare_no_receive": _PART,
+    "modular_kernel.contracts.TopKWeightAndReduce.apply": "abstract: topk_reduce has those that do",
+    "topk_reduce.delegate.TopKWeightAndReduceDelegate.apply": "raises whatever it is given",
+    "modular_kernel.execution.Execution.check_call": _STEP,
+    "modular_kernel.execution.Execution.check_weights": _STEP,
+    "modular_kernel.execution.Execution.finish": _STEP,
+    "modular_kernel.execution.Execution.output": _STEP,
+    "modular_kernel.execution.Execution.poison_output": _STEP,
+    "modular_kernel.execution.Execution.start_checked": _STEP,
+    "modular_kernel.execution.Pending.finish": "finishes a call that `start` has checked",
+    "modular_kernel.layers.fused_moe.FusedMoE.computed": _STEP,
+    "modular_kernel.layers.fused_moe.FusedMoE.forward_by": "`forward`, which calls it, is tested",
+    "modular_kernel.layers.parameters.ExpertParameters.keep_prepared": _UNREAD,
+    "modular_kernel.layers.parallel.all_reduce": "a collective on a tensor that the layer made",
+    "modular_kernel.layers.routing.check_selection_bias": "FusedMoE, which calls it, is tested",
+    "modular_kernel.layers.weight_loading.ExpertLoader.mark": _UNREAD,
+    "modular_kernel.layers.lora.LoRAManager.prepare_moe_lora_batch": (
+        "ForwardBatch and MoELoRABatchInfo check the tensors that it passes on"
+    ),
+    "modular_kernel.layers.lora.MoELoRALayer": "a record: `folded` and `AdapterPool.load` read it",
+    "modular_kernel.importers.checkpoint.LoadedExperts.partial": _SHAPES,
+    "modular_kernel.importers.checkpoint.LoadedExperts.problem": _SHAPES,
+    "modular_kernel.integrations.moe_runner.MoeQuantInfo": "a record: `MoeRunner.run` reads it",
+    "modular_kernel.integrations.moe_runner.MoeQuantInfo.options": _UNREAD,
+    "modular_kernel.integrations.moe_runner.MoeQuantInfo.scheme": _UNREAD,
+    "modular_kernel.integrations.fused_moe_options.quant_of": _UNREAD,
+}
+
+
+def floats(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Values around 0.2, of a tensor that owns its memory."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) / 5
+
+
+def whole(*shape: int, low: int = 0, high: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    g = torch.Generator().manual_seed(1)
+    return torch.randint(low, high, shape, generator=g, dtype=dtype)
+
+
+def plain(problem: Problem = PROBLEM) -> ExpertWeights:
+    return ExpertWeights(floats(E, 2 * I, H), floats(E, H, I))
+
+
+def routing(tokens: int = T) -> Routing:
+    return Routing(floats(tokens, K).abs(), whole(tokens, K, high=E))
+
+
+def adapter(rank: int = 3) -> Adapter:
+    shapes = (E, 2 * rank, H), (E, 2 * I, rank), (E, rank, I), (E, H, rank)
+    return Adapter(*(floats(*shape) for shape in shapes))
+
+
+def kernel(problem: Problem = PROBLEM) -> Any:
+    return mk.make_kernel(*PAIR, problem, machine=Machine("cpu"))
+
+
+def _call_of_layer() -> dict[str, Any]:
+    return {"x_TH": floats(T, H), "weights": plain(), "routing": routing(), "out": floats(T, H)}
+
+
+def _packed(bits: int = 32) -> torch.Tensor:
+    return whole(GROUP, 8, high=2**31 - 1)
+
+
+def _groups() -> importers.GroupWeights:
+    return importers.from_gptq(
+        _gptq()["qweight"], _gptq()["scales"], _gptq()["qzeros"], group=GROUP
+    )
+
+
+def _gptq() -> dict[str, Any]:
+    return {
+        "qweight": whole(2 * GROUP // 8, 16, high=2**31 - 1),
+        "scales": floats(2, 16),
+        "qzeros": torch.full((2, 2), 0x11111111, dtype=torch.int32),
+        "g_idx": torch.arange(2 * GROUP, dtype=torch.int32) // GROUP,
+        "group": GROUP,
+    }
+
+
+def _awq() -> dict[str, Any]:
+    return {
+        "qweight": whole(2 * GROUP, 2, high=2**31 - 1),
+        "scales": floats(2, 16),
+        "qzeros": whole(2, 2, high=2**31 - 1),
+        "group": GROUP,
+    }
+
+
+def _compressed() -> dict[str, Any]:
+    return {
+        "weight_packed": whole(16, 2 * GROUP // 8, high=2**31 - 1),
+        "weight_scale": floats(16, 2),
+        "weight_zero_point": whole(2, 2, high=2**31 - 1),
+        "weight_g_idx": torch.arange(2 * GROUP, dtype=torch.int32) // GROUP,
+        "group": GROUP,
+    }
+
+
+def _symmetric() -> importers.GroupWeights:
+    made = _groups()
+    assert made.zero_point is not None
+    return replace(made, zero_point=torch.full_like(made.zero_point, 0x88))
+
+
+def _fused() -> dict[str, Any]:
+    weights = plain()
+    chosen = (floats(T, K).abs(), whole(T, K, high=E), None)
+    biases = {"b1": floats(E, 2 * I), "b2": floats(E, H)}
+    return {"hidden_states": floats(T, H), "w1": weights.w1, "w2": weights.w2,
+            "topk_output": chosen, **biases}  # fmt: skip
+
+
+def _runner() -> Call:
+    weights = plain()
+    runner = MoeRunner("torch", MoeRunnerConfig(inplace=False), dtype=torch.float32)
+    return Call(
+        runner.run,
+        {
+            "dispatch_output": StandardDispatchOutput(floats(T, H), (floats(T, K).abs(), whole(T, K, high=E))),
+            "quant_info": MoeQuantInfo(weights.w1, weights.w2, floats(E, 2 * I), floats(E, H)),
+        },
+    )  # fmt: skip
+
+
+def _layer(**options: Any) -> layer.FusedMoE:
+    made = layer.FusedMoE(E, H, I, 3, **{"params_dtype": torch.float32} | options)
+    made.set_weights(plain())
+    return made
+
+
+def _adapted_layer() -> tuple[lora.FusedMoEWithLoRA, lora.LoRAManager]:
+    base = _layer(router=RouterSpec(K, renormalise=True))
+    manager = lora.LoRAManager(base.problem, "adapters=2,rank=4", [3])
+    manager.load("mine", {3: lora.MoELoRALayer(adapter())})
+    return lora.FusedMoEWithLoRA(base, manager), manager
+
+
+def _info() -> moe_lora.MoELoRABatchInfo:
+    return moe_lora.MoELoRABatchInfo(**_batch())
+
+
+def _batch() -> dict[str, Any]:
+    return {
+        "weight_indices": torch.tensor([0, -1], dtype=torch.int32),
+        "lora_ranks": torch.tensor([3, 2], dtype=torch.int32),
+        "scalings": torch.ones(2),
+        "seg_indptr": torch.tensor([0, 3, T]),
+    }
+
+
+def _branch() -> dict[str, Any]:
+    return {
+        "hidden_states": floats(T, H),
+        "topk_ids": whole(T, K, high=E),
+        "topk_weights": floats(T, K).abs(),
+        "moe_lora_info": _info(),
+        "output": floats(T, H),
+    }
+
+
+def _branch_of_buffers() -> Call:
+    buffers = {
+        "gate_up_a_buffer": floats(2, E, 4, H),
+        "gate_up_b_buffer": floats(2, E, 2 * I, 4),
+        "down_a_buffer": floats(2, E, 4, I),
+        "down_b_buffer": floats(2, E, H, 4),
+    }
+    return Call(moe_lora.run_moe_lora, _branch() | buffers, written=("output",))
+
+
+def _branch_of_pool() -> Call:
+    pool = AdapterPool(replace(PROBLEM, lora="adapters=2,rank=4,a13=shared"))
+    return Call(lora.LoRABackend(pool).run_moe_lora, _branch(), written=("output",))
+
+
+def _with_adapters() -> Call:
+    made, _ = _adapted_layer()
+    given = {"hidden_states": floats(T, H), "routing": floats(T, E), "moe_lora_info": _info()}
+    return Call(made.forward, given)
+
+
+def _load() -> Call:
+    manager = lora.LoRAManager(PROBLEM, "adapters=2,rank=4", [3])
+
+    def load(layers: Any) -> None:
+        manager.load("mine", layers)
+        manager.evict("mine")
+
+    return Call(load, {"layers": {3: lora.MoELoRALayer(adapter(), 0.5)}})
+
+
+def _pool() -> Call:
+    pool = AdapterPool(ADAPTED)
+
+    def load(adapter: Any) -> None:
+        pool.load("mine", adapter)
+        pool.evict("mine")
+
+    return Call(load, {"adapter": adapter()})
+
+
+def _shared_adapter(adapter: Any) -> Adapter:
+    return Adapter.share(adapter, 0, 2)
+
+
+def _selection(function: Callable[..., object]) -> Call:
+    biased = RouterSpec(K, "sigmoid", selection_bias=True)
+    tensors = RouterTensors(floats(E))
+    logits = {"logits_TE" if function is route else "router_logits": floats(T, E)}
+    return Call(function, logits | {"spec": biased, "tensors": tensors})
+
+
+def _table() -> Call:
+    spec = RouterSpec(K, table=True)
+    words, table = whole(T, high=9), whole(9, K, high=E)
+    tensors = RouterTensors(None, table)
+    return Call(
+        route, {"logits_TE": floats(T, E), "spec": spec, "tensors": tensors, "token_ids_T": words}
+    )
+
+
+def _router(name: str) -> Call:
+    made = router.Router(RouterSpec(K, renormalise=True), H, E)
+    made.weight.data.copy_(floats(E, H))
+    return Call(getattr(made, name), {"x_TH": floats(T, H)})
+
+
+def _routed_by_table(name: str) -> Call:
+    made = router.Router(RouterSpec(K, table=True), H, E, vocabulary=9)
+    made.weight.data.copy_(floats(E, H))
+    assert made.tid2eid is not None
+    made.tid2eid.copy_(whole(9, K, high=E))
+    return Call(getattr(made, name), {"x_TH": floats(T, H), "token_ids": whole(T, high=9)})
+
+
+_META = {"meta": "parameters may be made on the meta device, and loaded later"}
+
+
+def _loader() -> Call:
+    loader, module = ExpertLoader(Share(E, H, I)), torch.nn.Module()
+    loader.create_weights(module, torch.float32)
+    given = {"param": module.w13_weight, "loaded_weight": floats(I, H), "weight_name": "w13_weight",
+             "shard_id": "w1", "expert_id": 0}  # fmt: skip
+    return Call(loader.weight_loader, given, written=("param",), accepts=_META)
+
+
+def _layer_loader() -> Call:
+    made = layer.FusedMoE(E, H, I, 3, top_k=K, quant_config=None, params_dtype=torch.float32)
+    given = {"param": made.w13_weight, "loaded_weight": floats(I, H), "weight_name": "w13_weight",
+             "shard_id": "w1", "expert_id": 0}  # fmt: skip
+    return Call(made.weight_loader, given, written=("param",), accepts=_META)
+
+
+def _selection_bias(**_: Any) -> dict[str, Any]:
+    sizes = {"num_experts": E, "hidden_size": H, "intermediate_size": I}
+    return sizes | {"params_dtype": torch.float32}
+
+
+def _rows(*shape: int, pairs: torch.Tensor | None = None, weights: bool = True) -> ExpertRows:
+    chosen = floats(T, K).abs() if weights else None
+    return ExpertRows(floats(*shape), pairs, chosen, 1.0)
+
+
+def _dispatched() -> ExpertRows:
+    ids, invalid = whole(T, K, high=E), torch.zeros(1, dtype=torch.int32)
+    routed = DispatchedRouting(
+        None, ids, IdSpace.GLOBAL, E, torch.arange(E, dtype=torch.int32), invalid
+    )
+    return replace(_rows(T, K, H), routing=routed, num_local=E)
+
+
+def _reduced(part: Any, rows: ExpertRows, *out: int) -> Call:
+    # The counter belongs to `prepare`: a reducer never reads it.
+    return Call(part.apply, {"rows": rows, "out": floats(*out)}, written=("out",))
+
+
+def _pairs() -> torch.Tensor:
+    return whole(T, K, high=E * C)
+
+
+def _scaled() -> Call:
+    scale = floats(E, 2).abs() + 0.1
+    w = floats(E, 8, 16).to(torch.float8_e4m3fn)
+    return Call(importers.one_scale, {"w_eNK": w, "scale_eS": scale})
+
+
+def _repacked(function: Callable[..., object]) -> Call:
+    w = whole(2, 4, 16, high=256, dtype=torch.uint8)
+    given = {"w_eNK": w, "out": torch.empty_like(w)}
+    return Call(function, given, written=("out",), shared=("w_eNK",))
+
+
+def _merge() -> Call:
+    parts = [{"weight": floats(E, I, H)}, {"weight": floats(E, I, H)}]
+    return Call(merge, {"format": format_of(None), "projections": parts, "dtype": torch.float32})
+
+
+def _composed(name: str) -> Call:
+    made: Any = mk.compose(replace(PROBLEM, tokens=1), Machine("cpu"))
+    made = made.plan() if name == "plan" else made
+    given = {"x_TH": floats(1, H), "weights": plain(), "routing": routing(1), "out": floats(1, H)}
+    if name == "prepare_weights":
+        return Call(made.prepare_weights, {"weights": plain()})
+    if name == "warm_up":
+        return Call(made.plan().warm_up, {"weights": plain(), "tokens": (1,)})
+    return Call(made, given, written=("out",))
+
+
+def _ep_moe() -> dict[str, Any]:
+    ids = whole(T, K, high=E)
+    _, source, _ = ep_moe.run_moe_ep_preproess(ids, E)
+    return {"src2dst": source, "topk_ids": ids, "start_expert_id": 0, "end_expert_id": E - 1}
+
+
+def _segments() -> dict[str, Any]:
+    return {
+        "a": floats(6, 32),
+        "b": floats(2, 16, 32),
+        "c": floats(6, 16),
+        "batch_size": 2,
+        "weight_column_major": True,
+        "seg_indptr": torch.tensor([0, 2, 6]),
+        "weight_indices": torch.tensor([1, 0]),
+    }
+
+
+def _silu() -> dict[str, Any]:
+    ids = whole(6, high=E).sort().values.clone()
+    return {
+        "gateup_output": floats(6, 32),
+        "down_input": floats(6, 16),
+        "reorder_topk_ids": ids,
+        "w2_input_scale": floats(E).abs() + 0.1,
+        "start_expert_id": 0,
+        "end_expert_id": E - 1,
+    }
+
+
+_LAYERS = "modular_kernel.layers."
+RECIPES: Mapping[str, Callable[[], Call]] = {
+    "modular_kernel.kernel.FusedMoEModularKernel.__call__": lambda: Call(
+        kernel(), _call_of_layer(), written=("out",)
+    ),
+    "modular_kernel.kernel.FusedMoEModularKernel.start": lambda: Call(
+        lambda **given: kernel().start(**given).finish(), _call_of_layer(), written=("out",)
+    ),
+    "modular_kernel.execution.Execution.check": lambda: Call(
+        kernel().check, _call_of_layer(), written=("out",)
+    ),
+    "modular_kernel.plan.Plan.__call__": lambda: Call(
+        kernel().plan(), _call_of_layer(), written=("out",)
+    ),
+    "modular_kernel.kernel.FusedMoEModularKernel.prepare_weights": lambda: Call(
+        kernel(QUANTISED).prepare_weights, {"weights": quantise_weights(plain(), QUANTISED)}
+    ),
+    "modular_kernel.tensors.Routing.of": lambda: Call(
+        lambda routing, tokens: Routing.of(routing, tokens),
+        {"routing": routing(), "tokens": torch.tensor([1, 0])},
+    ),
+    "modular_kernel.select.kernel.ComposedKernel.__call__": lambda: _composed("call"),
+    "modular_kernel.select.kernel.ComposedKernel.prepare_weights": lambda: _composed(
+        "prepare_weights"
+    ),
+    "modular_kernel.select.kernel.ComposedPlan.__call__": lambda: _composed("plan"),
+    "modular_kernel.select.kernel.ComposedPlan.warm_up": lambda: _composed("warm_up"),
+    "modular_kernel.quant.quantise_weights": lambda: Call(
+        quantise_weights, {"weights": plain(), "problem": QUANTISED}
+    ),
+    "modular_kernel.scale_tiles.from_e8m0": lambda: Call(
+        scale_tiles.from_e8m0, {"scale": whole(3, 4, high=256, dtype=torch.uint8)}
+    ),
+    "modular_kernel.repacked.repack": lambda: _repacked(repacked.repack),
+    "modular_kernel.repacked.as_nibbles": lambda: _repacked(repacked.as_nibbles),
+    # ------------------------------------------------------------------------------ adapters
+    "modular_kernel.adapters.Adapter.share": lambda: Call(_shared_adapter, {"adapter": adapter()}),
+    "modular_kernel.adapters.adapters_of_sequences": lambda: Call(
+        adapters_of_sequences,
+        {"starts_S1": torch.tensor([0, 3, T]), "slots_S": torch.tensor([1, -1]), "tokens": T},
+    ),
+    "modular_kernel.adapter_pool.AdapterPool.load": _pool,
+    f"{_LAYERS}lora.LoRAManager.load": _load,
+    f"{_LAYERS}lora.MoELoRALayer.folded": lambda: Call(
+        lora.MoELoRALayer.folded, {"self": lora.MoELoRALayer(adapter(), 0.5)}
+    ),
+    f"{_LAYERS}lora.ForwardBatch": lambda: Call(
+        lora.ForwardBatch, {"lora_ids": ("mine", None), "seg_indptr": torch.tensor([0, 3, T])}
+    ),
+    f"{_LAYERS}lora.FusedMoEWithLoRA.forward": _with_adapters,
+    f"{_LAYERS}lora.LoRABackend.run_moe_lora": _branch_of_pool,
+    "modular_kernel.ops.moe_lora.run_moe_lora": _branch_of_buffers,
+    "modular_kernel.ops.moe_lora.MoELoRABatchInfo": lambda: Call(
+        moe_lora.MoELoRABatchInfo, _batch()
+    ),
+    "modular_kernel.ops.moe_lora.MoELoRABatchInfo.slots_of": lambda: Call(
+        moe_lora.MoELoRABatchInfo.slots_of, {"self": _info(), "tokens": T}
+    ),
+    # -------------------------------------------------------------------------------- routers
+    "modular_kernel.ops.route.route": lambda: _selection(route),
+    "modular_kernel.ops.route.route (table)": _table,
+    f"{_LAYERS}router.select_experts": lambda: _selection(router.select_experts),
+    f"{_LAYERS}router.Router.logits": lambda: _router("logits"),
+    f"{_LAYERS}router.Router.routed": lambda: _routed_by_table("routed"),
+    f"{_LAYERS}router.Router.forward": lambda: _routed_by_table("forward"),
+    # --------------------------------------------------------------------------------- layers
+    f"{_LAYERS}fused_moe.FusedMoE": lambda: Call(
+        layer.FusedMoE,
+        _selection_bias()
+        | {"router": RouterSpec(K, "sigmoid", selection_bias=True), "selection_bias": floats(E)},
+        accepts=_META,
+    ),
+    f"{_LAYERS}ep_moe.EPMoE": lambda: Call(
+        EPMoE,
+        _selection_bias()
+        | {"top_k": K, "use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2}
+        | {"correction_bias": floats(E), "experts": "TorchExperts"},
+        accepts=_META,
+    ),
+    f"{_LAYERS}fused_moe.FusedMoE.forward": lambda: Call(
+        _layer(top_k=K).forward, {"hidden_states": floats(T, H), "routing": routing()}
+    ),
+    f"{_LAYERS}fused_moe.FusedMoE.forward (logits)": lambda: Call(
+        _layer(router=RouterSpec(K)).forward,
+        {"hidden_states": floats(1, T, H), "routing": floats(1, T, E)},
+    ),
+    f"{_LAYERS}parameters.ExpertParameters.set_weights": lambda: Call(
+        _layer(top_k=K).set_weights, {"weights": plain()}, accepts=_META
+    ),
+    f"{_LAYERS}parameters.ExpertParameters.weight_loader": _layer_loader,
+    f"{_LAYERS}weight_loading.ExpertLoader.weight_loader": _loader,
+    f"{_LAYERS}balance.count": lambda: Call(
+        balance.count, {"topk_ids": whole(T, K, high=E), "experts": E}
+    ),
+    # ------------------------------------------------------------------------------ importers
+    "modular_kernel.importers.groups.from_gptq": lambda: Call(importers.from_gptq, _gptq()),
+    "modular_kernel.importers.groups.from_awq": lambda: Call(importers.from_awq, _awq()),
+    "modular_kernel.importers.compressed.from_compressed_tensors": lambda: Call(
+        importers.from_compressed_tensors, _compressed()
+    ),
+    "modular_kernel.importers.groups.symmetric": lambda: Call(
+        importers.symmetric, {"weights": _symmetric()}
+    ),
+    "modular_kernel.importers.groups.regroup": lambda: Call(
+        importers.regroup, {"weights": _groups(), "group": 16}
+    ),
+    "modular_kernel.importers.groups.shard_columns": lambda: Call(
+        importers.shard_columns, {"weights": _groups(), "rank": 0, "world": 2}
+    ),
+    "modular_kernel.importers.groups.shard_rows": lambda: Call(
+        importers.shard_rows, {"weights": _groups(), "rank": 0, "world": 2}
+    ),
+    "modular_kernel.importers.merging.merge": _merge,
+    "modular_kernel.importers.tensors.one_scale": _scaled,
+    "modular_kernel.importers.tensors.channel_scale": lambda: Call(
+        importers.channel_scale, {"scale": floats(E, 8, 1).abs() + 0.1}
+    ),
+    "modular_kernel.importers.tensors.static_scale": lambda: Call(
+        importers.static_scale, {"scales": floats(E).abs() + 0.1}
+    ),
+    "modular_kernel.importers.tensors.from_gpt_oss": lambda: Call(
+        importers.from_gpt_oss,
+        {
+            "blocks": whole(E, 8, 2, 16, high=256, dtype=torch.uint8),
+            "scales": whole(E, 8, 2, high=255, dtype=torch.uint8),
+        },
+    ),
+    # --------------------------------------------------------------------------- integrations
+    "modular_kernel.integrations.fused_moe.fused_experts": lambda: Call(
+        fused_experts, _fused(), accepts={"meta": "an operator, which has a result on meta"}
+    ),
+    "modular_kernel.integrations.fused_moe.fused_moe": lambda: Call(
+        fused_moe,
+        {"hidden_states": floats(T, H), "w1": plain().w1, "w2": plain().w2}
+        | {"gating_output": floats(T, E), "top_k": K},
+    ),
+    "modular_kernel.integrations.moe_runner.MoeRunner.run": _runner,
+    "experts.compat.batched_gemm.batched_gemm": lambda: Call(
+        batched_gemm.batched_gemm,
+        {
+            "a_eCK": floats(2, 4, 32),
+            "b_eNK": floats(2, 16, 32),
+            "counts_e": torch.tensor([2, 4], dtype=torch.int32),
+            "out": floats(2, 4, 16),
+        },
+        written=("out",),
+    ),
+    "experts.compat.ep_moe.run_moe_ep_preproess": lambda: Call(
+        ep_moe.run_moe_ep_preproess, {"topk_ids": whole(T, K, high=E), "num_experts": E}
+    ),
+    "experts.compat.ep_moe.pre_reorder": lambda: Call(
+        ep_moe.pre_reorder,
+        {"hidden_states": floats(T, H), "gateup_input": floats(T * K, H)}
+        | _ep_moe()
+        | {"a1_scales": floats(E).abs() + 0.1},
+        written=("gateup_input",),
+    ),
+    "experts.compat.ep_moe.silu_and_mul": lambda: Call(
+        ep_moe.silu_and_mul, _silu(), written=("down_input",)
+    ),
+    "experts.compat.ep_moe.post_reorder": lambda: Call(
+        ep_moe.post_reorder,
+        {"down_output": floats(T * K, H), "output": floats(T, H), "topk_weights": floats(T, K)}
+        | _ep_moe(),
+        written=("output",),
+    ),
+    "experts.compat.ep_moe.grouped_gemm_triton": lambda: Call(
+        ep_moe.grouped_gemm_triton, _segments(), written=("c",)
+    ),
+    # ------------------------------------------------------------------------------- reducers
+    "topk_reduce.contiguous.TopKWeightAndReduceContiguous.apply": lambda: _reduced(
+        TopKWeightAndReduceContiguous(), _dispatched(), T, H
+    ),
+    "topk_reduce.naive_batched.TopKWeightAndReduceNaiveBatched.apply": lambda: _reduced(
+        TopKWeightAndReduceNaiveBatched(), _rows(E, C, H, pairs=_pairs()), T, H
+    ),
+    "topk_reduce.noop.TopKWeightAndReduceNoOp.apply": lambda: _reduced(
+        TopKWeightAndReduceNoOp(), _rows(T, H, weights=False), T, H
+    ),
+    "topk_reduce.keep_topk.KeepTopK.apply": lambda: _reduced(
+        KeepTopK(weighted=True), _rows(T, K, H), T, K, H
+    ),
+    "topk_reduce.keep_topk.KeepTopK.apply (batched)": lambda: _reduced(
+        KeepTopK(weighted=True), _rows(E, C, H, pairs=_pairs()), T, K, H
+    ),
+    "modular_kernel.ops.reduce.moe_sum_reduce": lambda: Call(
+        reduce.moe_sum_reduce,
+        {"rows_TKH": floats(T, K, H), "out_TH": floats(T, H)},
+        written=("out_TH",),
+    ),
+    "modular_kernel.ops.align.moe_align_block_size": lambda: Call(
+        align.moe_align_block_size,
+        {
+            "topk_ids_TK": whole(T, K, high=E),
+            "block_size": 16,
+            "num_experts": E,
+            "expert_map": torch.arange(E, dtype=torch.int32),
+        },
+    ),
+    "modular_kernel.ops.align.batched_moe_align_block_size": lambda: Call(
+        align.batched_moe_align_block_size,
+        {"counts_e": torch.tensor([1, 2], dtype=torch.int32), "capacity": 4, "block_size": 16},
+    ),
+}

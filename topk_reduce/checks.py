@@ -1,0 +1,75 @@
+"""The check of a reducer's tensors, for a caller that is no kernel."""
+
+import torch
+
+from modular_kernel.errors import DtypeError, LayoutError, ShapeError
+from modular_kernel.fields import expect
+from modular_kernel.tensor_checks import (
+    check_no_gradients,
+    check_output,
+    check_tensor,
+    check_tensors,
+)
+from modular_kernel.tensors import DispatchedRouting, ExpertRows
+from modular_kernel.types import dtype_name
+
+
+def check_rows(given: object, out: torch.Tensor, shape: str) -> None:
+    """Raise the InputError of a tensor that a reducer cannot take; nothing for checked rows.
+
+    shape: of `given.rows`: "(T, H)", "(T, K, H)", or "(e, C, H)", which needs row_of_pair_TK. A
+    reducer that takes more than one is given "(T, K, H)" where there is no row_of_pair_TK.
+    """
+    if isinstance(given, ExpertRows) and given.checked:
+        return
+    expect("rows", given, ExpertRows)
+    assert isinstance(given, ExpertRows)
+    expect("rows: scale", given.scale, float)
+    expect("rows: routing", given.routing, DispatchedRouting | None)
+    rows = check_tensor("rows", given.rows)
+    device = rows.device
+    check_tensor("out", out, device=device)
+    read = {"row_of_pair_TK": given.row_of_pair_TK, "topk_weights_TK": given.topk_weights_TK}
+    if given.routing is not None:
+        read["topk_ids_TK"] = check_tensor("topk_ids_TK", given.routing.topk_ids_TK)
+        read["expert_map"] = given.routing.expert_map
+    check_tensors(read, optional=read, device=device)
+    check_no_gradients({"rows": rows, "out": out, "topk_weights_TK": given.topk_weights_TK})
+    _check_shapes(given, out, shape)
+    apart = {} if out is rows else {"rows": rows}
+    check_output("out", out, read | apart)
+
+
+def _check_shapes(given: ExpertRows, out: torch.Tensor, shape: str) -> None:
+    rows, pairs, weights_TK = given.rows, given.row_of_pair_TK, given.topk_weights_TK
+    if rows.dim() != shape.count(",") + 1:
+        raise ShapeError("rows", got=tuple(rows.shape), need=shape)
+    if shape == "(e, C, H)" and pairs is None:
+        raise ShapeError("row_of_pair_TK", got=None, need="(T, K) int32")
+    lead = tuple(rows.shape[:-1]) if pairs is None else tuple(pairs.shape)
+    sizes = [(*lead[:1], rows.shape[-1]), (*lead, rows.shape[-1])]
+    if tuple(out.shape) not in sizes:
+        raise ShapeError("out", got=tuple(out.shape), need=" or ".join(map(str, sizes)))
+    _check("rows", rows, None, (rows.dtype,))
+    _check("out", out, None, (rows.dtype,))
+    _check("row_of_pair_TK", pairs, 2, (torch.int32,))
+    if len(lead) == 2:
+        if weights_TK is not None and tuple(weights_TK.shape) != lead:
+            raise ShapeError("topk_weights_TK", got=tuple(weights_TK.shape), need=lead)
+        _check("topk_weights_TK", weights_TK, 2, (torch.float32,))
+    if given.routing is not None:
+        _check("topk_ids_TK", given.routing.topk_ids_TK, 2, (torch.int32, torch.int64))
+
+
+def _check(
+    what: str, tensor: torch.Tensor | None, dims: int | None, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    if tensor is None:
+        return
+    if tensor.dtype not in dtypes:
+        need = " or ".join(map(dtype_name, dtypes))
+        raise DtypeError(what, got=dtype_name(tensor.dtype), need=need)
+    if dims not in (None, tensor.dim()):
+        raise ShapeError(what, got=tuple(tensor.shape), need="(T, K)")
+    if not tensor.is_contiguous():
+        raise LayoutError(what, got=f"strides {tensor.stride()}", need="contiguous")
