@@ -4,7 +4,8 @@ Numbers: right against the oracle, on three unlike calls. Promises: inputs stay 
 is the tensor written, invalid ids are counted, programs do not race, equal calls give equal bits,
 calls in flight and calls of a plan do not disturb each other, a plan can be captured and allocates
 nothing.
-Every kernel here is poisoned, so stale or unwritten memory is NaN and an overrun is an error.
+Every kernel here is poisoned: from call to call unwritten memory holds NaN and a huge integer, or
+large finite values and ids of real but wrong experts, slots and rows. An overrun is an error.
 """
 
 from collections.abc import Callable, Iterator
