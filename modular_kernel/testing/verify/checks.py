@@ -19,7 +19,7 @@ from modular_kernel.testing.verify.prepared import prepared_weights
 from modular_kernel.testing.verify.sample import Sample
 from modular_kernel.testing.verify.trial import Trial, call, start
 from modular_kernel.testing.verify.twins import one_rounding
-from modular_kernel.testing.verify.without_adapters import without_adapters
+from modular_kernel.testing.verify.without_adapters import adapters_by_turns, without_adapters
 
 Findings = Iterator[str]
 Check = Callable[[Trial], Findings]
@@ -210,6 +210,7 @@ CHECKS: tuple[Check, ...] = (
     no_allocation,
     batch_invariant,
     without_adapters,
+    adapters_by_turns,
     prepared_weights,
     inputs_unchanged,
 )

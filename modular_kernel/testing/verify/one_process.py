@@ -65,7 +65,10 @@ def prove(case: Case, machine: Machine | None = None, build: Build = build_kerne
         seconds = time.perf_counter() - start
         return Proof(case, machine, math.inf, 0.0, (raised("build", why),), seconds)
     trial = Trial(case, machine, build)
-    with known_launches(), watched_paths() as entered:  # calls on equal inputs differ, if at all, in what launches are given
+    with (
+        known_launches(),
+        watched_paths() as entered,
+    ):  # calls on equal inputs differ, if at all, in what launches are given
         failures = tuple(dict.fromkeys(findings(trial)))
     error, bound = _accuracy(trial)
     seconds = time.perf_counter() - start
