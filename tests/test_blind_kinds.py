@@ -6,6 +6,7 @@ ignores NaN, a weight that is only ever 7.0, a rule of rounding, a threshold.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from put_in import Wrong, findings
@@ -23,13 +24,13 @@ pytestmark = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Kind:
-    """A defect, and the cases of a list that are to notice it: those with all words in their name."""
+    """A defect, and the cases that are to notice it: those of a list with all words in the name."""
 
     wrong: Wrong
     prepare_finalize: str
     experts: str
     words: tuple[str, ...]
-    level: str = "smoke"
+    level: Literal["smoke", "full"] = "smoke"
 
     def __str__(self) -> str:
         return str(self.wrong)
@@ -121,8 +122,7 @@ KINDS = (
 @pytest.mark.share(2)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_defect_of_the_kind_is_noticed(kind: Kind, tmp_path: Path) -> None:
-    level = "full" if kind.level == "full" else "smoke"
-    listed = cases_for(kind.prepare_finalize, kind.experts, this_machine(), level).cases
+    listed = cases_for(kind.prepare_finalize, kind.experts, this_machine(), kind.level).cases
     cases = [case for case in listed if all(word in str(case) for word in kind.words)]
     assert cases
     assert findings(kind.wrong, cases, tmp_path)

@@ -1,4 +1,4 @@
-"""Cells of paths: the full list enters each that a call can reach, and calls say what they enter."""
+"""Cells of paths: the full list enters each that a call can reach, and calls say which."""
 
 from dataclasses import replace
 

@@ -76,7 +76,7 @@ def _least_scales() -> Iterator[Chosen]:
 
 
 def _thresholds() -> Iterator[Chosen]:
-    """Calls of more pairs than a threshold of host code, and the same tokens in calls of fewer.
+    """Cross thresholds of host code: more pairs than them, and the same tokens in calls of fewer.
 
     Deep enough that sums in another order have other bits: float32, batch-invariant, with adapters.
     """

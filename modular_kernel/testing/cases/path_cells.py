@@ -175,8 +175,9 @@ def predicted(case: Case) -> frozenset[PathCell]:
     for salt, count, strided in ((0, tokens, False), (2, (tokens + 1) // 2, True)):
         problem = case.problem.with_tokens(count)
         seed = 1000 * case.seed + salt
-        given = {"seed": seed, "strided": strided, "manner": case.manner}
-        inputs = make_inputs(problem, case.routing, device, **given)
+        inputs = make_inputs(
+            problem, case.routing, device, seed=seed, strided=strided, manner=case.manner
+        )
         of_chunks = min(count, problem.chunk_tokens or count)
         rest = count % of_chunks if of_chunks else 0
         for rows in {of_chunks, rest} - {0}:

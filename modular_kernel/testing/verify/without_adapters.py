@@ -49,8 +49,9 @@ def without_adapters(trial: Trial) -> Iterator[str]:
 
 
 def adapters_by_turns(trial: Trial) -> Iterator[str]:
-    """A call without adapters, in the buffers of one with some, has the bits of a layer without
-    any; and the next one with some has its own again.
+    """Check that calls with and without adapters leave nothing to each other in a plan's buffers.
+
+    One without has the bits of a layer without any, the next one with some has its own again.
     """
     case, i = trial.case, trial.first.inputs
     slots_T = i.routing.slots_T
