@@ -295,6 +295,15 @@ class PermuteExpertsUnpermute(Judged, ABC):
         """
         return None
 
+    def path_of(self, x_TH: torch.Tensor, weights: ExpertWeights) -> str:
+        """Return the name of the path that a call of these tensors takes through this part.
+
+        x_TH: (T, H) tokens of one call, or of one chunk of it. Of a part with one path "". A part
+        with several calls `path_log.entered` where it takes one: `mk test` compares the paths that
+        its cases enter with those that can be reached.
+        """
+        return ""
+
     @abstractmethod
     def apply(
         self,

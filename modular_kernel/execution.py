@@ -34,7 +34,14 @@ from modular_kernel.tensors import (
     Routing,
 )
 from modular_kernel.types import ActivationFormat, Combine, Machine, Problem, Reduce
-from modular_kernel.workspace import EXPERT_OUTPUT, BufferSpec, Workspace, poison_tensor
+from modular_kernel.workspace import (
+    EXPERT_OUTPUT,
+    BufferSpec,
+    Fill,
+    Fills,
+    Workspace,
+    poison_tensor,
+)
 
 _LOG = logging.getLogger("modular_kernel.routing")
 
@@ -75,6 +82,7 @@ class Execution:
             prepare_finalize.keeps_expert_output and self.reduce.kind is Reduce.NOOP
         )
         self.checked, self.poison = checked, poison
+        self.fills = Fills()  # of poisoned calls without a plan
         self._ids_dtype = prepare_finalize.topk_indices_dtype()
         self._invalid_ids: torch.Tensor | None = None
         self._counter: dict[str, torch.Tensor] = {}
@@ -219,10 +227,10 @@ class Execution:
             return False
         return self.experts.takes_unquantised(part.dispatch_shape(tokens))
 
-    def poison_output(self, out: torch.Tensor | None) -> None:
+    def poison_output(self, out: torch.Tensor | None, fill: Fill) -> None:
         """In poison mode, fill what a call must write; x is not for inplace problems."""
         if out is not None and not self.problem.inplace:
-            poison_tensor(out)
+            poison_tensor(out, fill)
 
     @modes.without_autocast
     def start_checked(

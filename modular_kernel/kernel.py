@@ -38,8 +38,8 @@ class FusedMoEModularKernel(Execution):
 
     machine: where it will run; None reads this one. checked: read ids on every call and raise
     RoutingError on an invalid one (synchronises); otherwise such pairs are skipped and counted in
-    `invalid_ids`. poison: fill workspaces and output with NaN before each call and watch red
-    zones after it (for tests; synchronises).
+    `invalid_ids`. poison: fill workspaces and output before each call, with NaN and other
+    values in turn, and watch red zones after it (for tests; synchronises).
     Raises IncompatibleError with every reason if the pairing is refused.
     """
 
@@ -170,10 +170,10 @@ class FusedMoEModularKernel(Execution):
             self.prepare_finalize.refuse(error)
             raise
         specs = self.workspace_specs(x_TH.shape[0])
-        workspace = Workspace(specs, x_TH.device, poison=self.poison)
+        workspace = Workspace(specs, x_TH.device, poison=self.poison, fills=self.fills)
         output = self.output(x_TH, out)
         if self.poison:
-            self.poison_output(output)
+            self.poison_output(output, workspace.fill)
         return self.start_checked(x_TH, weights, routing, output, workspace, at_once=at_once)
 
     def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:

@@ -196,8 +196,7 @@ class BoundCalls:
 
     def _poison(self, out: torch.Tensor) -> None:
         if self.kernel.poison:
-            self._workspace.poison()
-            self.kernel.poison_output(out)
+            self.kernel.poison_output(out, self._workspace.poison())
 
     def _check_red_zones(self, *, replayed: bool = False) -> None:
         if self.kernel.poison:

@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import cycle
 
 import torch
 
@@ -22,9 +21,51 @@ EXPERT_OUTPUT = "expert_output"
 _ALIGNMENT = 256  # bytes: a CUDA allocation's own alignment, and a multiple of a TMA box's 128
 _RED_ZONE = 256  # bytes after each buffer that nobody may write; watched in poison mode
 _RED_BYTE = 0xA5
-# Integers that no call wrote: far outside any index, yet safe to print and to compare; and, as the
-# calls of before leave them, an index like any other.
-_POISON_INTS = (0x3F3F3F3F, 1)
+
+
+@dataclass(frozen=True)
+class Fill:
+    """What unwritten memory holds in poison mode, by the kind of its dtype.
+
+    real: floating-point values. integer: integers of 16 bits and more. byte: uint8. small: int8.
+    """
+
+    real: float
+    integer: int
+    byte: int
+    small: int
+
+    def value(self, dtype: torch.dtype) -> float:
+        """Return what an element of `dtype` holds; bool counts as a byte."""
+        if dtype.is_floating_point:
+            return self.real
+        if dtype in (torch.uint8, torch.bool):
+            return self.byte
+        return self.small if dtype is torch.int8 else min(self.integer, torch.iinfo(dtype).max)
+
+
+# No single value shows every read of unwritten memory. NaN spreads through sums and products, but
+# a maximum may ignore it: a large finite value raises every maximum, and fits every dtype. A huge
+# integer is no index, and bytes of 0xFF are -1, which means "no expert" and "no adapter": both are
+# skipped. 0 and 1 are ids of real experts, slots and rows, though not of those that were meant;
+# bytes of 0 are such ids in a view of more bytes.
+FILLS = (
+    Fill(math.nan, 0x3F3F3F3F, 0xFF, 127),
+    Fill(300.0, 0, 0, -127),
+    Fill(-300.0, 1, 0x43, 67),
+)
+
+
+class Fills:
+    """Fills in turn, for calls that follow each other."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def next(self) -> Fill:
+        """Return the fill of the next call."""
+        self._count += 1
+        return FILLS[(self._count - 1) % len(FILLS)]
 
 
 @dataclass(frozen=True)
@@ -103,10 +144,10 @@ def workspace_bytes(specs: Mapping[str, BufferSpec]) -> int:
 class Workspace:
     """Named typed buffers inside one uint8 allocation on `device`, or inside `memory` if given.
 
-    With poison=True each buffer is followed by a red zone, `poison()` fills buffers with NaN (or
-    an integer: huge, every second time small) and `check_red_zones()` raises CorruptionError if a
-    red zone was written. Buffers in the same memory are filled again where one is taken after the
-    other.
+    With poison=True each buffer is followed by a red zone, `poison()` fills buffers with the next
+    of FILLS and `check_red_zones()` raises CorruptionError if a red zone was written. Buffers in
+    the same memory are filled again where one is taken after the other. fills: where the next fill
+    comes from, shared by workspaces that are made for one call each; None starts from the first.
     """
 
     def __init__(
@@ -116,6 +157,7 @@ class Workspace:
         *,
         poison: bool = False,
         memory: torch.Tensor | None = None,
+        fills: Fills | None = None,
     ) -> None:
         self._specs = dict(specs)
         gap = _RED_ZONE if poison else 0
@@ -131,7 +173,7 @@ class Workspace:
         if not poison:
             return
         self._gaps = {name: self._arena[places[name][1] :][:gap] for name in self._specs}
-        self._shared = _Shared(self._specs, self._buffers, self._gaps)
+        self._shared = _Shared(self._specs, self._buffers, self._gaps, fills or Fills())
         self.poison()
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -154,14 +196,19 @@ class Workspace:
         need = "kernels and plans made where they are called: with the same override of tiles"
         return ConfigurationError("workspace", got=got, need=need)
 
-    def poison(self) -> None:
-        """Fill every buffer with NaN or an integer, and every red zone with its pattern.
+    def poison(self) -> Fill:
+        """Fill every buffer with the next of FILLS, and every red zone with its pattern.
 
-        The integer is huge at first and then, in turn, small and huge: kernels leave out what is
-        huge, and take what is small for an index.
+        Returns the fill, for memory that a call writes outside the workspace.
         """
         assert self._shared is not None, "a workspace that is not poisoned has no red zones"
-        self._shared.begin()
+        return self._shared.begin()
+
+    @property
+    def fill(self) -> Fill:
+        """What buffers that no call wrote hold, in poison mode."""
+        assert self._shared is not None, "a workspace that is not poisoned has no fill"
+        return self._shared.fill
 
     def check_red_zones(self, *, replayed: bool = False) -> None:
         """Raise CorruptionError naming the buffers that were overrun. Synchronises.
@@ -184,10 +231,10 @@ class _Shared:
         specs: Mapping[str, BufferSpec],
         buffers: Mapping[str, torch.Tensor],
         gaps: Mapping[str, torch.Tensor],
+        fills: Fills,
     ) -> None:
         self._buffers, self._gaps = buffers, gaps
-        self._integers = cycle(_POISON_INTS)
-        self._integer = _POISON_INTS[0]
+        self._fills, self.fill = fills, FILLS[0]
         self._over = {
             name: tuple(other for other in spec.over if other in specs)
             for name, spec in specs.items()
@@ -199,15 +246,16 @@ class _Shared:
         several = {*self._under, *self._under.values()}
         self._kept = {name: gaps[name].clone() for name in several}
 
-    def begin(self) -> None:
+    def begin(self) -> Fill:
         """Every buffer is new; of those in the same memory, the earlier ones hold it."""
         self._dead = set(self._under.values())
-        self._integer = next(self._integers)
+        self.fill = self._fills.next()
         for kept in self._kept.values():
             kept.fill_(_RED_BYTE)
         for name in self._dead:
-            poison_tensor(self._buffers[name], self._integer)
+            poison_tensor(self._buffers[name], self.fill)
         self._fill(name for name in self._buffers if name not in self._dead)
+        return self.fill
 
     def take(self, name: str) -> None:
         """`name` is in use from here on: what lay in its memory is dead."""
@@ -219,7 +267,7 @@ class _Shared:
         with replay.unrecorded():
             for other in ends:
                 self._kept[other].copy_(self._gaps[other])
-                poison_tensor(self._buffers[other], self._integer)
+                poison_tensor(self._buffers[other], self.fill)
             self._fill(begins)
 
     def overrun(self, replayed: bool) -> list[str]:
@@ -233,13 +281,10 @@ class _Shared:
 
     def _fill(self, names: Iterable[str]) -> None:
         for name in names:
-            poison_tensor(self._buffers[name], self._integer)
+            poison_tensor(self._buffers[name], self.fill)
             self._gaps[name].fill_(_RED_BYTE)
 
 
-def poison_tensor(tensor: torch.Tensor, integer: int = _POISON_INTS[0]) -> None:
-    """Fill with NaN, or where the dtype has no NaN with `integer`, or the largest it can hold."""
-    if tensor.dtype.is_floating_point:
-        tensor.fill_(float("nan"))
-    else:
-        tensor.fill_(min(integer, torch.iinfo(tensor.dtype).max))
+def poison_tensor(tensor: torch.Tensor, fill: Fill = FILLS[0]) -> None:
+    """Fill a tensor with what `fill` has for its dtype."""
+    tensor.fill_(fill.value(tensor.dtype))

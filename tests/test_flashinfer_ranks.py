@@ -16,7 +16,7 @@ from modular_kernel.errors import CommunicationError, ConfigurationError, Unsupp
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.call_mutants.over_ranks import sensitivity_ranks
 from modular_kernel.testing.call_mutants.rank_operators import RANK_MUTANTS
-from modular_kernel.testing.cases.inputs import make_inputs
+from modular_kernel.testing.cases.inputs import Place, make_inputs
 from modular_kernel.testing.cases.rank_inputs import part_of
 from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
 from modular_kernel.testing.ranks.pool import RankError, RankPool
@@ -77,7 +77,7 @@ def inputs(rank: int, problem: Problem = PROBLEM) -> tuple[torch.Tensor, ExpertW
     device = torch.device("cpu")
     whole = make_inputs(replace(problem, parallel=Parallel()), "uniform", device, seed=rank)
     mine = replace(problem, parallel=replace(problem.parallel, rank=rank))
-    got = part_of(whole, slice(0, problem.tokens), mine, device, strided=False)
+    got = part_of(whole, slice(0, problem.tokens), mine, Place(device), strided=False)
     return got.x_TH, got.weights, got.routing
 
 

@@ -1,5 +1,6 @@
 """Workspaces: one allocation, declared sizes that never shrink, red zones that notice."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from modular_kernel import replay
 from modular_kernel.catalog import check_all, make_kernel, this_machine
 from modular_kernel.errors import ConfigurationError, CorruptionError
 from modular_kernel.types import Problem
-from modular_kernel.workspace import BufferSpec, Workspace, workspace_bytes
+from modular_kernel.workspace import FILLS, BufferSpec, Fills, Workspace, workspace_bytes
 
 BASE = Problem(tokens=2000, hidden=16, intermediate=32, experts=256, top_k=8)
 CPU = torch.device("cpu")
@@ -43,15 +44,34 @@ def test_buffers_share_one_allocation_and_do_not_overlap() -> None:
     assert workspace.nbytes == 512
 
 
-def test_poison_fills_with_nan_and_integers_huge_and_small_by_turns() -> None:
-    specs = {"f": BufferSpec((9,), torch.float16), "i": BufferSpec((9,), torch.int32)}
+def test_poison_fills_with_other_values_from_call_to_call() -> None:
+    dtypes = (torch.float16, torch.float8_e4m3fn, torch.int32, torch.uint8, torch.int8)
+    specs = {str(dtype): BufferSpec((8,), dtype) for dtype in dtypes}
     workspace = Workspace(specs, CPU, poison=True)
-    assert bool(workspace.take("f", (9,)).isnan().all())
-    for smallest, largest in ((2**29, 2**30), (0, 4), (2**29, 2**30)):
-        found = workspace.take("i", (9,))
-        assert bool(((found > smallest) & (found < largest)).all())
+    found = []
+    for _ in range(4):
+        filled = [workspace.take(name, (8,)) for name in specs]
+        found.append([float(tensor[3]) for tensor in filled])
+        assert all(len(tensor.float().nan_to_num(7.0).unique()) == 1 for tensor in filled)
+        ids = workspace.take(str(torch.uint8), (8,)).view(torch.int32)
+        found[-1].append(int(ids[0]))
         workspace.poison()
-    assert bool(workspace.take("f", (9,)).isnan().all())
+    assert repr(found) == repr(
+        [
+            [math.nan, math.nan, 0x3F3F3F3F, 255.0, 127.0, -1],
+            [300.0, 288.0, 0.0, 0.0, -127.0, 0],
+            [-300.0, -288.0, 1.0, 67.0, 67.0, 0x43434343],
+            [math.nan, math.nan, 0x3F3F3F3F, 255.0, 127.0, -1],
+        ]
+    ).replace(str(0x3F3F3F3F), f"{float(0x3F3F3F3F)}")
+
+
+def test_workspaces_of_one_call_each_share_their_fills() -> None:
+    specs, fills = {"f": BufferSpec((9,), torch.float32)}, Fills()
+    values = [
+        float(Workspace(specs, CPU, poison=True, fills=fills).take("f", (9,))[8]) for _ in range(3)
+    ]
+    assert repr(values) == repr([fill.real for fill in FILLS])
 
 
 def test_a_write_past_the_end_is_named() -> None:

@@ -20,6 +20,7 @@ from experts.triton.own_products import OwnProductsExperts
 from experts.triton.path import Path, PathCall, Rooms
 from experts.triton.paths import BY_NAME, PATHS
 from experts.triton.tuning.space import ConfigSpace
+from modular_kernel import path_log
 from modular_kernel.contracts import TopKWeightAndReduce
 from modular_kernel.roundings import Roundings
 from modular_kernel.tensors import (
@@ -115,6 +116,9 @@ class TritonExperts(OwnProductsExperts):
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
         return self._paths[self._config(x_TH, weights).path].roundings
 
+    def path_of(self, x_TH: torch.Tensor, weights: ExpertWeights) -> str:
+        return self._config(x_TH, weights).path
+
     def apply(
         self,
         tokens: Dispatched,
@@ -128,6 +132,7 @@ class TritonExperts(OwnProductsExperts):
             self._without.apply(tokens, weights=weights, workspace=workspace, output=output)
             return
         config = self._config(tokens.x_TH, weights)
+        path_log.entered(config.path, self.problem, weights)
         self._paths[config.path].run(PathCall(tokens, weights, workspace, output, config))
 
     @cached_property

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -19,6 +20,7 @@ from modular_kernel.printable import counted
 
 if TYPE_CHECKING:
     from modular_kernel.testing.cases.case import Case
+    from modular_kernel.testing.cases.path_cells import PathCell
     from modular_kernel.testing.verify.one_process import Proof
 
 
@@ -87,7 +89,9 @@ class VerifyManner:
 class VerifyJob:
     """The cases of one pairing, and how many more the rules refuse.
 
-    rest: what the cases leave out, where none were drawn by pairs of values.
+    rest: what the cases leave out, where none were drawn by pairs of values. reachable: cells of
+    the experts' paths that the cases should enter; none of experts with one path, or over ranks.
+    whole: whether they should enter all.
     """
 
     prepare_finalize: str
@@ -97,6 +101,8 @@ class VerifyJob:
     rest: str
     met: int = 0
     impossible: int = 0
+    reachable: "frozenset[PathCell]" = frozenset()
+    whole: bool = False
 
     @property
     def covers(self) -> str:
@@ -117,6 +123,30 @@ class CaseResult:
     @property
     def failed(self) -> "list[Proof]":
         return [proof for proof in self.proofs if not proof.passed]
+
+    @cached_property
+    def empty(self) -> "list[PathCell]":
+        """Cells that a call can enter and no case did."""
+        entered = (proof.cells for proof in self.proofs)
+        return sorted(self.job.reachable.difference(*entered))
+
+    @property
+    def ok(self) -> bool:
+        return not self.failed and not (self.job.whole and self.empty)
+
+    @property
+    def paths(self) -> str:
+        """Say which schemes each path was entered with, and which it was not."""
+        return "; ".join(self._path(path) for path in sorted({c.path for c in self.job.reachable}))
+
+    def _path(self, path: str) -> str:
+        of_path = {cell for cell in self.job.reachable if cell.path == path}
+        left = of_path.intersection(self.empty)
+        schemes = {cell.scheme for cell in of_path}
+        lost = sorted(schemes - {cell.scheme for cell in of_path - left})
+        said = f"{path}: {len(schemes) - len(lost)} of {counted(len(schemes), 'scheme')}"
+        said += f", {len(of_path) - len(left)} of {counted(len(of_path), 'cell')}"
+        return f"{said}, never {', '.join(lost)}" if lost and self.job.whole else said
 
     @property
     def worst(self) -> "Proof | None":
@@ -241,8 +271,17 @@ def _jobs(
                 met = getattr(selection, "met", 0)  # over ranks nothing is drawn by pairs
                 impossible = len(getattr(selection, "impossible", ()))
                 pair, rest = (pf_name, experts_name), _rest(host, level)
-                jobs.append(VerifyJob(*pair, selection.cases, refused, rest, met, impossible))
+                cells = _reachable(host, *pair)
+                job = VerifyJob(*pair, selection.cases, refused, rest, met, impossible, cells)
+                jobs.append(replace(job, whole=level == "full"))
     return jobs
+
+
+def _reachable(host: Host, pf: str, experts: str) -> "frozenset[PathCell]":
+    """Return the cells of the experts' paths that a call in one process can enter."""
+    from modular_kernel.testing.cases.path_cells import reachable
+
+    return frozenset() if host.pool is not None else frozenset(reachable(pf, experts, host.machine))
 
 
 def _rest(host: Host, level: str) -> str:
@@ -292,7 +331,7 @@ def _verify(jobs: Sequence[VerifyJob], host: Host, workers: int, *, as_json: str
                 begun[0] += 1
                 step()
             results.append(CaseResult(job, tuple(proofs)))
-    ok = bool(results) and not any(result.failed for result in results)
+    ok = bool(results) and all(result.ok for result in results)
     record = {"ok": ok, **host.facts, "pairs": [_record(result) for result in results]}
     output.answer(record, as_json, lambda: _print_text(results))
     return ok
@@ -319,6 +358,10 @@ def _record(result: CaseResult) -> dict[str, object]:
         "cases": len(result.proofs),
         "refused": result.job.refused,
         "covers": result.job.covers,
+        "paths": {
+            "reachable": len(result.job.reachable),
+            "not_entered": [str(cell) for cell in result.empty],
+        },
         "failed": len(failures),
         "seconds": sum(proof.seconds for proof in result.proofs),
         "worst": worst and {"case": str(worst.case), "error": worst.error, "bound": worst.bound},
@@ -334,6 +377,10 @@ def _print_text(results: Sequence[CaseResult]) -> None:
         if len(result.job.cases) > 1:
             job = result.job
             output.line(f"{job.prepare_finalize} x {job.experts}: {job.covers}")
+            if job.reachable:
+                output.line(f"paths entered: {result.paths}")
+            for cell in result.empty if job.whole else ():
+                output.line(f"failed: no case enters {cell}")
         for proof in result.failed:
             output.line(f"{proof}\n")
     count = sum(len(result.proofs) for result in results)

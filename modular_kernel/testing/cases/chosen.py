@@ -13,6 +13,7 @@ from modular_kernel.catalog import check, load_catalog
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import Manner
 from modular_kernel.testing.cases.nan import nan_problems
+from modular_kernel.testing.cases.path_cells import path_cases
 from modular_kernel.testing.cases.row_order import in_row_order
 from modular_kernel.types import ActivationSpec, Combine, Machine, Problem
 
@@ -27,10 +28,11 @@ def chosen_cases(prepare_finalize: str, experts: str, machine: Machine) -> tuple
     """Return the chosen cases that a pairing takes on a machine."""
     # Interpreted products of twice such a depth take as long again: there the shorter rows do.
     interpreted = "triton" in load_catalog().experts(experts).requires.packages
-    few = (*_few_tokens(), *_packed(), *_moved(), *_least_scales())
+    few = (*_few_tokens(), *_packed(), *_moved(), *_least_scales(), *_ties())
+    few = (*few, *_thresholds())
     long = _long_rows(16400 if interpreted else 32800)
     nan = ((problem, "uniform", Manner(nan=names)) for problem, names in nan_problems())
-    chosen = (*_groups(), *_columns(), *few, *long, *nan)
+    chosen = (*_groups(), *_columns(), *few, *long, *nan, *path_cases(experts))
     found = ((in_row_order(p, experts), routing, manner) for p, routing, manner in chosen)
     return tuple(
         Case(prepare_finalize, experts, problem, routing, manner=manner)
@@ -73,6 +75,44 @@ def _least_scales() -> Iterator[Chosen]:
     faint = replace(_FEW, activation=linear)
     yield replace(faint, quant="fp8_w8a8_channel"), "uniform", Manner(values="faint")
     yield replace(faint, quant="fp8_w8a8_tensor"), "uniform", Manner(values="faint")
+
+
+def _thresholds() -> Iterator[Chosen]:
+    """Cross thresholds of host code: more pairs than them, and the same tokens in calls of fewer.
+
+    Deep enough that sums in another order have other bits: float32, batch-invariant, with adapters.
+    """
+    wide = replace(_FEW, hidden=160, intermediate=96, dtype=torch.float32, batch_invariant=True)
+    # Pairs times columns of u: 8192 for either product.
+    lora = replace(wide, experts=3, lora="adapters=3,rank=80")
+    yield replace(lora, tokens=35, top_k=3), "skips", Manner()
+    # 4096 pairs, which are counted in one launch up to there.
+    many = replace(wide, tokens=520, hidden=80, intermediate=32, experts=9, top_k=8)
+    yield replace(many, batch_invariant=False), "skips", Manner()
+    # 4096 values of a row of A.
+    yield replace(_FEW, tokens=2, hidden=4112, lora="adapters=3,rank=7"), "uniform", Manner()
+
+
+def _ties() -> Iterator[Chosen]:
+    """x in the middle between two values of the quantized type: half to even, or half up?
+
+    Of few tokens and of more, which parts may quantize elsewhere; skipped pairs, weights first.
+    """
+    ties = Manner(values="ties")
+    few = replace(_FEW, tokens=3, hidden=160, intermediate=96, experts=17, top_k=2)
+    more = replace(few, tokens=33, experts=3)
+    schemes = (
+        "fp8_w8a8_tensor",
+        "fp8_w8a8_tensor:static=true",
+        "fp8_w8a8_channel",
+        "fp8_w8a8_block:block=32x32",
+        "int8_w8a8_channel",
+        "int8_w8a8_block:block=32x32",
+        "nvfp4_w4a4",
+    )
+    for quant in schemes:
+        yield replace(few, quant=quant, bias=True), "uniform", ties
+        yield replace(more, quant=quant, dtype=_FP16), "skips", ties
 
 
 def _few_tokens() -> Iterator[Chosen]:

@@ -16,14 +16,18 @@ VALUES = (
     "inf_token",  # one token holds an infinity
     "peaks",  # each token has a value far above the rest, later tokens a larger and earlier one
     "faint",  # values so small that the least scale of eight bits counts
+    "ties",  # values in the middle between two that the quantised type holds: a rule of rounding
 )
-NOT_DRAWN = ("peaks", "faint")  # of cases chosen by hand alone
+NOT_DRAWN = ("peaks", "faint", "ties")  # of cases chosen by hand alone
 
 # What x is multiplied by: gates times up values stay finite, all but float16's; and do not.
 _LARGE = {torch.float16: 50.0, torch.bfloat16: 1e12, torch.float32: 1e12}
 # Of the norm that a row has without it; of several bits, so that fewer do not hold it.
 _PEAK = 1.2
 _FAINT = 4e-9
+# A power of two, and the scale of every group of tied values: dividing by it is exact.
+TIED_SCALE = {"int8": 2.0**-6, "float8_e4m3fn": 2.0**-7, "float4_e2m1": 2.0**-1}
+_TIED_PEAK = {"int8": 127.0, "float8_e4m3fn": 448.0, "float4_e2m1": 6.0}
 _OVERFLOWING = {torch.float16: 2e4, torch.bfloat16: 1e30, torch.float32: 1e30}
 
 
@@ -45,7 +49,30 @@ def hostile_x(x_TH: torch.Tensor, problem: Problem, values: str) -> torch.Tensor
         rows, last = torch.arange(tokens), x_TH.shape[1] - 1
         peaks = _PEAK * x_TH.shape[1] ** 0.5 * (1.0 + rows)
         x_TH[rows, last - rows * last // max(1, tokens - 1)] = peaks
+    elif values == "ties":
+        return _tied(x_TH, problem)
     return x_TH
+
+
+def _tied(x_TH: torch.Tensor, problem: Problem) -> torch.Tensor:
+    """Return the ties nearest to x, but for the first value of each group: the largest that there
+    is, so that the group's computed scale is the power of two that ties are made for.
+    """
+    scheme = problem.scheme
+    scale, peak = TIED_SCALE[scheme.activation], _TIED_PEAK[scheme.activation]
+    size = x_TH.abs() / scale
+    if scheme.activation == "int8":
+        ties = (size.floor() + 0.5).clamp(max=peak - 0.5)
+    elif scheme.activation == "float8_e4m3fn":
+        step = torch.exp2(size.clamp(min=2.0**-6).log2().floor() - 3)  # of three bits of mantissa
+        ties = ((size / step).floor() + 0.5) * step
+        ties = ties.clamp(max=peak * 27 / 28)  # 432, between 416 and 448
+    else:
+        known = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+        ties = known[(size[..., None] - known).abs().argmin(-1)]
+    group = scheme.group[-1] if scheme.activation_granularity == "group" else x_TH.shape[1]
+    ties[:, ::group] = peak
+    return torch.copysign(ties * scale, x_TH)
 
 
 def apart(values: str, tokens: int) -> torch.Tensor:
@@ -64,6 +91,8 @@ def why_impossible(problem: Problem, values: str) -> str | None:
     one_for_all = problem.scheme.activation_granularity == "tensor"
     if one_for_all and values in ("large", "nan_token", "inf_token"):
         return f"[values] {values}: one activation scale is for all tokens, so none is apart"
+    if values == "ties" and not problem.scheme.quantises_activations:
+        return "[values] ties: activations are not quantised"
     if values == "faint" and problem.dtype is torch.float16:
         return "[values] faint: float16 holds no such values"
     return None

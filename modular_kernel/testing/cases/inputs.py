@@ -5,13 +5,13 @@ Scale: x, the gate and up values and every expert's output row have a standard d
 weights are positive and very unequal, so that a wrong, missing or doubled weight is far outside
 any rounding.
 
-Fences: each tensor is a view into a longer one whose two ends hold NaN (or an id that no layer
-has), so whatever reads past an end turns the output into NaN, and whatever writes there is found
-by `fences_intact`. Values come from a CPU generator: every machine gets the same.
+Fences: each tensor is a view into a longer one whose two ends hold one of `workspace.FILLS`, so
+whatever reads past an end changes the output, and whatever writes there is found by
+`fences_intact`. The calls of a case have other fills. Values come from a CPU generator: every
+machine gets the same.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
@@ -25,10 +25,16 @@ from modular_kernel.static_scales import static_scale
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases.adapters import NAMED, adapters_of, slots
 from modular_kernel.testing.cases.expert_maps import in_other_words, map_of
-from modular_kernel.testing.cases.hostile import VALUES, hostile_routing, hostile_x
+from modular_kernel.testing.cases.hostile import (
+    TIED_SCALE,
+    VALUES,
+    hostile_routing,
+    hostile_x,
+)
 from modular_kernel.testing.cases.nan import holders, names_of, put_nan, routed_apart, x_with_nan
 from modular_kernel.testing.cases.quantised import short_scales
 from modular_kernel.types import ActivationSpec, Problem
+from modular_kernel.workspace import FILLS, Fill, poison_tensor
 
 ROUTINGS = (
     "uniform",  # distinct experts, each as likely as the others
@@ -53,9 +59,9 @@ LAYOUTS = (
 # float8 rounds alike by both scales then, and one taken for the other changes no value.
 _X_RANGE, _H_RANGE = 5.0, 37.0
 _FENCE = 256  # bytes: keeps every tensor as aligned as an allocation of its own
-_INT_FENCE = 0x3F3F3F3F
 _BIAS_STD = 0.5
-_UNUSED_WEIGHT = 7.0  # on pairs without an expert: finite, and far too large to go unnoticed
+# Router weights of pairs without an expert, in turn: the contract says that they may be anything.
+_UNUSED_WEIGHTS = (math.nan, 7.0, math.inf, -math.inf)
 
 
 @dataclass(frozen=True)
@@ -120,7 +126,7 @@ def make_inputs(
     allows each; otherwise contiguous and int32, or as `manner` says.
     """
     generator = torch.Generator().manual_seed(seed)
-    place = _placer(device, shift=int(manner.layout == "shifted"))
+    place = Place(device, int(manner.layout == "shifted"), fill_of(seed))
     expert_map = map_of(problem, generator)
     router = hostile_routing(
         _router(problem, routing, expert_map, generator), problem, expert_map, manner.values
@@ -176,39 +182,48 @@ def some_routed(problem: Problem, routing: str, seed: int) -> bool:
     return bool((here >= 0 if expert_map is None else expert_map[here] >= 0).any())
 
 
-Place = Callable[[torch.Tensor], torch.Tensor]
+def fill_of(seed: int) -> Fill:
+    """Return what lies around the tensors of a call: another one for each call of a case.
+
+    The third call of a case of seed 0, whose tensors have gaps, is the one with NaN.
+    """
+    return FILLS[(seed % 1000 + seed // 1000 + 1) % len(FILLS)]
 
 
-def _placer(device: torch.device, shift: int = 0) -> Place:
-    return lambda values: fenced(values.to(device), shift)
+@dataclass(frozen=True)
+class Place:
+    """Where the tensors of a call go: fenced memory of a device. shift, fill: as `fenced` takes."""
+
+    device: torch.device
+    shift: int = 0
+    fill: Fill = FILLS[0]
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        return fenced(values.to(self.device), self.shift, self.fill)
 
 
-def fenced(values: torch.Tensor, shift: int = 0) -> torch.Tensor:
-    """Return a contiguous copy whose memory continues with NaN (or a huge integer) on both sides.
+def fenced(values: torch.Tensor, shift: int = 0, fill: Fill = FILLS[0]) -> torch.Tensor:
+    """Return a contiguous copy whose memory continues with `fill` on both sides.
 
     shift: elements by which it begins later than aligned memory would.
     """
     pad = _FENCE // values.element_size()
     room = -(-values.numel() // pad) * pad
     arena = torch.empty(pad + room + pad + shift, dtype=values.dtype, device=values.device)
-    arena.fill_(_fence_value(values.dtype))
+    poison_tensor(arena, fill)
     inside = arena[pad + shift : pad + shift + values.numel()].view(values.shape)
     inside.copy_(values)
     return inside
 
 
 def fences_intact(tensor: torch.Tensor) -> bool:
-    """Whether what lies around a tensor made by `fenced` is as it was made."""
+    """Whether what lies around a tensor that `fenced` made with the first fill is untouched."""
     storage = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     arena = storage.set_(tensor.untyped_storage())
     pad = _FENCE // tensor.element_size()
     ends = torch.cat([arena[:pad], arena[pad + tensor.numel() :]])
-    expected = torch.full_like(ends, _fence_value(tensor.dtype))
+    expected = torch.full_like(ends, FILLS[0].value(tensor.dtype))
     return torch.equal(ends.view(torch.uint8), expected.view(torch.uint8))
-
-
-def _fence_value(dtype: torch.dtype) -> float:
-    return math.nan if dtype.is_floating_point else min(_INT_FENCE, torch.iinfo(dtype).max)
 
 
 def _placed(values: torch.Tensor, place: Place) -> torch.Tensor:
@@ -220,8 +235,8 @@ def _placed(values: torch.Tensor, place: Place) -> torch.Tensor:
 
 
 def with_gaps(x_TH: torch.Tensor, place: Place) -> torch.Tensor:
-    """x, put in its place with NaN between its rows."""
-    gap = x_TH.new_full((x_TH.shape[0], 16), math.nan)
+    """x, put in its place with the fill of the fences between its rows."""
+    gap = x_TH.new_full((x_TH.shape[0], 16), place.fill.real)
     return place(torch.cat([x_TH, gap], dim=1))[:, : x_TH.shape[1]]
 
 
@@ -239,14 +254,15 @@ def _expert_weights(
         layout = "transposed" if strided else manner.layout
         return _weights(problem, expert_map, generator, place, strided=strided, layout=layout)
     plain = replace(problem, quant="none", dtype=torch.float32)
-    weights = _weights(
-        plain, expert_map, generator, lambda values: values, strided=False, layout="plain"
-    )
+    unplaced = Place(torch.device("cpu"))
+    weights = _weights(plain, expert_map, generator, unplaced, strided=False, layout="plain")
     uneven = {name: _uneven(getattr(weights, name), generator) for name in ("w1", "w2")}
     scales = {}
     if problem.scheme.static:
         ranges = {"a1_scale": _X_RANGE, "a2_scale": _H_RANGE}
         scales = {name: static_scale(problem, reach) for name, reach in ranges.items()}
+        if manner.values == "ties":
+            scales["a1_scale"] = _tied_scale(problem, scales["a1_scale"])
     biases = {name: getattr(weights, name) for name in ("b1", "b2")}
     if strided:
         biases = {n: b if b is None else b.to(problem.dtype) for n, b in biases.items()}
@@ -262,6 +278,14 @@ def _expert_weights(
     return ExpertWeights(**placed)
 
 
+def _tied_scale(problem: Problem, like: torch.Tensor) -> torch.Tensor:
+    """Return the given scale of x, which is a power of two where values are ties."""
+    scale = TIED_SCALE[problem.scheme.activation]
+    if problem.scheme.scales_by_expert:  # beside the scales of groups, which are computed
+        return like.new_tensor([2.0**-8, 2.0**-9]).repeat(len(like))[: len(like)]
+    return torch.full_like(like, scale)
+
+
 def _laid(w_eNK: torch.Tensor, layout: str, place: Place) -> torch.Tensor:
     """Weights in their place, in one of LAYOUTS."""
     if layout == "transposed":
@@ -270,7 +294,7 @@ def _laid(w_eNK: torch.Tensor, layout: str, place: Place) -> torch.Tensor:
         return place(w_eNK)
     e, rows, depth = w_eNK.shape
     spaced = torch.empty(e, rows + 1, depth + 16, dtype=w_eNK.dtype)
-    spaced.fill_(_fence_value(w_eNK.dtype))
+    poison_tensor(spaced, place.fill)
     spaced[:, :rows, :depth] = w_eNK
     return place(spaced)[:, :rows, :depth]
 
@@ -337,7 +361,10 @@ def _router(
         weights_TK = logits.softmax(-1)[:, :top_k]
     ids_TK = _ids(problem, kind, expert_map, generator)
     unused = (ids_TK < 0) | (ids_TK >= problem.experts)
-    return Routing(weights_TK.masked_fill(unused, _UNUSED_WEIGHT), ids_TK)
+    anything = torch.tensor(_UNUSED_WEIGHTS)
+    turns = torch.arange(int(unused.sum())) + tokens  # so that a lone pair has each in some case
+    weights_TK[unused] = anything[turns % len(anything)]
+    return Routing(weights_TK, ids_TK)
 
 
 def _ids(

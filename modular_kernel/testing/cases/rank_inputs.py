@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.testing.cases.inputs import Inputs, fenced, with_gaps
+from modular_kernel.testing.cases.inputs import Inputs, Place, with_gaps
 from modular_kernel.types import Problem
 from modular_kernel.validate import ADAPTER_TENSORS
 
@@ -19,24 +19,20 @@ _OF_ALL_EXPERTS = ("a1_scale", "a2_scale")
 
 
 def part_of(
-    whole: Inputs, tokens: slice, problem: Problem, device: torch.device, *, strided: bool
+    whole: Inputs, tokens: slice, problem: Problem, place: Place, *, strided: bool
 ) -> Inputs:
     """Return what one rank passes: `tokens` of the whole world's, and the weights that it holds.
 
     problem: the rank's. whole, strided: as `make_inputs` made it, and was told. Each tensor is a
-    fenced copy, laid out as the whole's.
+    copy in `place`, laid out as the whole's.
     """
     rank = problem.parallel.rank
-
-    def place(values: torch.Tensor) -> torch.Tensor:
-        return fenced(values.to(device))
-
     x_TH, routing = whole.x_TH[tokens], whole.routing
     gaps = strided and not problem.inplace
     of_all = () if problem.scheme.scales_by_expert else _OF_ALL_EXPERTS
     weights = _rows(whole.weights, problem.placement.slots[rank], of_all)
     placed: dict[str, Any] = {
-        name: None if tensor is None else _laid_out(tensor, device)
+        name: None if tensor is None else _laid_out(tensor, place)
         for name, tensor in weights.items()
     }
     if problem.expert_map:
@@ -78,7 +74,7 @@ def _take(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return values[index]
 
 
-def _laid_out(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _laid_out(values: torch.Tensor, place: Place) -> torch.Tensor:
     if values.dim() == 3 and values.stride(-1) != 1:
-        return fenced(values.mT.to(device)).mT
-    return fenced(values.to(device))
+        return place(values.mT).mT
+    return place(values)

@@ -15,6 +15,7 @@ from modular_kernel.catalog import check, load_catalog
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.placement import Placement
 from modular_kernel.support import Verdict
+from modular_kernel.testing.cases import rank_pairs
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import ORDINARY, Manner
 from modular_kernel.testing.cases.lists import BASE
@@ -260,7 +261,7 @@ def rank_variants(world_size: int, level: Level) -> tuple[Variant, ...]:
     base = replace(BASE, tokens=7, experts=2 * world_size + 1)
     found = [*_smoke(base, world_size)]
     if level == "full":
-        found += [*_full(base, world_size)]
+        found += [*_full(base, world_size), *_by_pairs(world_size)]
     return tuple(dict.fromkeys(found))
 
 
@@ -293,6 +294,11 @@ def _smoke(base: Problem, world_size: int) -> Iterator[Variant]:
     yield _variant(on_input, "empty_experts")
     yield _variant(even, hidden=160, intermediate=96, dtype=_BF16, quant="fp8_w8a8_block")
     yield _variant(base, placement="round_robin", lora="adapters=3,rank=7")
+    wide = replace(even, ids_dtype=torch.int64, dtype=_BF16, lora="adapters=3,rank=7", bias=True)
+    yield _variant(wide, "beyond_int32", placement="copies", tokens=(0, 5))
+    ties = Manner(values="ties")
+    eight = replace(even, hidden=64, intermediate=32, dtype=_BF16, quant="int8_w8a8_channel")
+    yield Variant(eight, "round_robin", (4, 0), "skips", manner=ties)
 
 
 def _full(base: Problem, world_size: int) -> Iterator[Variant]:
@@ -349,6 +355,14 @@ def _full(base: Problem, world_size: int) -> Iterator[Variant]:
     yield _variant(wide, "zipf", quant=block, placement="round_robin", tokens=(0, 17))
     # More rows than one program quantises; and the groups divide I, but not H.
     yield _variant(wide, intermediate=128, quant=block, tokens=(35, 2))
+
+
+def _by_pairs(world_size: int) -> Iterator[Variant]:
+    """Features of a layer over ranks, every two values of two of them together in some case."""
+    for row in rank_pairs.rank_array(world_size).rows:
+        values, problem = rank_pairs.values_of(row), rank_pairs.problem_of(row, world_size)
+        given = values["placement"], values["tokens"], values["routing"]
+        yield Variant(problem, *given, manner=rank_pairs.manner_of(row))
 
 
 def _adapters(base: Problem, world_size: int) -> Iterator[Variant]:

@@ -11,11 +11,12 @@ from modular_kernel.types import Combine, Problem
 _FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
 _OAI = "swiglu_oai:alpha=1.702,limit=1.0,interleaved=true"
 _ZEROS = "group=32,zero_points=true"
+_TIES = Manner(values="ties")
 
-Variant = tuple[Problem, str]
+Variant = tuple[Problem, str, Manner]
 
 
-def smoke(base: Problem) -> tuple[tuple[Problem, str, Manner], ...]:
+def smoke(base: Problem) -> tuple[Variant, ...]:
     """Cases that touch every axis, then one or two of each family of schemes."""
     # Weights of either sign, and NaN where a pair is skipped.
     signed = (
@@ -23,42 +24,77 @@ def smoke(base: Problem) -> tuple[tuple[Problem, str, Manner], ...]:
         "skips",
         Manner(values="signed"),
     )
-    ordinary = (*_plain(base), *_quantised(base))
-    return (*((problem, routing, ORDINARY) for problem, routing in ordinary), signed)
+    return (*_plain(base), *_quantised(base), *_adapters(base), *_invariant(base), signed)
 
 
 def _plain(base: Problem) -> Iterator[Variant]:
     weighted = replace(base, combine=Combine.TOPK_WEIGHTED, routed_scaling_factor=2.5)
     on_input = replace(base, apply_router_weight_on_input=True, top_k=1, bias=True)
-    yield base, "uniform"
-    yield base.with_tokens(0), "uniform"
+    yield base, "uniform", ORDINARY
+    yield base.with_tokens(0), "uniform", ORDINARY
     halves = replace(base, dtype=_FP16, routed_scaling_factor=2.5)
-    yield replace(halves, top_k=3, hidden=160, ids_dtype=torch.int64), "duplicates"
-    yield on_input, "zipf"
-    yield (
-        replace(base, expert_map=True, local_experts=3, activation="relu2"),
-        "out_of_range",
-    )
-    yield replace(base, tokens=17, chunk_tokens=8, inplace=True), "all_to_one"
-    yield weighted, "empty_experts"
-    yield replace(base, fp32_precision="tf32", tokens=7), "beyond_int32"
+    yield replace(halves, top_k=3, hidden=160, ids_dtype=torch.int64), "duplicates", ORDINARY
+    yield on_input, "zipf", ORDINARY
+    mapped = replace(base, expert_map=True, local_experts=3, activation="relu2")
+    yield mapped, "out_of_range", ORDINARY
+    yield replace(base, tokens=17, chunk_tokens=8, inplace=True), "all_to_one", ORDINARY
+    yield weighted, "skips", ORDINARY
+    yield replace(base, fp32_precision="tf32", tokens=7), "beyond_int32", ORDINARY
 
 
 def _quantised(base: Problem) -> Iterator[Variant]:
-    """Each with something that meets its scales: chunks, alternating rows, ragged ends, biases."""
+    """Each with something that meets its scales: chunks, alternating rows, ragged ends, biases.
+
+    Where activations are quantised x holds ties of their type, which alone show how they round.
+    """
     few = replace(base, tokens=7, dtype=_BF16)
     chunked = replace(few, chunk_tokens=4)
-    yield replace(few, quant="fp8_w8a8_tensor", bias=True), "uniform"
-    yield replace(chunked, quant="fp8_w8a8_channel", top_k=8), "skips"
-    yield replace(few, quant="fp8_w8a8_block:block=48x64"), "duplicates"
-    yield replace(few, quant="fp8_w8a16_block:block=48x64", activation=_OAI), "skips"
-    yield replace(few, quant="int8_w8a8_channel", intermediate=40), "out_of_range"
-    yield replace(chunked, quant="int8_w8a8_block:block=32x32"), "uniform"
-    yield replace(few, quant="int8_w8a16_channel", dtype=_FP16), "zipf"
-    yield replace(few, quant=f"int8_w8a16_group:{_ZEROS}", activation=_OAI), "uniform"
-    yield replace(few, quant=f"int4_w4a16_group:{_ZEROS}", activation=_OAI), "uniform"
-    yield replace(few, quant="int4_w4a16_group:group=64", bias=True, hidden=50), "skips"
-    yield replace(few, quant="int4_w4a16_act_order:group=32", activation=_OAI), "skips"
-    yield replace(few, quant="mxfp4_w4a16", activation=_OAI, bias=True), "uniform"
-    yield replace(few, quant="mxfp4_w4a16:repacked=true"), "duplicates"
-    yield replace(few, quant="nvfp4_w4a16", activation=_OAI), "zipf"
+    yield replace(few, quant="fp8_w8a8_tensor", bias=True), "uniform", _TIES
+    yield replace(few, quant="fp8_w8a8_tensor:static=true"), "skips", _TIES
+    yield replace(chunked, quant="fp8_w8a8_channel", top_k=8), "skips", _TIES
+    yield replace(few, quant="fp8_w8a8_block:block=48x64"), "duplicates", ORDINARY
+    yield replace(few, hidden=160, quant="fp8_w8a8_block:block=48x64"), "empty_experts", _TIES
+    yield replace(few, quant="fp8_w8a16_block:block=48x64", activation=_OAI), "skips", ORDINARY
+    yield replace(few, quant="int8_w8a8_channel", intermediate=40), "out_of_range", _TIES
+    yield replace(chunked, quant="int8_w8a8_block:block=32x32"), "uniform", _TIES
+    yield replace(few, quant="int8_w8a16_channel", dtype=_FP16), "zipf", ORDINARY
+    yield replace(few, quant=f"int8_w8a16_group:{_ZEROS}", activation=_OAI), "uniform", ORDINARY
+    yield replace(few, quant=f"int4_w4a16_group:{_ZEROS}", activation=_OAI), "uniform", ORDINARY
+    yield replace(few, quant="int4_w4a16_group:group=64", bias=True, hidden=50), "skips", ORDINARY
+    yield replace(few, quant="int4_w4a16_act_order:group=32", activation=_OAI), "skips", ORDINARY
+    yield replace(few, quant="mxfp4_w4a16", activation=_OAI, bias=True), "uniform", ORDINARY
+    yield replace(few, quant="nvfp4_w4a16", activation=_OAI), "zipf", ORDINARY
+    # Depths that packed words fill, for paths of their own; gate and up apart, each with its
+    # matrix's scale.
+    words = replace(few, hidden=128, intermediate=64)
+    yield replace(words, quant="nvfp4_w4a16", bias=True), "skips", ORDINARY
+    yield replace(words, quant="nvfp4_w4a4", hidden=64), "skips", _TIES
+    yield replace(words, quant="mxfp4_w4a16:repacked=true"), "duplicates", ORDINARY
+    # One token, which some parts serve by other kernels.
+    one = words.with_tokens(1)
+    yield replace(one, quant=f"int4_w4a16_group:{_ZEROS}", bias=True), "uniform", ORDINARY
+    yield replace(one, quant="fp8_w8a8_channel", top_k=3), "uniform", _TIES
+
+
+def _adapters(base: Problem) -> Iterator[Variant]:
+    """Adapters: a rank off every block, shared matrices, slots that nobody names; no adapters in
+    the buffers of a layer that has some; scales that rows with adapters share with others."""
+    few = replace(base, tokens=7, dtype=_BF16, lora="adapters=3,rank=7")
+    yield replace(few, bias=True, activation=_OAI), "skips", ORDINARY
+    shared = replace(few, lora="adapters=4,rank=80,a13=shared,outer=shared", dtype=_FP32)
+    yield replace(shared, activation="gelu", hidden=80), "duplicates", Manner(named="sequences")
+    yield replace(few, top_k=1, chunk_tokens=4), "uniform", Manner(named="without")
+    block = replace(few, hidden=160, intermediate=96, quant="fp8_w8a8_block:block=32x32")
+    yield block, "out_of_range", ORDINARY
+    packed = replace(few, hidden=128, intermediate=64, quant="int4_w4a16_group:group=32")
+    yield replace(packed, dtype=_FP16), "zipf", ORDINARY
+
+
+def _invariant(base: Problem) -> Iterator[Variant]:
+    """Batch invariance, of sums that are several steps deep, with and without adapters."""
+    wide = replace(base, tokens=9, hidden=160, intermediate=96, batch_invariant=True)
+    yield replace(wide, dtype=_BF16, bias=True), "zipf", ORDINARY
+    yield replace(wide, lora="adapters=3,rank=7", tokens=5), "skips", ORDINARY
+    yield replace(wide, dtype=_BF16, quant="int4_w4a16_group:group=32"), "uniform", ORDINARY
+    yield replace(wide, dtype=_BF16, quant="nvfp4_w4a16"), "duplicates", ORDINARY
+    yield replace(wide, dtype=_BF16, quant="fp8_w8a8_channel"), "uniform", ORDINARY

@@ -21,7 +21,7 @@ from modular_kernel.catalog import check, load_catalog, make_kernel, this_machin
 from modular_kernel.errors import CommunicationError, ConfigurationError
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.settings import deadline
-from modular_kernel.testing.cases.inputs import Inputs, make_inputs
+from modular_kernel.testing.cases.inputs import Inputs, Place, make_inputs
 from modular_kernel.testing.cases.rank_inputs import part_of
 from modular_kernel.types import Machine, Parallel, Problem
 
@@ -147,7 +147,7 @@ class Stage:
         device = torch.device(self.machine.device)
         rows = slice(start, start + tokens_W[self.rank])
         made = make_inputs(whole, "uniform", torch.device("cpu"))
-        return part_of(made, rows, problem, device, strided=False)
+        return part_of(made, rows, problem, Place(device), strided=False)
 
     def experts(self, problem: Problem) -> str:
         """Return the scenario's, or the first in the catalogue that pair."""

@@ -8,7 +8,7 @@ import torch
 
 from modular_kernel.reference import oracle
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.testing.cases.inputs import Inputs, make_inputs
+from modular_kernel.testing.cases.inputs import Inputs, Place, make_inputs
 from modular_kernel.testing.cases.rank_inputs import part_of
 from modular_kernel.testing.verify.over_ranks import recipe_over_ranks
 from modular_kernel.types import Parallel, Problem
@@ -65,7 +65,7 @@ class Scenes:
         self._all_weights = made.weights
         # The same tensors in every call: a plan binds them once, a graph for ever.
         self.weights: ExpertWeights = part_of(
-            made, slice(0), problem, device, strided=False
+            made, slice(0), problem, Place(device), strided=False
         ).weights
 
     def scene(self, tokens_W: tuple[int, ...] | None = None) -> Scene:

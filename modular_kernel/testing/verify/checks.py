@@ -4,7 +4,8 @@ Numbers: right against the oracle, on three unlike calls. Promises: inputs stay 
 is the tensor written, invalid ids are counted, programs do not race, equal calls give equal bits,
 calls in flight and calls of a plan do not disturb each other, a plan can be captured and allocates
 nothing.
-Every kernel here is poisoned, so stale or unwritten memory is NaN and an overrun is an error.
+Every kernel here is poisoned: from call to call unwritten memory holds NaN and a huge integer, or
+large finite values and ids of real but wrong experts, slots and rows. An overrun is an error.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from modular_kernel.testing.verify.prepared import prepared_weights
 from modular_kernel.testing.verify.sample import Sample
 from modular_kernel.testing.verify.trial import Trial, call, start
 from modular_kernel.testing.verify.twins import one_rounding
-from modular_kernel.testing.verify.without_adapters import without_adapters
+from modular_kernel.testing.verify.without_adapters import adapters_by_turns, without_adapters
 
 Findings = Iterator[str]
 Check = Callable[[Trial], Findings]
@@ -212,6 +213,7 @@ CHECKS: tuple[Check, ...] = (
     no_allocation,
     batch_invariant,
     without_adapters,
+    adapters_by_turns,
     prepared_weights,
     inputs_unchanged,
 )

@@ -5,13 +5,15 @@ Used alike by the test suite, by `mk test` and by a part's author.
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from modular_kernel.catalog import this_machine
 from modular_kernel.errors import CorruptionError, ModularKernelError
 from modular_kernel.ops.launch.runtime import known_launches
+from modular_kernel.path_log import EnteredPath, watched_paths
 from modular_kernel.testing.cases.case import Case, command
+from modular_kernel.testing.cases.path_cells import PathCell, cells_of
 from modular_kernel.testing.verify.checks import CHECKS, Check
 from modular_kernel.testing.verify.trial import Build, Trial, build_kernel
 from modular_kernel.types import Machine
@@ -23,6 +25,7 @@ class Proof:
 
     error, bound: relative root mean square error of the first call, and how large it may be.
     failures: one line for each broken promise, "check: what"; empty if the case is proven.
+    cells: what its calls entered, of a part with several paths.
     """
 
     case: Case
@@ -32,6 +35,7 @@ class Proof:
     failures: tuple[str, ...]
     seconds: float
     invalid_ids: int = 0
+    cells: frozenset[PathCell] = frozenset()
 
     @property
     def passed(self) -> bool:
@@ -61,11 +65,21 @@ def prove(case: Case, machine: Machine | None = None, build: Build = build_kerne
         seconds = time.perf_counter() - start
         return Proof(case, machine, math.inf, 0.0, (raised("build", why),), seconds)
     trial = Trial(case, machine, build)
-    with known_launches():  # calls on equal inputs differ, if at all, in what launches are given
+    with (
+        known_launches(),
+        watched_paths() as entered,
+    ):  # calls on equal inputs differ, if at all, in what launches are given
         failures = tuple(dict.fromkeys(findings(trial)))
     error, bound = _accuracy(trial)
     seconds = time.perf_counter() - start
-    return Proof(case, machine, error, bound, failures, seconds, trial.first.invalid_ids)
+    ids = trial.first.invalid_ids
+    return Proof(case, machine, error, bound, failures, seconds, ids, _cells(entered))
+
+
+def _cells(entered: Iterable[EnteredPath]) -> frozenset[PathCell]:
+    """Return the cells of all the calls."""
+    of_calls = (cells_of(call.path, call.problem, call.weights) for call in entered)
+    return frozenset[PathCell]().union(*of_calls)
 
 
 def findings(trial: Trial) -> Iterator[str]:

@@ -26,7 +26,7 @@ from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.placement import pairs_to_slots
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases.case import Case
-from modular_kernel.testing.cases.inputs import Inputs, Manner, make_inputs
+from modular_kernel.testing.cases.inputs import Inputs, Manner, Place, fill_of, make_inputs
 from modular_kernel.testing.cases.rank_inputs import part_of
 from modular_kernel.testing.cases.ranks import RankCase
 from modular_kernel.testing.ranks.launched import AnyRanks
@@ -88,7 +88,8 @@ class RankSample(Sample):
 
     def _make(self, manner: Manner | None = None) -> Inputs:
         world = self.world if manner is None else self._world(manner)
-        return part_of(world, self.mine, self.problem, self.device, strided=self.strided)
+        place = Place(self.device, fill=fill_of(self.seed))
+        return part_of(world, self.mine, self.problem, place, strided=self.strided)
 
     @property
     def whole_pristine(self) -> Inputs:

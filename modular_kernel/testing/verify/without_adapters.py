@@ -46,3 +46,28 @@ def without_adapters(trial: Trial) -> Iterator[str]:
     base = slots_T < 0
     if count := rows_that_differ(got[base], trial.eager[base]):
         yield f"{count} of {int(base.sum())} rows without an adapter are changed by the others'"
+
+
+def adapters_by_turns(trial: Trial) -> Iterator[str]:
+    """Check that calls with and without adapters leave nothing to each other in a plan's buffers.
+
+    One without has the bits of a layer without any, the next one with some has its own again.
+    """
+    case, i = trial.case, trial.first.inputs
+    slots_T = i.routing.slots_T
+    if case.problem.adapters is None or not trial.deterministic or not case.problem.tokens:
+        return
+    if slots_T is None:
+        return  # `without_adapters` compares these
+    plain = replace(case, problem=replace(case.problem, lora="none"))
+    names: dict[str, Any] = dict.fromkeys(ADAPTER_TENSORS)
+    kernel, weights = trial.build(plain, trial.machine, True), replace(i.weights, **names)
+    want = kernel(trial.first.x_TH(), weights, replace(i.routing, adapters_T=None)).clone()
+    plan = trial.plan
+    plan(trial.first.x_TH(), i.weights, i.routing)
+    got = plan(trial.first.x_TH(), i.weights, replace(i.routing, adapters_T="none"))
+    if count := rows_that_differ(got, want):
+        yield f"{count} rows without adapters, behind a call with some, are not the plain layer's"
+    again = plan(trial.first.x_TH(), i.weights, i.routing)
+    if count := rows_that_differ(again, trial.eager):
+        yield f"{count} rows with adapters, behind a call without any, are others"

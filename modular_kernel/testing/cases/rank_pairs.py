@@ -1,0 +1,119 @@
+"""Rows of the features of a layer over ranks, in which every two values of two axes meet.
+
+They are drawn once for a number of ranks, for parts that take most; what a part refuses is left
+out of its list, or gives way to the nearest shape.
+"""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from modular_kernel.catalog import check, this_machine
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.testing.cases.adapters import NAMED
+from modular_kernel.testing.cases.covering import Array, Axis, Row, Space, covering_array
+from modular_kernel.testing.cases.hostile import why_impossible
+from modular_kernel.testing.cases.inputs import Manner
+from modular_kernel.types import Parallel, Problem
+
+_FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
+_OAI = "swiglu_oai:alpha=1.702,limit=1.0,interleaved=true"
+_LIBERAL = "TorchAll2AllPrepareAndFinalize", "TorchExperts"
+
+# Tokens of each rank, in turn: some ranks have none, or one.
+_TOKENS = ((7, 4, 0, 5), (0, 5), (5, 0), (0, 0, 0, 7), (1, 0), (17, 3))
+_ROUTINGS = (
+    "uniform",
+    "skips",
+    "duplicates",
+    "out_of_range",
+    "beyond_int32",
+    "all_to_one",
+)
+_SCHEMES = (
+    "none",
+    "fp8_w8a8_tensor",
+    "fp8_w8a8_block:block=32x32",
+    "int8_w8a8_channel",
+    "int4_w4a16_group:group=32,zero_points=true",
+    "nvfp4_w4a16",
+)
+RANK_AXES = (
+    Axis("placement", ("linear", "round_robin", "copies")),
+    Axis("tokens", _TOKENS),
+    Axis("routing", _ROUTINGS),
+    Axis("quant", _SCHEMES),
+    Axis("dtype", (_BF16, _FP32, _FP16)),
+    Axis("lora", ("none", "adapters=3,rank=7", "adapters=4,rank=20,a13=shared,outer=shared")),
+    Axis("named", NAMED),
+    Axis("values", ("ordinary", "zero_rows", "signed", "ties")),
+    Axis("bias", (False, True)),
+    Axis("top_k", (2, 1, 3)),
+    Axis("activation", ("silu", _OAI, "relu2")),
+    Axis("ids", (None, torch.int32, torch.int64)),
+    Axis("scaling", (1.0, 2.5)),
+    Axis("weight_on_input", (False, True)),
+    Axis("inplace", (False, True)),
+)
+
+
+def values_of(row: Row) -> dict[str, Any]:
+    """Return the value of each axis by its name."""
+    return {axis.name: axis.values[i] for axis, i in zip(RANK_AXES, row, strict=True)}
+
+
+def problem_of(row: Row, world_size: int) -> Problem:
+    """Return a row's problem, without its ranks; ConfigurationError if there is none such."""
+    values = values_of(row)
+    return Problem(
+        tokens=max(values["tokens"]),
+        hidden=64,
+        intermediate=96,
+        experts=2 * world_size + 1,
+        top_k=values["top_k"],
+        dtype=values["dtype"],
+        quant=values["quant"],
+        activation=values["activation"],
+        ids_dtype=values["ids"],
+        bias=values["bias"],
+        apply_router_weight_on_input=values["weight_on_input"],
+        routed_scaling_factor=values["scaling"],
+        inplace=values["inplace"],
+        lora=values["lora"],
+    )
+
+
+def manner_of(row: Row) -> Manner:
+    """Return how the tensors of a row's case lie, and what they hold."""
+    values = values_of(row)
+    return Manner(values=values["values"], named=values["named"])
+
+
+@cache
+def rank_array(world_size: int) -> Array:
+    """Return the covering array for so many ranks."""
+    machine = this_machine(device="cpu")
+
+    @cache
+    def of_problem(problem: Problem) -> tuple[str, ...]:
+        parallel = replace(problem, parallel=Parallel(world_size))
+        return tuple(map(str, check(*_LIBERAL, parallel, machine).rejections))
+
+    def refused(row: Row) -> tuple[str, ...]:
+        values = values_of(row)
+        try:
+            problem = problem_of(row, world_size)
+        except ConfigurationError as error:
+            return (str(error),)
+        if reasons := of_problem(problem):
+            return reasons
+        if values["routing"] == "beyond_int32" and values["ids"] is torch.int32:
+            return ("[routing] beyond_int32: int32 ids hold no such values",)
+        if problem.adapters is None and values["named"] != NAMED[0]:
+            return ("[named]: there are no adapters",)
+        hostile = why_impossible(problem, values["values"])
+        return () if hostile is None else (hostile,)
+
+    return covering_array(Space(RANK_AXES, refused, lambda _row: True, lambda _row: 1.0))

@@ -1,0 +1,52 @@
+"""Weights that a plan has checked: others that get the number of dead ones are not taken for them."""
+
+import gc
+from dataclasses import replace
+
+import torch
+
+from modular_kernel import reference, replay
+from modular_kernel.catalog import make_kernel
+from modular_kernel.testing.cases.inputs import make_inputs
+from modular_kernel.testing.cases.lists import BASE
+from modular_kernel.testing.verify.compare import compare
+
+CPU = torch.device("cpu")
+
+
+def test_dead_weights_are_forgotten() -> None:
+    known, weights = replay.KnownWeights(), replace(make_inputs(BASE, "uniform", CPU).weights)
+    known.bind(weights)
+    assert known.bound(weights, CPU) is not None
+    del weights
+    gc.collect()
+    assert not known._bound
+
+
+def test_a_number_of_dead_weights_is_no_proof() -> None:
+    """Even where a record outlives its weights: the object is asked for, not its number alone."""
+    known, first = replay.KnownWeights(), make_inputs(BASE, "uniform", CPU).weights
+    second = replace(make_inputs(BASE, "uniform", CPU, seed=1).weights)
+    known._bound[id(second)] = known.bind(first)
+    assert known.bound(first, CPU) is not None
+    assert known.bound(second, CPU) is None
+    del first
+    gc.collect()
+    assert known.bound(second, CPU) is None
+
+
+def test_a_plan_reads_the_weights_that_it_is_given() -> None:
+    """Weights come and go, and numbers return: each call has its own weights' output."""
+    kernel = make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", BASE)
+    if kernel.machine.device != "cpu":
+        return
+    plan, numbers = kernel.plan(), list[int]()
+    for seed in range(12):
+        inputs = make_inputs(BASE, "uniform", CPU, seed=seed)
+        weights = replace(inputs.weights)
+        numbers.append(id(weights))
+        out = plan(inputs.x_TH, weights, inputs.routing)
+        given = inputs.x_TH, weights, inputs.routing, BASE
+        assert compare(out, reference.oracle(*given), reference.recipe(*given), BASE).ok
+        del weights, given
+    assert len(set(numbers)) < len(numbers)  # else nothing was tried

@@ -1,0 +1,62 @@
+"""Cells of paths: the full list enters each that a call can reach, and calls say which."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from modular_kernel.catalog import this_machine
+from modular_kernel.cli.verify import CaseResult, VerifyJob
+from modular_kernel.testing import Case, prove
+from modular_kernel.testing.cases.lists import BASE, cases_for
+from modular_kernel.testing.cases.path_cells import PathCell, path_cases, predicted, reachable
+from modular_kernel.types import Machine
+
+PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
+WORDS = replace(BASE, tokens=1, hidden=128, intermediate=64, dtype=torch.bfloat16)
+
+needs_paths = pytest.mark.skipif(
+    "triton" not in this_machine().packages or not this_machine().interpreter,
+    reason="the lists are those of interpreted kernels",
+)
+
+
+@needs_paths
+def test_the_full_list_enters_every_reachable_cell(machine: Machine) -> None:
+    wanted = set(reachable(*PAIR, machine))
+    assert {cell.path for cell in wanted} == {"aligned", "aligned_w4", "gemv", "gemv_w4"}
+    assert len(wanted) > 500
+    for case in reversed(cases_for(*PAIR, machine).cases):
+        if not wanted:
+            break
+        wanted -= predicted(case)
+    assert not wanted, sorted(map(str, wanted))
+
+
+@needs_paths
+@pytest.mark.parametrize("quant", ["int4_w4a16_group:group=32", "nvfp4_w4a16", "fp8_w8a8_channel"])
+def test_a_proof_says_what_its_calls_entered(quant: str, machine: Machine) -> None:
+    case = Case(*PAIR, replace(WORDS, quant=quant))
+    proof = prove(case, machine)
+    assert proof.passed, str(proof)
+    assert proof.cells == predicted(case)
+    name = {"int4": "gemv_w4", "nvfp": "aligned_w4", "fp8_": "gemv"}[quant[:4]]
+    assert {cell.path for cell in proof.cells} == {name}
+
+
+def test_a_part_with_one_path_has_no_cells(machine: Machine) -> None:
+    assert reachable("MoEPrepareAndFinalizeNoEP", "TorchExperts", machine) == {}
+    assert list(path_cases("TorchExperts")) == []
+
+
+def test_a_cell_that_no_case_enters_fails_the_full_list(machine: Machine) -> None:
+    case = Case("MoEPrepareAndFinalizeNoEP", "TorchExperts", BASE.with_tokens(1))
+    proof = prove(case, machine)
+    cells = frozenset({PathCell("fast", "nvfp4_w4a16", "bias=True")})
+    job = VerifyJob(case.prepare_finalize, case.experts, (case,), 0, "", reachable=cells)
+    smoke, full = (CaseResult(replace(job, whole=whole), (proof,)) for whole in (False, True))
+    assert smoke.ok
+    assert not full.ok
+    assert "fast: 0 of 1 scheme, 0 of 1 cell, never nvfp4_w4a16" in full.paths
+    entered = replace(proof, cells=cells)
+    assert CaseResult(full.job, (entered,)).ok
