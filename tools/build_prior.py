@@ -19,7 +19,9 @@ from modular_kernel.cli.presets import SHAPES
 from modular_kernel.select.prior import FILE, SCHEMA, parse
 
 RECORDS = ("h200-choice", "h200-choice-vendors", "h200-choice-schemes")  # oldest first
-DEFAULTS = tuple(f"MoEPrepareAndFinalizeNoEP x {name}" for name in ("TritonExperts", "TorchExperts"))
+DEFAULTS = tuple(
+    f"MoEPrepareAndFinalizeNoEP x {name}" for name in ("TritonExperts", "TorchExperts")
+)
 
 
 def main() -> int:
@@ -61,7 +63,7 @@ def _place(cell) -> tuple[str, float, int, str]:
 
 
 def _ratios(cell) -> dict[str, float]:
-    """Times over that of the pairing that would run untuned."""
+    """Divide times by that of the pairing that would run untuned."""
     times = {pair: us for pair, us, *_ in cell["outcomes"] if us}
     default = next(times[pair] for pair in DEFAULTS if pair in times)
     return {pair: round(us / default, 3) for pair, us in times.items()}

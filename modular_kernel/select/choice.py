@@ -13,6 +13,7 @@ from modular_kernel.select.record import (
     Pick,
     Segment,
     Source,
+    TimedOutcome,
     picks,
     segments,
 )
@@ -73,6 +74,28 @@ class Choice:
     def measured(self) -> bool:
         """Whether any pairing has a time."""
         return any(bucket.times for bucket in self.buckets)
+
+    def outcomes(self, tokens: int) -> tuple[TimedOutcome, ...]:
+        """Return what became of every valid pairing at a bucket, the default first.
+
+        Of one that was not timed, `why` says why not.
+        """
+        bucket = next((b for b in self.buckets if b.tokens == tokens), None)
+        known = {} if bucket is None else {o.pair: o for o in bucket.outcomes}
+        return tuple(
+            known.get(pair) or TimedOutcome(pair, why=self._untimed(tokens, pair))
+            for pair in self.options.ordered(tokens)
+        )
+
+    def _untimed(self, tokens: int, pair: Pair) -> str:
+        if pair in self.candidates.silent:
+            return f"not timed: {self.candidates.silent[pair]}"
+        estimate = self.options.expected.get(tokens, {}).get(pair)
+        if estimate is not None and pair not in self.options.challengers(tokens):
+            expected = f"{estimate.optimistic:.2f}x the default's time"
+            return f"not timed: the shipped record expects {expected}"
+        wanted = bool(self.options.challengers(tokens))
+        return f"not timed: {self.left if wanted and self.left else 'nothing to compare with'}"
 
     @property
     def summary(self) -> str:

@@ -11,7 +11,8 @@ rows: tokens * top_k / experts. size: hidden * intermediate. ratios: for each en
 time over that of the cell's default pairing, whose ratio is 1; null if it has no time.
 
 The estimate for another layer comes from the three nearest cells of the same scheme in
-(log2 rows, log2 size): the least of their ratios is the optimistic one, the largest the pessimistic.
+(log2 rows, log2 size): the least of their ratios is the optimistic one, the largest the
+pessimistic one.
 """
 
 import logging

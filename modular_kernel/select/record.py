@@ -221,14 +221,18 @@ def _untimed(options: Options, tokens: int, buckets: Sequence[Bucket]) -> Pick:
     return Pick(default, Source.RECORD if ruled_out else Source.DEFAULT)
 
 
-def default_at(options: Options, tokens: int, buckets: Sequence[Bucket]) -> Pair:
-    """Return the first valid pairing of the order that has not failed at, or next to, `tokens`.
+def default_at(
+    options: Options, tokens: int, buckets: Sequence[Bucket], *, above: int | None = None
+) -> Pair:
+    """Return the default at `tokens` or, with `above`, between `above` and `tokens`.
 
-    tokens: one of those that `options.valid` has. Where all have failed, the first valid one.
+    That is the first valid pairing of the order that has not failed in the nearest buckets; where
+    all have, the first valid one. tokens: one of those that `options.valid` has.
     """
-    below = max((b for b in buckets if b.tokens <= tokens), key=lambda b: b.tokens, default=None)
-    above = min((b for b in buckets if b.tokens >= tokens), key=lambda b: b.tokens, default=None)
-    failed = {pair for bucket in (below, above) if bucket for pair in bucket.failed}
+    low = tokens if above is None else above
+    below = max((b for b in buckets if b.tokens <= low), key=lambda b: b.tokens, default=None)
+    beyond = min((b for b in buckets if b.tokens >= tokens), key=lambda b: b.tokens, default=None)
+    failed = {pair for bucket in (below, beyond) if bucket for pair in bucket.failed}
     valid = options.ordered(tokens)
     return next((pair for pair in valid if pair not in failed), valid[0])
 
@@ -244,11 +248,13 @@ def segments(options: Options, buckets: Sequence[Bucket]) -> tuple[Segment, ...]
     for tokens in sorted({*options.tokens, options.most}):
         if not options.ordered(tokens):
             continue
-        default = default_at(options, tokens, buckets)
-        here = chosen[tokens].pair if tokens in chosen else default
-        below = found[-1].pair if found else None
-        smallest = before is None and tokens <= _FEWEST_TOKENS  # no token at all runs beside it
-        between = here if here == below or smallest else default
+        pick = chosen.get(tokens)
+        here = pick.pair if pick else default_at(options, tokens, buckets)
+        smallest = before is None and tokens <= _FEWEST_TOKENS
+        if smallest or (found and found[-1].pair == here):  # no token at all runs as one does
+            between = here
+        else:
+            between = default_at(options, tokens, buckets, above=before)
         first = 0 if before is None else before + 1
         _extend(found, first, tokens - 1, between)
         _extend(found, tokens, tokens, here)

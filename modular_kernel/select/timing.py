@@ -116,8 +116,9 @@ class Stopwatch:
         if self._device.type == "cuda":
             gc.collect()  # a tenth of a second: not after each candidate
         working = (pair for pair in self.order if not self._has_failed(pair))
-        tokens = self.situation.problem.tokens
-        return Bucket(tokens, next(working, self.order[0]), tuple(self.outcomes.values()))
+        first = next(working, self.order[0])
+        outcomes = tuple(self.outcomes[pair] for pair in self.order if pair in self.outcomes)
+        return Bucket(self.situation.problem.tokens, first, outcomes)
 
     def _has_failed(self, pair: Pair) -> bool:
         return pair in self.outcomes and self.outcomes[pair].us is None
