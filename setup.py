@@ -48,6 +48,7 @@ setup(
             "ops/launch/*.c",
             "pages/*.html",
             "pages/*.css",
+            "select/*.json",
             "testing/mutation/*.json",
         ],
         "prepare_finalize": ["py.typed"],

@@ -15,7 +15,16 @@ from modular_kernel.select.record import Bucket, TimedOutcome
 IDENTITY = {"device": "D", "problem": "P"}
 VERSIONS = {"torch": "1", "parts": "x"}
 PAIR = ("PrepareX", "ExpertsY")
-ONE = Bucket(4, (TimedOutcome(PAIR, 12.5, False, "cpu"), TimedOutcome(("Z", "Z"), why="it failed")))
+OTHER = ("PrepareX", "ExpertsZ")
+ONE = Bucket(
+    4,
+    PAIR,
+    (
+        TimedOutcome(PAIR, 12.5, 1.0, mode="cpu"),
+        TimedOutcome(OTHER, 10.0, 0.8, 0.01, rough=True, mode="cpu"),
+        TimedOutcome(("Z", "Z"), why="it failed"),
+    ),
+)
 
 
 @pytest.fixture
@@ -41,8 +50,8 @@ def test_what_was_kept_comes_back(cache: Cache) -> None:
 
 def test_buckets_of_later_runs_join_and_replace(cache: Cache) -> None:
     cache.keep([ONE])
-    again = Bucket(4, (TimedOutcome(PAIR, 9.0, False, "cpu"),))
-    two = Bucket(2, ONE.outcomes)
+    again = Bucket(4, PAIR, (TimedOutcome(PAIR, 9.0, 1.0, mode="cpu"),))
+    two = Bucket(2, PAIR, ONE.outcomes)
     cache.keep([again, two])
     record = cache.load().record
     assert record is not None
@@ -82,7 +91,7 @@ def change(path: str, value: object):
 
 OUTCOME = "records.0.buckets.0.outcomes.0"
 FORGED = [
-    ("schema", "mk-choices/0"),
+    ("schema", "mk-choices/1"),
     ("identity", {"device": "another"}),
     ("records", {}),
     ("records", [1]),
@@ -109,6 +118,13 @@ FORGED = [
     (f"{OUTCOME}.us", "1"),
     (f"{OUTCOME}.us", 1e300),
     (f"{OUTCOME}.us", None),
+    ("records.0.buckets.0.default", ["A"]),
+    ("records.0.buckets.0.default", None),
+    (f"{OUTCOME}.ratio", None),
+    (f"{OUTCOME}.ratio", 0),
+    (f"{OUTCOME}.ratio", 1e300),
+    (f"{OUTCOME}.noise", -0.1),
+    (f"{OUTCOME}.noise", None),
     (f"{OUTCOME}.mode", "gpu"),
     (f"{OUTCOME}.rough", 1),
     (f"{OUTCOME}.why", "\x1b[31m"),
@@ -133,10 +149,10 @@ def test_a_forged_entry_is_refused_and_the_file_rebuilt(
 
 CORRUPT = {
     "empty": b"",
-    "half": b'{"schema": "mk-choices/1", "iden',
+    "half": b'{"schema": "mk-choices/2", "iden',
     "not utf-8": b"\xff\xfe\x00",
     "nan": b'{"schema": NaN}',
-    "a name twice": b'{"schema": 1, "schema": "mk-choices/1"}',
+    "a name twice": b'{"schema": 1, "schema": "mk-choices/2"}',
     "deep": b"[" * 100_000,
     "long number": b"[" + b"9" * 10_000 + b"]",
     "large": b" " * (stored.MOST_BYTES + 1),
@@ -221,7 +237,7 @@ def test_only_one_holds_the_lock(cache: Cache) -> None:
 
 def test_no_file_of_the_reader_is_larger_than_what_it_reads(cache: Cache) -> None:
     outcomes = tuple(TimedOutcome((f"P{n}" * 20, "E" * 60), why="w" * 300) for n in range(30))
-    cache.keep([Bucket(tokens, outcomes) for tokens in range(1, 120)])
+    cache.keep([Bucket(tokens, outcomes[0].pair, outcomes) for tokens in range(1, 120)])
     assert cache.path.stat().st_size <= stored.MOST_BYTES
     record = cache.load().record
     assert record is not None

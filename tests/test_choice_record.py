@@ -1,4 +1,4 @@
-"""Choices as data: buckets, the pairing of each, and where one pairing gives way to another."""
+"""Choices as data: which pairing serves which numbers of tokens, and never a slower one."""
 
 from itertools import pairwise
 
@@ -8,32 +8,48 @@ from hypothesis import strategies as st
 
 from modular_kernel.select.kernel import warm_tokens
 from modular_kernel.select.record import (
+    ALIKE,
     Bucket,
+    Estimate,
+    Options,
+    Pair,
+    Pick,
     Segment,
+    Source,
     TimedOutcome,
     bucket_tokens,
-    chosen,
-    crossover,
-    in_halves,
+    default_at,
+    picks,
     segments,
 )
-from modular_kernel.types import Problem
 
-A, B, C = ("P", "A"), ("P", "B"), ("Q", "C")
+A, B, C = ("P", "A"), ("P", "B"), ("Q", "C")  # A is the default
 ORDER = (A, B, C)
+NAMES = {"a": A, "b": B, "c": C}
 
 
-def bucket(tokens: int, **times: float | None) -> Bucket:
-    pairs = {"a": A, "b": B, "c": C}
-    return Bucket(
-        tokens, tuple(TimedOutcome(pairs[n], us, why="" if us else "no") for n, us in times.items())
-    )
+def outcome(pair: Pair, ratio: float | None, noise: float = 0.0, **more: object) -> TimedOutcome:
+    """The default takes 100 us everywhere; without a ratio the pairing has failed."""
+    if ratio is None:
+        return TimedOutcome(pair, why="no")
+    return TimedOutcome(pair, 100 * ratio, ratio, noise, **more)  # type: ignore[arg-type]
 
 
-def of(tokens: int, *buckets: Bucket, valid: dict[int, tuple] | None = None) -> tuple:
-    problem = Problem(tokens, 8, 8, 2, 1)
-    everywhere = dict.fromkeys(bucket_tokens(tokens), ORDER)
-    return segments(problem, buckets, ORDER, valid=valid or everywhere)
+def bucket(tokens: int, *, default: Pair = A, **ratios: float | None) -> Bucket:
+    return Bucket(tokens, default, tuple(outcome(NAMES[n], ratio) for n, ratio in ratios.items()))
+
+
+def options(
+    most: int,
+    tokens: tuple[int, ...] | None = None,
+    *,
+    valid: dict[int, tuple[Pair, ...]] | None = None,
+    expected: dict[int, dict[Pair, Estimate]] | None = None,
+    silent: tuple[Pair, ...] = (),
+) -> Options:
+    tokens = bucket_tokens(most) if tokens is None else tokens
+    everywhere = dict.fromkeys((*tokens, most), ORDER)
+    return Options(tokens, most, ORDER, valid or everywhere, silent, expected or {})
 
 
 def test_buckets_are_powers_of_two_and_the_most() -> None:
@@ -43,75 +59,197 @@ def test_buckets_are_powers_of_two_and_the_most() -> None:
     assert bucket_tokens(0) == (1,)
 
 
-@given(st.sets(st.integers(1, 10_000), min_size=1, max_size=40))
-def test_halves_keep_every_number_and_begin_with_the_ends(numbers: set[int]) -> None:
-    ordered = sorted(numbers)
-    found = in_halves(ordered)
-    assert sorted(found) == ordered
-    assert found[0] == ordered[-1]
-    assert set(found[:2]) == {ordered[0], ordered[-1]}
+@pytest.mark.parametrize(
+    ("found", "faster"),
+    [
+        (outcome(B, 0.97), True),
+        (outcome(B, 0.98), True),
+        (outcome(B, 0.985), False),  # less than the least gain
+        (outcome(B, 0.95, 0.02), True),
+        (outcome(B, 0.95, 0.03), False),  # within twice the noise
+        (outcome(B, 0.5, rough=True), False),  # timed twice only
+        (outcome(B, None), False),
+        (outcome(A, 1.0), False),
+    ],
+)
+def test_a_switch_needs_a_gain_beyond_the_noise(found: TimedOutcome, faster: bool) -> None:
+    assert found.faster is faster
 
 
-def test_the_fastest_is_chosen_and_ties_go_by_order() -> None:
-    assert chosen([bucket(1, a=2.0, b=1.0)], ORDER) == {1: B}
-    assert chosen([bucket(1, b=1.0, a=1.0)], ORDER) == {1: A}
-    assert chosen([bucket(1, a=None)], ORDER) == {}
+DECISIONS = {
+    "nothing is faster": (bucket(1, a=1.0, b=0.99, c=1.2), None, Pick(A, Source.TIMED)),
+    "the fastest": (bucket(1, a=1.0, b=0.9, c=0.8), None, Pick(C, Source.TIMED)),
+    "what served before, where it is alike": (
+        bucket(1, a=1.0, b=0.9 * ALIKE - 1e-6, c=0.9),
+        B,
+        Pick(B, Source.TIMED),
+    ),
+    "not what served before, where it is not": (
+        bucket(1, a=1.0, b=0.92, c=0.9),
+        B,
+        Pick(C, Source.TIMED),
+    ),
+    "not what served before, where the default is as fast": (
+        bucket(1, a=1.0, b=0.99, c=1.0),
+        B,
+        Pick(A, Source.TIMED),
+    ),
+    "the next of the order where the default fails": (
+        bucket(1, default=B, a=None, b=1.0, c=1.0),
+        None,
+        Pick(B, Source.TIMED),
+    ),
+    "the default where not all were timed": (
+        bucket(1, a=1.0, b=1.0),
+        None,
+        Pick(A, Source.DEFAULT),
+    ),
+    "a winner where not all were timed": (bucket(1, a=1.0, b=0.9), None, Pick(B, Source.TIMED)),
+}
 
 
-def test_a_pairing_stays_where_another_is_no_faster_than_noise() -> None:
-    close = chosen([bucket(1, a=10.0, b=20.0), bucket(2, a=10.05, b=10.0)], ORDER)
-    assert close == {1: A, 2: A}
-    clear = chosen([bucket(1, a=10.0, b=20.0), bucket(2, a=10.2, b=10.0)], ORDER)
-    assert clear == {1: A, 2: B}
+@pytest.mark.parametrize(("found", "before", "pick"), DECISIONS.values(), ids=DECISIONS.keys())
+def test_a_bucket_is_decided(found: Bucket, before: Pair | None, pick: Pick) -> None:
+    two = Bucket(2, found.default, found.outcomes)
+    first = bucket(1, a=1.0, b=0.5, c=1.0) if before == B else bucket(1, a=1.0, b=1.0, c=1.0)
+    assert picks(options(2), [first, two])[2] == pick
 
 
-def test_a_crossover_lies_where_the_lines_meet() -> None:
-    # a: 10 at 100, 30 at 200; b: 20 at 100, 20 at 200. They meet at 150.
-    low, high = (100, {A: 10.0, B: 20.0}), (200, {A: 30.0, B: 20.0})
-    assert crossover(low, high, A, B) == 150
-    assert crossover((100, {A: 19.9, B: 20.0}), high, A, B) == 100
-    assert crossover(low, (200, {A: 20.01, B: 20.0}), A, B) == 199
+def test_without_any_time_the_default_serves_all() -> None:
+    assert segments(options(16), ()) == (Segment(0, 16, A),)
+    assert picks(options(2), ()) == dict.fromkeys((1, 2), Pick(A, Source.DEFAULT))
+    valid = {1: (B,), 8: (C, B), 16: (C,)}
+    found = options(16, (1, 8, 16), valid=valid)
+    assert segments(found, ()) == (Segment(0, 8, B), Segment(9, 16, C))
+    assert picks(found, ())[16] == Pick(C, Source.ONLY)
 
 
-def test_a_pairing_without_a_time_at_one_end_serves_what_lies_at_the_other() -> None:
-    assert crossover((4, {A: 1.0}), (8, {A: 2.0, B: 1.0}), A, B) == 7
-    assert crossover((4, {A: 1.0, B: 2.0}), (8, {B: 1.0}), A, B) == 4
-    assert crossover((4, {A: 1.0}), (8, {B: 1.0}), A, B) == 4
-
-
-def test_segments_join_at_crossovers() -> None:
-    found = of(200, bucket(100, a=10.0, b=20.0), bucket(200, a=30.0, b=20.0))
-    assert found == (Segment(0, 150, A), Segment(151, 200, B))
-
-
-def test_without_any_time_the_first_valid_one_serves_all() -> None:
-    assert of(16) == (Segment(0, 16, A, measured=False),)
-    valid = {1: (B,), 8: (B, C), 16: (C,)}
-    assert of(16, valid=valid) == (
-        Segment(0, 8, B, measured=False),
-        Segment(9, 16, C, measured=False),
+def test_a_pairing_serves_between_two_buckets_only_where_both_chose_it() -> None:
+    won, lost = {"a": 1.0, "b": 0.8, "c": 2.0}, {"a": 1.0, "b": 1.5, "c": 2.0}
+    both = [bucket(4, **won), bucket(8, **won), bucket(16, **lost), bucket(32, **won)]
+    assert segments(options(64, (4, 8, 16, 32)), both) == (
+        Segment(0, 3, A),  # below the smallest
+        Segment(4, 8, B),
+        Segment(9, 31, A),
+        Segment(32, 32, B),
+        Segment(33, 64, A),  # beyond the largest
     )
 
 
-def test_above_what_was_measured_another_takes_over_where_the_last_is_not_valid() -> None:
-    valid = {1: (A, B), 4: (A, B), 8: (A, B), 16: (B,), 32: (B,)}
-    found = of(32, bucket(1, a=1.0, b=2.0), bucket(4, a=1.0, b=2.0), valid=valid)
-    assert found == (Segment(0, 8, A), Segment(9, 32, B, measured=False))
+def test_no_token_at_all_runs_as_one_does() -> None:
+    won = bucket(1, a=1.0, b=0.8, c=1.0)
+    assert segments(options(2), [won]) == (Segment(0, 1, B), Segment(2, 2, A))
 
 
-TIMES = st.one_of(st.none(), st.floats(0.5, 50))
+def test_one_winner_is_not_spread_over_what_was_not_timed() -> None:
+    """As where a short budget ended after the largest number of tokens."""
+    found = segments(options(4096), [bucket(4096, a=1.0, b=0.5, c=1.0)])
+    assert found == (Segment(0, 4095, A), Segment(4096, 4096, B))
 
 
-@given(st.dictionaries(st.sampled_from(bucket_tokens(64)), st.tuples(TIMES, TIMES, TIMES)))
-def test_segments_have_no_gap_and_agree_with_every_bucket(table: dict[int, tuple]) -> None:
-    buckets = [bucket(t, a=a, b=b, c=c) for t, (a, b, c) in table.items()]
-    found = of(64, *buckets)
-    assert (found[0].first, found[-1].last) == (0, 64)
-    assert all(high.first == low.last + 1 for low, high in pairwise(found))
-    assert all(segment.first <= segment.last for segment in found)
-    for tokens, pair in chosen(buckets, ORDER).items():
-        (serving,) = (s for s in found if s.first <= tokens <= s.last)
-        assert serving.pair == pair
+def test_a_pairing_that_failed_is_not_the_default_beside_it() -> None:
+    failed = bucket(8, default=B, a=None, b=1.0, c=1.0)
+    found = options(32, (2, 8, 32))
+    assert default_at(found, 2, [failed]) == B
+    assert segments(found, [failed]) == (Segment(0, 32, B),)
+    working = [bucket(2, a=1.0, b=1.0, c=1.0), failed, bucket(32, a=1.0, b=1.0, c=1.0)]
+    assert segments(found, working) == (Segment(0, 2, A), Segment(3, 31, B), Segment(32, 32, A))
+
+
+def test_only_what_may_be_faster_is_timed_the_most_promising_first() -> None:
+    def of(b: Estimate | None, c: Estimate | None) -> tuple[Pair, ...]:
+        known = {pair: e for pair, e in ((B, b), (C, c)) if e is not None}
+        return options(1, expected={1: known}).challengers(1)
+
+    assert of(None, None) == (B, C)
+    assert of(Estimate(0.97, 2.0), Estimate(0.9, 2.0)) == (C, B)
+    assert of(None, Estimate(0.98, 2.0)) == (C, B)  # unknown ones last
+    assert of(Estimate(0.981, 0.99), Estimate(1.3, 1.4)) == ()
+    assert options(1, silent=(B,)).challengers(1) == (C,)
+
+
+def test_where_the_record_rules_all_out_it_decides() -> None:
+    slow = {1: dict.fromkeys((B, C), Estimate(1.1, 1.2, True))}
+    assert picks(options(1, expected=slow), ()) == {1: Pick(A, Source.RECORD)}
+    assert picks(options(1, expected=slow, silent=ORDER), ()) == {1: Pick(A, Source.DEFAULT)}
+
+
+def test_the_record_chooses_what_was_not_timed_only_beyond_doubt() -> None:
+    def pick(estimate: Estimate, *buckets: Bucket) -> Pair:
+        expected = {t: {B: estimate, C: Estimate(1.5, 1.6, True)} for t in (1, 2)}
+        return picks(options(2, expected=expected), buckets)[2].pair
+
+    assert pick(Estimate(0.8, 0.95, True)) == B
+    assert pick(Estimate(0.8, 0.96, True)) == A
+    assert pick(Estimate(0.8, 0.95, False)) == A  # of layers that are not alike
+    assert pick(Estimate(0.8, 0.95, True), bucket(2, a=1.0, b=1.0)) == A  # what is timed counts
+    assert pick(Estimate(0.8, 0.95, True), bucket(1, a=1.0, b=None)) == A  # it failed at 1
+    assert pick(Estimate(0.8, 0.95, True), bucket(1, a=1.0, b=1.0)) == B
+
+
+RATIOS = st.one_of(st.none(), st.floats(0.5, 2))
+OUTCOMES = st.tuples(RATIOS, RATIOS, st.floats(0, 0.1), st.booleans())
+ESTIMATES = st.builds(
+    lambda low, more, trusted: Estimate(low, low + more, trusted),
+    st.floats(0.7, 1.3),
+    st.floats(0, 0.2),
+    st.booleans(),
+)
+
+
+@st.composite
+def situations(draw) -> tuple[Options, list[Bucket]]:
+    """Buckets of which some were timed, some in part, some with a default that failed."""
+    most = draw(st.integers(1, 80))
+    tokens = tuple(sorted(draw(st.sets(st.integers(1, most), min_size=1, max_size=8))))
+    expected = {t: draw(st.dictionaries(st.sampled_from((B, C)), ESTIMATES)) for t in tokens}
+    found = options(most, tokens, expected=expected)
+    buckets = []
+    for t in draw(st.sets(st.sampled_from(tokens))):
+        b, c, noise, fails = draw(OUTCOMES)
+        outcomes = [outcome(A, None if fails else 1.0), outcome(B, 1.0 if fails else b, noise)]
+        outcomes += [outcome(C, c, noise)] * draw(st.booleans())
+        buckets.append(Bucket(t, B if fails else A, tuple(outcomes)))
+    return found, buckets
+
+
+@given(situations())
+def test_no_number_of_tokens_runs_on_what_may_be_slower(
+    situation: tuple[Options, list[Bucket]],
+) -> None:
+    found, buckets = situation
+    at = {b.tokens: b for b in buckets}
+
+    def chosen(tokens: int, pair: Pair) -> bool:
+        """Whether the pairing has won at a bucket, or the record is sure of it."""
+        own = at[tokens].outcome(pair) if tokens in at else None
+        if own is not None and own.ratio is not None and pair != at[tokens].default:
+            return own.ratio <= 1 - max(0.02, 2 * own.noise)
+        estimate = found.expected[tokens].get(pair)
+        return (
+            own is None
+            and estimate is not None
+            and estimate.trusted
+            and (estimate.pessimistic <= 0.95)
+        )
+
+    runs = segments(found, buckets)
+    assert (runs[0].first, runs[-1].last) == (0, found.most)
+    assert all(high.first == low.last + 1 for low, high in pairwise(runs))
+    assert all(run.first <= run.last for run in runs)
+    assert all(low.pair != high.pair for low, high in pairwise(runs))
+    for tokens in range(found.most + 1):
+        (pair,) = (run.pair for run in runs if run.first <= tokens <= run.last)
+        bucket_of = 1 if tokens == 0 and 1 in found.tokens else tokens
+        if bucket_of in found.tokens:
+            default = default_at(found, bucket_of, buckets)
+            assert pair == default or chosen(bucket_of, pair)
+            continue
+        below = max((t for t in found.tokens if t < tokens), default=None)
+        above = min((t for t in found.tokens if t > tokens), default=None)
+        default = default_at(found, above or found.most, buckets, above=below)
+        both = below is not None and above is not None
+        assert pair == default or (both and chosen(below, pair) and chosen(above, pair))
 
 
 @pytest.mark.parametrize("most", [1, 2, 17, 4096])

@@ -1,17 +1,22 @@
-"""What is chosen was timed by turns, whatever the machine does between two timings."""
+"""What is chosen was timed by turns with the default, whatever the machine does meanwhile."""
 
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
 
 from modular_kernel.select.choice import Choice
-from modular_kernel.select.choosing import choose
+from modular_kernel.select.choosing import Terms, choose
+from modular_kernel.select.record import TimedOutcome
 from modular_kernel.select.timing import Stopwatch
 from modular_kernel.types import Machine, Problem
 
 PROBLEM = Problem(tokens=2, hidden=32, intermediate=32, experts=4, top_k=2, dtype=torch.float32)
-Times = dict[int, tuple[float, float]]
+TORCH = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+NAIVE = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")
+TERMS = Terms(tokens=(2,))
 
 
 @pytest.fixture(autouse=True)
@@ -20,40 +25,95 @@ def _of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, alone: Times, by_turns: Times) -> Choice:
-    """Choose where both experts take so many microseconds: TorchExperts, NaiveBatchedExperts.
+def chosen(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[str, int], float]) -> Choice:
+    """Choose where a run of an experts part takes `seconds(its name, number of the run)`."""
+    runs = count()
 
-    By number of tokens.
-    """
-
-    def once(self: Stopwatch, ready) -> float:
-        name = type(ready.kernel.experts).__name__
-        known = any(experts == name for _, experts in self.outcomes)
-        times = (by_turns if known else alone)[self.situation.problem.tokens]
-        return times[name == "NaiveBatchedExperts"] * 1e-6
+    def once(_self: Stopwatch, ready) -> float:
+        return seconds(type(ready.kernel.experts).__name__, next(runs))
 
     monkeypatch.setattr(Stopwatch, "_once", once)
-    return choose(PROBLEM, Machine("cpu"))
+    return choose(PROBLEM, Machine("cpu"), terms=TERMS)
 
 
-def test_the_fastest_is_timed_by_turns_although_it_came_far_behind(
-    monkeypatch: pytest.MonkeyPatch,
+def outcome(choice: Choice, pair: tuple[str, str]) -> TimedOutcome:
+    (bucket,) = choice.buckets
+    found = bucket.outcome(pair)
+    assert found is not None
+    return found
+
+
+def test_what_slows_both_down_changes_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run takes longer than the one before, up to ten times as long in the end."""
+
+    def seconds(name: str, run: int) -> float:
+        return (0.9 if name == "NaiveBatchedExperts" else 1.0) * 1e-6 * (1 + run / 4)
+
+    choice = chosen(monkeypatch, seconds)
+    found = outcome(choice, NAIVE)
+    assert found.ratio == pytest.approx(0.9, abs=0.02)
+    assert choice.picks == {2: NAIVE}
+    assert outcome(choice, TORCH).ratio == 1
+
+
+def test_what_wins_by_chance_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The median is 5 % faster, and single rounds scatter by half of it around that."""
+
+    def seconds(name: str, run: int) -> float:
+        scatter = (0.5, 1.0, 1.5)[run * 7 % 3]
+        return (0.95 * scatter if name == "NaiveBatchedExperts" else 1.0) * 1e-3
+
+    choice = chosen(monkeypatch, seconds)
+    found = outcome(choice, NAIVE)
+    assert found.ratio == pytest.approx(0.95)
+    assert found.noise > 0.05
+    assert choice.picks == {2: TORCH}
+
+
+def test_what_is_far_behind_is_timed_twice_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+
+    def seconds(name: str, _run: int) -> float:
+        runs.append(name)
+        return 3e-6 if name == "NaiveBatchedExperts" else 1e-6
+
+    choice = chosen(monkeypatch, seconds)
+    assert runs.count("NaiveBatchedExperts") == 2
+    assert outcome(choice, NAIVE) == TimedOutcome(
+        NAIVE, pytest.approx(3), pytest.approx(3), rough=True, mode="cpu"
+    )
+
+
+def test_each_is_first_in_every_other_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = []
+
+    def seconds(name: str, _run: int) -> float:
+        names.append(name)
+        return 1e-3
+
+    chosen(monkeypatch, seconds)
+    rounds = list(zip(names[2::2], names[3::2], strict=True))  # the default runs twice before
+    assert all(set(both) == {"TorchExperts", "NaiveBatchedExperts"} for both in rounds)
+    first = [both[0] for both in rounds]
+    assert abs(first.count("TorchExperts") - first.count("NaiveBatchedExperts")) <= 1
+
+
+@pytest.mark.parametrize("after", [0, 5])
+def test_where_the_default_fails_the_next_one_takes_its_place(
+    monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
-    """Alone 3 us to 1, but by turns, on a machine that became busy, 8 to 9."""
-    choice = chosen(monkeypatch, dict.fromkeys((1, 2), (1, 3)), dict.fromkeys((1, 2), (9, 8)))
-    assert choice.buckets
-    for bucket in choice.buckets:
-        assert [outcome.rough for outcome in bucket.outcomes] == [False, False]
-        assert choice.picks[bucket.tokens][1] == "NaiveBatchedExperts"
-        assert sorted(bucket.times.values()) == pytest.approx([8, 9])
+    """While it is built, or in a later run: then ratios to it mean nothing."""
+    runs = count()
+    real = Stopwatch._run
 
+    def run(self: Stopwatch, ready) -> float:
+        if ready.pair == TORCH and next(runs) >= after:
+            raise RuntimeError("no such luck")
+        return real(self, ready)
 
-def test_what_the_bucket_before_chose_is_timed_by_turns_before_it_stays(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """At 2 tokens the machine becomes busy: alone 9.05 us come within 1 % of 9, by turns they
-    would be 81."""
-    alone, by_turns = {1: (9, 8), 2: (1, 9.05)}, {1: (9, 8), 2: (9, 81)}
-    choice = chosen(monkeypatch, alone, by_turns)
-    assert choice.picks[1][1] == "NaiveBatchedExperts"
-    assert choice.picks[2][1] == "TorchExperts"
+    monkeypatch.setattr(Stopwatch, "_run", run)
+    choice = choose(PROBLEM, Machine("cpu"), terms=TERMS)
+    assert outcome(choice, TORCH) == TimedOutcome(TORCH, why="RuntimeError: no such luck")
+    assert outcome(choice, NAIVE).ratio == 1
+    assert choice.picks == {2: NAIVE}
+    assert choose(PROBLEM, Machine("cpu"), terms=TERMS).picks == {2: NAIVE}  # from the cache

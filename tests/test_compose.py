@@ -1,6 +1,7 @@
 """compose: what is timed, what is chosen, what is reused, and what a composed layer does."""
 
 import json
+import logging
 import threading
 import time
 from dataclasses import replace
@@ -20,7 +21,8 @@ from modular_kernel.errors import (
     IncompatibleError,
     UnknownPartError,
 )
-from modular_kernel.select import candidates, choosing, timing
+from modular_kernel.planned import NO_EP, usual_experts
+from modular_kernel.select import candidates, search, timing
 from modular_kernel.select.choosing import Terms, choose, compose
 from modular_kernel.select.inputs import make_weights
 from modular_kernel.select.record import TimedOutcome
@@ -55,7 +57,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
 
 def no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def bucket(self: Stopwatch) -> None:
+    def bucket(self: Stopwatch, _challengers: object) -> None:
         raise AssertionError("timed again")
 
     monkeypatch.setattr(Stopwatch, "bucket", bucket)
@@ -80,18 +82,53 @@ def test_the_fastest_is_chosen_at_every_number_of_tokens(folder: Path, clock: di
     choice = choose(PROBLEM, CPU)
     assert set(choice.candidates.order) == {TORCH, NAIVE}
     assert choice.timed == 4
-    # 4 + t against 3 t: they meet at 2.
-    assert choice.picks == {1: NAIVE, 2: NAIVE, 4: TORCH, 8: TORCH}
-    assert [(s.first, s.last, s.pair) for s in choice.segments] == [(0, 2, NAIVE), (3, 8, TORCH)]
+    # 4 + t against 3 t: they meet at 2, where the default stays.
+    assert choice.picks == {1: NAIVE, 2: TORCH, 4: TORCH, 8: TORCH}
+    assert [(s.first, s.last, s.pair) for s in choice.segments] == [(0, 1, NAIVE), (2, 8, TORCH)]
     assert choice.notes == ()
+
+
+def test_the_default_pairing_comes_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The experts that layers have untuned, whether or not a GPU serves the problem."""
+    gpu = Machine("cuda", (9, 0), frozenset({"triton"}), name="G", cuda=(13, 0))
+    monkeypatch.setattr("modular_kernel.planned.machine_of", {"cpu": CPU, "cuda": gpu}.get)
+    for machine in (CPU, gpu):
+        for quant in ("none", "fp8_w8a8_block", "nvfp4_w4a4"):
+            problem = replace(PROBLEM, quant=quant, hidden=256, intermediate=256)
+            order = candidates.find(problem, machine, (1, 8)).order
+            usual = usual_experts(NO_EP, problem, torch.device(machine.device))
+            assert order[0] == (NO_EP, usual), (machine, quant)
+
+
+def test_over_ranks_the_usual_experts_come_first_behind_the_first_exchange() -> None:
+    gpu = Machine("cuda", (9, 0), frozenset({"triton"}), name="G", cuda=(13, 0))
+    problem = replace(PROBLEM, parallel=Parallel(2))
+    for machine, experts in ((CPU, "TorchExperts"), (gpu, "TritonExperts")):
+        first, *_ = candidates.find(problem, machine, (8,)).order
+        assert first[1] == experts
+        assert first[0] != NO_EP
+
+
+def test_compose_says_in_one_line_what_was_timed(
+    folder: Path, clock: dict, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "modular_kernel.select"):
+        choice = compose(PROBLEM, CPU).choice
+        compose(PROBLEM, CPU)
+        compose(PROBLEM.with_tokens(16), CPU, terms=Terms(budget=0))
+    assert caplog.messages == [
+        f"4 token counts: 4 timed ({choice.seconds:.1f} s)",
+        "4 token counts: 4 from the cache",
+        "5 token counts: 4 from the cache, 1 default (budget of 0 s spent)",
+    ]
 
 
 def test_a_notebook_shows_which_pairing_serves_which_calls(folder: Path, clock: dict) -> None:
     assert compose(PROBLEM, CPU)._repr_html_() == (
         f"<p>composed, {PROBLEM} on cpu</p>"
         "<table><tr><th>tokens</th><th>prepare_finalize</th><th>experts</th></tr>"
-        f"<tr><td>0 to 2</td><td>{NAIVE[0]}</td><td>{NAIVE[1]}</td></tr>"
-        f"<tr><td>3 to 8</td><td>{TORCH[0]}</td><td>{TORCH[1]}</td></tr></table>"
+        f"<tr><td>0 to 1</td><td>{NAIVE[0]}</td><td>{NAIVE[1]}</td></tr>"
+        f"<tr><td>2 to 8</td><td>{TORCH[0]}</td><td>{TORCH[1]}</td></tr></table>"
     )
 
 
@@ -106,7 +143,7 @@ def test_a_second_call_times_nothing_and_chooses_the_same(
     assert again.choice.timed == 0
     assert again.choice.segments == first.segments
     fewer = choose(PROBLEM.with_tokens(4), CPU)  # its buckets are among those of more
-    assert (fewer.timed, fewer.picks) == (0, {1: NAIVE, 2: NAIVE, 4: TORCH})
+    assert (fewer.timed, fewer.picks) == (0, {1: NAIVE, 2: TORCH, 4: TORCH})
     # Forced to look at the clock, it would have raised.
     with pytest.raises(AssertionError, match="timed again"):
         choose(PROBLEM, CPU, terms=Terms(fresh=True))
@@ -142,7 +179,7 @@ def test_a_corrupt_file_is_measured_anew_and_says_so(folder: Path, clock: dict) 
 
 
 def test_a_forged_pairing_is_not_chosen(folder: Path, clock: dict) -> None:
-    """A file may name only what is valid here; a bucket that lacks a valid pairing is no use."""
+    """A file may name only what is valid here; a bucket that lacks a pairing is timed again."""
     terms = Terms(tokens=(8,))
     choose(PROBLEM, CPU, terms=terms)
     (path,) = folder.rglob("*.json")
@@ -152,25 +189,20 @@ def test_a_forged_pairing_is_not_chosen(folder: Path, clock: dict) -> None:
     path.write_text(json.dumps(found))
     read = choose(PROBLEM, CPU, terms=terms)
     assert (read.picks, read.timed) == ({8: TORCH}, 0)
-    del outcomes[0]
+    outcomes[:] = [o for o in outcomes if o["pair"] == list(TORCH)]
     path.write_text(json.dumps(found))
     assert choose(PROBLEM, CPU, terms=terms).timed == 1
 
 
-def test_a_budget_that_ends_early_is_continued(
-    folder: Path, clock: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nothing = choose(PROBLEM, CPU, terms=Terms(budget=0))
-    assert (nothing.timed, nothing.measured, nothing.missing) == (0, False, (1, 2, 4, 8))
-    assert [s.pair for s in nothing.segments] == [TORCH]  # by the parts' order
-    now = [0.0]
-    monkeypatch.setattr(choosing.time, "monotonic", lambda: now[0])
-    spend = Terms(budget=10, tell=lambda _bucket: now.__setitem__(0, now[0] + 6))
-    part = choose(PROBLEM, CPU, terms=spend)
-    assert (part.timed, part.missing) == (2, (2, 4))  # the ends come first
-    assert "left 2 of 4 numbers of tokens unmeasured" in part.notes[-1]
-    rest = choose(PROBLEM, CPU, terms=spend)
-    assert (rest.timed, rest.missing) == (2, ())
+def test_ratios_to_another_default_are_no_use(folder: Path, clock: dict) -> None:
+    terms = Terms(tokens=(8,))
+    choose(PROBLEM, CPU, terms=terms)
+    (path,) = folder.rglob("*.json")
+    found = json.loads(path.read_text())
+    found["records"][0]["buckets"][0]["default"] = list(NAIVE)
+    path.write_text(json.dumps(found))
+    assert choose(PROBLEM, CPU, terms=replace(terms, budget=0)).picks == {8: TORCH}
+    assert choose(PROBLEM, CPU, terms=terms).timed == 1
 
 
 def test_a_candidate_with_wrong_numbers_is_never_chosen(
@@ -211,9 +243,10 @@ def test_what_does_not_fit_is_not_begun(
     choice = choose(PROBLEM, CPU, terms=Terms(tokens=(8,)))
     assert not choice.measured
     assert all("its plan takes" in o.why for o in choice.buckets[0].outcomes)
-    monkeypatch.setattr(choosing, "free_bytes", lambda _device: 100)
+    assert choice.picks == {8: TORCH}
+    monkeypatch.setattr(search, "free_bytes", lambda _device: 100)
     choice = choose(PROBLEM, CPU, terms=Terms(tokens=(8,), fresh=True))
-    assert choice.notes[0].startswith("nothing was timed: weights take")
+    assert choice.summary.startswith("1 token count: 1 default (weights take ")
 
 
 def test_where_kernels_are_interpreted_nothing_is_timed(tmp_path: Path) -> None:
@@ -224,6 +257,7 @@ def test_where_kernels_are_interpreted_nothing_is_timed(tmp_path: Path) -> None:
     assert set(choice.candidates.silent) == set(choice.candidates.order) > {TORCH, NAIVE}
     assert (choice.timed, choice.measured) == (0, False)
     assert [segment.pair for segment in choice.segments] == [TORCH]
+    assert choice.summary.startswith("4 token counts: 4 default (Triton's interpreter is on")
 
 
 def test_no_valid_pairing_raises_with_every_reason(folder: Path) -> None:
@@ -240,7 +274,7 @@ def test_a_composed_layer_computes_what_its_pairings_do(folder: Path, clock: dic
     assert plan.nbytes == sum(p.nbytes for p in plan.plans)
     x_TH, weights, routing = random_inputs(PROBLEM, torch.device("cpu"))
     for tokens in (0, 1, 2, 3, 8):
-        pair = NAIVE if tokens <= 2 else TORCH
+        pair = NAIVE if tokens <= 1 else TORCH
         some = replace(
             routing,
             topk_weights_TK=routing.topk_weights_TK[:tokens],
@@ -285,41 +319,6 @@ def test_two_at_once_time_once(folder: Path, clock: dict) -> None:
     for thread in threads:
         thread.join()
     assert sorted(found) == [0, 4]
-
-
-def test_what_was_timed_when_the_budget_ended_is_kept(
-    folder: Path, clock: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now, timed, alone = [0.0], list[tuple[int, tuple[str, str]]](), Stopwatch._alone
-    monkeypatch.setattr(choosing.time, "monotonic", lambda: now[0])
-
-    def slow(self: Stopwatch, pair: tuple[str, str]) -> TimedOutcome:
-        now[0] += 6
-        timed.append((self.situation.problem.tokens, pair))
-        return alone(self, pair)
-
-    monkeypatch.setattr(Stopwatch, "_alone", slow)
-    told = []
-    terms = Terms(tokens=(1, 8), budget=5, tell=told.append)
-    begun = choose(PROBLEM, CPU, terms=terms)
-    assert timed == [(8, TORCH)]
-    assert (begun.picks, begun.timed, told) == ({8: TORCH}, 1, [])
-    left, of = begun.notes
-    assert "left 2 of 2 numbers of tokens unmeasured" in left
-    assert of.startswith("of 8 tokens 1 of 2 pairings were timed")
-    read = choose(PROBLEM, CPU, terms=replace(terms, budget=0))
-    assert (read.picks, read.timed, read.notes) == ({8: TORCH}, 0, (of,))
-    whole = choose(PROBLEM, CPU, terms=terms)
-    assert timed[1:] == [(8, NAIVE)]  # what is known is not timed again
-    assert (whole.picks, whole.timed, whole.missing) == ({8: TORCH}, 1, (1,))
-    assert set(whole.buckets[0].times) == {TORCH, NAIVE}
-    assert [bucket.tokens for bucket in told] == [8]
-    rest = choose(PROBLEM, CPU, terms=terms)  # 1 token is begun: what is whole counts alone
-    assert (timed[3:], rest.timed, rest.picks) == ([], 0, {8: TORCH})
-    again = choose(PROBLEM, CPU, terms=replace(terms, fresh=True))  # begins 8, which is whole
-    assert timed[3:] == [(8, TORCH)]
-    assert again.buckets == ()
-    assert choose(PROBLEM, CPU, terms=replace(terms, budget=0)).picks == {8: TORCH}
 
 
 @pytest.mark.parametrize(
@@ -380,24 +379,33 @@ def test_the_verb_chooses_explains_and_reuses(
     with_it = replace(CPU, packages=frozenset({"triton", "ml_dtypes"}), interpreter=True)
     many = len(choose(PROBLEM, with_it, terms=Terms(budget=0)).candidates.order)
     assert f" pairings are valid without Triton's interpreter ({many} with it, untimed)" in out
-    assert "0 to 2 " in out
-    assert "timed 2 token counts in " in out
+    assert "0 to 1 " in out
+    assert "2 token counts: 2 timed (" in out
     assert "not measured, they need a GPU: MoEPrepareAndFinalizeNoEP x TritonExperts" in out
-    assert "[world_size] TorchAll2AllPrepareAndFinalize" in out
+    lines = [line.split() for line in out.splitlines()]
     assert "8 tokens: " in err
     code, out, _ = ended(capsys, *SMALL, "--json")
     record = json.loads(out)
     assert (code, record["timed_now"], record["missing"]) == (0, 0, [])
     assert [segment["pair"] for segment in record["segments"]] == [list(NAIVE), list(TORCH)]
-    assert record["buckets"][0]["outcomes"]
+    assert record["picks"]["8"] == {"pair": list(TORCH), "by": "timed"}
+    assert [o["pair"] for o in record["buckets"][0]["outcomes"]] == [list(TORCH), list(NAIVE)]
+    assert record["summary"] == "2 token counts: 2 from the cache"
+    assert max(len(verdict["rejections"]) for verdict in record["refused"]) > 1
+    for verdict in record["refused"]:  # a line each: the first reason, and how many others
+        pairing = [verdict["prepare_finalize"], "x", verdict["experts"]]
+        (line,) = (words for words in lines if words[:3] == pairing)
+        assert line[3] == f"[{verdict['rejections'][0]['rule']}]"
+        assert line[-1] == str(len(verdict["rejections"]) - 1)
+    assert len(lines) < len(record["refused"]) + 30
 
 
 @pytest.mark.parametrize("quiet", [False, True])
 def test_who_waits_is_told_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, quiet: bool
 ) -> None:
-    monkeypatch.setattr(choosing, "_SILENT_S", 0.0)
+    monkeypatch.setattr(search, "_SILENT_S", 0.0)
     monkeypatch.setattr(Stopwatch, "_once", lambda *_: time.sleep(0.02) or 1e-3)
     compose(PROBLEM, CPU, terms=Terms(tell=(lambda _: None) if quiet else None))
-    told = "timing 2 pairings for at most 120 s, this once: the cache keeps their times"
+    told = "timing 2 pairings for at most 20 s, this once: the cache keeps their times"
     assert [record.getMessage() for record in caplog.records] == ([] if quiet else [told])

@@ -127,7 +127,9 @@ def test_ranks_that_ask_for_other_things_are_told(
 def _keeps(rank: int, _world: int, _group: object, folder: Path) -> int:
     cache = Cache(folder, {"device": "D"}, {"torch": "1"})
     for number in range(40):
-        cache.keep([Bucket(2 * number + 1 + rank, (TimedOutcome(("P", "E"), 1.0),))])
+        cache.keep(
+            [Bucket(2 * number + 1 + rank, ("P", "E"), (TimedOutcome(("P", "E"), 1.0, 1.0),))]
+        )
         assert cache.load().record is not None
     return 40
 

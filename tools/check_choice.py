@@ -1,142 +1,269 @@
-"""How good the choices of `mk compose` are: each beside the best of all valid pairings.
+"""How good the choices of `compose` are, beside the untuned default and the best valid pairing.
 
-    python tools/check_choice.py --model mixtral,qwen3_30b --quant none --json out/choice.json
+    python tools/check_choice.py --random-layers 4 --seed 1 --quant none,fp8_w8a8_block \
+        --budgets 0,5,30 --json out/choice.json
 
-Chooses for each shape as compose() does, with an empty cache; asks again, which must not time
-anything; then times every valid pairing by turns, on the same kind of inputs, and compares. Exits
-with 1 where a choice is more than --limit times the best.
+For each layer, scheme and budget, the smallest budget first, compose() chooses with an empty cache.
+At each number of tokens the plan of the composed layer then runs by turns with the plan of the
+default pairing, both for the most tokens. Every valid pairing is timed by turns with the default
+once for each number of tokens, whatever the budgets; one that takes more than 1.5 x the
+default's time at first is timed no further. Kernels that one budget has compiled are there for the
+next one.
+
+Layers are those of --model, of --layer E,K,H,I, and --random-layers of sizes drawn by --seed. Exits
+with 1 where a composed layer takes more than --limit times the default's time, beyond the noise, or
+choosing takes more than a second beyond its budget.
 """
 
 import argparse
+import gc
 import json
-import math
+import random
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
+from statistics import median, quantiles
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from modular_kernel.catalog import make_kernel
 from modular_kernel.cli.lists import schemes, token_numbers
 from modular_kernel.cli.presets import BASELINE_SHAPES, SHAPES
 from modular_kernel.measure.routing import RoutingKind
-from modular_kernel.select.choosing import Terms, choose, compose
+from modular_kernel.measure.timing import capture, clock_of, samples_ms, wiper_of
+from modular_kernel.select.budget import Budget
+from modular_kernel.select.choosing import BUDGET_S, Terms, compose
 from modular_kernel.select.inputs import make_weights, situation
+from modular_kernel.select.record import named
 from modular_kernel.select.team import Alone
 from modular_kernel.select.timing import Stopwatch
 from modular_kernel.types import Problem
 
+HOPELESS = 1.5  # times the default's time: no candidate for the best
+OVERRUN_S = 1.0
+ROUNDS, TARGET_S = (9, 41), 0.06
+EXPERTS = (8, 16, 24, 32, 40, 48, 60, 64, 72, 96, 128, 160, 192, 256)
+LEAST_BYTES, MOST_BYTES = 3e8, 16e9  # of weights in bfloat16
+
 
 def main() -> int:
     args = _arguments()
-    end = time.monotonic() + args.deadline
-    rows, calls = [], []
-    for name in args.model.split(","):
+    report = {"seed": args.seed, "tokens": args.tokens, "cells": [], "calls": []}
+    compose(Problem(1, 256, 256, 8, 2), terms=Terms(budget=0))  # imports every part
+    for name, sizes in _layers(args).items():
         for quant in schemes(args.quant):
-            if time.monotonic() < end:
-                some, call = _shape(name, quant, args, end)
-                rows += some
-                calls.append(call)
+            if time.monotonic() < args.end:
+                _layer(name, Problem(max(args.tokens), quant=quant, **sizes), args, report)
                 if args.json is not None:
-                    args.json.write_text(json.dumps({"cells": rows, "calls": calls}, indent=1))
-    if args.warm:
-        return 0
-    _print(rows, calls)
-    worst = max((row["ratio"] for row in rows), default=math.inf)
-    slow = [call for call in calls if not call["second_s"] < 1 or call["second_timed"]]
-    return 0 if worst <= args.limit and not slow else 1
+                    args.json.parent.mkdir(parents=True, exist_ok=True)
+                    args.json.write_text(json.dumps(report, indent=1))
+    return _summary(report, args.limit)
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default=",".join(BASELINE_SHAPES))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", help="names of layers, such as mixtral,qwen3_30b")
+    parser.add_argument("--layer", action="append", default=[], help="sizes E,K,H,I of a layer")
+    parser.add_argument("--random-layers", type=int, default=0, metavar="N")
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quant", default="none")
-    parser.add_argument("--tokens-list", default="1,16,128,1024,4096,16384")
-    parser.add_argument("--budget", type=float, default=120, help="seconds for each choice")
-    parser.add_argument("--deadline", type=float, default=1e9, help="no shape is begun later")
-    parser.add_argument("--limit", type=float, default=1.03)
-    parser.add_argument("--warm", action="store_true", help="only choose, to have all compiled")
+    parser.add_argument("--tokens-list", default="1,16,64,256,1024,4096")
+    parser.add_argument("--budgets", default="0,5,30,default", help="seconds, or `default`")
+    parser.add_argument("--deadline", type=float, default=560, help="seconds; then it ends")
+    parser.add_argument("--limit", type=float, default=1.02)
     parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.end = time.monotonic() + args.deadline
+    args.tokens = token_numbers(args.tokens_list)
+    words = args.budgets.split(",")
+    args.seconds = sorted({BUDGET_S if word == "default" else float(word) for word in words})
+    return args
 
 
-def _shape(name, quant, args, end):
-    tokens = token_numbers(args.tokens_list)
-    problem = Problem(tokens=max(tokens), quant=quant, **SHAPES[name])
-    with tempfile.TemporaryDirectory() as folder:
-        budget = max(min(args.budget, end - time.monotonic()), 1)
-        terms = Terms(tokens=tokens, budget=budget, folder=Path(folder))
-        start = time.perf_counter()
-        choice = choose(problem, terms=terms)
-        first = time.perf_counter() - start
-        start = time.perf_counter()
-        again = compose(problem, terms=terms)
-        second = time.perf_counter() - start
-    call = {
-        "shape": name,
-        "quant": quant,
-        "first_s": round(first, 3),
-        "second_s": round(second, 3),
-        "second_timed": again.choice.timed,
-        "segments": [[s.first, s.last, " x ".join(s.pair)] for s in choice.segments],
-        "notes": list(choice.notes),
-    }
-    print(f"{name} {quant}: chosen in {first:.1f} s, again in {second:.3f} s", file=sys.stderr)
-    rows = [] if args.warm else _exhaustive(name, choice, end)
-    del again
+def _layers(args) -> dict[str, dict[str, int]]:
+    chosen = args.model.split(",") if args.model else []
+    if not chosen and not args.layer and not args.random_layers:
+        chosen = list(BASELINE_SHAPES)
+    layers = {name: dict(SHAPES[name]) for name in chosen}
+    layers |= dict(_named(*map(int, sizes.split(","))) for sizes in args.layer)
+    return layers | random_layers(args.random_layers, args.seed)
+
+
+def _named(experts: int, top_k: int, hidden: int, intermediate: int):
+    sizes = {"experts": experts, "top_k": top_k, "hidden": hidden, "intermediate": intermediate}
+    return f"E{experts}-K{top_k}-H{hidden}-I{intermediate}", sizes
+
+
+def random_layers(count: int, seed: int) -> dict[str, dict[str, int]]:
+    """Draw sizes as published layers have them, none of which is one of theirs."""
+    rng, found = random.Random(seed), {}
+    while len(found) < count:
+        experts = rng.choice(EXPERTS)
+        top_k = rng.choice([k for k in (1, 2, 4, 6, 8, 10) if 4 * k <= experts])
+        hidden, intermediate = 256 * rng.randint(4, 32), 128 * rng.randint(2, 112)
+        name, sizes = _named(experts, top_k, hidden, intermediate)
+        held = 2 * 3 * experts * hidden * intermediate
+        if LEAST_BYTES <= held <= MOST_BYTES and sizes not in SHAPES.values():
+            found[name] = sizes
+    return found
+
+
+def _layer(name: str, problem: Problem, args, report) -> None:
+    """Compose one layer under every budget, and time what came of it."""
+    composed = []
+    for seconds in args.seconds:
+        if time.monotonic() + seconds < args.end:
+            kernel, call = _composed(problem, args.tokens, seconds)
+            print(f"{name} {problem.quant}: {call['summary']}", file=sys.stderr)
+            report["calls"].append({"layer": name, "quant": problem.quant, **call})
+            composed.append((seconds, kernel))
+    with torch.no_grad():
+        report["cells"] += _cells(name, problem, composed, args)
+    composed.clear()
+    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return rows, call
 
 
-def _exhaustive(name, choice, end):
-    """Return a row for each bucket of a choice: every valid pairing timed anew, all by turns."""
-    rows, problem, team = [], choice.problem, Alone()
-    with torch.no_grad():
-        weights = make_weights(problem, torch.device(choice.machine.device))
-        for tokens, pick in choice.picks.items():
-            if time.monotonic() > end:
-                break
-            given = situation(
-                problem.with_tokens(tokens), weights, RoutingKind("uniform"), replicated=False
-            )
-            watch = Stopwatch(
-                given, choice.candidates, choice.machine, team, lambda: False, math.inf
-            )
-            bucket = watch.bucket()
-            times = bucket.times
-            best = min(times, key=times.__getitem__)
+def _composed(problem: Problem, tokens, seconds: float):
+    """Choose with an empty cache, then again from it, which must time nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        terms = Terms(tokens=tokens, budget=seconds, folder=Path(folder))
+        start = time.perf_counter()
+        kernel = compose(problem, terms=terms)
+        first = time.perf_counter() - start
+        start = time.perf_counter()
+        again = compose(problem, terms=replace(terms, budget=0))
+        second = time.perf_counter() - start
+    choice = kernel.choice
+    return kernel, {
+        "budget": seconds,
+        "first_s": round(first, 3),
+        "second_s": round(second, 3),
+        "same_again": again.choice.segments == choice.segments and not again.choice.timed,
+        "summary": choice.summary,
+        "segments": [[s.first, s.last, named(s.pair)] for s in choice.segments],
+        "notes": list(choice.notes),
+    }
+
+
+def _cells(name: str, problem: Problem, composed, args) -> list[dict]:
+    """Return a row for each budget and number of tokens."""
+    if not composed:
+        return []
+    choice = composed[-1][1].choice
+    device = torch.device(choice.machine.device)
+    weights = make_weights(problem, device)
+    default = make_kernel(*choice.options.ordered(problem.tokens)[0], problem)
+    default_plan, plans = default.plan(), [kernel.plan() for _, kernel in composed]
+    rows = []
+    for tokens in args.tokens:
+        if time.monotonic() > args.end:
+            break
+        given = situation(
+            problem.with_tokens(tokens), weights, RoutingKind("uniform"), replicated=False
+        )
+        budget = Budget(max(args.end - time.monotonic(), 0), Alone(), first_step=0)
+        order, graph = choice.options.ordered(tokens), choice.candidates.graph
+        watch = Stopwatch(given, order, graph, choice.machine, Alone(), budget, HOPELESS)
+        bucket = watch.bucket(order[1:])
+        ratios = {o.pair: o.ratio for o in bucket.outcomes if o.ratio is not None and not o.rough}
+        best = min(ratios, key=ratios.__getitem__)
+        known: dict = {}
+        for (seconds, kernel), plan in zip(composed, plans, strict=True):
+            pair = kernel.choice.picks[tokens]
+            if pair not in known:  # at these tokens the same kernel runs, whatever the budget was
+                known[pair] = _beside(plan, default_plan, given, device)
+            us, ratio, noise = known[pair]
             rows.append(
                 {
-                    "shape": name,
+                    "layer": name,
                     "quant": problem.quant,
+                    "budget": seconds,
                     "tokens": tokens,
-                    "chosen": " x ".join(pick),
-                    "chosen_us": times.get(pick),
-                    "best": " x ".join(best),
-                    "best_us": times[best],
-                    "ratio": times[pick] / times[best] if pick in times else math.inf,
+                    "chosen": named(pair),
+                    "by": kernel.choice.decided[tokens].source.value,
+                    "us": us,
+                    "x_default": ratio,
+                    "noise": noise,
+                    "best": named(best),
+                    "x_best": ratio / ratios[best],
                     "outcomes": [
-                        [" x ".join(o.pair), o.us, o.mode, o.why] for o in bucket.outcomes
+                        [named(o.pair), o.us, o.ratio, o.rough, o.mode, o.why]
+                        for o in bucket.outcomes
                     ],
                 }
             )
+            _print(rows[-1])
     return rows
 
 
-def _print(rows, calls) -> None:
-    for row in rows:
-        us, better = row["chosen_us"] or -1, row["chosen"] != row["best"]
-        head = f"{row['shape']:10} {row['quant']:16} {row['tokens']:6} {us:10.1f} us"
-        other = f"  (best: {row['best']})" if better else ""
-        print(f"{head}  {row['ratio']:.3f} x best  {row['chosen']}{other}")
-    worst = max((row["ratio"] for row in rows), default=math.inf)
-    print(f"{len(rows)} cells, worst {worst:.3f} x the best valid pairing")
-    print("second calls: " + ", ".join(f"{c['shape']} {c['second_s']:.3f} s" for c in calls))
-    for note in dict.fromkeys(note for call in calls for note in call["notes"]):
-        print(f"note: {note}")
+def _beside(plan, default, given, device) -> tuple[float, float, float]:
+    """Microseconds of a planned call, its ratio to the default's by turns, and the noise of it."""
+    clock, wipe = clock_of(device), wiper_of(device) if given.flush else None
+    both = [_runs(each, given, device) for each in (plan, default)]
+
+    def once(runs) -> float:
+        return sum(samples_ms(runs, clock, wipe)) / len(given.timed)
+
+    longest = max(once(runs) for runs in both for _ in range(2)) * len(given.timed) / 1e3
+    rounds = min(max(int(TARGET_S / max(longest, 1e-9)), ROUNDS[0]), ROUNDS[1])
+    times: tuple[list[float], list[float]] = [], []
+    for number in range(rounds):
+        for which in (0, 1) if number % 2 else (1, 0):
+            times[which].append(once(both[which]))
+    ratios = [own / other for own, other in zip(*times, strict=True)]
+    quarters = quantiles(ratios, n=4)
+    noise = (quarters[2] - quarters[0]) / rounds**0.5
+    return median(times[0]) * 1e3, median(ratios), noise
+
+
+def _runs(plan, given, device):
+    calls = [lambda x=x, r=r: plan(x, given.weights, r) for x, r in given.timed]
+    for call in calls:
+        call()
+    if device.type == "cuda":
+        graphs = capture([[call] for call in calls] if given.flush else [calls])
+        if graphs is not None:
+            return graphs
+    return calls
+
+
+def _print(row) -> None:
+    head = f"{row['layer']:24} {row['quant']:16} {row['budget']:4g} s {row['tokens']:6}"
+    figures = f"{row['us']:10.1f} us {row['x_default']:6.3f} x default {row['x_best']:6.3f} x best"
+    best = f"  (best: {row['best']})" if row["chosen"] != row["best"] else ""
+    print(f"{head} {figures}  {row['chosen']} by {row['by']}{best}", flush=True)
+
+
+def _summary(report, limit: float) -> int:
+    cells, calls = report["cells"], report["calls"]
+    slower = [row for row in cells if row["x_default"] > limit + 2 * row["noise"]]
+    late = [call for call in calls if call["first_s"] > call["budget"] + OVERRUN_S]
+    unlike = [call for call in calls if not call["same_again"]]
+    for budget in sorted({row["budget"] for row in cells}):
+        of = [row for row in cells if row["budget"] == budget]
+        to_default, to_best = ([row[key] for row in of] for key in ("x_default", "x_best"))
+        spent = max(call["first_s"] for call in calls if call["budget"] == budget)
+        print(
+            f"budget {budget:g} s: {len(of)} cells, x default median {median(to_default):.3f}, "
+            f"worst {max(to_default):.3f}; x best median {median(to_best):.3f}, "
+            f"worst {max(to_best):.3f}; at most {spent:.1f} s"
+        )
+    for row in slower:
+        print(f"slower than the default: {row['layer']} {row['quant']} at {row['tokens']} tokens")
+    for call in late:
+        told = f"{call['first_s']:.1f} s with a budget of {call['budget']:g} s"
+        print(f"overrun: {call['layer']} {call['quant']} took {told}")
+    for call in unlike:
+        print(f"another choice from the cache: {call['layer']} {call['quant']}")
+    return int(bool(slower or late or unlike or not cells))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """`mk compose`: time the valid pairings of a problem here, and keep which is fastest when."""
 
-import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from modular_kernel.types import Machine, Problem
 
 _TOKENS_OF_A_GPU = 8192
+_BUDGET_S = 20.0  # as select.choosing has it, which imports torch
 _AFTER_BUDGET_S = 300  # for ranks to start, make weights and finish what they began
 
 
@@ -35,7 +35,7 @@ class Choosing:
     ] = None
     budget: Annotated[
         float, typer.Option(help="Seconds in all, compiling included; 0 times nothing.")
-    ] = 120
+    ] = _BUDGET_S
     routing: Annotated[str, typer.Option(help="uniform, zipf, zipfA or hotN (hot1).")] = "uniform"
     replicated: Annotated[
         bool, typer.Option("--replicated", help="Every rank passes the same tokens.")
@@ -70,18 +70,21 @@ def compose(
     options: ProblemOptions,
     choosing: Choosing,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Every candidate: its times, or why it was refused.")
+        bool, typer.Option("--explain", help="Every pairing: its times, or why it has none.")
     ] = False,
     backend: Backend = None,
     as_json: AsJson = None,
 ) -> None:
-    """Choose the fastest valid pairing for every number of tokens, on this machine.
+    """Choose a pairing for every number of tokens: the default one, or one known to be faster.
 
-    Every pairing is judged; each valid one is checked against a float64 oracle and timed, those
-    near the fastest by turns. Times are kept in MK_CACHE_DIR for the device, the versions and the
-    problem, so the same command (and compose() in code) answers at once the next time, and one
-    with too short a budget is continued. --tokens is the most tokens of a call: 8192 on a GPU,
-    else 16.
+    Every pairing is judged. Of the valid ones those that may be faster than the default, by a
+    record that comes with this package, are checked against a float64 oracle and timed by turns
+    with it; a pairing that was never recorded is timed, too. Another one than the default serves
+    where it is faster by more than the noise, or where the record leaves no doubt.
+
+    Times are kept in MK_CACHE_DIR for the device, the versions and the problem, so the same
+    command (and compose() in code) answers at once the next time, and one with too short a budget
+    is continued. --tokens is the most tokens of a call: 8192 on a GPU, else 16.
 
     --model takes a name or the path of a Hugging Face config.json. With --world-size N the ranks
     measure together, the slowest counts, and all choose the same.
@@ -98,7 +101,7 @@ def compose(
     with host_of(options.world_size, backend) as host:
         gpu = host.machine.device == "cuda"
         options = replace(options, tokens=choosing.most_tokens(options, gpu=gpu))
-        problem, start = options.problem(), time.monotonic()
+        problem = options.problem()
         if host.pool is None:
             if as_json != output.STDOUT:
                 terms = replace(terms, tell=teller(problem))
@@ -109,17 +112,16 @@ def compose(
             limit = terms.budget + _AFTER_BUDGET_S
             choices = host.pool.run(_on_rank, problem, host.machine, terms, timeout=limit)
             choice = choices[0]
-        took = time.monotonic() - start
     if not choice.segments:
         reasons = [r for verdict in choice.candidates.refused for r in verdict.rejections]
         raise IncompatibleError(f"every pairing for {problem}", reasons)
 
     def show() -> None:
-        print_text(choice, took)
+        print_text(choice)
         if explain:
             explain_text(choice)
 
-    output.answer(record(choice, took), as_json, show)
+    output.answer(record(choice), as_json, show)
 
 
 def _on_rank(

@@ -1,11 +1,12 @@
 """What `mk compose` prints."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from modular_kernel.cli import output
-from modular_kernel.printable import all_counted, counted
+from modular_kernel.printable import counted
+from modular_kernel.select.record import Pair, named
 
 if TYPE_CHECKING:
     from modular_kernel.select.choice import Choice
@@ -27,7 +28,7 @@ def teller(problem: "Problem") -> "Callable[[Bucket], None]":
     return tell
 
 
-def print_text(choice: "Choice", took: float) -> None:
+def print_text(choice: "Choice") -> None:
     """Print the choice, and everything about it that a reader should know."""
     candidates = choice.candidates
     valid = len(candidates.order)
@@ -35,13 +36,10 @@ def print_text(choice: "Choice", took: float) -> None:
     told = f"{choice.problem} on {choice.machine}: {valid} of {count} pairings are valid"
     output.line(f"{told}{_with_interpreter(choice)}")
     output.table(
-        ("tokens", "pairing", "us (first .. last)", "next best"),
+        ("tokens", "pairing", "us (first .. last)", "x default", "by"),
         [_segment_row(choice, segment) for segment in choice.segments],
     )
-    reused = len(choice.buckets) - choice.timed
-    output.line(
-        f"timed {counted(choice.timed, 'token count')} in {took:.1f} s, {reused} from the cache"
-    )
+    output.line(choice.summary)
     for why in dict.fromkeys(candidates.silent.values()):
         output.line(f"not measured: {len(candidates.silent)} pairings: {why}")
     elsewhere: dict[str, list[str]] = {}
@@ -50,11 +48,6 @@ def print_text(choice: "Choice", took: float) -> None:
             elsewhere.setdefault(_needs(verdict, choice.machine), []).append(verdict.pairing)
     for need, pairings in elsewhere.items():
         output.line(f"not measured, they need {need}: {', '.join(pairings)}")
-    if choice.missing and choice.measured:
-        numbers = all_counted(choice.missing, "token")
-        output.line(f"not measured: {numbers}: as beside them")
-    if not choice.measured:
-        output.line("no pairing has a time here: the first valid one is taken, in the parts' order")
     for note in choice.notes:
         output.note(f"note: {note}")
 
@@ -79,38 +72,60 @@ def _needs(verdict: "Verdict", machine: "Machine") -> str:
 
 
 def _segment_row(choice: "Choice", segment: "Segment") -> tuple[object, ...]:
-    name = f"{segment.pair[0]} x {segment.pair[1]}"
     inside = [b for b in choice.buckets if segment.first <= b.tokens <= segment.last]
-    ends = [b.times[segment.pair] for b in inside if segment.pair in b.times]
-    shown = " .. ".join(f"{us:.1f}" for us in dict.fromkeys((*ends[:1], *ends[-1:])))
-    behind = [us / b.times[segment.pair] for b in inside for us in _others(b, segment)]
-    least = f"{min(behind):.2f} x" if behind else "-"
-    return f"{segment.first} to {segment.last}", name, shown or "not measured", least
+    found = [o for b in inside if (o := b.outcome(segment.pair)) is not None and o.us is not None]
+    times = _ends(f"{o.us:.1f}" for o in found)
+    ratios = _ends(f"{o.ratio:.2f}" for o in found)
+    picks = [p for t, p in choice.decided.items() if segment.first <= t <= segment.last]
+    by = ", ".join(dict.fromkeys(pick.source.value for pick in picks)) or "default"
+    tokens = f"{segment.first} to {segment.last}"
+    return tokens, named(segment.pair), times or "not measured", ratios or "-", by
 
 
-def _others(bucket: "Bucket", segment: "Segment") -> list[float]:
-    times = bucket.times
-    if segment.pair not in times:
-        return []
-    return [us for pair, us in times.items() if pair != segment.pair]
+def _ends(shown: Iterable[str]) -> str:
+    """Show the first and the last."""
+    texts = list(shown)
+    return " .. ".join(dict.fromkeys((*texts[:1], *texts[-1:])))
 
 
 def explain_text(choice: "Choice") -> None:
-    """Every candidate: a column of times, or every reason it was refused."""
+    """Every pairing: what was timed, what was not and why, and the first reason of a refusal."""
     picks = choice.picks
     rows = []
     for bucket in choice.buckets:
         for outcome in bucket.outcomes:
             mark = "chosen" if picks.get(bucket.tokens) == outcome.pair else ""
-            rows.append((bucket.tokens, *outcome.pair, _time(outcome), outcome.mode, mark))
-    columns = ("tokens", "prepare_finalize", "experts", "us", "timed as", "")
-    output.table(columns, rows, optional=("timed as",))
-    rough = "~ timed a few times only, far from the fastest or at the budget's end"
-    output.line(f"{rough}; the others by turns")
-    for verdict in choice.candidates.refused:
-        output.line(str(verdict))
+            ratio = "" if outcome.ratio is None else f"{outcome.ratio:.3f}"
+            noise = f"{outcome.noise:.3f}" if outcome.noise else ""
+            times = _time(outcome), ratio, noise, outcome.mode
+            rows.append((bucket.tokens, *outcome.pair, *times, mark))
+    columns = ("tokens", "prepare_finalize", "experts", "us", "x default", "noise", "timed as", "")
+    output.table(columns, rows, optional=("timed as", "noise"))
+    if rows:
+        output.line("~ timed twice only, far behind the default; the others by turns with it")
+    _untimed_text(choice)
+    output.table(
+        ("refused", "first reason", "others"),
+        [
+            (verdict.pairing, verdict.rejections[0], len(verdict.rejections) - 1)
+            for verdict in choice.candidates.refused
+        ],
+    )
     facts = ", ".join(f"{name} {value}" for name, value in choice.facts.items())
     output.line(f"kept for: {facts}")
+
+
+def _untimed_text(choice: "Choice") -> None:
+    """One line for each pairing that was not timed somewhere, and the first reason."""
+    whys: dict[Pair, list[str]] = {}
+    for tokens in choice.decided:
+        for outcome in choice.outcomes(tokens):
+            if outcome.why.startswith("not timed: "):
+                whys.setdefault(outcome.pair, []).append(outcome.why)
+    for pair, texts in whys.items():
+        others = len(set(texts)) - 1
+        more = f" (at {counted(others, 'other token count')} otherwise)" if others else ""
+        output.line(f"{named(pair)}: {texts[0]}{more}")
 
 
 def _time(outcome: "TimedOutcome") -> str:
@@ -119,18 +134,24 @@ def _time(outcome: "TimedOutcome") -> str:
     return f"{'~' if outcome.rough else ''}{outcome.us:.1f}"
 
 
-def record(choice: "Choice", took: float) -> dict[str, object]:
+def record(choice: "Choice") -> dict[str, object]:
     """For --json."""
     return {
         "problem": choice.problem,
         "machine": choice.machine,
         "facts": choice.facts,
+        "summary": choice.summary,
         "segments": choice.segments,
-        "picks": {str(tokens): pair for tokens, pair in choice.picks.items()},
-        "buckets": choice.buckets,
+        "picks": {
+            str(tokens): {"pair": pick.pair, "by": pick.source}
+            for tokens, pick in choice.decided.items()
+        },
+        "buckets": [
+            {"tokens": tokens, "outcomes": choice.outcomes(tokens)} for tokens in choice.decided
+        ],
         "missing": choice.missing,
         "timed_now": choice.timed,
-        "seconds": round(took, 3),
+        "seconds": round(choice.seconds, 3),
         "notes": choice.notes,
         "refused": [
             {

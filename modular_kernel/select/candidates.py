@@ -4,11 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from modular_kernel.catalog import load_catalog
+from modular_kernel.planned import NO_EP
 from modular_kernel.rules import judge
 from modular_kernel.select.record import Pair
 from modular_kernel.support import Rejection, Verdict
 from modular_kernel.types import Machine, Problem
 
+# As modular_kernel.planned.usual_experts has them.
+_USUAL_EXPERTS = {"cuda": ("TritonExperts", "TorchExperts"), "cpu": ("TorchExperts",)}
 _INTERPRETED = "Triton's interpreter is on in this process, so that no time would say anything"
 
 
@@ -16,9 +19,10 @@ _INTERPRETED = "Triton's interpreter is on in this process, so that no time woul
 class Candidates:
     """Every pairing, judged for every number of tokens asked for.
 
-    order: the valid ones, the one to take without any measurement first. valid: by tokens.
-    refused: with every reason, at the most tokens that were asked for. silent: pairings that can
-    run here and whose time would say nothing, and why.
+    order: the valid ones; the untuned default first, which serves whatever no other pairing is
+    known to be faster at. valid: by tokens. refused: with every reason, at the most tokens that
+    were asked for. silent: pairings that can run here and whose time would say nothing, and why.
+    graph: those that can be captured in a CUDA graph.
     """
 
     order: tuple[Pair, ...]
@@ -44,8 +48,22 @@ def find(
     silent = dict.fromkeys(ever, _INTERPRETED) if machine.interpreter else {}
     slow = {pair for pair in silent if _triton(pair)}
     order = sorted(ever, key=lambda pair: (pair in slow, pair not in graph, _batched(pair)))
+    order = _default_first(order, problem, machine)
     refused = [v for v in verdicts[max(verdicts)] if _pair(v) not in ever]
     return Candidates(tuple(order), valid, tuple(refused), silent, graph)
+
+
+def _default_first(order: list[Pair], problem: Problem, machine: Machine) -> list[Pair]:
+    """Move what runs without any choice to the front: the usual experts.
+
+    One rank has them behind MoEPrepareAndFinalizeNoEP, several behind the first exchange.
+    """
+    if not order:
+        return order
+    exchange = NO_EP if problem.parallel.world_size == 1 else order[0][0]
+    usual = [(exchange, experts) for experts in _USUAL_EXPERTS[machine.device]]
+    default = next((pair for pair in usual if pair in order), order[0])
+    return [default, *(pair for pair in order if pair != default)]
 
 
 def _verdicts(problem: Problem, machine: Machine, replicated: bool) -> list[Verdict]:

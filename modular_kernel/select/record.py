@@ -1,17 +1,20 @@
 """What was measured and what follows from it, as data. Nothing here reads a clock or a file.
 
-A bucket is a number of tokens that was measured. Between two buckets that chose different pairings
-lies a crossover: the number of tokens where the lines through their times meet.
+A bucket is a number of tokens that is decided on its own. The default pairing serves it unless
+another one was measured to be faster by more than the noise, or, where nothing was measured, the
+shipped record leaves no doubt. Between two buckets another pairing than the default serves only
+where both have chosen it. So no choice is known to be slower than the default anywhere.
 """
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 
-from modular_kernel.types import Problem
-
-WORTH = 1.01  # times the best: a pairing this close stays, so that noise makes no crossovers
+FASTER = 0.98  # of the default's time: what is not expected to be as fast is not timed
+LEAST_GAIN = 0.02  # by which a pairing must be faster than the default
+SURE = 0.95  # of the default's time, at worst: what the record may choose without any timing
+ALIKE = 1.01  # times the best: the smaller bucket's pairing stays where it is so close
+_NOISES = 2.0  # a gain must be larger than so many times its noise
 _FEWEST_TOKENS = 1
 
 Pair = tuple[str, str]  # names of a PrepareAndFinalize and of an experts part
@@ -23,26 +26,52 @@ def named(pair: Pair) -> str:
 
 
 @dataclass(frozen=True)
+class Estimate:
+    """The time expected of a pairing over the default's: the least and the most of it.
+
+    trusted: from layers so much alike that the pairing may be chosen without timing it.
+    """
+
+    optimistic: float
+    pessimistic: float
+    trusted: bool = False
+
+
+@dataclass(frozen=True)
 class TimedOutcome:
-    """What became of one valid pairing at one number of tokens.
+    """What became of one pairing that was built and timed at one number of tokens.
 
     us: microseconds of a planned call, the slowest rank's; None if it has no time, and `why` says
-    so. rough: far from the best, so timed only once or twice. mode: "graph" (replays of a CUDA
-    graph), "eager" or "cpu".
+    so. ratio: the median, over rounds, of its time over the default's in the same round; 1 for the
+    default itself. noise: the uncertainty of that median. rough: so far behind that it was timed
+    only once or twice. mode: "graph" (replays of a CUDA graph), "eager" or "cpu".
     """
 
     pair: Pair
     us: float | None = None
+    ratio: float | None = None
+    noise: float = 0.0
     rough: bool = False
     mode: str = ""
     why: str = ""
 
+    @property
+    def faster(self) -> bool:
+        """Whether it is faster than the default by more than the noise."""
+        gain = 1 - self.ratio if self.ratio is not None else 0.0
+        return not self.rough and gain >= max(LEAST_GAIN, _NOISES * self.noise)
+
 
 @dataclass(frozen=True)
 class Bucket:
-    """All outcomes at one number of tokens."""
+    """What was timed at one number of tokens. default: the pairing that ratios refer to.
+
+    That is the first pairing of the order that is valid and gave right numbers; `outcomes` has
+    it, and why each one before it failed.
+    """
 
     tokens: int
+    default: Pair
     outcomes: tuple[TimedOutcome, ...]
 
     @property
@@ -50,15 +79,84 @@ class Bucket:
         """Microseconds of those that have a time."""
         return {o.pair: o.us for o in self.outcomes if o.us is not None}
 
+    @property
+    def failed(self) -> frozenset[Pair]:
+        """Pairings that were tried and have no time."""
+        return frozenset(o.pair for o in self.outcomes if o.us is None)
+
+    def outcome(self, pair: Pair) -> TimedOutcome | None:
+        """Return what became of a pairing; None if it was not tried."""
+        return next((o for o in self.outcomes if o.pair == pair), None)
+
+
+class Source(Enum):
+    """Why a bucket's pairing serves it.
+
+    TIMED: everything that could be faster was timed. RECORD: by the shipped record. ONLY: no other
+    pairing is valid. DEFAULT: something could be faster, and was not timed.
+    """
+
+    TIMED = "timed"
+    RECORD = "shipped record"
+    ONLY = "only valid pairing"
+    DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class Pick:
+    """The pairing that serves a bucket, and why."""
+
+    pair: Pair
+    source: Source
+
 
 @dataclass(frozen=True)
 class Segment:
-    """Calls of first to last tokens run on `pair`. measured: of a bucket in it or beside it."""
+    """Calls of first to last tokens run on `pair`."""
 
     first: int
     last: int
     pair: Pair
-    measured: bool = True
+
+
+@dataclass(frozen=True)
+class Options:
+    """What can be chosen, and what is known of it before anything is timed.
+
+    tokens: the buckets, ascending. most: the most tokens of a call. order: the pairings that are
+    valid anywhere, the default first. valid: those valid at each bucket and at `most`. silent:
+    pairings whose time would say nothing. expected: the shipped record's estimates at each bucket,
+    over the time of the first valid pairing of the order.
+    """
+
+    tokens: tuple[int, ...]
+    most: int
+    order: tuple[Pair, ...]
+    valid: Mapping[int, Sequence[Pair]]
+    silent: Collection[Pair] = ()
+    expected: Mapping[int, Mapping[Pair, Estimate]] = field(default_factory=dict)
+
+    def ordered(self, tokens: int) -> tuple[Pair, ...]:
+        """Return the valid pairings, the default first."""
+        valid = self.valid.get(tokens, ())
+        return tuple(pair for pair in self.order if pair in valid)
+
+    def challengers(self, tokens: int) -> tuple[Pair, ...]:
+        """Return what may be faster than the default: the most promising first, unknown ones last.
+
+        What cannot be timed here is left out.
+        """
+        expected = self.expected.get(tokens, {})
+        loud = [pair for pair in self.ordered(tokens)[1:] if pair not in self.silent]
+        known = [pair for pair in loud if pair in expected]
+        promising = [pair for pair in known if expected[pair].optimistic <= FASTER]
+        unknown = [pair for pair in loud if pair not in expected]
+        return (*sorted(promising, key=lambda pair: expected[pair].optimistic), *unknown)
+
+    def whole(self, bucket: Bucket) -> bool:
+        """Return whether everything was timed that may be faster."""
+        tried = {outcome.pair for outcome in bucket.outcomes}
+        return tried >= {bucket.default, *self.challengers(bucket.tokens)}
 
 
 def bucket_tokens(most: int) -> tuple[int, ...]:
@@ -67,130 +165,107 @@ def bucket_tokens(most: int) -> tuple[int, ...]:
     return (*powers, max(most, _FEWEST_TOKENS))
 
 
-def in_halves(tokens: Sequence[int]) -> tuple[int, ...]:
-    """Return the same numbers, ends first, then the middle of every gap.
-
-    A budget that ends early then leaves no large gap.
-    """
-    order = [tokens[-1], tokens[0]]
-    gaps = [(0, len(tokens) - 1)]
-    while gaps:
-        low, high = gaps.pop(0)
-        middle = (low + high) // 2
-        if low < middle < high:
-            order.append(tokens[middle])
-            gaps += [(low, middle), (middle, high)]
-    return tuple(dict.fromkeys(order))
-
-
-def chosen(buckets: Sequence[Bucket], order: Sequence[Pair]) -> dict[int, Pair]:
-    """Return the pairing of every bucket that has a time, ascending.
-
-    It is the fastest; of equally fast ones the first of `order`. The next smaller bucket's stays
-    where it is within WORTH of the fastest.
-    """
-    found: dict[int, Pair] = {}
+def picks(options: Options, buckets: Sequence[Bucket]) -> dict[int, Pick]:
+    """Decide every bucket at which a pairing is valid, ascending. buckets: those with outcomes."""
+    found: dict[int, Pick] = {}
+    at = {bucket.tokens: bucket for bucket in buckets}
     before: Pair | None = None
-    for bucket in sorted(buckets, key=lambda b: b.tokens):
-        times = bucket.times
-        if not times:
+    for tokens in options.tokens:
+        if not options.ordered(tokens):
             continue
-        best = min(times, key=lambda pair: (times[pair], _place(pair, order)))
-        if before is not None and times.get(before, math.inf) <= WORTH * times[best]:
-            best = before
-        found[bucket.tokens] = before = best
+        bucket = at.get(tokens)
+        pick = bucket and _timed(options, bucket, before)
+        pick = pick or _recorded(options, tokens, buckets) or _untimed(options, tokens, buckets)
+        found[tokens], before = pick, pick.pair
     return found
 
 
-def _place(pair: Pair, order: Sequence[Pair]) -> int:
-    return order.index(pair) if pair in order else len(order)
+def _timed(options: Options, bucket: Bucket, before: Pair | None) -> Pick | None:
+    """Return the fastest that is faster than the default; the default if all were timed.
 
-
-def segments(
-    problem: Problem,
-    buckets: Sequence[Bucket],
-    order: Sequence[Pair],
-    *,
-    valid: Mapping[int, Sequence[Pair]],
-) -> tuple[Segment, ...]:
-    """Which pairing serves which numbers of tokens, from 0 to problem.tokens without a gap.
-
-    order: all pairings, the one to take unmeasured first. valid: those that are valid at each
-    number of tokens asked for. Without any time, the first valid one of `order` serves all. A
-    number that was not measured goes with its neighbours.
+    `before`, which serves the bucket before, stays where it is as fast.
     """
-    picks = chosen(buckets, order)
-    if not picks:
-        return _unmeasured(valid, order)
-    at = {bucket.tokens: bucket.times for bucket in buckets}
-    found: list[Segment] = []
-    first = 0
-    for low, high in pairwise(picks):
-        if picks[low] != picks[high]:
-            last = crossover((low, at[low]), (high, at[high]), picks[low], picks[high])
-            found.append(Segment(first, last, picks[low]))
-            first = last + 1
-    last_measured = max(picks)
-    top = max(problem.tokens, first)
-    found.append(Segment(first, top, picks[last_measured]))
-    return tuple(_only_valid(found, valid, order))
+    ratios = {o.pair: o.ratio for o in bucket.outcomes if o.faster and o.ratio is not None}
+    if ratios:
+        best = min(ratios, key=ratios.__getitem__)
+        if before in ratios and ratios[before] <= ALIKE * ratios[best]:
+            best = before
+        return Pick(best, Source.TIMED)
+    return Pick(bucket.default, Source.TIMED) if options.whole(bucket) else None
 
 
-def _unmeasured(valid: Mapping[int, Sequence[Pair]], order: Sequence[Pair]) -> tuple[Segment, ...]:
-    """By `order` alone, each number of tokens by what is valid there."""
+def _recorded(options: Options, tokens: int, buckets: Sequence[Bucket]) -> Pick | None:
+    """Return what the shipped record chooses where that is beyond doubt.
+
+    What was tried here, or failed anywhere, is not chosen so.
+    """
+    tried = {o.pair for bucket in buckets if bucket.tokens == tokens for o in bucket.outcomes}
+    tried.update(*(bucket.failed for bucket in buckets))
+    sure = {
+        pair: estimate.pessimistic
+        for pair, estimate in options.expected.get(tokens, {}).items()
+        if estimate.trusted and estimate.pessimistic <= SURE and pair not in tried
+    }
+    open_ones = [pair for pair in options.ordered(tokens)[1:] if pair in sure]
+    if open_ones and default_at(options, tokens, buckets) == options.ordered(tokens)[0]:
+        return Pick(min(open_ones, key=sure.__getitem__), Source.RECORD)
+    return None
+
+
+def _untimed(options: Options, tokens: int, buckets: Sequence[Bucket]) -> Pick:
+    default, valid = default_at(options, tokens, buckets), options.ordered(tokens)
+    if len(valid) == 1:
+        return Pick(default, Source.ONLY)
+    timeable = not any(pair in options.silent for pair in valid)
+    ruled_out = default == valid[0] and timeable and not options.challengers(tokens)
+    return Pick(default, Source.RECORD if ruled_out else Source.DEFAULT)
+
+
+def default_at(
+    options: Options, tokens: int, buckets: Sequence[Bucket], *, above: int | None = None
+) -> Pair:
+    """Return the default at `tokens` or, with `above`, between `above` and `tokens`.
+
+    That is the first valid pairing of the order that has not failed in the nearest buckets; where
+    all have, the first valid one. tokens: one of those that `options.valid` has.
+    """
+    low = tokens if above is None else above
+    below = max((b for b in buckets if b.tokens <= low), key=lambda b: b.tokens, default=None)
+    beyond = min((b for b in buckets if b.tokens >= tokens), key=lambda b: b.tokens, default=None)
+    failed = {pair for bucket in (below, beyond) if bucket for pair in bucket.failed}
+    valid = options.ordered(tokens)
+    return next((pair for pair in valid if pair not in failed), valid[0])
+
+
+def segments(options: Options, buckets: Sequence[Bucket]) -> tuple[Segment, ...]:
+    """Which pairing serves which numbers of tokens, from 0 to options.most without a gap.
+
+    () if no pairing is valid. Above the last number at which one is valid nothing is served.
+    """
+    chosen = picks(options, buckets)
     found: list[Segment] = []
-    first = 0
-    for tokens in sorted(valid):
-        if not valid[tokens]:
+    before: int | None = None
+    for tokens in sorted({*options.tokens, options.most}):
+        if not options.ordered(tokens):
             continue
-        pair = min(valid[tokens], key=lambda p: _place(p, order))
-        if found and found[-1].pair == pair:
-            found[-1] = Segment(found[-1].first, tokens, pair, measured=False)
+        pick = chosen.get(tokens)
+        here = pick.pair if pick else default_at(options, tokens, buckets)
+        smallest = before is None and tokens <= _FEWEST_TOKENS
+        if smallest or (found and found[-1].pair == here):  # no token at all runs as one does
+            between = here
         else:
-            found.append(Segment(first, tokens, pair, measured=False))
-        first = tokens + 1
+            between = default_at(options, tokens, buckets, above=before)
+        first = 0 if before is None else before + 1
+        _extend(found, first, tokens - 1, between)
+        _extend(found, tokens, tokens, here)
+        before = tokens
     return tuple(found)
 
 
-def _only_valid(
-    found: Sequence[Segment], valid: Mapping[int, Sequence[Pair]], order: Sequence[Pair]
-) -> list[Segment]:
-    """Let valid pairings take over where the last segment's is not valid.
-
-    That segment reaches past what was measured, where a part may have a capacity of its own.
-    """
-    *others, top = found
-    beyond = {t: pairs for t, pairs in valid.items() if t > top.first}
-    bad = sorted(t for t, pairs in beyond.items() if top.pair not in pairs)
-    if not bad:
-        return list(found)
-    good = [t for t in beyond if t < bad[0]]
-    last = max([top.first, *good])
-    rest = _unmeasured({t: p for t, p in beyond.items() if t > last}, order)
-    if not rest:
-        return [*others, Segment(top.first, last, top.pair)]
-    head = Segment(last + 1, rest[0].last, rest[0].pair, measured=False)
-    return [*others, Segment(top.first, last, top.pair), head, *rest[1:]]
-
-
-def crossover(
-    low: tuple[int, Mapping[Pair, float]],
-    high: tuple[int, Mapping[Pair, float]],
-    before: Pair,
-    after: Pair,
-) -> int:
-    """Return the most tokens that `before` still serves, low <= it < high.
-
-    Both times as lines between the two buckets: they meet at a + (b - a) g / (g + l), where g is
-    what `before` gains at a, and l what it loses at b. A pairing that has no time at one end serves
-    only what lies at the other.
-    """
-    (a, at_a), (b, at_b) = low, high
-    if after not in at_a:
-        return b - 1 if before in at_b else a
-    if before not in at_b:
-        return a
-    gain, loss = at_a[after] - at_a[before], at_b[before] - at_b[after]
-    if gain + loss <= 0:
-        return a
-    return min(max(int(a + (b - a) * gain / (gain + loss)), a), b - 1)
+def _extend(found: list[Segment], first: int, last: int, pair: Pair) -> None:
+    if last < first:
+        return
+    if found and found[-1].pair == pair:
+        found[-1] = Segment(found[-1].first, last, pair)
+    else:
+        found.append(Segment(first, last, pair))

@@ -15,15 +15,16 @@ from typing import Any
 from modular_kernel import json_files
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.select.keys import Facts
-from modular_kernel.select.record import Bucket, TimedOutcome
+from modular_kernel.select.record import Bucket, Pair, TimedOutcome
 
-SCHEMA = "mk-choices/1"
+SCHEMA = "mk-choices/2"
 MOST_BYTES = 1 << 20
 _MOST_RECORDS = 8  # of one identity; the oldest go
 _MOST_BUCKETS = 128
 _MOST_OUTCOMES = 256
 _MOST_TOKENS = 1 << 24
 _MOST_US = 1e12
+_MOST_RATIO = 1e9
 _LONGEST = 400  # characters of a text
 _MODES = ("graph", "eager", "cpu", "")
 
@@ -80,10 +81,13 @@ def _plain(record: StoredChoice) -> dict[str, Any]:
     buckets = [
         {
             "tokens": bucket.tokens,
+            "default": list(bucket.default),
             "outcomes": [
                 {
                     "pair": list(o.pair),
                     "us": o.us,
+                    "ratio": o.ratio,
+                    "noise": o.noise,
                     "rough": o.rough,
                     "mode": o.mode,
                     "why": _line(o.why),
@@ -119,20 +123,28 @@ def _bucket(value: Any) -> Bucket:
     outcomes = tuple(_outcome(one) for one in _list(value, "outcomes", _MOST_OUTCOMES))
     if len({o.pair for o in outcomes}) != len(outcomes):
         raise _bad("one pairing twice")
-    return Bucket(tokens, outcomes)
+    return Bucket(tokens, _pair(value, "default"), outcomes)
 
 
 def _outcome(value: Any) -> TimedOutcome:
-    pair = _list(value, "pair", 2)
-    if len(pair) != 2 or not all(_text(name) and name for name in pair):
-        raise _bad("a pairing that is not two names")
+    pair = _pair(value, "pair")
     mode, why, rough = value.get("mode"), value.get("why"), value.get("rough")
     if mode not in _MODES or not _text(why) or not isinstance(rough, bool):
         raise _bad("an outcome of another form")
-    us = None if value.get("us") is None else _number(value, "us", _MOST_US)
-    if us is None and not why:
-        raise _bad("an outcome without a time or a reason")
-    return TimedOutcome((pair[0], pair[1]), us, rough, mode, why)
+    if value.get("us") is None and value.get("ratio") is None:
+        if not why:
+            raise _bad("an outcome without a time or a reason")
+        return TimedOutcome(pair, rough=rough, mode=mode, why=why)
+    us, ratio = _number(value, "us", _MOST_US), _number(value, "ratio", _MOST_RATIO)
+    noise = 0.0 if value.get("noise") == 0 else _number(value, "noise", _MOST_RATIO)
+    return TimedOutcome(pair, us, ratio, noise, rough, mode, why)
+
+
+def _pair(value: Any, name: str) -> Pair:
+    names = _list(value, name, 2)
+    if len(names) != 2 or not all(_text(part) and part for part in names):
+        raise _bad("a pairing that is not two names")
+    return names[0], names[1]
 
 
 def _text(value: Any) -> bool:

@@ -1,16 +1,17 @@
-"""Times the valid pairings at one number of tokens.
+"""Times pairings beside the default one at one number of tokens.
 
-Each is built, checked against the float64 oracle and timed once, alone. Those that come near the
-fastest are then timed by turns, so that what changes with time (clocks, power) changes for all.
-What cannot be captured in a CUDA graph is timed as eager calls. Over ranks the slowest rank counts.
+Each is built, checked against the float64 oracle and called by turns with the default, so that what
+changes with time (clocks, power) changes for both; what one round takes over what the default takes
+in the same round is one sample of their ratio. What cannot be captured in a CUDA graph is timed as
+eager calls. Over ranks the slowest rank counts.
 """
 
 import gc
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
+from statistics import median, quantiles
 from typing import TypeVar
 
 import torch
@@ -18,57 +19,64 @@ import torch
 from modular_kernel.catalog import make_kernel
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.measure.timing import Call, capture, clock_of, samples_ms, wiper_of
-from modular_kernel.select.candidates import Candidates
+from modular_kernel.select.budget import Budget
 from modular_kernel.select.inputs import SelectSituation
 from modular_kernel.select.memory import free_bytes, gigabytes
-from modular_kernel.select.record import WORTH, Bucket, Pair, TimedOutcome
+from modular_kernel.select.record import Bucket, Pair, TimedOutcome
 from modular_kernel.select.team import Team, any_failure, slowest
 from modular_kernel.tensors import Routing
 from modular_kernel.types import Machine
 from modular_kernel.workspace import workspace_bytes
 
-_NEAR = 1.25  # times the fastest when timed alone: timed by turns too
-_HOPELESS = 3.0  # times the fastest in one run: not timed again
-_SAMPLES = 3  # more, of what is timed alone and not hopeless
-_LEAST_ROUNDS, _MOST_ROUNDS = 5, 25
-_TARGET_S = 0.02  # of the device, for each candidate of a comparison
+_HOPELESS = 1.25  # times the default in two rounds: not timed again
+_FEWEST_ROUNDS, _MOST_ROUNDS = 9, 41
+_TARGET_S = 0.06  # of the device, for each pairing of a comparison
 _OF_FREE = 0.9  # of the free memory may be a plan's
 _LONGEST = 300
 
-Late = Callable[[], bool]
 PlannedCall = Callable[[torch.Tensor, Routing], torch.Tensor]
 T = TypeVar("T")
 
 
 @dataclass
 class _Ready:
-    """A candidate that gave right numbers. runs: what one round runs in turn. trouble: why a later
-    run failed here, if one did."""
+    """A pairing that gave right numbers. runs: what one round runs in turn. trouble: why a later
+    run failed here, if one did. seconds: of a call, in every round that it was timed in."""
 
+    pair: Pair
     kernel: FusedMoEModularKernel
     runs: Sequence[Call]
     mode: str
     trouble: str = ""
+    seconds: list[float] = field(default_factory=list)
 
     def close(self) -> None:
         """Let go of what its part holds of other ranks."""
-        destroy = getattr(self.kernel.prepare_finalize, "destroy", None)
-        if destroy is not None:
-            destroy()
+        _close(self.kernel)
+
+
+def _close(kernel: FusedMoEModularKernel) -> None:
+    destroy = getattr(kernel.prepare_finalize, "destroy", None)
+    if destroy is not None:
+        destroy()
 
 
 @dataclass
 class Stopwatch:
-    """Times the candidates of one situation. late: whether the budget is spent, alike on all ranks;
-    asked before each candidate. near: how far from the fastest one may be, times the fastest, to be
-    timed by turns; infinity times all of them so. outcomes: begin with those that are known."""
+    """Times pairings in one situation.
+
+    order: the valid pairings, the default first. graph: those that can be captured. hopeless: how
+    far behind the default, times its time, a pairing is timed no further. outcomes: begin with
+    those that are known.
+    """
 
     situation: SelectSituation
-    candidates: Candidates
+    order: Sequence[Pair]
+    graph: frozenset[Pair]
     machine: Machine
     team: Team
-    late: Late
-    near: float = _NEAR
+    budget: Budget
+    hopeless: float = _HOPELESS
     outcomes: dict[Pair, TimedOutcome] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -76,90 +84,107 @@ class Stopwatch:
         self._clock = clock_of(self._device)
         self._wipe = wiper_of(self._device) if self.situation.flush else None
 
-    def bucket(self) -> Bucket:
-        """Every valid pairing's outcome; where the budget ends before that, those so far."""
-        tokens = self.situation.problem.tokens
-        for pair in self.candidates.order:
-            if pair not in self.candidates.valid[tokens] or pair in self.outcomes:
+    def bucket(self, challengers: Iterable[Pair]) -> Bucket:
+        """Time the default and the challengers; where the budget ends before that, those so far.
+
+        A default that fails gives way to the next pairing of the order.
+        """
+        challengers = tuple(challengers)
+        for pair in self.order:
+            if self._has_failed(pair):
                 continue
-            if pair in self.candidates.silent:
-                self.outcomes[pair] = TimedOutcome(pair, why=self.candidates.silent[pair])
+            if self.outcomes and not self.budget.allows(2):
+                break
+            with self.budget.step():
+                default = self._default(pair)
+            if default is None:
                 continue
-            if self.late():
-                return Bucket(tokens, tuple(self.outcomes.values()))
-            self.outcomes[pair] = self._alone(pair)
-        self._by_turns()
-        # By turns what was fastest alone may take longer, and leave another in front, or so close
-        # that it is chosen where the bucket before chose it.
-        while any(o.rough and self._is_close(o) for o in self.outcomes.values()):
-            self._by_turns()
+            try:
+                self._time(challengers, default)
+                why = any_failure(self.team, default.trouble)
+                if not why:
+                    us = median(default.seconds) * 1e6
+                    self.outcomes[pair] = TimedOutcome(pair, us, 1.0, mode=default.mode)
+                    break
+                # Ratios to a pairing that failed mean nothing.
+                self.outcomes = {p: o for p, o in self.outcomes.items() if o.us is None}
+                self.outcomes[pair] = TimedOutcome(pair, why=why)
+            finally:
+                default.close()
+                default = None
+                self._free()
         if self._device.type == "cuda":
             gc.collect()  # a tenth of a second: not after each candidate
-        return Bucket(tokens, tuple(self.outcomes.values()))
+        working = (pair for pair in self.order if not self._has_failed(pair))
+        first = next(working, self.order[0])
+        outcomes = tuple(self.outcomes[pair] for pair in self.order if pair in self.outcomes)
+        return Bucket(self.situation.problem.tokens, first, outcomes)
 
-    @property
-    def _fastest(self) -> float:
-        return min((o.us for o in self.outcomes.values() if o.us is not None), default=math.inf)
+    def _has_failed(self, pair: Pair) -> bool:
+        return pair in self.outcomes and self.outcomes[pair].us is None
 
-    def _is_close(self, outcome: TimedOutcome) -> bool:
-        return outcome.us is not None and outcome.us <= WORTH * self._fastest
+    def _default(self, pair: Pair) -> _Ready | None:
+        """Make ready what the others are compared with; note why that fails."""
+        ready, why = self._ready(pair)
+        if ready is not None:
+            ready.seconds = slowest(self.team, [self._once(ready) for _ in range(2)])
+            why = any_failure(self.team, ready.trouble)
+            if not why:
+                return ready
+            ready.close()
+        self.outcomes[pair] = TimedOutcome(pair, why=why)
+        return None
 
-    def _alone(self, pair: Pair) -> TimedOutcome:
+    def _time(self, challengers: Sequence[Pair], default: _Ready) -> None:
+        """Note the outcome of every challenger that there is time for."""
+        for pair in challengers:
+            if pair == default.pair or pair in self.outcomes:
+                continue
+            if not self.budget.allows():
+                return
+            with self.budget.step():
+                outcome = self._against(pair, default)
+            if outcome is None:
+                return
+            self.outcomes[pair] = outcome
+
+    def _against(self, pair: Pair, default: _Ready) -> TimedOutcome | None:
+        """Build a pairing, and time it by turns with the default; None if the default fails."""
         ready, why = self._ready(pair)
         if ready is None:
             return TimedOutcome(pair, why=why)
         try:
-            samples = self._samples(ready)
+            times = self._rounds(ready, default, 2)
+            rough = min(times) > self.hopeless * min(default.seconds[-2:])
+            if not rough:
+                longest = max(*times, *default.seconds[-2:]) * len(self.situation.timed)
+                count = int(_TARGET_S / longest) if longest else _MOST_ROUNDS
+                count = min(max(count, _FEWEST_ROUNDS), _MOST_ROUNDS)
+                times = self._rounds(ready, default, count)
+            if any_failure(self.team, default.trouble):
+                return None
             why = any_failure(self.team, ready.trouble)
             if why:
                 return TimedOutcome(pair, why=why)
-            return TimedOutcome(pair, min(samples) * 1e6, True, ready.mode)
+            return _compared(ready, times, default.seconds[-len(times) :], rough=rough)
         finally:
             ready.close()
             ready = None
             self._free()
 
-    def _samples(self, ready: _Ready) -> list[float]:
-        """Seconds of a call, the slowest rank's; fewer of one that is hopeless."""
-        times = slowest(self.team, [self._once(ready) for _ in range(2)])
-        if min(times) * 1e6 > _HOPELESS * self._fastest:
-            return times
-        return times + slowest(self.team, [self._once(ready) for _ in range(_SAMPLES)])
+    def _rounds(self, ready: _Ready, default: _Ready, count: int) -> list[float]:
+        """Time both in each round, the one that is first in turn; returns the seconds of `ready`.
 
-    def _by_turns(self) -> None:
-        """Time again, by turns, what came near the fastest."""
-        limit, timed = self.near * self._fastest, self.outcomes.items()
-        near = [pair for pair, o in timed if o.us is not None and o.us <= limit]
-        ready: dict[Pair, _Ready] = {}
-        try:
-            for pair in near:
-                made, why = self._ready(pair)
-                if made is None:
-                    self.outcomes[pair] = TimedOutcome(pair, why=why)
-                else:
-                    ready[pair] = made
-            if ready:
-                self._compare(ready)
-        finally:
-            for made in ready.values():
-                made.close()
-            ready.clear()
-            self._free()
-
-    def _compare(self, ready: Mapping[Pair, _Ready]) -> None:
-        longest = max(self.outcomes[pair].us or 1.0 for pair in ready) * 1e-6
-        calls = len(self.situation.timed)
-        rounds = int(_TARGET_S / (longest * calls))
-        rounds = min(max(rounds, _LEAST_ROUNDS), _MOST_ROUNDS)
-        times: dict[Pair, list[float]] = {pair: [] for pair in ready}
-        for _ in range(rounds):
-            for pair, made in ready.items():
-                times[pair].append(self._once(made))
-        for pair, own in times.items():
-            us = median(slowest(self.team, own)) * 1e6
-            why = any_failure(self.team, ready[pair].trouble)
-            timed = TimedOutcome(pair, us, False, ready[pair].mode)
-            self.outcomes[pair] = TimedOutcome(pair, why=why) if why else timed
+        Those of the default are added to its own.
+        """
+        own: list[float] = []
+        base: list[float] = []
+        for number in range(count):
+            pairings = ((ready, own), (default, base))
+            for one, times in pairings if number % 2 else reversed(pairings):
+                times.append(self._once(one))
+        default.seconds += slowest(self.team, base)
+        return slowest(self.team, own)
 
     def _once(self, ready: _Ready) -> float:
         """Seconds of a call in one run of all. Ranks start together, none after one has failed."""
@@ -183,7 +208,7 @@ class Stopwatch:
             return None, why
         ready, why = self._proved(kernel, pair)
         if ready is None:
-            _Ready(kernel, (), "").close()
+            _close(kernel)
         return ready, why
 
     def _proved(self, kernel: FusedMoEModularKernel, pair: Pair) -> tuple[_Ready | None, str]:
@@ -232,12 +257,12 @@ class Stopwatch:
         for one in calls:
             one()
         groups = [[one] for one in calls] if self.situation.flush else [calls]
-        if self._device.type == "cuda" and pair in self.candidates.graph:
+        if self._device.type == "cuda" and pair in self.graph:
             graphs = capture(groups)
             if graphs is not None:
-                return _Ready(kernel, graphs, "graph")
+                return _Ready(pair, kernel, graphs, "graph")
         mode = "eager" if self._device.type == "cuda" else "cpu"
-        return _Ready(kernel, [partial(_all, group) for group in groups], mode)
+        return _Ready(pair, kernel, [partial(_all, group) for group in groups], mode)
 
     def _guarded(self, work: Callable[[], T]) -> tuple[T | None, str]:
         """Run `work`; return its result, and why it has none on some rank, if so."""
@@ -249,12 +274,26 @@ class Stopwatch:
             own = _told(error)
         why = any_failure(self.team, own)
         if why and isinstance(result, FusedMoEModularKernel):
-            _Ready(result, (), "").close()  # built here, and not on another rank
+            _close(result)  # built here, and not on another rank
         return (None, why) if why else (result, "")
 
     def _free(self) -> None:
         if self._device.type == "cuda":  # elsewhere memory goes with its last owner
             torch.cuda.empty_cache()
+
+
+def _compared(
+    ready: _Ready, times: Sequence[float], default: Sequence[float], *, rough: bool
+) -> TimedOutcome:
+    """Return the outcome of a pairing timed in the same rounds as the default."""
+    us = (min(times) if rough else median(times)) * 1e6
+    if rough:
+        ratio, noise = min(times) / min(default), 0.0
+    else:
+        ratios = [mine / other for mine, other in zip(times, default, strict=True)]
+        quarters = quantiles(ratios, n=4)
+        ratio, noise = median(ratios), (quarters[2] - quarters[0]) / len(ratios) ** 0.5
+    return TimedOutcome(ready.pair, us, ratio, noise, rough, ready.mode)
 
 
 def _told(error: Exception) -> str:

@@ -1,5 +1,7 @@
 """compose on a GPU: pairings timed as graphs; a warm plan compiles and allocates nothing."""
 
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,15 +9,19 @@ import torch
 
 from modular_kernel.catalog import this_machine
 from modular_kernel.measure.routing import RoutingKind, draw
-from modular_kernel.select.choosing import Terms, choose, compose
+from modular_kernel.select.choosing import BUDGET_S, Terms, choose, compose
 from modular_kernel.select.inputs import make_weights
 from modular_kernel.types import Problem
 
 PROBLEM = Problem(tokens=256, hidden=1024, intermediate=512, experts=16, top_k=4)
 
 
+# Of another routing than the shipped record's, so that every pairing is timed.
+TERMS = Terms(tokens=(1, 16, 256), budget=120, routing="zipf")
+
+
 def test_pairings_are_timed_as_graphs_and_reused(tmp_path: Path) -> None:
-    terms = Terms(tokens=(1, 16, 256), folder=tmp_path)
+    terms = replace(TERMS, folder=tmp_path)
     first = choose(PROBLEM, terms=terms)
     assert (first.timed, first.missing) == (3, ())
     modes = {o.mode for b in first.buckets for o in b.outcomes if o.us is not None}
@@ -23,6 +29,9 @@ def test_pairings_are_timed_as_graphs_and_reused(tmp_path: Path) -> None:
     for bucket in first.buckets:
         wrong = [o for o in bucket.outcomes if o.why.startswith("wrong")]
         assert wrong == []
+        default = bucket.outcome(bucket.default)
+        assert default is not None
+        assert default.ratio == 1
     again = choose(PROBLEM, terms=terms)
     assert (again.timed, again.segments) == (0, first.segments)
 
@@ -31,7 +40,7 @@ def test_a_warm_plan_compiles_and_allocates_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     triton = pytest.importorskip("triton")
-    plan = compose(PROBLEM, terms=Terms(tokens=(1, 16, 256), folder=tmp_path)).plan()
+    plan = compose(PROBLEM, terms=replace(TERMS, folder=tmp_path)).plan()
     device = torch.device(this_machine().device, torch.cuda.current_device())
     weights = make_weights(PROBLEM, device)
     plan.warm_up(weights)
@@ -49,3 +58,18 @@ def test_a_warm_plan_compiles_and_allocates_nothing(
         before = torch.cuda.memory_stats(device)["allocation.all.allocated"]
         plan(x_TH, weights, routing)
         assert torch.cuda.memory_stats(device)["allocation.all.allocated"] == before
+
+
+def test_a_cold_layer_takes_no_longer_than_its_budget(tmp_path: Path) -> None:
+    start = time.monotonic()
+    choice = choose(PROBLEM, terms=Terms(folder=tmp_path, routing="zipf"))
+    assert time.monotonic() - start <= BUDGET_S + 1
+    assert choice.segments[-1].last == PROBLEM.tokens
+
+
+def test_the_shipped_record_answers_without_timing(tmp_path: Path) -> None:
+    """On the architecture that it is of, a plain layer in bfloat16 runs on the default at once."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the record is of compute capability 9.0")
+    choice = choose(PROBLEM, terms=Terms(folder=tmp_path, budget=0, tokens=(1, 16, 256)))
+    assert choice.summary == "3 token counts: 3 from the shipped record"

@@ -111,8 +111,10 @@ def _tiles_fault(recipe: Any) -> str:
 
 
 _IDENTITY = {"problem": "a layer", "machine": "cpu"}
+_PLAIN = {"noise": 0.01, "rough": False, "why": ""}
+_FAILED = {"noise": 0, "rough": False, "why": "no"}
 _CHOICES = {
-    "schema": "mk-choices/1",
+    "schema": "mk-choices/2",
     "identity": _IDENTITY,
     "records": [
         {
@@ -121,9 +123,11 @@ _CHOICES = {
             "buckets": [
                 {
                     "tokens": tokens,
+                    "default": ["A", "B"],
                     "outcomes": [
-                        {"pair": ["A", "B"], "us": 3.5, "rough": False, "mode": "graph", "why": ""},
-                        {"pair": ["A", "C"], "us": None, "rough": False, "mode": "", "why": "no"},
+                        {"pair": ["A", "B"], "us": 3.5, "ratio": 1.0, "mode": "graph", **_PLAIN},
+                        {"pair": ["A", "C"], "us": 3.0, "ratio": 0.86, "mode": "graph", **_PLAIN},
+                        {"pair": ["A", "D"], "us": None, "ratio": None, "mode": "", **_FAILED},
                     ],
                 }
                 for tokens in (1, 16)
@@ -144,8 +148,9 @@ def _choices_fault(records: Any) -> str:
             return "a version that is not printable"
         for bucket in record.buckets:
             for outcome in bucket.outcomes:
-                if outcome.us is not None and not (math.isfinite(outcome.us) and outcome.us > 0):
-                    return f"a time of {outcome.us}"
+                for number in (outcome.us, outcome.ratio):
+                    if number is not None and not (math.isfinite(number) and number > 0):
+                        return f"a time of {number}"
                 if not (outcome.why.isprintable() and "".join(outcome.pair).isprintable()):
                     return "text that is not printable"
     text = named("modular_kernel.select.stored:to_text")(_IDENTITY, records)

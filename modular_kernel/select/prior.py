@@ -1,0 +1,185 @@
+"""The shipped record: how fast each pairing was beside the default, on layers that were measured.
+
+prior.json (made by tools/build_prior.py from docs/benchmarks/h200-choice*.json) holds
+
+    {"schema": "mk-prior/1", "device": "NVIDIA H200", "arch": [9, 0],
+     "pairs": [["MoEPrepareAndFinalizeNoEP", "TritonExperts"], ...],
+     "cells": [[scheme, rows, size, [ratio or null, ...]], ...]}
+
+A cell is one measured layer at one number of tokens. scheme: the name of its QuantScheme.
+rows: tokens * top_k / experts. size: hidden * intermediate. ratios: for each entry of `pairs` its
+time over that of the cell's default pairing, whose ratio is 1; null if it has no time.
+
+The estimate for another layer comes from the three nearest cells of the same scheme in
+(log2 rows, log2 size): the least of their ratios is the optimistic one, the largest the
+pessimistic one.
+"""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modular_kernel import json_files
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.schemes import QUANT_SCHEMES
+from modular_kernel.select.record import Estimate, Pair
+from modular_kernel.types import ActivationSpec, Machine, Problem
+
+SCHEMA = "mk-prior/1"
+FILE = Path(__file__).with_name("prior.json")
+
+_LOG = logging.getLogger("modular_kernel.select")
+_NEAREST = 3
+_REACH = 3.0  # octaves: cells farther away say what is hopeless, but choose nothing
+_MOST_BYTES = 1 << 20
+_MOST_CELLS, _MOST_PAIRS = 4096, 64
+_RATIOS = (1e-4, 1e4)
+_PLAIN = ActivationSpec.parse("silu")  # of every recorded layer
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measured layer at one number of tokens; `ratios` are relative to one another."""
+
+    scheme: str
+    rows: float
+    size: float
+    ratios: Mapping[Pair, float]
+
+
+@dataclass(frozen=True)
+class Prior:
+    """The cells of one kind of GPU."""
+
+    arch: tuple[int, int]
+    cells: tuple[Cell, ...]
+
+    def covers(self, problem: Problem, machine: Machine, *, routing: str) -> bool:
+        """Return whether the recorded ratios say anything about this kind of problem."""
+        return (
+            machine.arch == self.arch
+            and problem.parallel.world_size == 1
+            and problem.dtype in (torch.bfloat16, torch.float16)
+            and problem.adapters is None
+            and problem.chunk_tokens is None
+            and not problem.batch_invariant
+            and routing == "uniform"
+        )
+
+    def estimates(
+        self, problem: Problem, pairs: Sequence[Pair], default: Pair
+    ) -> dict[Pair, Estimate]:
+        """Return the expected time of `pairs` over that of `default`, at problem.tokens tokens.
+
+        Pairings without data are left out.
+        """
+        exact = problem.act == _PLAIN and not problem.bias and problem.tokens > 0
+        rows = max(problem.tokens, 1) * problem.top_k / problem.experts
+        size = float(problem.hidden * problem.intermediate)
+        found = {}
+        for pair in pairs:
+            cells, same = self._cells(problem, pair, default)
+            nearest = sorted(cells, key=lambda cell: _octaves(cell, rows, size))[:_NEAREST]
+            if not nearest:
+                continue
+            ratios = [cell.ratios[pair] / cell.ratios[default] for cell in nearest]
+            near = len(nearest) == _NEAREST and _octaves(nearest[-1], rows, size) <= _REACH
+            found[pair] = Estimate(min(ratios), max(ratios), exact and same and near)
+        return found
+
+    def _cells(self, problem: Problem, pair: Pair, default: Pair) -> tuple[list[Cell], bool]:
+        """Return the cells with both pairings: of the scheme, else of its family.
+
+        The second value tells whether they are of just this scheme.
+        """
+        both = [cell for cell in self.cells if pair in cell.ratios and default in cell.ratios]
+        for scheme in dict.fromkeys((problem.quant, problem.scheme.name)):
+            if alike := [cell for cell in both if cell.scheme == scheme]:
+                return alike, scheme == problem.quant
+        family = _family(problem.scheme.name)
+        return [cell for cell in both if _family(cell.scheme) == family], False
+
+
+def _octaves(cell: Cell, rows: float, size: float) -> float:
+    return math.hypot(math.log2(cell.rows / rows), math.log2(cell.size / size))
+
+
+def _family(scheme: str) -> tuple[str, str]:
+    """Return the element types that are multiplied: schemes that share them run alike."""
+    found = QUANT_SCHEMES[scheme]
+    return found.weight, found.activation
+
+
+@cache
+def shipped() -> Prior | None:
+    """Return the record of this package; None, with a line in the log, if it cannot be read."""
+    try:
+        return parse(json_files.content(FILE, _MOST_BYTES))
+    except (ConfigurationError, OSError, ValueError) as error:
+        _LOG.warning("no shipped record of pairings' times: %s: %s", FILE.name, error)
+        return None
+
+
+def parse(text: str | bytes) -> Prior:
+    """Read a record; ConfigurationError says what is wrong with it."""
+    try:
+        found = json_files.parse(text)
+    except ValueError as error:
+        raise _bad(f"no JSON: {str(error)[:100]}") from None
+    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+        raise _bad(f"no {SCHEMA}")
+    arch = found.get("arch")
+    if not (isinstance(arch, list) and len(arch) == 2 and all(type(n) is int for n in arch)):
+        raise _bad("arch that is not two numbers")
+    pairs = [_pair(value) for value in _list(found.get("pairs"), "pairs", _MOST_PAIRS)]
+    if len(set(pairs)) != len(pairs):
+        raise _bad("a pairing twice")
+    cells = _list(found.get("cells"), "cells", _MOST_CELLS)
+    return Prior((arch[0], arch[1]), tuple(_cell(value, pairs) for value in cells))
+
+
+def _pair(value: Any) -> Pair:
+    names = _list(value, "a pairing", 2)
+    if len(names) != 2 or not all(isinstance(name, str) and name for name in names):
+        raise _bad("a pairing that is not two names")
+    return names[0], names[1]
+
+
+def _cell(value: Any, pairs: Sequence[Pair]) -> Cell:
+    fields = _list(value, "a cell", 4)
+    if len(fields) != 4 or not isinstance(fields[0], str) or fields[0] not in QUANT_SCHEMES:
+        raise _bad("a cell without a scheme")
+    scheme, rows, size, ratios = fields
+    ratios = _list(ratios, "ratios", len(pairs))
+    if len(ratios) != len(pairs):
+        raise _bad(f"{len(ratios)} ratios for {len(pairs)} pairings")
+    known = {
+        pair: _number(ratio, "a ratio", *_RATIOS)
+        for pair, ratio in zip(pairs, ratios, strict=True)
+        if ratio is not None
+    }
+    return Cell(scheme, _number(rows, "rows", 1e-9, 1e9), _number(size, "size", 1, 1e15), known)
+
+
+def _number(value: Any, name: str, least: float, most: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _bad(f"{name} that is no number")
+    if not least <= value <= most:
+        raise _bad(f"{name} out of range")
+    return float(value)
+
+
+def _list(value: Any, name: str, most: int) -> list[Any]:
+    if not isinstance(value, list) or len(value) > most:
+        raise _bad(f"{name} that is no list of at most {most}")
+    return value
+
+
+def _bad(got: str) -> ConfigurationError:
+    return ConfigurationError("the shipped record", got=got, need=SCHEMA)

@@ -1,0 +1,201 @@
+"""Budgets are kept: nothing is begun that is not expected to end in time."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modular_kernel.cli.compose import _BUDGET_S
+from modular_kernel.select import budget as budgets
+from modular_kernel.select import choosing, search
+from modular_kernel.select.budget import Budget
+from modular_kernel.select.choosing import Terms, choose
+from modular_kernel.select.record import TimedOutcome
+from modular_kernel.select.team import Alone
+from modular_kernel.select.timing import Stopwatch
+from modular_kernel.types import Machine, Problem
+
+TORCH = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+NAIVE = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")
+CPU = Machine("cpu")
+PROBLEM = Problem(8, 64, 32, 4, 2)
+
+
+class Clock:
+    """Stands where `time` does; steps of the search move it on."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    made = Clock()
+    monkeypatch.setattr(budgets, "time", made)
+    return made
+
+
+Log = list[tuple[int, tuple[str, str]]]
+
+
+def costly(monkeypatch: pytest.MonkeyPatch, clock: Clock, seconds: float) -> Log:
+    """Have every pairing take so long; NAIVE wins everywhere. Returns what was begun."""
+    begun: Log = []
+    ready = Stopwatch._ready
+
+    def slow(self: Stopwatch, pair: tuple[str, str]):
+        begun.append((self.situation.problem.tokens, pair))
+        clock.now += seconds
+        return ready(self, pair)
+
+    monkeypatch.setattr(Stopwatch, "_ready", slow)
+    monkeypatch.setattr(Stopwatch, "_once", lambda _, r: 1.0 if r.pair == TORCH else 0.5)
+    return begun
+
+
+def test_a_step_is_begun_only_where_the_longest_one_would_end_in_time(clock: Clock) -> None:
+    budget = Budget(10, Alone(), first_step=2)
+    assert budget.allows(5)
+    assert not budget.allows(6)
+    with budget.step():
+        clock.now += 1
+    assert budget.allows(9)
+    with budget.step():
+        clock.now += 4
+    assert (budget.left, budget.spent) == (5, 5)
+    assert budget.allows(1)
+    assert not budget.allows(2)
+    with budget.step():
+        clock.now += 0.5
+    assert budget.allows(1)  # 4.5 left, 4 needed
+    clock.now += 1
+    assert not budget.allows(1)
+    assert not budget.over()
+    clock.now += 10
+    assert (budget.left, budget.over()) == (0, True)
+
+
+def test_no_budget_begins_nothing(clock: Clock) -> None:
+    budget = Budget(0, Alone(), first_step=0)
+    assert not budget.allows()
+    assert budget.over()
+
+
+def test_few_tokens_come_first_and_the_rest_runs_on_the_default(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = costly(monkeypatch, clock, 2)
+    choice = choose(PROBLEM, CPU, terms=Terms(budget=9))
+    assert begun == [(1, TORCH), (1, NAIVE), (2, TORCH), (2, NAIVE)]
+    assert clock.now == 8
+    assert choice.picks == {1: NAIVE, 2: NAIVE, 4: TORCH, 8: TORCH}
+    assert choice.missing == (4, 8)
+    assert [(s.first, s.last, s.pair) for s in choice.segments] == [(0, 2, NAIVE), (3, 8, TORCH)]
+    assert choice.summary == "4 token counts: 2 timed (8.0 s), 2 default (budget of 9 s spent)"
+    rest = choose(PROBLEM, CPU, terms=Terms(budget=9))
+    assert rest.summary == "4 token counts: 2 timed (8.0 s), 2 from the cache"
+    assert rest.picks == dict.fromkeys((1, 2, 4, 8), NAIVE)
+
+
+def test_what_was_timed_when_the_budget_ended_is_kept(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default takes 1 s, another one 6: none of the latter is begun with less left."""
+    begun = costly(monkeypatch, clock, 1)
+    ready = Stopwatch._ready
+
+    def slower(self: Stopwatch, pair: tuple[str, str]):
+        clock.now += 5 if pair == NAIVE else 0
+        return ready(self, pair)
+
+    monkeypatch.setattr(Stopwatch, "_ready", slower)
+    told = []
+    terms = Terms(tokens=(1, 2), budget=20, tell=told.append)
+    first = choose(PROBLEM, CPU, terms=terms)
+    assert begun == [(1, TORCH), (1, NAIVE), (2, TORCH), (2, NAIVE)]
+    assert clock.now == 14
+    assert [bucket.tokens for bucket in told] == [1, 2]
+    again = choose(PROBLEM, CPU, terms=replace(terms, fresh=True, budget=7.5))
+    assert begun[4:] == [(1, TORCH), (1, NAIVE)]
+    assert again.picks == {1: NAIVE, 2: TORCH}  # what the cache has was not to be used
+    assert choose(PROBLEM, CPU, terms=replace(terms, budget=0)).picks == first.picks
+
+
+def test_a_bucket_that_was_begun_is_continued(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default alone takes 6 of 9 s, longer than was expected."""
+    begun = costly(monkeypatch, clock, 6)
+    terms = Terms(tokens=(8,), budget=9)
+    choice = choose(PROBLEM, CPU, terms=terms)
+    assert begun == [(8, TORCH)]
+    assert choice.summary == "1 token count: 1 default (budget of 9 s spent)"
+    assert "not timed: budget of 9 s spent" in [o.why for o in choice.outcomes(8)]
+    whole = choose(PROBLEM, CPU, terms=replace(terms, budget=20))
+    assert whole.picks == {8: NAIVE}
+    assert begun[1:] == [(8, TORCH), (8, NAIVE)]
+    choose(PROBLEM, CPU, terms=replace(terms, fresh=True))  # begins it, and must not replace it
+    assert choose(PROBLEM, CPU, terms=replace(terms, budget=0)).picks == {8: NAIVE}
+
+
+def test_making_weights_counts(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = costly(monkeypatch, clock, 1)
+    make = search.make_weights
+
+    def slow(*arguments):
+        clock.now += 8.5
+        return make(*arguments)
+
+    monkeypatch.setattr(search, "make_weights", slow)
+    choice = choose(PROBLEM, CPU, terms=Terms(budget=10))
+    assert begun == [(1, TORCH)]  # expected to take 0.1 s; then 1 s is not there any more
+    assert choice.missing == (1, 2, 4, 8)
+    choice = choose(PROBLEM, CPU, terms=Terms(budget=5, fresh=True))
+    assert choice.summary == (
+        "4 token counts: 4 default (budget of 5 s spent: 0 of 4 experts' weights were made in time)"
+    )
+
+
+@pytest.mark.parametrize("budget", [0.0, 20.0])
+def test_without_anything_to_time_no_weights_are_made(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, budget: float
+) -> None:
+    def made(*_: object) -> None:
+        raise AssertionError("weights were made")
+
+    monkeypatch.setattr(search, "make_weights", made)
+    if budget:
+        monkeypatch.setattr(search.Options, "challengers", lambda *_: ())
+    assert choose(PROBLEM, CPU, terms=Terms(budget=budget)).timed == 0
+
+
+@given(budget=st.floats(0, 60), steps=st.lists(st.floats(0.01, 8), min_size=1, max_size=12))
+@settings(max_examples=100)
+def test_steps_that_get_no_longer_never_overrun(budget: float, steps: list[float]) -> None:
+    clock = Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(budgets, "time", clock)
+        counted = Budget(budget, Alone(), first_step=8)
+        for seconds in sorted(steps, reverse=True):
+            if not counted.allows():
+                break
+            with counted.step():
+                clock.now += seconds
+        assert clock.now <= budget
+
+
+def test_the_command_line_has_the_same_budget() -> None:
+    assert _BUDGET_S == choosing.BUDGET_S == Terms().budget == 20
+
+
+def test_an_outcome_of_an_untimed_pairing_says_why(clock: Clock) -> None:
+    choice = choose(PROBLEM, CPU, terms=Terms(budget=0))
+    why = "not timed: budget of 0 s spent"
+    assert choice.outcomes(1)[1] == TimedOutcome(NAIVE, why=why)

@@ -1,0 +1,73 @@
+"""Builds the record that `compose` ships from records of tools/check_choice.py.
+
+    python tools/build_prior.py
+
+writes modular_kernel/select/prior.json; modular_kernel/select/prior.py describes it. Of cells of
+the same layer, scheme and number of tokens the newer record's ratios count. --check writes nothing
+and exits with 1 if the file is not what the records give.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from modular_kernel.cli.presets import SHAPES
+from modular_kernel.select.prior import FILE, SCHEMA, parse
+
+RECORDS = ("h200-choice", "h200-choice-vendors", "h200-choice-schemes")  # oldest first
+DEFAULTS = tuple(
+    f"MoEPrepareAndFinalizeNoEP x {name}" for name in ("TritonExperts", "TorchExperts")
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    text = build()
+    parse(text)
+    if parser.parse_args().check:
+        return int(FILE.read_text(encoding="ascii") != text)
+    FILE.write_text(text, encoding="ascii")
+    return 0
+
+
+def build() -> str:
+    """Return the text of prior.json."""
+    cells: dict[tuple, dict[str, float]] = {}
+    for name in RECORDS:
+        record = json.loads((ROOT / "docs" / "benchmarks" / f"{name}.json").read_text())
+        for cell in record["cells"]:
+            cells.setdefault(_place(cell), {}).update(_ratios(cell))
+    pairs = list(dict.fromkeys(pair for ratios in cells.values() for pair in ratios))
+    rows = [
+        json.dumps([*place, [ratios.get(pair) for pair in pairs]])
+        for (*place, _), ratios in sorted(cells.items())
+    ]
+    head = json.dumps({"schema": SCHEMA, "device": "NVIDIA H200", "arch": [9, 0]})
+    names = _lines(json.dumps(pair.split(" x ")) for pair in pairs)
+    return f'{head[:-1]},\n "pairs": [\n{names}\n ],\n "cells": [\n{_lines(rows)}\n ]}}\n'
+
+
+def _lines(values) -> str:
+    return ",\n".join(f"  {value}" for value in values)
+
+
+def _place(cell) -> tuple[str, float, int, str]:
+    shape = SHAPES[cell["shape"]]
+    rows = cell["tokens"] * shape["top_k"] / shape["experts"]
+    return cell["quant"], rows, shape["hidden"] * shape["intermediate"], cell["shape"]
+
+
+def _ratios(cell) -> dict[str, float]:
+    """Divide times by that of the pairing that would run untuned."""
+    times = {pair: us for pair, us, *_ in cell["outcomes"] if us}
+    default = next(times[pair] for pair in DEFAULTS if pair in times)
+    return {pair: round(us / default, 3) for pair, us in times.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
