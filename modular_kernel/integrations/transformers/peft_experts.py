@@ -13,8 +13,8 @@ import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from modular_kernel.adapters import MOST_RANK, AdapterSpec
-from modular_kernel.integrations.expert_fields import weights_from
-from modular_kernel.integrations.pairing import layer_text
+from modular_kernel.operators.expert_fields import weights_from
+from modular_kernel.operators.pairing import layer_text
 from modular_kernel.integrations.transformers.gradients import gradients_are_needed
 from modular_kernel.integrations.transformers.modules import (
     Layout,
