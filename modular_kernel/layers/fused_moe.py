@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.compiler import is_compiling
@@ -21,12 +22,14 @@ from modular_kernel.catalog import load_catalog, make_kernel
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, UnsupportedError
 from modular_kernel.fields import Count, expect
 from modular_kernel.importers.checkpoint import load_experts
+from modular_kernel.importers.examine import layer_config
 from modular_kernel.importers.formats import format_of
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.layers.parallel import LayerParallel, all_reduce, placed
 from modular_kernel.layers.parameters import ExpertParameters
 from modular_kernel.layers.router import Router
 from modular_kernel.layers.routing import (
+    check_router,
     check_selection_bias,
     flat_logits,
     given_routing,
@@ -52,7 +55,7 @@ from modular_kernel.planned import (
     with_ids_of,
 )
 from modular_kernel.routers import RouterSpec
-from modular_kernel.tensors import ExpertWeights, Routing, dense
+from modular_kernel.tensors import ExpertWeights, Routing, check_loaded, dense
 from modular_kernel.types import ActivationSpec, Parallel, Problem, dtype_name, parse_dtype
 
 RoutingLike = Routing | tuple[torch.Tensor | None, ...] | torch.Tensor | None
@@ -61,6 +64,20 @@ Computed = Callable[[torch.Tensor, Routing], tuple[torch.Tensor, torch.Tensor | 
 Adapted = tuple[Problem, ExpertWeights]
 # What every layer of this process shares: buffers of one size for all layers of one shape.
 _planned = Planned()
+# Options that `from_config` takes from a checkpoint.
+SETTLED = frozenset(
+    {
+        "num_experts",
+        "hidden_size",
+        "intermediate_size",
+        "layer_id",
+        "quant_config",
+        "activation",
+        "bias",
+        "apply_router_weight_on_input",
+        "routed_scaling_factor",
+    }
+)
 _OVER_RANKS = (
     "a FusedMoE that exchanges tokens or sums over ranks is not traced: the graph breaks at its "
     "call. Without prepare_finalize and reduce_results it is an operator"
@@ -179,7 +196,66 @@ class FusedMoE(ExpertParameters):
         part = load_catalog().prepare_finalize(prepare_finalize)
         self._ids_dtype = part.requires.topk_indices_dtype or torch.int32
         self._traced_pairing = str(TracedPairing(prepare_finalize, experts, where_served=True))
-        self._bias_unloaded = False  # of selection_bias, after `to_empty`
+        self._bias_unloaded = False  # selection_bias may hold what it was made with
+
+    @classmethod
+    def from_config(
+        cls, checkpoint: str | Path, layer: int | None = None, **options: Any
+    ) -> "FusedMoE":
+        """Return the layer that a checkpoint describes, to be filled by `load`.
+
+        checkpoint: a folder with a config.json, with or without tensors beside it, or a config.json
+        itself. layer: its number, which becomes layer_id; None is 0, without a layer_id.
+        What the checkpoint settles is taken from there: the sizes, activation, biases, scheme, the
+        router as a RouterSpec, and routed_scaling_factor, which the layer applies. options: any
+        other of the constructor's, and `router` or `top_k` to have another router than the file's
+        or none. params_dtype: None is the checkpoint's, else bfloat16. A selection bias that the
+        router has is NaN unless it is given: copy it into `layer.selection_bias`; a call before
+        that raises StateError.
+        ConfigurationError for a model_type that is not known, or, unless `router` or `top_k` is
+        given, whose router is not; and for an option that the checkpoint settles.
+        """
+        expect("checkpoint", checkpoint, str | Path)
+        expect("layer", layer, int | None)
+        for name in sorted(options.keys() & SETTLED):
+            got, need = f"{name}={str(options[name])[:80]}", "none: the checkpoint says it"
+            raise ConfigurationError("option of from_config", got=got, need=need)
+        parallel = options.get("parallel")
+        expect("parallel", parallel, LayerParallel | None)
+        dtype = options.pop("params_dtype", None)
+        found = layer_config(
+            checkpoint,
+            layer or 0,
+            tp=1 if parallel is None else parallel.tp[1],
+            dtype=None if dtype is None else dtype_name(parse_dtype(dtype)),
+        )
+        fields, is_unset = found.problem_fields, False
+        if options.keys().isdisjoint({"router", "top_k"}):
+            if found.router is None:
+                got = f"model_type {found.model_type!r}, whose router is not known here"
+                raise ConfigurationError("router", got=got, need="router= or top_k=")
+            options["router"] = found.router
+            is_unset = found.router.selection_bias and options.get("selection_bias") is None
+            if is_unset:
+                columns = found.router.columns(fields["experts"])
+                options["selection_bias"] = torch.full(
+                    (columns,), torch.nan, dtype=torch.float32, device=options.get("device")
+                )
+        made = cls(
+            fields["experts"],
+            fields["hidden"],
+            found.intermediate,
+            layer,
+            quant_config=None if fields["quant"] == "none" else fields["quant"],
+            params_dtype=fields.get("dtype", "bfloat16"),
+            activation=fields["activation"],
+            bias=fields["bias"],
+            apply_router_weight_on_input=fields["apply_router_weight_on_input"],
+            routed_scaling_factor=fields.get("routed_scaling_factor"),
+            **options,
+        )
+        made._bias_unloaded = is_unset
+        return made
 
     make_expert_params_mapping = staticmethod(make_expert_params_mapping)
 
@@ -187,8 +263,9 @@ class FusedMoE(ExpertParameters):
         """Load this rank's share of one layer of a checkpoint, as `load_experts` does.
 
         layer: its number, None for layer_id. What the checkpoint settles of the layer (sizes,
-        scheme, activation, biases, ...) must be this layer's: ConfigurationError else. Every error
-        of `load_experts`; nothing is taken in part.
+        scheme, activation, biases, routed_scaling_factor, and where the layer has a router also how
+        that chooses and weighs) must be this layer's: ConfigurationError else. The router's own
+        tensors are not read. Every error of `load_experts`; nothing is taken in part.
         """
         number = self.layer_id if layer is None else layer
         if number is None:
@@ -208,6 +285,9 @@ class FusedMoE(ExpertParameters):
             got, need = getattr(told, field), getattr(self.problem, field)
             if got != need:
                 raise ConfigurationError(f"{field} of the checkpoint", got=got, need=need)
+        spec = spec_of(self.router)
+        if spec is not None:
+            check_router(found.router, spec)
         self.set_weights(found.weights)
 
     def local_expert(self, expert_id: int) -> int:
@@ -341,9 +421,12 @@ class FusedMoE(ExpertParameters):
             return router.routed(x_TH, token_ids_T, ids_dtype=self._ids_dtype)
         if router is not None:
             logits = flat_logits(given, router.columns(self.num_experts), lead)
-            tensors = RouterTensors(self.selection_bias)
             return route(
-                logits, router, tensors, token_ids_T=token_ids_T, ids_dtype=self._ids_dtype
+                logits,
+                router,
+                self._router_tensors(),
+                token_ids_T=token_ids_T,
+                ids_dtype=self._ids_dtype,
             )
         if token_ids_T is not None:
             raise ConfigurationError("token_ids", got="a tensor", need="None without a router")
@@ -373,6 +456,16 @@ class FusedMoE(ExpertParameters):
             finally:  # or other ranks wait for this one in vain
                 y_TH = pending.finish()
         return y_TH, shared_TH
+
+    def _router_tensors(self) -> RouterTensors:
+        bias = self.selection_bias
+        if bias is None or not self._bias_unloaded:
+            return RouterTensors(bias)
+        if is_compiling():
+            return RouterTensors(bias, unloaded=(bias,))
+        check_loaded({"selection_bias": bias})
+        self._bias_unloaded = False
+        return RouterTensors(bias)
 
     def _untraced(self) -> str:
         """Return why torch.compile cannot take a call as an operator; "" if it can."""
@@ -428,22 +521,6 @@ class FusedMoE(ExpertParameters):
         if self.selection_bias is not None:
             self.selection_bias.fill_(torch.nan)
             self._bias_unloaded = True
-
-    def _more_to_load(self) -> dict[str, torch.Tensor]:
-        bias = self.selection_bias
-        return {"selection_bias": bias} if bias is not None and self._bias_unloaded else {}
-
-    def _kernel_over_ranks(self, max_tokens: int | None) -> FusedMoEModularKernel:
-        """Make the kernel of a part over ranks: every rank makes it, in one order of layers."""
-        if max_tokens is None:
-            need = "the most tokens a rank passes: buffers of all ranks are sized for them"
-            raise ConfigurationError("max_tokens", got=None, need=need)
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-        device = torch.device(kind)
-        machine = machine_of("cuda" if kind == "cuda" else "cpu")
-        return make_kernel(
-            *self._pairing(device), self.problem, group=self.parallel.ep_group, machine=machine
-        )
 
 
 def _loader_of(

@@ -255,12 +255,8 @@ class ExpertParameters(nn.Module):
             check_local(name, tensor)
         if self._unloaded:
             named.pop("expert_map", None)  # is not loaded, and is -1 for experts elsewhere
-            check_loaded(named | self._more_to_load())
+            check_loaded(named)
             self._unloaded = next(iter(named.values())).is_meta
-
-    def _more_to_load(self) -> dict[str, torch.Tensor]:
-        """Return what else of the layer has to be loaded, by name."""
-        return {}
 
     def operands(self) -> tuple[list[torch.Tensor], str]:
         """Return params and fields of the operator `experts`, as torch.compile traces them.

@@ -5,9 +5,10 @@ A layer is a text here, so that it can be an argument of an operator and survive
 """
 
 import json
-from collections.abc import MutableMapping
-from dataclasses import fields
+from collections.abc import MutableMapping, Sequence
+from dataclasses import fields, replace
 from functools import lru_cache
+from operator import index
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.planned import Pairing as Parts
 from modular_kernel.planned import Planned, usual_experts
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.types import Combine, Problem, dtype_name, parse_dtype
+from modular_kernel.types import DTYPES, Combine, Problem, dtype_name, parse_dtype
 
 _BY_DEVICE = "default"
 _WHERE_SERVED = "where served"
@@ -42,6 +43,7 @@ _OPTIONAL = frozenset(
         "batch_invariant",
     }
 )
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _BY_CALL = frozenset({"tokens", "ids_dtype"})  # neither changes what a call computes
 
 Part = str | type[PrepareAndFinalize] | type[PermuteExpertsUnpermute]
@@ -65,9 +67,39 @@ def layer_text(problem: Problem) -> str:
     return json.dumps(found, sort_keys=True)
 
 
+def text_of_sizes(
+    sizes: Sequence[int], dtype: torch.dtype, quant: str, activation: str, **options: object
+) -> str:
+    """Write down a layer by its numbers, in operations that torch.compile traces.
+
+    sizes: hidden, intermediate, experts and top_k. options: `bias`, and any other of Problem's
+    that `layer_text` writes.
+    """
+    hidden, intermediate, experts, top_k = sizes
+    numbers = [
+        f'"hidden": {index(hidden)}',
+        f'"intermediate": {index(intermediate)}',
+        f'"experts": {index(experts)}',
+        f'"top_k": {index(top_k)}',
+    ]
+    texts = [f'"dtype": "{_NAMES[dtype]}"', f'"quant": "{quant}"', f'"activation": "{activation}"']
+    more = []
+    for name, value in options.items():
+        if isinstance(value, bool):
+            more.append(f'"{name}": {"true" if value else "false"}')
+        elif isinstance(value, str):
+            more.append(f'"{name}": "{value}"')
+        elif value is not None:
+            more.append(f'"{name}": {value}')
+    return "{" + ", ".join([*numbers, *texts, *more]) + "}"
+
+
 @lru_cache(maxsize=1024)
 def problem_of(layer: str, tokens: int) -> Problem:
-    """Read what `layer_text` wrote, for at most `tokens` tokens; ConfigurationError else."""
+    """Read what `layer_text` wrote, for at most `tokens` tokens; ConfigurationError else.
+
+    A limit of a chunk that no call of so many tokens reaches is dropped.
+    """
     try:
         found = json.loads(layer)
     except ValueError:
@@ -82,7 +114,10 @@ def problem_of(layer: str, tokens: int) -> Problem:
             got, need = str(found["combine"])[:80], f"one of {', '.join(names)}"
             raise ConfigurationError("layer: combine", got=got, need=need)
         found["combine"] = names[found["combine"]]
-    return Problem(tokens=tokens, **found)
+    problem = Problem(tokens=tokens, **found)
+    if problem.chunk_tokens is not None and tokens <= problem.chunk_tokens:
+        return replace(problem, chunk_tokens=None)
+    return problem
 
 
 class Pairing:
