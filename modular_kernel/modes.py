@@ -8,6 +8,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.compiler import is_compiling
 
+from modular_kernel.errors import UnsupportedError
+
+T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 # For the message of torch.compile(fullgraph=True).
@@ -41,6 +44,20 @@ def untraced(function: F) -> F:
     return cast("F", call)
 
 
+def run_untraced(function: Callable[..., T], why: str, *args: Any, **kwargs: Any) -> T:
+    """Call a function that torch.compile must not look into: break the graph, and call it eagerly.
+
+    why: what fullgraph=True quotes in its error. Under torch.export, which has no graph breaks,
+    UnsupportedError with it.
+    """
+    if torch.compiler.is_exporting():
+        raise UnsupportedError("torch.export", got=why, need="a call that is an operator")
+    torch._dynamo.graph_break(msg=why)
+    outside = torch._dynamo.disable(function)  # type: ignore[no-untyped-call]
+    result: T = outside(*args, **kwargs)
+    return result
+
+
 def without_autocast(function: F) -> F:
     """Have a call compute in the dtypes that its problem declares, where autocast is on too."""
 
@@ -65,4 +82,4 @@ def _no_autocast() -> Any:
 
 def kept() -> torch.inference_mode:
     """Have tensors made that outlive the caller's inference mode: to be written without."""
-    return torch.inference_mode(mode=False)
+    return torch.inference_mode(False)  # by position: torch.compile takes no keyword

@@ -135,7 +135,8 @@ class RouterSpec:
         return columns
 
     def _check_groups(self, experts: int) -> None:
-        size, rest = divmod(experts, self.groups)
+        # Not divmod: torch.compile does not trace it where the experts are a symbol.
+        size, rest = experts // self.groups, experts % self.groups
         if rest or (self.group_score == "top2" and size < 2):
             least = 2 if self.group_score == "top2" else 1
             need = f"groups = {self.groups} of one size, {least} or more each"

@@ -26,6 +26,7 @@ from modular_kernel.errors import (
     UnsupportedError,
 )
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _is_transformed: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 _unpack_dual: Callable[[torch.Tensor], Any] = forward_ad.unpack_dual
 _compile_only: ContextVar[bool] = ContextVar("kernels are compiled, not launched", default=False)
@@ -42,16 +43,26 @@ def compile_only() -> Iterator[None]:
 
 
 def check_strided(what: str, value: object) -> None:
-    """Raise DtypeError for what is no tensor, LayoutError for a sparse or lazily negated one.
+    """Raise DtypeError for what is no tensor, LayoutError for a sparse or lazily negated one, and
+    for a DTensor.
 
     Memory is not looked at: `check_tensor` does.
     """
     if not isinstance(value, torch.Tensor):
         raise DtypeError(what, got=type(value).__name__, need="a tensor")
+    if type(value) not in _PLAIN:
+        check_local(what, value)
     if value.layout is not torch.strided:
         raise LayoutError(what, got=str(value.layout), need="a dense tensor (torch.strided)")
     if not is_compiling() and value.is_neg():  # torch.compile cannot trace is_neg
         raise LayoutError(what, got="a lazily negated view", need="its resolve_neg()")
+
+
+def check_local(what: str, value: torch.Tensor) -> None:
+    """Raise LayoutError for a DTensor: kernels read memory, and its memory is a shard's."""
+    if type(value).__name__ == "DTensor":
+        need = "a plain tensor: .to_local() of a shard, or .full_tensor().detach()"
+        raise LayoutError(what, got="a DTensor", need=need)
 
 
 def check_tensor(

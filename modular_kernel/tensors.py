@@ -10,12 +10,13 @@ A name ends in its shape: `x_TH` is (T, H), `w1_eNH` is (e, N, H). -1 is the onl
 "skip this pair"; adapters translate any other sentinel.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-from modular_kernel.errors import DtypeError, ShapeError, WeightsError
+from modular_kernel.errors import DtypeError, ShapeError, StateError, WeightsError
 from modular_kernel.tensor_checks import check_tensor, check_tensors
 from modular_kernel.types import IdSpace
 
@@ -247,6 +248,66 @@ def check_weight_tensors(weights: ExpertWeights, *, meta: bool = False) -> None:
     """Call `check_tensor` for each tensor of expert weights; all but w1 and w2 may be None."""
     optional = vars(weights).keys() - {"w1", "w2"}
     check_tensors(vars(weights), optional=optional, meta=meta)
+
+
+_UNLOADED_BYTE = 255  # NaN of E8M0 and of e4m3
+_UNLOADED_INDEX = -1
+
+
+def fill_unloaded(name: str, tensor: torch.Tensor) -> None:
+    """Give a new parameter the values by which `check_loaded` knows that nothing was loaded.
+
+    NaN for floats of 16 bits or more, and for scales of one byte; -1 for indices. Other integers
+    and float8 values are left as they are: layers that have some have scales beside them.
+    """
+    if tensor.itemsize == 1:
+        if name.endswith("_scale"):
+            tensor.view(torch.uint8).fill_(_UNLOADED_BYTE)
+    elif tensor.is_floating_point():
+        tensor.fill_(torch.nan)
+    else:
+        tensor.fill_(_UNLOADED_INDEX)
+
+
+def check_loaded(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise StateError for tensors that still have the values of `fill_unloaded`, by their names.
+
+    One value of each row of the first dimension is looked at, an expert's: it counts as loaded
+    once that has been written. Synchronizes once; nothing is checked while a CUDA graph is
+    captured, nor of tensors without memory.
+    """
+    found = {name: mask for name, t in tensors.items() if (mask := _unloaded(name, t)) is not None}
+    if not found:
+        return
+    masks = list(found.values())
+    if masks[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    missing = torch.stack([mask.any() for mask in masks]).tolist()
+    if not any(missing):
+        return
+    unset = [name for name, is_missing in zip(found, missing, strict=True) if is_missing]
+    rows = found[unset[0]].nonzero().flatten().tolist()
+    shown = ", ".join(map(str, rows[:4])) + (", ..." if len(rows) > 4 else "")
+    got = f"nothing loaded into {', '.join(unset)} (rows {shown} of {unset[0]})"
+    need = "load, set_weights, load_state_dict or weight_loader; or mark_loaded, if NaN is meant"
+    raise StateError("weights", got=got, need=need)
+
+
+def _unloaded(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return for each row of a tensor whether nothing was loaded; None where nothing tells."""
+    if tensor.is_meta or not tensor.dim():
+        return None
+    first = tensor.detach()[(slice(None), *[0] * (tensor.dim() - 1))] if tensor.numel() else None
+    if first is None:
+        return None
+    if tensor.itemsize == 1:
+        scale = name.endswith("_scale")
+        return first.view(torch.uint8) == _UNLOADED_BYTE if scale else None
+    if tensor.is_floating_point():
+        return first.isnan()
+    # -1 is also an index of a loaded table, but not of all of its rows.
+    unset = first == _UNLOADED_INDEX
+    return unset & unset.all()
 
 
 def check_divisors(what: str, scale: torch.Tensor) -> None:

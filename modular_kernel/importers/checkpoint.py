@@ -26,8 +26,10 @@ from modular_kernel.importers.layouts import ProjectionPlace
 from modular_kernel.importers.merging import Matrix, same_order, sort_rows, stack
 from modular_kernel.importers.stored import Range
 from modular_kernel.importers.tensors import static_scale
+from modular_kernel.models.routing import router_of_config
 from modular_kernel.placement import Placement
 from modular_kernel.quant import weight_specs
+from modular_kernel.routers import RouterSpec
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Parallel, Problem, dtype_name, parse_dtype
 
@@ -41,7 +43,11 @@ class LoadedExperts:
     weights: as `Problem` has them; their first dimension is this rank's experts, in the order of
     `placement`. problem_fields: what the checkpoint settles of a Problem; `intermediate` is this
     rank's share. placement, ep, tp: which share it is. format: how files store it. bytes_read: of
-    tensors in the files.
+    tensors in the files. config: the config.json, and the object in it that describes the layer.
+
+    `problem` and `partial` have the checkpoint's routed_scaling_factor: the kernel multiplies by
+    it, once. A router whose weights contain it already (those of transformers' DeepSeek models do)
+    needs `problem(tokens, routed_scaling_factor=1.0)`; the weights of `router` do not contain it.
     """
 
     weights: ExpertWeights
@@ -51,6 +57,15 @@ class LoadedExperts:
     tp: tuple[int, int]
     format: Format
     bytes_read: int
+    config: tuple[Path, dict[str, Any]]
+
+    @property
+    def router(self) -> RouterSpec | None:
+        """The router that the config.json describes; None for a model_type whose is not known.
+
+        ConfigurationError for values in the file that no RouterSpec has.
+        """
+        return router_of_config(*self.config, self.problem_fields["top_k"])
 
     def problem(self, tokens: int, **fields: Any) -> Problem:
         """Return the problem of a pairing whose ranks share the experts.
@@ -165,7 +180,9 @@ def _load(
     rank.check_cut()
     weights = rank.read(held.slots[asked.ep[0]], _allocated(problem, stored, device))
     read = source.files.bytes_read
-    return LoadedExperts(weights, facts, held, asked.ep, asked.tp, source.format, read)
+    return LoadedExperts(
+        weights, facts, held, asked.ep, asked.tp, source.format, read, found.config
+    )
 
 
 @dataclass(frozen=True)

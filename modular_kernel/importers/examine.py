@@ -21,17 +21,23 @@ from modular_kernel.importers.files import Tensors, has_tensors, open_tensors
 from modular_kernel.importers.formats import Format, fit, format_of
 from modular_kernel.importers.layouts import LAYOUTS, ExpertLayout
 from modular_kernel.models.config_file import config_of_file, facts_of_config
+from modular_kernel.models.routing import router_of_config
+from modular_kernel.routers import RouterSpec
 from modular_kernel.types import ActivationSpec, dtype_name
 
 
 @dataclass(frozen=True)
 class Examined:
-    """What a checkpoint has, before anything is read: sizes and format, and the layers it has."""
+    """What a checkpoint has, before anything is read: sizes and format, and the layers it has.
+
+    config: the config.json, and the object in it that describes the layers.
+    """
 
     files: Tensors
     facts: dict[str, Any]
     format: Format
     layers: dict[int, list[tuple[ExpertLayout, str]]]
+    config: tuple[Path, dict[str, Any]]
 
     def source(self, layer: int) -> LayerSource:
         """Return where the experts of a layer lie."""
@@ -70,7 +76,8 @@ def examine(
     given = read.get("quantization_config", read.get("compression_config"))
     _, layers = find_layers(files, LAYOUTS[read["model_type"]], prefix)
     depth = max(facts["hidden"], facts["intermediate"])
-    return Examined(files, facts, format_of(given, path=str(path), depth=depth), layers)
+    format = format_of(given, path=str(path), depth=depth)
+    return Examined(files, facts, format, layers, (path, read))
 
 
 @dataclass(frozen=True)
@@ -121,6 +128,54 @@ def inspect(checkpoint: str | Path, dtype: str | None = None) -> Inspected:
         others = tuple(sorted(stored - {fields.get("dtype", "bfloat16")}))
         layers = tuple(sorted(found.layers))
         return Inspected(layers, found.format, nbytes, fields, told, others)
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """What a checkpoint says of a layer of experts before a tensor is read.
+
+    problem_fields: what it settles of a Problem, on each of the ranks of tp. intermediate: of a
+    whole expert. router: None where the router of the model_type is not known here. model_type:
+    as the config.json has it.
+    """
+
+    problem_fields: dict[str, Any]
+    intermediate: int
+    router: RouterSpec | None
+    model_type: str
+
+
+def layer_config(
+    checkpoint: str | Path, layer: int, *, tp: int = 1, dtype: str | None = None
+) -> LayerConfig:
+    """Read what a checkpoint's config.json and the headers of its files say of one layer.
+
+    A folder without tensors, or a config.json by itself, is enough: rows of w1 then lie as the
+    model's own files have them, and the scheme is the one that the config.json names. Errors of
+    `load_experts` for what it reads.
+    """
+    place = Path(checkpoint)
+    if place.suffix != ".json" and has_tensors(place):
+        with open_tensors(place) as files:
+            found = examine(files)
+            fields = found.problem_fields(found.source(layer), tp, dtype=dtype)
+            (path, config), facts = found.config, found.facts
+    else:
+        path, config = config_of_file(str(place))
+        facts = facts_of_config(path, config)
+        act = ActivationSpec.parse(str(facts["activation"]))
+        given = config.get("quantization_config", config.get("compression_config"))
+        depth = max(facts["hidden"], facts["intermediate"])  # type: ignore[call-overload]
+        format = format_of(given, path=str(path), depth=depth)
+        intermediate: Any = facts["intermediate"]
+        scheme = fit(format, intermediate, world=tp, gated=act.gated)
+        fields = facts | {"quant": str(scheme), "activation": act}
+        fields |= {"intermediate": intermediate // tp}
+        fields |= {} if dtype is None else {"dtype": dtype}
+    whole, top_k = facts["intermediate"], fields["top_k"]
+    assert isinstance(whole, int)
+    assert isinstance(top_k, int)
+    return LayerConfig(fields, whole, router_of_config(path, config, top_k), config["model_type"])
 
 
 def dtype_of_files(checkpoint: str | Path) -> str | None:

@@ -4,14 +4,19 @@
     combine_input = runner.run(StandardDispatchOutput(x_TH, topk_output), MoeQuantInfo(w13, w2))
 
 It computes nothing: a call becomes one of an experts part, fused where there is a fused operation,
-else by stages. What it is given reaches the Problem, or is refused by name.
+else by stages. What it is given reaches the Problem, or is refused by name. Under torch.compile and
+torch.export a call of the standard format is `torch.ops.modular_kernel.experts`; of the others the
+graph breaks there.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from operator import index
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
+from modular_kernel import modes
 from modular_kernel.catalog import check, load_catalog
 from modular_kernel.contracts import PermuteExpertsUnpermute
 from modular_kernel.errors import (
@@ -44,6 +49,8 @@ from modular_kernel.integrations.runner_formats import (
     expect_format,
 )
 from modular_kernel.integrations.runner_received import run_received
+from modular_kernel.operators.experts import EXPERTS
+from modular_kernel.operators.pairing import Pairing, text_of_sizes
 from modular_kernel.ops.routing_data import by_tokens
 from modular_kernel.planned import NO_EP
 from modular_kernel.routers import TritonKernelTopKOutput
@@ -71,6 +78,7 @@ __all__ = ["BACKENDS", "MoeQuantInfo", "MoeRunner", "MoeRunnerConfig", "switches
 
 # The router's format that a backend demands instead of the standard one.
 _SORTED_BACKENDS = frozenset({"triton_kernel"})
+_FIELDS = tuple(field.name for field in fields(ExpertWeights))
 _BATCHED = "BatchedPrepareAndFinalize"
 _PADDED_SCHEMES = ("none", "fp8_w8a8_tensor", "fp8_w8a8_channel")
 
@@ -109,6 +117,9 @@ class MoeQuantInfo:
 
     def __post_init__(self) -> None:
         check_fields(self, "MoeQuantInfo.")
+        # Parsed here: torch.compile traces calls, and no parser.
+        named = None if self.quant is None else str(QuantScheme.parse(self.quant))
+        object.__setattr__(self, "_named", named)
 
     def options(self) -> Quantisation:
         """Return the same in the names of `fused_experts`."""
@@ -137,7 +148,8 @@ class MoeQuantInfo:
             raise ConfigurationError(
                 "quant", got=f"{self.quant} and {named}", need="one of the two"
             )
-        return str(QuantScheme.parse(self.quant))
+        scheme: str = self._named  # type: ignore[attr-defined]
+        return scheme
 
 
 class MoeRunner:
@@ -176,6 +188,7 @@ class MoeRunner:
         self.fused, self.padding = fused, padding
         load_catalog()  # registers
         self._parts = parts_of(runner_backend, fused=fused)
+        self._pairings = {part: str(Pairing(NO_EP, part)) for part in self._parts.values()}
         self.quant = None if quant is None else str(QuantScheme.parse(quant))
         if self.quant is not None and None not in self._sizes():
             refused = [v for v in self.verdicts(self.quant).values() if not v.ok]
@@ -316,6 +329,8 @@ class MoeRunner:
             need = "inplace=False with it: (T, K, H) does not fit into x"
             raise ConfigurationError("inplace", got="no_combine=True", need=need)
         weights = self._checked(info, quant, x_TH)
+        if is_compiling():
+            return self._traced(x_TH, routing, weights, quant, part)
         facts = (
             quant,
             str(config.activation_spec()),
@@ -327,6 +342,43 @@ class MoeRunner:
         )
         return kernel_for(x_TH, weights, routing, facts, (part,))(x_TH, weights, routing)
 
+    def _traced(
+        self,
+        x_TH: torch.Tensor,
+        routing: Routing,
+        weights: ExpertWeights,
+        quant: str,
+        part: type[PermuteExpertsUnpermute],
+    ) -> torch.Tensor:
+        """Put what `_rows` returns into a graph, as one operator."""
+        config, expert_map = self.config, weights.expert_map
+        weights_TK, ids_TK = routing.topk_weights_TK, routing.topk_ids_TK
+        if torch.is_grad_enabled() and (x_TH.requires_grad or weights_TK.requires_grad):
+            got, need = "x or topk_weights that require grad", "torch.no_grad() or inference_mode()"
+            raise UnsupportedError("gradients", got=got, need=need)
+        held = weights.w1.shape[0]
+        experts = held if expert_map is None else expert_map.shape[0]
+        intermediate = weights.w2.shape[2] * depth_of(quant)
+        layer = text_of_sizes(
+            (x_TH.shape[1], intermediate, experts, ids_TK.shape[1]),
+            x_TH.dtype,
+            quant,
+            str(config.activation_spec()),
+            bias=weights.b1 is not None or weights.b2 is not None,
+            expert_map=expert_map is not None,
+            local_experts=None if expert_map is None else index(held),
+            apply_router_weight_on_input=config.apply_router_weight_on_input,
+            routed_scaling_factor=self._scale(),
+            combine="TOPK_WEIGHTED" if config.no_combine else "SUM",
+            chunk_tokens=config.chunk_tokens,
+        )
+        names = [name for name in _FIELDS if getattr(weights, name) is not None]
+        params = [getattr(weights, name) for name in names]
+        rows: torch.Tensor = EXPERTS(
+            x_TH, ids_TK, weights_TK, params, ",".join(names), layer, self._pairings[part]
+        )
+        return x_TH.copy_(rows) if config.inplace else rows
+
     def _received(
         self,
         given: DeepEPNormalDispatchOutput | DeepEPLLDispatchOutput,
@@ -335,6 +387,9 @@ class MoeRunner:
         part: type[PermuteExpertsUnpermute],
     ) -> torch.Tensor:
         """Return what the experts leave of rows as they arrived."""
+        if is_compiling():
+            why = f"rows of {given.format} are not traced: the graph breaks at MoeRunner.run"
+            return modes.run_untraced(self._received, why, given, info, quant, part)
         if info.expert_map is not None:
             need = "None: a dispatcher's ids count the experts here"
             raise ConfigurationError(f"expert_map of {given.format}", got="a tensor", need=need)

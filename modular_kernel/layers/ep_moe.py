@@ -6,10 +6,12 @@ part_TH = layer(x_TH, router_logits)    # add up what the ranks return
 """
 
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from modular_kernel.errors import ConfigurationError
+from modular_kernel.errors import ConfigurationError, UnsupportedError
 from modular_kernel.fields import Count, expect
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.parallel import LayerParallel
@@ -84,6 +86,14 @@ class EPMoE(FusedMoE):
         self.num_experts_per_partition = num_experts // self.tp_size
         self.start_expert_id = self.tp_rank * self.num_experts_per_partition
         self.end_expert_id = self.start_expert_id + self.num_experts_per_partition - 1
+
+    @classmethod
+    def from_config(
+        cls, checkpoint: str | Path, layer: int | None = None, **options: Any
+    ) -> FusedMoE:
+        """Raise UnsupportedError: FusedMoE.from_config makes such a layer."""
+        need = "FusedMoE.from_config(..., parallel=LayerParallel(ep=(tp_rank, tp_size)))"
+        raise UnsupportedError("from_config of EPMoE", got=str(checkpoint)[:80], need=need)
 
 
 def _parallel(tp_size: int | None, tp_rank: int | None, tp_group: object | None) -> LayerParallel:

@@ -12,19 +12,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
-from modular_kernel.catalog import load_catalog, make_kernel
-from modular_kernel.errors import ConfigurationError, ShapeError
+from modular_kernel import modes
+from modular_kernel.catalog import load_catalog
+from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, UnsupportedError
 from modular_kernel.fields import Count, expect
 from modular_kernel.importers.checkpoint import load_experts
+from modular_kernel.importers.examine import layer_config
 from modular_kernel.importers.formats import format_of
-from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.layers.parallel import LayerParallel, all_reduce, placed
 from modular_kernel.layers.parameters import ExpertParameters
 from modular_kernel.layers.router import Router
 from modular_kernel.layers.routing import (
+    check_router,
     check_selection_bias,
     flat_logits,
     given_routing,
@@ -33,6 +37,8 @@ from modular_kernel.layers.routing import (
 )
 from modular_kernel.layers.share import Share, share_of_intermediate
 from modular_kernel.layers.weight_loading import ExpertLoader, make_expert_params_mapping
+from modular_kernel.operators.experts import EXPERTS, use_prepared
+from modular_kernel.operators.pairing import Pairing as TracedPairing
 from modular_kernel.ops.route import Routed, RouterTensors, route
 from modular_kernel.placement import Placement
 from modular_kernel.planned import (
@@ -42,15 +48,14 @@ from modular_kernel.planned import (
     Planned,
     PrepareFinalize,
     current,
-    machine_of,
     pairing_told,
     usual_experts,
     with_ids_of,
 )
 from modular_kernel.routers import RouterSpec
 from modular_kernel.tensor_checks import check_tensor
-from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.types import ActivationSpec, Parallel, Problem, parse_dtype
+from modular_kernel.tensors import ExpertWeights, Routing, check_loaded
+from modular_kernel.types import ActivationSpec, Parallel, Problem, dtype_name, parse_dtype
 
 RoutingLike = Routing | tuple[torch.Tensor | None, ...] | torch.Tensor | None
 # What a layer computes of tokens and their routing: the experts' output, that of the shared ones.
@@ -58,6 +63,25 @@ Computed = Callable[[torch.Tensor, Routing], tuple[torch.Tensor, torch.Tensor | 
 Adapted = tuple[Problem, ExpertWeights]
 # What every layer of this process shares: buffers of one size for all layers of one shape.
 _planned = Planned()
+# Options that `from_config` takes from a checkpoint.
+SETTLED = frozenset(
+    {
+        "num_experts",
+        "hidden_size",
+        "intermediate_size",
+        "layer_id",
+        "quant_config",
+        "activation",
+        "bias",
+        "apply_router_weight_on_input",
+        "routed_scaling_factor",
+    }
+)
+_OVER_RANKS = (
+    "a FusedMoE that exchanges tokens or sums over ranks is not traced: the graph breaks at its "
+    "call. Without prepare_finalize and reduce_results it is an operator"
+)
+_CHANGED = "a FusedMoE whose `problem` was replaced is not traced: the graph breaks at its call"
 
 
 class FusedMoE(ExpertParameters):
@@ -79,7 +103,12 @@ class FusedMoE(ExpertParameters):
     placement: where experts live, None for blocks. experts: None takes TritonExperts on a GPU.
 
     Parameters are w13_weight (e, 2I, H), gate rows first, w2_weight (e, H, I), and by PARAMETERS
-    what the scheme and `bias` add; floats are NaN until they are loaded. No gradients.
+    what the scheme and `bias` add; floats are NaN until they are loaded, and a call before that
+    raises StateError. No gradients. Moves and casts: see `ExpertParameters`.
+
+    torch.compile and torch.export take a call of a layer that exchanges nothing with other ranks as
+    two operators, the router's and `torch.ops.modular_kernel.experts`, and the shared experts as
+    the torch code that they are.
     """
 
     selection_bias: torch.Tensor | None
@@ -165,6 +194,69 @@ class FusedMoE(ExpertParameters):
         self._sums_ep = away
         self._groups = parallel.groups(ep=away) if reduce_results else ()
         self._own_kernel = self._kernel_over_ranks(max_tokens) if over_ranks else None
+        part = load_catalog().prepare_finalize(prepare_finalize)
+        self._ids_dtype = part.requires.topk_indices_dtype or torch.int32
+        self._traced_pairing = str(TracedPairing(prepare_finalize, experts, where_served=True))
+        self._bias_unloaded = False  # selection_bias may hold what it was made with
+
+    @classmethod
+    def from_config(
+        cls, checkpoint: str | Path, layer: int | None = None, **options: Any
+    ) -> "FusedMoE":
+        """Return the layer that a checkpoint describes, to be filled by `load`.
+
+        checkpoint: a folder with a config.json, with or without tensors beside it, or a config.json
+        itself. layer: its number, which becomes layer_id; None is 0, without a layer_id.
+        What the checkpoint settles is taken from there: the sizes, activation, biases, scheme, the
+        router as a RouterSpec, and routed_scaling_factor, which the layer applies. options: any
+        other of the constructor's, and `router` or `top_k` to have another router than the file's
+        or none. params_dtype: None is the checkpoint's, else bfloat16. A selection bias that the
+        router has is NaN unless it is given: copy it into `layer.selection_bias`; a call before
+        that raises StateError.
+        ConfigurationError for a model_type that is not known, or, unless `router` or `top_k` is
+        given, whose router is not; and for an option that the checkpoint settles.
+        """
+        expect("checkpoint", checkpoint, str | Path)
+        expect("layer", layer, int | None)
+        for name in sorted(options.keys() & SETTLED):
+            got, need = f"{name}={str(options[name])[:80]}", "none: the checkpoint says it"
+            raise ConfigurationError("option of from_config", got=got, need=need)
+        parallel = options.get("parallel")
+        expect("parallel", parallel, LayerParallel | None)
+        dtype = options.pop("params_dtype", None)
+        found = layer_config(
+            checkpoint,
+            layer or 0,
+            tp=1 if parallel is None else parallel.tp[1],
+            dtype=None if dtype is None else dtype_name(parse_dtype(dtype)),
+        )
+        fields, is_unset = found.problem_fields, False
+        if options.keys().isdisjoint({"router", "top_k"}):
+            if found.router is None:
+                got = f"model_type {found.model_type!r}, whose router is not known here"
+                raise ConfigurationError("router", got=got, need="router= or top_k=")
+            options["router"] = found.router
+            is_unset = found.router.selection_bias and options.get("selection_bias") is None
+            if is_unset:
+                columns = found.router.columns(fields["experts"])
+                options["selection_bias"] = torch.full(
+                    (columns,), torch.nan, dtype=torch.float32, device=options.get("device")
+                )
+        made = cls(
+            fields["experts"],
+            fields["hidden"],
+            found.intermediate,
+            layer,
+            quant_config=None if fields["quant"] == "none" else fields["quant"],
+            params_dtype=fields.get("dtype", "bfloat16"),
+            activation=fields["activation"],
+            bias=fields["bias"],
+            apply_router_weight_on_input=fields["apply_router_weight_on_input"],
+            routed_scaling_factor=fields.get("routed_scaling_factor"),
+            **options,
+        )
+        made._bias_unloaded = is_unset
+        return made
 
     make_expert_params_mapping = staticmethod(make_expert_params_mapping)
 
@@ -172,8 +264,9 @@ class FusedMoE(ExpertParameters):
         """Load this rank's share of one layer of a checkpoint, as `load_experts` does.
 
         layer: its number, None for layer_id. What the checkpoint settles of the layer (sizes,
-        scheme, activation, biases, ...) must be this layer's: ConfigurationError else. Every error
-        of `load_experts`; nothing is taken in part.
+        scheme, activation, biases, routed_scaling_factor, and where the layer has a router also how
+        that chooses and weighs) must be this layer's: ConfigurationError else. The router's own
+        tensors are not read. Every error of `load_experts`; nothing is taken in part.
         """
         number = self.layer_id if layer is None else layer
         if number is None:
@@ -193,6 +286,9 @@ class FusedMoE(ExpertParameters):
             got, need = getattr(told, field), getattr(self.problem, field)
             if got != need:
                 raise ConfigurationError(f"{field} of the checkpoint", got=got, need=need)
+        spec = spec_of(self.router)
+        if spec is not None:
+            check_router(found.router, spec)
         self.set_weights(found.weights)
 
     def local_expert(self, expert_id: int) -> int:
@@ -244,6 +340,10 @@ class FusedMoE(ExpertParameters):
         a Routing or (weights, ids, ...), each (..., K). token_ids: where the router has a table.
         Raises an InputError before anything is launched if a tensor does not fit.
         """
+        if is_compiling() and self._untraced():
+            return modes.run_untraced(
+                self.forward, self._untraced(), hidden_states, routing, token_ids=token_ids
+            )
         return self.forward_by(self.computed, hidden_states, routing, token_ids=token_ids)
 
     def forward_by(
@@ -281,7 +381,7 @@ class FusedMoE(ExpertParameters):
 
     def warm_up(self, *tokens: int) -> None:
         """Make the kernels and plans of calls of so many tokens now; not for parts over ranks."""
-        device = self.weights().w2.device
+        device = next(self.parameters()).device
         for number in tokens:
             problem = self.problem.with_tokens(number)
             _planned.warm_up(self._pairing(device), problem, device)
@@ -298,6 +398,8 @@ class FusedMoE(ExpertParameters):
             if kernel is None:
                 kernel = _planned.kernel(self._pairing(device), self.problem, device)
             self.keep_prepared(kernel.prepare_weights(weights))
+        if self._layer_text:
+            use_prepared(self.weights(), self._layer_text, self._traced_pairing)
 
     def destroy(self) -> None:
         """Close what a part over ranks holds of them: collective. The layer serves no more then."""
@@ -317,20 +419,19 @@ class FusedMoE(ExpertParameters):
             if given is not None:
                 need = "None: the layer has a Router of its own"
                 raise ConfigurationError("routing", got=type(given).__name__, need=need)
-            return router.routed(x_TH, token_ids_T, ids_dtype=self._ids_dtype())
+            return router.routed(x_TH, token_ids_T, ids_dtype=self._ids_dtype)
         if router is not None:
             logits = flat_logits(given, router.columns(self.num_experts), lead)
-            tensors = RouterTensors(self.selection_bias)
             return route(
-                logits, router, tensors, token_ids_T=token_ids_T, ids_dtype=self._ids_dtype()
+                logits,
+                router,
+                self._router_tensors(),
+                token_ids_T=token_ids_T,
+                ids_dtype=self._ids_dtype,
             )
         if token_ids_T is not None:
             raise ConfigurationError("token_ids", got="a tensor", need="None without a router")
         return Routed(given_routing(given, lead))
-
-    def _ids_dtype(self) -> torch.dtype:
-        part = load_catalog().prepare_finalize(self.prepare_finalize)
-        return part.requires.topk_indices_dtype or torch.int32
 
     def computed(
         self, x_TH: torch.Tensor, routing: Routing, *, adapters: Adapted | None = None
@@ -339,6 +440,8 @@ class FusedMoE(ExpertParameters):
 
         adapters: the problem and the weights of a layer that has some, on one rank.
         """
+        if is_compiling():
+            return self._traced(x_TH, routing)
         weights, kernel, shared = self.weights(), self._own_kernel, self.shared_experts
         if self._groups:
             self.parallel.check_process()  # before anything is launched
@@ -357,6 +460,46 @@ class FusedMoE(ExpertParameters):
                 y_TH = pending.finish()
         return y_TH, shared_TH
 
+    def _router_tensors(self) -> RouterTensors:
+        bias = self.selection_bias
+        if bias is None or not self._bias_unloaded:
+            return RouterTensors(bias)
+        if is_compiling():
+            return RouterTensors(bias, unloaded=(bias,))
+        check_loaded({"selection_bias": bias})
+        self._bias_unloaded = False
+        return RouterTensors(bias)
+
+    def _untraced(self) -> str:
+        """Return why torch.compile cannot take a call as an operator; "" if it can."""
+        if self._own_kernel is not None or self._groups:
+            return _OVER_RANKS
+        return "" if self._described is self.problem else _CHANGED
+
+    def _traced(
+        self, x_TH: torch.Tensor, routing: Routing
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Put what `computed` returns into a graph: the experts as one operator."""
+        weights_TK, ids_TK = routing.topk_weights_TK, routing.topk_ids_TK
+        if torch.is_grad_enabled() and (x_TH.requires_grad or weights_TK.requires_grad):
+            got, need = "x or topk_weights that require grad", "torch.no_grad() or inference_mode()"
+            raise UnsupportedError("gradients", got=got, need=need)
+        if x_TH.dtype != self.problem.dtype:
+            need = dtype_name(self.problem.dtype)
+            raise DtypeError("x", got=dtype_name(x_TH.dtype), need=need)
+        params, fields = self.operands()
+        y_TH: torch.Tensor = EXPERTS(
+            x_TH.contiguous(),
+            ids_TK,
+            weights_TK,
+            params,
+            fields,
+            self._layer_text,
+            self._traced_pairing,
+        )
+        shared = self.shared_experts
+        return y_TH, None if shared is None else shared(x_TH)
+
     def _adds_once(self) -> bool:
         """Whether what is whole on every rank is this rank's to add, if ranks are summed later."""
         return self.parallel.tp[0] == 0 and (self.parallel.ep[0] == 0 or not self._sums_ep)
@@ -368,17 +511,19 @@ class FusedMoE(ExpertParameters):
             experts = usual_experts(self.prepare_finalize, problem, device)
         return self.prepare_finalize, experts
 
-    def _kernel_over_ranks(self, max_tokens: int | None) -> FusedMoEModularKernel:
-        """Make the kernel of a part over ranks: every rank makes it, in one order of layers."""
-        if max_tokens is None:
-            need = "the most tokens a rank passes: buffers of all ranks are sized for them"
-            raise ConfigurationError("max_tokens", got=None, need=need)
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-        device = torch.device(kind)
-        machine = machine_of("cuda" if kind == "cuda" else "cpu")
-        return make_kernel(
-            *self._pairing(device), self.problem, group=self.parallel.ep_group, machine=machine
-        )
+    def _dtype_after(self, fn: Callable[..., torch.Tensor]) -> torch.dtype:
+        dtype = super()._dtype_after(fn)
+        if self._own_kernel is not None and dtype is not self.problem.dtype:
+            got = f"{dtype_name(dtype)} for a layer over ranks"
+            need = f"{dtype_name(self.problem.dtype)}, which its buffers are made for"
+            raise UnsupportedError("cast of a layer", got=got, need=need)
+        return dtype
+
+    def _fill_made(self) -> None:
+        super()._fill_made()
+        if self.selection_bias is not None:
+            self.selection_bias.fill_(torch.nan)
+            self._bias_unloaded = True
 
 
 def _loader_of(

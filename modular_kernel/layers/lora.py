@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 
 from modular_kernel import forks, modes
 from modular_kernel.adapter_pool import AdapterPool
@@ -390,6 +391,15 @@ class FusedMoEWithLoRA(nn.Module):
         if moe_lora_info is None:
             return base(hidden_states, routing, token_ids=token_ids)  # type: ignore[no-any-return]
         run = self._merged if self._manager.mode == "merged" else self._beside
+        if is_compiling():
+            return modes.run_untraced(
+                self.forward,
+                "a FusedMoEWithLoRA with adapters is not traced: the graph breaks at its call",
+                hidden_states,
+                routing,
+                moe_lora_info=moe_lora_info,
+                token_ids=token_ids,
+            )
         return base.forward_by(
             partial(run, moe_lora_info), hidden_states, routing, token_ids=token_ids
         )

@@ -12,6 +12,7 @@ from modular_kernel.fields import Count, expect
 from modular_kernel.placement import Placement
 
 Place = tuple[int, int]  # rank and number of ranks
+GROUPS = ("ep_group", "tp_group", "group")  # fields of LayerParallel
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,24 @@
 """The parameters of a layer's experts: what each must be, and how kernels see them."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
 from torch import nn
 
 from modular_kernel import modes, prepared
-from modular_kernel.errors import StateError, UnsupportedError, WeightsError
+from modular_kernel.errors import DtypeError, StateError, UnsupportedError, WeightsError
 from modular_kernel.fields import available_device, expect
-from modular_kernel.layers.parallel import LayerParallel
+from modular_kernel.layers.loaded import holds_loaded, moved_only
+from modular_kernel.layers.parallel import GROUPS, LayerParallel
 from modular_kernel.layers.weight_loading import ExpertLoader
+from modular_kernel.operators.pairing import layer_text
 from modular_kernel.placement import Placement
 from modular_kernel.quant import TensorSpec, weight_specs
-from modular_kernel.tensor_checks import check_tensor
-from modular_kernel.tensors import ExpertWeights
-from modular_kernel.types import Problem
+from modular_kernel.tensor_checks import check_local, check_tensor
+from modular_kernel.tensors import ExpertWeights, check_loaded, fill_unloaded
+from modular_kernel.types import DTYPES, Problem, dtype_name
 
 # Fields of ExpertWeights, and the parameters that hold them.
 PARAMETERS = {
@@ -34,7 +37,6 @@ PARAMETERS = {
     "a2_scale": "w2_input_scale",
 }
 
-_NAN = 255  # of a byte of E8M0 or e4m3
 _READY = "modular_kernel_ready"  # of a state_dict's metadata
 
 
@@ -45,6 +47,12 @@ class ExpertParameters(nn.Module):
     made; floats are NaN until they are loaded. loader: of a checkpoint's format; if that is a
     quantised one, parameters are as the checkpoint has them until
     `process_weights_after_loading`.
+
+    Moves and casts (`to`, `cuda`, `half`, `bfloat16`, `float`): what a scheme stores (codes,
+    scales, zero points, orders) moves and is never cast. Unquantised weights and biases are cast,
+    and problem.dtype becomes their dtype; of a quantised layer it becomes the dtype that the cast
+    asks for. Prepared weights of parameters that moved are dropped. DtypeError, before anything
+    changes, for a dtype that no layer computes in.
     """
 
     expert_map: torch.Tensor | None
@@ -72,14 +80,9 @@ class ExpertParameters(nn.Module):
         else:
             for field, spec in self.specs().items():
                 empty = torch.empty(spec.shape, dtype=spec.dtypes[0], device=device)
-                if field.endswith("_scale") and empty.itemsize == 1:
-                    empty.view(torch.uint8).fill_(_NAN)
-                if field == "w1_order":
-                    empty.fill_(-1)  # no column
                 self.register_parameter(PARAMETERS[field], nn.Parameter(empty, False))
-        for parameter in self.parameters() if self._ready else ():
-            if parameter.is_floating_point() and parameter.itemsize > 1:
-                parameter.data.fill_(torch.nan)
+        if self._ready:
+            self._fill_unloaded()
         where = placement.expert_map(parallel.ep[0], device) if problem.expert_map else None
         self.register_buffer("expert_map", where, persistent=False)
         # b2 is not cut over TP ranks: one of them adds it.
@@ -88,6 +91,8 @@ class ExpertParameters(nn.Module):
             zeros = torch.zeros(self.specs()["b2"].shape, dtype=problem.dtype, device=device)
         self.register_buffer("_no_bias", zeros, persistent=False)
         self._bound: tuple[tuple[object, ...], ExpertWeights] | None = None
+        self._unloaded = True  # as far as is known: the first call looks, see `weights`
+        self._describe()
 
     def weight_loader(
         self,
@@ -158,7 +163,15 @@ class ExpertParameters(nn.Module):
             if self._loader is not None and not self.problem.scheme.quantised:
                 self._loader.mark(parameter, self.weight_loader)  # a checkpoint's shape still
             self.register_parameter(PARAMETERS[field], parameter)
-        self._ready, self._bound = True, None
+        self._ready, self._bound, self._unloaded = True, None, False
+
+    def mark_loaded(self) -> None:
+        """Have calls run whatever the parameters hold.
+
+        A layer whose parameters were all copied into needs no mark. It is for weights that really
+        hold NaN in the first value of an expert, which look like those of a new layer.
+        """
+        self._unloaded = False
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -187,6 +200,8 @@ class ExpertParameters(nn.Module):
             self._make_room(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
         self._let_go_if_moved()
+        if self._ready and self._unloaded:
+            self._unloaded = not holds_loaded(self, state_dict, prefix)
 
     def _take_ready(self, state_dict: dict[str, Any], prefix: str, said: bool) -> None:
         """Take the state's tensors if they are as kernels want them; leave them else."""
@@ -220,16 +235,57 @@ class ExpertParameters(nn.Module):
     def weights(self) -> ExpertWeights:
         """Return the parameters as kernels take them; the same object until one is exchanged.
 
-        StateError while they are as a checkpoint has them.
+        StateError while they are as a checkpoint has them, or as the layer was made. A layer whose
+        parameters were written by hand is looked at once, which synchronizes; loading methods and
+        `load_state_dict` leave nothing to look at. LayoutError for a DTensor.
         """
         if not self._ready:
-            need = "process_weights_after_loading, or set_weights, before a call"
-            raise StateError("weights", got="parameters as a checkpoint has them", need=need)
+            raise _not_ready()
         found = self._found()
         places = _places(found)
         if self._bound is None or self._bound[0] != places:
+            self._check(found)
             self._bound = places, ExpertWeights(**found)
         return self._bound[1]
+
+    def _check(self, found: Mapping[str, torch.Tensor]) -> None:
+        """Check that nothing is a DTensor, and that all was loaded."""
+        named = {PARAMETERS.get(field, field): tensor for field, tensor in found.items()}
+        for name, tensor in named.items():
+            check_local(name, tensor)
+        if self._unloaded:
+            named.pop("expert_map", None)  # is not loaded, and is -1 for experts elsewhere
+            check_loaded(named)
+            self._unloaded = next(iter(named.values())).is_meta
+
+    def operands(self) -> tuple[list[torch.Tensor], str]:
+        """Return params and fields of the operator `experts`, as torch.compile traces them.
+
+        Errors of `weights`; where it would have to look at values, the operator does.
+        """
+        if not self._ready:
+            raise _not_ready()
+        found = [getattr(self, name) for name in self._operand_names]
+        for name, tensor in zip(self._operand_names, found, strict=True):
+            check_local(name, tensor)
+        plain, looked_at = self._operand_fields
+        return found, looked_at if self._unloaded else plain
+
+    def _describe(self) -> None:
+        """Write down what the operator `experts` is given of the layer, for torch.compile."""
+        names = {field: PARAMETERS[field] for field in self.specs()}
+        if self._no_bias is not None:
+            names["b2"] = "_no_bias"
+        if self.expert_map is not None:
+            names["expert_map"] = "expert_map"
+        self._operand_names = tuple(names.values())
+        looked_at = [field if field == "expert_map" else f"{field}:loaded" for field in names]
+        self._operand_fields = ",".join(names), ",".join(looked_at)
+        self._described = self.problem
+        try:
+            self._layer_text = layer_text(self.problem)
+        except UnsupportedError:  # over ranks: no operator
+            self._layer_text = ""
 
     def plain_weights(self) -> ExpertWeights:
         """Return `weights` without what was prepared of them, and let that go."""
@@ -250,18 +306,101 @@ class ExpertParameters(nn.Module):
         return found
 
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Self:
-        """As torch's modules do; what was prepared of parameters that moved is let go."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        """Move or cast the layer, as the class says."""
+        dtype = self._dtype_after(fn)
+        kept = [tensor for name, tensor in self._own_tensors() if not self._is_cast(name)]
+        was_meta = self._parameters[self._operand_names[0]].is_meta if self._ready else False
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            if any(tensor is each for each in kept):
+                return moved_only(fn, tensor)
+            return fn(tensor)
+
+        before = {name: vars(each) for name, each in self._parameters.items() if each is not None}
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        for name, attributes in before.items():  # of a parameter that torch made anew
+            vars(self._parameters[name]).update(attributes)
+        if dtype is not self.problem.dtype:
+            self.problem = replace(self.problem, dtype=dtype)
+            self._widen_scales()
+            self._describe()
+        if was_meta and not next(self.parameters(recurse=False)).is_meta:
+            self._fill_made()
         self._let_go_if_moved()
         return self
+
+    def _own_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        own = [*self._parameters.items(), *self._buffers.items()]
+        return [(name, tensor) for name, tensor in own if tensor is not None]
+
+    def _is_cast(self, name: str) -> bool:
+        """Whether a cast reaches a parameter or buffer: unquantised weights, and biases."""
+        if not self._ready and self._loader is not None:
+            own = self._loader.shapes().get(name)
+            return own is not None and own[1] is None
+        plain = () if self.problem.scheme.quantised else ("w13_weight", "w2_weight")
+        return name in (*plain, "w13_bias", "w2_bias", "_no_bias")
+
+    def _dtype_after(self, fn: Callable[..., torch.Tensor]) -> torch.dtype:
+        """Return the layer's dtype after `fn`; DtypeError if no layer computes in it."""
+        device = next(self.parameters(recurse=False)).device
+        dtype = fn(torch.empty(0, dtype=self.problem.dtype, device=device)).dtype
+        if dtype is not self.problem.dtype and dtype not in DTYPES.values():
+            need = " or ".join(DTYPES)
+            raise DtypeError("cast of a layer", got=dtype_name(dtype), need=need)
+        return dtype
+
+    def _widen_scales(self) -> None:
+        """Store scales of 16 bits that the layer's new dtype does not go with as float32.
+
+        That loses nothing, as a cast to the new dtype might.
+        """
+        for field, spec in self.specs().items() if self._ready else ():
+            own = getattr(self, PARAMETERS[field])
+            if field.endswith("_scale") and own.dtype not in spec.dtypes:
+                assert torch.float32 in spec.dtypes
+                own.data = own.data.float()
+
+    def _fill_unloaded(self) -> None:
+        """Give parameters the values that tell that nothing was loaded."""
+        for name, parameter in self._parameters.items():
+            if parameter is not None:
+                fill_unloaded(name, parameter.data)
+
+    def _fill_made(self) -> None:
+        """Give parameters that have memory for the first time the values that they are made with.
+
+        They come from the meta device, by `to_empty`.
+        """
+        if self._ready:
+            self._fill_unloaded()
+            self._unloaded = True
+        if self.expert_map is not None:
+            self.expert_map.copy_(self.placement.expert_map(self.parallel.ep[0], "cpu"))
+        if self._no_bias is not None:
+            self._no_bias.zero_()
 
     def _let_go_if_moved(self) -> None:
         if self._bound is not None and self._bound[0] != _places(self._found()):
             self._bound = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has: its parameters lie elsewhere, so nothing is prepared of them."""
+        """Return what a copy has: its parameters lie elsewhere, so nothing is prepared of them.
+
+        UnsupportedError for a layer with process groups, which belong to one process.
+        """
+        held = [name for name in GROUPS if getattr(self.parallel, name) is not None]
+        if held:
+            need = "its state_dict, loaded into a layer made with the groups of the other process"
+            raise UnsupportedError(
+                "torch.save or copy of a layer", got=" and ".join(held), need=need
+            )
         return self.__dict__ | {"_bound": None}
+
+
+def _not_ready() -> StateError:
+    need = "process_weights_after_loading, or set_weights, before a call"
+    return StateError("weights", got="parameters as a checkpoint has them", need=need)
 
 
 def _places(tensors: Mapping[str, torch.Tensor]) -> tuple[object, ...]:

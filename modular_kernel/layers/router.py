@@ -4,16 +4,22 @@ router = Router(RouterSpec(8, renormalise=True), hidden_size=2048, num_experts=1
 weights, ids, logits = router(x_TH)
 """
 
+from collections.abc import Callable
+from typing import Any, Self
+
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 
 from modular_kernel import modes
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
 from modular_kernel.fields import Count, expect
+from modular_kernel.layers.loaded import holds_loaded, moved_only
 from modular_kernel.matmul import linear
 from modular_kernel.ops.route import Routed, RouterTensors, route
 from modular_kernel.routers import RouterSpec, StandardTopKOutput
-from modular_kernel.tensor_checks import check_tensor
+from modular_kernel.tensor_checks import check_local, check_tensor
+from modular_kernel.tensors import check_loaded, fill_unloaded
 from modular_kernel.types import dtype_name, parse_dtype
 
 __all__ = ["Routed", "Router", "RouterSpec", "RouterTensors", "StandardTopKOutput", "route",
@@ -90,6 +96,11 @@ class Router(nn.Module):
         if vocabulary is not None:
             table = torch.full((vocabulary, spec.top_k), -1, dtype=torch.int64, device=device)
         self.register_buffer("tid2eid", table)
+        self._unloaded = True  # as far as is known: the first call looks
+
+    def mark_loaded(self) -> None:
+        """Have calls run whatever the parameters hold: for a gate that really holds NaN."""
+        self._unloaded = False
 
     def extra_repr(self) -> str:
         """Show the spec, as torch's modules show their sizes."""
@@ -103,12 +114,50 @@ class Router(nn.Module):
         if x_TH.dim() != 2 or x_TH.shape[1] != self.weight.shape[1]:
             need = f"(T, H) with H = {self.weight.shape[1]}"
             raise ShapeError("x of the router", got=tuple(x_TH.shape), need=need)
+        if self._unloaded and not is_compiling():
+            for name, tensor in self._own().items():
+                check_local(f"router.{name}", tensor)
+            check_loaded(self._own())
+            self._unloaded = self.weight.is_meta
         with torch.autocast(x_TH.device.type, enabled=False):
             return linear(x_TH.to(self.weight.dtype), self.weight, self.bias)
 
     def tensors(self) -> RouterTensors:
         """Return what `route` wants beside logits."""
-        return RouterTensors(self.e_score_correction_bias, self.tid2eid)
+        unloaded = tuple(self._own().values()) if self._unloaded and is_compiling() else ()
+        return RouterTensors(self.e_score_correction_bias, self.tid2eid, unloaded)
+
+    def _own(self) -> dict[str, torch.Tensor]:
+        named = {
+            "weight": self.weight,
+            "bias": self.bias,
+            "e_score_correction_bias": self.e_score_correction_bias,
+            "tid2eid": self.tid2eid,
+        }
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Self:
+        """Move or cast the gate; the selection bias moves only."""
+        kept, was_meta = self.e_score_correction_bias, self.weight.is_meta
+        super()._apply(  # type: ignore[no-untyped-call]
+            lambda tensor: moved_only(fn, tensor) if tensor is kept else fn(tensor), recurse
+        )
+        if was_meta and not self.weight.is_meta:  # by `to_empty`
+            for name, tensor in self._own().items():
+                fill_unloaded(name, tensor.data)
+            self._unloaded = True
+        return self
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        *others: Any,
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+        if self._unloaded:
+            self._unloaded = not holds_loaded(self, state_dict, prefix)
 
     def routed(
         self,

@@ -5,6 +5,7 @@ import torch
 from modular_kernel.errors import ConfigurationError, ShapeError
 from modular_kernel.fields import expect
 from modular_kernel.layers.router import Router
+from modular_kernel.models.routing import router_differences
 from modular_kernel.routers import RouterSpec
 from modular_kernel.tensor_checks import check_tensor
 from modular_kernel.tensors import Routing, check_lead
@@ -29,6 +30,22 @@ def check_selection_bias(
         need_shape = (router.columns(experts),)
         if tuple(selection_bias.shape) != need_shape:
             raise ShapeError("selection_bias", got=tuple(selection_bias.shape), need=need_shape)
+
+
+def check_router(of_checkpoint: RouterSpec | None, own: RouterSpec) -> None:
+    """Raise ConfigurationError where a checkpoint's router chooses or weighs unlike the layer's.
+
+    of_checkpoint: None where its router is not known, which is not compared.
+    """
+    if of_checkpoint is None:
+        return
+    names = router_differences(of_checkpoint, own)
+    if names:
+        got, need = (
+            ", ".join(f"{name}={getattr(spec, name)!r}" for name in names)
+            for spec in (of_checkpoint, own)
+        )
+        raise ConfigurationError("router of the checkpoint", got=got, need=f"{need}, the layer's")
 
 
 def top_k_of(top_k: int | None, router: Router | RouterSpec | None, experts: int) -> int:

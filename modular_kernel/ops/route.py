@@ -3,10 +3,15 @@
     routed = route(logits_TE, RouterSpec(8, renormalise=True))
     routed.routing                      # Routing, as every kernel takes it
 
-Computed in float32, whatever the logits' type. See `modular_kernel.routers` for the rules.
+Computed in float32, whatever the logits' type. See `modular_kernel.routers` for the rules. Under
+torch.compile and torch.export a call is one operator, torch.ops.modular_kernel.route.
 """
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from operator import index
 
 import torch
 from torch.compiler import is_compiling
@@ -24,7 +29,7 @@ from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.routers import RouterSpec
 from modular_kernel.tensor_checks import check_no_gradients, check_tensor
-from modular_kernel.tensors import Routing
+from modular_kernel.tensors import Routing, check_loaded
 from modular_kernel.types import dtype_name
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,6 +37,7 @@ _INTEGERS = (torch.int32, torch.int64)
 _LANES = 512  # values of a program of one warp, where there are tokens enough
 _FEW_TOKENS = 1024  # up to here a program has one token: every warp is another's
 _LARGEST = torch.finfo(torch.float32).max
+_MOST_PLACES = 1 << 12  # of parameters that were found loaded
 INVALID = -2  # the id of a pair whose table entry or token id does not exist: kernels count it
 
 
@@ -41,10 +47,13 @@ class RouterTensors:
 
     bias_E: (E + zero experts,) float32 or a 16-bit type, the selection bias. table_VK: (V, K) int32
     or int64, the experts of each token id, contiguous. Both on the logits' device.
+    unloaded: parameters of the router that may not have been loaded: a call that torch.compile
+    traced raises StateError then. An eager call does not look at them.
     """
 
     bias_E: torch.Tensor | None = None
     table_VK: torch.Tensor | None = None
+    unloaded: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,18 @@ def route(
     """
     tensors = RouterTensors() if tensors is None else tensors
     _check(logits_TE, spec, tensors, token_ids_T, ids_dtype)
+    if is_compiling():
+        return _traced(logits_TE, spec, tensors, token_ids_T, ids_dtype)
+    return _routed(logits_TE, spec, tensors, token_ids_T, ids_dtype)
+
+
+def _routed(
+    logits_TE: torch.Tensor,
+    spec: RouterSpec,
+    tensors: RouterTensors,
+    token_ids_T: torch.Tensor | None,
+    ids_dtype: torch.dtype,
+) -> Routed:
     tokens, device = logits_TE.shape[0], logits_TE.device
     weights_TK = torch.empty(tokens, spec.top_k, dtype=torch.float32, device=device)
     ids_TK = torch.empty(tokens, spec.top_k, dtype=ids_dtype, device=device)
@@ -82,12 +103,129 @@ def route(
     routed = Routed(Routing(weights_TK, ids_TK), identity_T)
     if tokens == 0:
         return routed
-    # What torch.compile traces is the twin: it becomes part of the graph.
-    if not is_compiling() and use_triton(logits_TE):
+    if use_triton(logits_TE):
         _launch(logits_TE, spec, tensors, token_ids_T, routed)
     else:
         route_ref(logits_TE, spec, tensors, token_ids_T, routed)
     return routed
+
+
+# ------------------------------------------------------------------------------- as an operator
+
+
+@torch.library.custom_op("modular_kernel::route", mutates_args=())
+def route_op(
+    logits_TE: torch.Tensor,
+    bias_E: torch.Tensor | None,
+    table_VK: torch.Tensor | None,
+    token_ids_T: torch.Tensor | None,
+    unloaded: Sequence[torch.Tensor],
+    spec: str,
+    wide_ids: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return weights (T, K), ids (T, K), int64 if wide_ids, and identity (T,), or (0,) if none.
+
+    spec: as `spec_text` writes it. Errors of `route`.
+    """
+    known = spec_of_text(spec)
+    tensors = RouterTensors(bias_E, table_VK)
+    _check_loaded_once(unloaded)
+    ids_dtype = torch.int64 if wide_ids else torch.int32
+    _check(logits_TE, known, tensors, token_ids_T, ids_dtype)
+    routed = _routed(logits_TE, known, tensors, token_ids_T, ids_dtype)
+    identity_T = routed.identity_T
+    if identity_T is None:
+        identity_T = torch.empty(0, dtype=torch.float32, device=logits_TE.device)
+    return routed.routing.topk_weights_TK, routed.routing.topk_ids_TK, identity_T
+
+
+@route_op.register_fake
+def _(logits_TE, bias_E, table_VK, token_ids_T, unloaded, spec, wide_ids):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
+    """Shapes and dtypes of the outputs."""
+    known, tokens = spec_of_text(spec), logits_TE.shape[0]
+    shape = (tokens, known.top_k)
+    return (
+        logits_TE.new_empty(shape, dtype=torch.float32),
+        logits_TE.new_empty(shape, dtype=torch.int64 if wide_ids else torch.int32),
+        logits_TE.new_empty((tokens if known.zero_experts else 0,), dtype=torch.float32),
+    )
+
+
+def _traced(
+    logits_TE: torch.Tensor,
+    spec: RouterSpec,
+    tensors: RouterTensors,
+    token_ids_T: torch.Tensor | None,
+    ids_dtype: torch.dtype,
+) -> Routed:
+    """Put a call into a graph as one operator."""
+    weights_TK, ids_TK, identity_T = torch.ops.modular_kernel.route(
+        logits_TE,
+        tensors.bias_E,
+        tensors.table_VK,
+        token_ids_T,
+        list(tensors.unloaded),
+        spec_text(spec),
+        ids_dtype is torch.int64,
+    )
+    return Routed(Routing(weights_TK, ids_TK), identity_T if spec.zero_experts else None)
+
+
+def spec_text(spec: RouterSpec) -> str:
+    """Write a spec as the operator takes it: JSON, made of operations that torch.compile traces."""
+    numbers = [
+        f'"{name}": {index(value)}'
+        for name, value in (
+            ("top_k", spec.top_k),
+            ("groups", spec.groups),
+            ("topk_groups", spec.topk_groups),
+            ("zero_experts", spec.zero_experts),
+        )
+    ]
+    texts = [
+        f'"{name}": "{value}"'
+        for name, value in (
+            ("score", spec.score),
+            ("order", spec.order),
+            ("group_score", spec.group_score),
+        )
+    ]
+    flags = [
+        f'"{name}": {"true" if value else "false"}'
+        for name, value in (
+            ("selection_bias", spec.selection_bias),
+            ("renormalise", spec.renormalise),
+            ("table", spec.table),
+        )
+    ]
+    floats = [f'"eps": {float(spec.eps)!r}', f'"floor": {float(spec.floor)!r}']
+    return "{" + ", ".join([*numbers, *texts, *flags, *floats]) + "}"
+
+
+@lru_cache(maxsize=256)
+def spec_of_text(text: str) -> RouterSpec:
+    """Read what `spec_text` wrote; ConfigurationError for anything else."""
+    try:
+        return RouterSpec(**json.loads(text))
+    except (ValueError, TypeError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        need = "the JSON of a RouterSpec"
+        raise ConfigurationError("router spec", got=text[:80], need=need) from None
+
+
+_loaded_places = set[tuple[object, ...]]()
+
+
+def _check_loaded_once(tensors: Sequence[torch.Tensor]) -> None:
+    """Check tensors whose memory was not found loaded before; StateError."""
+    places, known = [(t.data_ptr(), t.shape, t.device) for t in tensors], _loaded_places
+    if known.issuperset(places):
+        return
+    check_loaded({f"parameter {at} of the router": t for at, t in enumerate(tensors)})
+    if len(known) > _MOST_PLACES:
+        known.clear()
+    known.update(places)
 
 
 def _launch(

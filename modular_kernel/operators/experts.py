@@ -2,22 +2,25 @@
 
     experts(x_TH, ids_TK, weights_TK, params, fields, layer, pairing) -> y_TH
 
-What is not a tensor is a text, so that an exported program runs in another process: it has to
-import this module, transformers is not needed. fields: what each tensor of params is, as
-`expert_fields` reads it. layer and pairing: as `pairing` writes them.
+What is not a tensor is a text, so that an exported program runs in another process, which has to
+import this module; it registers torch.ops.modular_kernel.route too. fields: what each tensor of
+params is, as `expert_fields` reads it. layer and pairing: as `pairing` writes them.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from modular_kernel.integrations.expert_fields import place, weights_from
-from modular_kernel.integrations.experts_gradient import call_gradients
-from modular_kernel.integrations.pairing import pairing_of, problem_of
+import modular_kernel.ops.route  # noqa: F401 (registers the router's operator)
+from modular_kernel.operators.expert_fields import place, weights_from
+from modular_kernel.operators.gradients import call_gradients
+from modular_kernel.operators.pairing import pairing_of, problem_of
 from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.types import Combine
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,18 @@ class _Bound:
 # By the first tensor. What is kept are aliases, so that an entry goes with its key.
 _bound: Any = WeakIdKeyDictionary()
 
+# Weights with what was prepared of them, by the address of w1, the layer and the pairing. Whoever
+# prepared them keeps them.
+_prepared = WeakValueDictionary[tuple[int, str, str], ExpertWeights]()
+
+
+def use_prepared(weights: ExpertWeights, layer: str, pairing: str) -> None:
+    """Have calls of the operator with the same w1, layer and pairing run on these weights.
+
+    weights: what a kernel's `prepare_weights` returned; they are used as long as they live.
+    """
+    _prepared[weights.w1.data_ptr(), layer, pairing] = weights
+
 
 @torch.library.custom_op("modular_kernel::experts", mutates_args=())
 def experts(
@@ -44,16 +59,19 @@ def experts(
     layer: str,
     pairing: str,
 ) -> torch.Tensor:
-    """Return a new (T, H) tensor like x. ids and weights as those of a Routing."""
-    return pairing_of(pairing).run(
-        layer, x_TH, _weights(params, fields), Routing(weights_TK, ids_TK)
-    )
+    """Return a new tensor like x, (T, H) or (T, K, H). ids and weights as those of a Routing."""
+    weights = _prepared_of(params, fields, layer, pairing)
+    if weights is None:
+        weights = _weights(params, fields)
+    return pairing_of(pairing).run(layer, x_TH, weights, Routing(weights_TK, ids_TK))
 
 
 @experts.register_fake
 def _(x_TH, ids_TK, weights_TK, params, fields, layer, pairing):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
     """Shape and dtype of the output."""
-    return x_TH.new_empty(x_TH.shape)
+    if problem_of(layer, 1).combine is Combine.SUM:
+        return x_TH.new_empty(x_TH.shape)
+    return x_TH.new_empty((x_TH.shape[0], ids_TK.shape[1], x_TH.shape[1]))
 
 
 @torch.library.custom_op("modular_kernel::experts_backward", mutates_args=())
@@ -102,6 +120,22 @@ experts.register_autograd(_backward, setup_context=_keep_inputs)
 
 # What a traced call takes.
 EXPERTS = torch.ops.modular_kernel.experts
+
+
+def _prepared_of(
+    params: Sequence[torch.Tensor], fields: str, layer: str, pairing: str
+) -> ExpertWeights | None:
+    """Return weights that were prepared of just these tensors, if there are any."""
+    if not _prepared or not params:
+        return None
+    found = _prepared.get((params[0].data_ptr(), layer, pairing))
+    if found is None:
+        return None
+    for text, param in zip(fields.split(","), params, strict=True):
+        own = getattr(found, text.removesuffix(":loaded"), None)
+        if own is None or own.data_ptr() != param.data_ptr() or own.shape != param.shape:
+            return None
+    return found
 
 
 def _weights(params: Sequence[torch.Tensor], fields: str) -> ExpertWeights:

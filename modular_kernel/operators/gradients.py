@@ -13,7 +13,7 @@ from modular_kernel.errors import UnsupportedError
 from modular_kernel.matmul import matmul
 from modular_kernel.quant import values_of
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.types import ActivationSpec, Problem
+from modular_kernel.types import ActivationSpec, Combine, Problem
 
 
 def call_gradients(
@@ -26,11 +26,16 @@ def call_gradients(
     """Return gradients of x (T, H), router weights (T, K), b1 (e, N) and b2 (e, H).
 
     grad_TH: of the output. Each like what it is of; those of biases are empty if there are none.
-    UnsupportedError for a layer that weights its input, or keeps top-k.
+    UnsupportedError for a layer that weights its input, keeps top-k, or has an expert map.
     """
     if problem.apply_router_weight_on_input:
         got = "router weights on the input"
         raise UnsupportedError("gradients", got=got, need="router weights on the output")
+    if problem.combine is not Combine.SUM:
+        raise UnsupportedError("gradients", got="(T, K, H)", need="the sum over K, (T, H)")
+    if problem.expert_map:
+        got = "experts of this rank alone"
+        raise UnsupportedError("gradients", got=got, need="a layer that holds all experts")
     spec, ids_TK = problem.act, routing.topk_ids_TK
     dx = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
     dweights = torch.zeros_like(routing.topk_weights_TK)

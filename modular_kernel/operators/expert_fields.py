@@ -11,6 +11,7 @@ may follow a name, each after a colon:
     channel=N its (e, P, 1) scales of P projections, one for each of N rows: a copy
     tiles=RxBxT its rows are scales of B rows of each projection, which has R: repeated so that
                 there is one for each T rows, T being a divisor of B
+    loaded    as it is; StateError where it still has the values that a layer is made with
 
 Copies are made when weights are bound, and again where the tensor was moved or written to.
 """
@@ -20,9 +21,9 @@ from collections.abc import Sequence
 import torch
 
 from modular_kernel.errors import ConfigurationError, ShapeError
-from modular_kernel.tensors import ExpertWeights
+from modular_kernel.tensors import ExpertWeights, check_loaded
 
-_NAMES = frozenset(ExpertWeights.__dataclass_fields__) - {"expert_map"}
+_NAMES = frozenset(ExpertWeights.__dataclass_fields__)
 
 
 def weights_from(tensors: Sequence[torch.Tensor], fields: str) -> ExpertWeights:
@@ -32,6 +33,7 @@ def weights_from(tensors: Sequence[torch.Tensor], fields: str) -> ExpertWeights:
         got, need = f"{len(tensors)} tensors", f"as many as fields name: {fields[:80]}"
         raise ConfigurationError("params", got=got, need=need)
     made: dict[str, torch.Tensor] = {}
+    to_check: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for text, tensor in zip(named, tensors, strict=True):
             name, *steps = text.split(":")
@@ -39,8 +41,12 @@ def weights_from(tensors: Sequence[torch.Tensor], fields: str) -> ExpertWeights:
                 need = f"one of {', '.join(sorted(_NAMES))}, each once"
                 raise ConfigurationError("fields", got=name[:80], need=need)
             for step in steps:
-                tensor = _step(step, tensor)
+                if step == "loaded":
+                    to_check[name] = tensor
+                else:
+                    tensor = _step(step, tensor)
             made[name] = tensor
+        check_loaded(to_check)
     if not {"w1", "w2"} <= made.keys():
         raise ConfigurationError("fields", got=fields[:80], need="w1 and w2 among them")
     return ExpertWeights(**made)
@@ -69,7 +75,7 @@ def _step(step: str, tensor: torch.Tensor) -> torch.Tensor:
     sizes = step.removeprefix("tiles=").split("x")
     if step.startswith("tiles=") and len(sizes) == 3 and all(size.isdecimal() for size in sizes):
         return _tiles(tensor, *map(int, sizes))
-    need = "t, flat, bytes, first=N, float, channel=N or tiles=RxBxT"
+    need = "t, flat, bytes, first=N, float, channel=N, tiles=RxBxT or loaded"
     raise ConfigurationError("fields", got=step[:80], need=need)
 
 

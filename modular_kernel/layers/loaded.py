@@ -1,0 +1,31 @@
+"""What the modules of a layer share: tensors that are never cast, and states that were loaded."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from modular_kernel.errors import StateError
+from modular_kernel.tensors import check_loaded
+
+
+def moved_only(fn: Callable[..., torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """Return what `fn`, which a module applies to its tensors, makes of one that is never cast."""
+    probe = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+    return fn(tensor) if probe.dtype is tensor.dtype else tensor.to(probe.device)
+
+
+def holds_loaded(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> bool:
+    """Whether a state has every parameter of a module itself, and each of them was loaded."""
+    names = [name for name, _ in module.named_parameters(recurse=False)]
+    found = {name: state_dict.get(prefix + name) for name in names}
+    plain = (torch.Tensor, nn.Parameter)
+    tensors = {name: each for name, each in found.items() if type(each) in plain}
+    if len(tensors) < len(names):
+        return False
+    try:
+        check_loaded(tensors)
+    except StateError:
+        return False
+    return True

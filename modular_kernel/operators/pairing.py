@@ -1,0 +1,227 @@
+"""Run layers of any shape and token count on one pairing: kernels by capacity.
+
+A layer is a text here, so that it can be an argument of an operator and survive an export:
+`layer_text` writes it, `problem_of` reads it. A pairing is a text too: two parts by name.
+"""
+
+import json
+from collections.abc import MutableMapping, Sequence
+from dataclasses import fields, replace
+from functools import lru_cache
+from operator import index
+from typing import Any
+
+import torch
+
+from modular_kernel.call_plans import SMALLEST_CAPACITY, capacity_of
+from modular_kernel.catalog import load_catalog
+from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
+from modular_kernel.errors import ConfigurationError, IncompatibleError, UnsupportedError
+from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.planned import Pairing as Parts
+from modular_kernel.planned import Planned, usual_experts
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.types import DTYPES, Combine, Problem, dtype_name, parse_dtype
+
+_BY_DEVICE = "default"
+_WHERE_SERVED = "where served"
+_FIELDS = frozenset(
+    {"hidden", "intermediate", "experts", "top_k", "dtype", "quant", "activation", "bias"}
+)
+# Written where they are not a Problem's defaults.
+_OPTIONAL = frozenset(
+    {
+        "lora",
+        "local_experts",
+        "expert_map",
+        "apply_router_weight_on_input",
+        "routed_scaling_factor",
+        "combine",
+        "fp32_precision",
+        "chunk_tokens",
+        "deterministic",
+        "batch_invariant",
+    }
+)
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_BY_CALL = frozenset({"tokens", "ids_dtype"})  # neither changes what a call computes
+
+Part = str | type[PrepareAndFinalize] | type[PermuteExpertsUnpermute]
+
+
+def layer_text(problem: Problem) -> str:
+    """Write down the layer that a problem describes, without its tokens.
+
+    UnsupportedError for a layer that the operator cannot run: over ranks, or in place.
+    """
+    found: dict[str, object] = {name: getattr(problem, name) for name in _FIELDS}
+    found |= {"dtype": dtype_name(problem.dtype), "activation": str(problem.act)}
+    for field, default in _DEFAULTS.items():
+        value = getattr(problem, field)
+        if value == default:
+            continue
+        if field not in _OPTIONAL:
+            need = "a layer on one rank that returns a new tensor"
+            raise UnsupportedError(f"{field} of an operator", got=value, need=need)
+        found[field] = value.name if isinstance(value, Combine) else value
+    return json.dumps(found, sort_keys=True)
+
+
+def text_of_sizes(
+    sizes: Sequence[int], dtype: torch.dtype, quant: str, activation: str, **options: object
+) -> str:
+    """Write down a layer by its numbers, in operations that torch.compile traces.
+
+    sizes: hidden, intermediate, experts and top_k. options: `bias`, and any other of Problem's
+    that `layer_text` writes.
+    """
+    hidden, intermediate, experts, top_k = sizes
+    numbers = [
+        f'"hidden": {index(hidden)}',
+        f'"intermediate": {index(intermediate)}',
+        f'"experts": {index(experts)}',
+        f'"top_k": {index(top_k)}',
+    ]
+    texts = [f'"dtype": "{_NAMES[dtype]}"', f'"quant": "{quant}"', f'"activation": "{activation}"']
+    more = []
+    for name, value in options.items():
+        if isinstance(value, bool):
+            more.append(f'"{name}": {"true" if value else "false"}')
+        elif isinstance(value, str):
+            more.append(f'"{name}": "{value}"')
+        elif value is not None:
+            more.append(f'"{name}": {value}')
+    return "{" + ", ".join([*numbers, *texts, *more]) + "}"
+
+
+@lru_cache(maxsize=1024)
+def problem_of(layer: str, tokens: int) -> Problem:
+    """Read what `layer_text` wrote, for at most `tokens` tokens; ConfigurationError else.
+
+    A limit of a chunk that no call of so many tokens reaches is dropped.
+    """
+    try:
+        found = json.loads(layer)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or set(found) - _OPTIONAL != _FIELDS:
+        need = f"JSON with {', '.join(sorted(_FIELDS))}"
+        raise ConfigurationError("layer", got=layer[:80], need=need)
+    found["dtype"] = parse_dtype(found["dtype"])
+    if "combine" in found:
+        names = {each.name: each for each in Combine}
+        if found["combine"] not in names:
+            got, need = str(found["combine"])[:80], f"one of {', '.join(names)}"
+            raise ConfigurationError("layer: combine", got=got, need=need)
+        found["combine"] = names[found["combine"]]
+    problem = Problem(tokens=tokens, **found)
+    if problem.chunk_tokens is not None and tokens <= problem.chunk_tokens:
+        return replace(problem, chunk_tokens=None)
+    return problem
+
+
+class Pairing:
+    """Two parts, and the kernels made of them.
+
+    experts: None means TritonExperts on a GPU and TorchExperts on a CPU. where_served: with None,
+    TorchExperts also for a layer on a GPU that TritonExperts do not serve. Layers of one shape
+    share kernels, one for each power of two of tokens.
+    """
+
+    def __init__(
+        self,
+        prepare_finalize: str | type[PrepareAndFinalize],
+        experts: str | type[PermuteExpertsUnpermute] | None,
+        *,
+        where_served: bool = False,
+    ) -> None:
+        catalog = load_catalog()
+        catalog.prepare_finalize(prepare_finalize)
+        if experts is not None:
+            catalog.experts(experts)
+        self.prepare_finalize = prepare_finalize
+        self.experts = experts
+        self.where_served = where_served and experts is None
+        self._planned = Planned()
+        self._refused = set[tuple[str, torch.device]]()
+        _PAIRINGS[str(self)] = self
+
+    @property
+    def kernels(self) -> MutableMapping[Any, FusedMoEModularKernel]:
+        """The kernels made so far, by parts, problem and device."""
+        return self._planned.kernels
+
+    def __str__(self) -> str:
+        default = _WHERE_SERVED if self.where_served else _BY_DEVICE
+        experts = default if self.experts is None else _part_text(self.experts)
+        return f"{_part_text(self.prepare_finalize)} x {experts}"
+
+    def run(
+        self, layer: str, x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing
+    ) -> torch.Tensor:
+        """Run a call of `layer`; returns a new (T, H) tensor like x.
+
+        routing: ids of either dtype, whichever the parts want.
+        Every InputError of a kernel's call, and IncompatibleError if the pairing is refused.
+        """
+        problem = problem_of(layer, capacity_of(x_TH.shape[0]))
+        return self._planned.run(self._parts(x_TH.device, problem), problem, x_TH, weights, routing)
+
+    def check(self, layer: str, device: torch.device) -> None:
+        """Raise the IncompatibleError of a layer that the pairing does not run on a device."""
+        problem = problem_of(layer, SMALLEST_CAPACITY)
+        self._planned.kernel(self._parts(device, problem), problem, device)
+
+    def serves(self, layer: str, device: torch.device) -> bool:
+        """Tell whether the pairing runs a layer on a device; what is refused is remembered."""
+        if (layer, device) not in self._refused:
+            try:
+                self.check(layer, device)
+            except IncompatibleError:
+                self._refused.add((layer, device))
+        return (layer, device) not in self._refused
+
+    def _parts(self, device: torch.device, problem: Problem) -> Parts:
+        experts = self.experts
+        if experts is None:
+            experts = "TritonExperts" if device.type == "cuda" else "TorchExperts"
+            if self.where_served:
+                experts = usual_experts(self.prepare_finalize, problem, device)
+        return self.prepare_finalize, experts
+
+
+_PAIRINGS: dict[str, Pairing] = {}
+
+
+def pairing_of(text: str) -> Pairing:
+    """Return the pairing that `str()` wrote, in this process or another one.
+
+    There, parts of the catalogue are found by their names; any other class has to have been made a
+    Pairing: UnknownPartError else.
+    """
+    found = _PAIRINGS.get(text)
+    if found is None:
+        prepare_finalize, _, experts = text.partition(" x ")
+        by_device = experts in (_BY_DEVICE, _WHERE_SERVED)
+        found = Pairing(
+            prepare_finalize,
+            None if by_device else experts,
+            where_served=experts == _WHERE_SERVED,
+        )
+    return found
+
+
+_DEFAULTS = {
+    field.name: getattr(Problem(1, 1, 1, 1, 1), field.name)
+    for field in fields(Problem)
+    if field.name not in _FIELDS | _BY_CALL
+}
+
+
+def _part_text(part: Part) -> str:
+    """Name a part of the catalogue, and any other class by where it was defined."""
+    if isinstance(part, str):
+        return part
+    if part in {known.cls for known in load_catalog().parts}:
+        return part.__name__
+    return f"{part.__module__}:{part.__qualname__}"

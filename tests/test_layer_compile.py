@@ -1,0 +1,397 @@
+"""torch.compile and torch.export of FusedMoE, EPMoE and MoeRunner: one graph of operators."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from layer_samples import FAMILIES, E, H, I, K, Sample, layer_of
+
+import modular_kernel as mk
+from modular_kernel.composer import random_inputs
+from modular_kernel.errors import DtypeError, StateError, UnsupportedError
+from modular_kernel.integrations.moe_runner import MoeQuantInfo, MoeRunner, MoeRunnerConfig
+from modular_kernel.integrations.runner_formats import (
+    DeepEPNormalDispatchOutput,
+    StandardDispatchOutput,
+)
+from modular_kernel.layers.ep_moe import EPMoE
+from modular_kernel.layers.fused_moe import FusedMoE
+from modular_kernel.layers.router import Router, RouterSpec
+from modular_kernel.machine import torch_twins
+from modular_kernel.ops.route import RouterTensors, route, spec_of_text, spec_text
+from modular_kernel.tensors import Routing
+
+SAMPLES = {
+    "plain": Sample(),
+    "biases": Sample(fields={"bias": True}),
+    "scaled": Sample(FAMILIES["biased"], fields={"routed_scaling_factor": 2.5}),
+    "zero experts": Sample(FAMILIES["zero experts"], fields={"routed_scaling_factor": 2.0}),
+    "on the input": Sample(fields={"apply_router_weight_on_input": True, "bias": True}),
+    "bf16": Sample(fields={"dtype": torch.bfloat16}),
+    "int4": Sample(fields={"quant": "int4_w4a16_group:group=8"}),
+    "fp8": Sample(fields={"quant": "fp8_w8a8_block:block=8x8"}),
+}
+ROUTE, EXPERTS = "modular_kernel.route", "modular_kernel.experts"
+Compiled = tuple[Callable[..., torch.Tensor], list[torch.fx.GraphModule]]
+
+
+@pytest.fixture(autouse=True)
+def cold() -> Iterator[None]:
+    """Compile from nothing, on torch's own operations: interpreted kernels take long."""
+    torch.compiler.reset()
+    with torch.no_grad(), torch_twins():
+        yield
+    torch.compiler.reset()
+
+
+def compiled(function: Any) -> Compiled:
+    """Compile with fullgraph=True, and keep the graphs."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    return torch.compile(function, fullgraph=True, backend=keep), graphs
+
+
+def operators(graph: torch.fx.Graph) -> list[str]:
+    targets = [str(node.target) for node in graph.nodes]
+    return [target.removesuffix(".default") for target in targets if "modular_kernel" in target]
+
+
+def inputs(sample: Sample, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    x_TH = torch.randn(tokens, H, generator=generator).to(sample.problem.dtype)
+    return x_TH, torch.randn(tokens, sample.router.columns(E), generator=generator)
+
+
+# -------------------------------------------------------------------------------------- FusedMoE
+
+
+WHOLE, SHARE = ((0, 1), (0, 1)), ((1, 2), (1, 2))
+PLACES = [(name, WHOLE) for name in SAMPLES] + [(n, SHARE) for n in ("biases", "scaled", "int4")]
+
+
+@pytest.mark.parametrize(("name", "place"), PLACES, ids=str)
+def test_a_layer_is_two_operators_for_any_number_of_tokens(name: str, place: Any) -> None:
+    sample = SAMPLES[name]
+    layer = layer_of(sample, *place, shared_experts=torch.nn.Tanh())
+    call, graphs = compiled(layer)
+    for tokens in (17, 9, 5):
+        given = inputs(sample, tokens)
+        assert torch.equal(call(*given), layer(*given))
+    assert [operators(graph.graph) for graph in graphs] == [[ROUTE, EXPERTS]] * 2
+    for tokens in (1, 0):
+        given = inputs(sample, tokens)
+        assert torch.equal(call(*given), layer(*given))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_cold_compile_of_any_backend_computes_what_eager_does(backend: str) -> None:
+    layer = layer_of(Sample())
+    call = torch.compile(layer, backend=backend)
+    given = inputs(Sample(), 9)
+    got = call(*given)  # before any eager call
+    assert torch.equal(got, layer(*given))
+
+
+@pytest.mark.parametrize("table", [False, True])
+def test_a_router_inside_is_traced(table: bool) -> None:
+    spec = RouterSpec(K, "sqrtsoftplus", renormalise=True, selection_bias=not table, table=table)
+    router = Router(spec, H, E, bias=True, vocabulary=20 if table else None)
+    for number, parameter in enumerate(router.parameters()):
+        parameter.data.copy_(Sample().draw(*parameter.shape, seed=number + 8))
+    if table:
+        router.tid2eid.copy_(torch.stack([torch.randperm(E)[:K] for _ in range(20)]))
+    layer = layer_of(Sample(), router=router, selection_bias=None)
+    call, graphs = compiled(layer)
+    for tokens in (9, 6, 4):
+        words = torch.randint(20, (tokens,)) if table else None
+        x_TH = inputs(Sample(), tokens)[0]
+        got = call(x_TH, token_ids=words)
+        assert torch.equal(got, layer(x_TH, token_ids=words))
+    assert operators(graphs[0].graph) == [ROUTE, EXPERTS]
+
+
+def test_a_given_routing_is_traced() -> None:
+    sample, layer = Sample(), layer_of(Sample(), router=None, top_k=K)
+    x_TH, logits = inputs(sample, 8)
+    routing = route(logits, sample.router).routing
+    weights, ids = routing.topk_weights_TK, routing.topk_ids_TK
+
+    def by_routing(x_TH: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return layer(x_TH, Routing(weights, ids))
+
+    want = layer(x_TH, routing)
+    for function in (
+        by_routing,
+        lambda x, w, i: layer(x, (w.view(2, 4, K), i.view(2, 4, K), None)),
+    ):
+        x = x_TH if function is by_routing else x_TH.view(2, 4, H)
+        call, graphs = compiled(function)
+        assert torch.equal(call(x, weights, ids.long()).view(8, H), want)
+        assert operators(graphs[0].graph) == [EXPERTS]
+
+
+def test_weights_that_are_exchanged_or_cast_are_seen_by_a_graph() -> None:
+    layer = layer_of(Sample())
+    call, _ = compiled(layer)
+    x_TH, logits = inputs(Sample(), 6)
+    before = call(x_TH, logits)
+    layer.w2_weight.data = layer.w2_weight.data * 2
+    layer.w13_weight.mul_(2)
+    after = call(x_TH, logits)
+    assert not torch.equal(before, after)
+    assert torch.equal(after, layer(x_TH, logits))
+    layer.bfloat16()
+    assert torch.equal(call(x_TH.bfloat16(), logits), layer(x_TH.bfloat16(), logits))
+
+
+def test_another_router_of_a_layer_is_another_graph() -> None:
+    layer = layer_of(Sample())
+    call, _ = compiled(layer)
+    given, found = inputs(Sample(), 6), []
+    for spec in (RouterSpec(K), RouterSpec(K, "sigmoid"), RouterSpec(K, renormalise=True, eps=0.5)):
+        layer.router = spec
+        found.append(call(*given))
+        assert torch.equal(found[-1], layer(*given))
+    assert not torch.equal(found[0], found[1])
+
+
+def test_what_eager_refuses_a_compiled_layer_refuses() -> None:
+    layer = layer_of(Sample())
+    x_TH, logits = inputs(Sample(), 6)
+    call = torch.compile(layer, backend="eager")
+    with pytest.raises(DtypeError, match="x: got float64, need float32"):
+        call(x_TH.double(), logits)
+    with torch.enable_grad(), pytest.raises(UnsupportedError, match="gradients"):
+        call(x_TH.clone().requires_grad_(), logits)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="raise DtypeError"):
+        compiled(layer)[0](x_TH.double(), logits)
+
+
+def test_a_layer_that_sums_over_ranks_breaks_the_graph_and_says_why(monkeypatch) -> None:
+    layer = layer_of(Sample())
+    layer._groups = (object(),)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, group: tensor.mul_(3))
+    given = inputs(Sample(), 6)
+    want = layer(*given)
+    assert torch.equal(torch.compile(layer, backend="eager")(*given), want)
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="sums over ranks is not traced"):
+        compiled(layer)[0](*given)
+    with pytest.raises(UnsupportedError, match="torch.export: got a FusedMoE that exchanges"):
+        torch.export.export(layer, given, strict=False)
+
+
+def test_a_layer_whose_problem_was_replaced_breaks_the_graph() -> None:
+    layer = layer_of(Sample())
+    layer.problem = mk.Problem(1, H, I, E, K, dtype=torch.float32, routed_scaling_factor=3.0)
+    given = inputs(Sample(), 6)
+    assert torch.equal(torch.compile(layer, backend="eager")(*given), layer(*given))
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="was replaced is not traced"):
+        compiled(layer)[0](*given)
+
+
+def test_an_unloaded_layer_raises_where_it_is_compiled_too() -> None:
+    sample = Sample()
+    layer = FusedMoE(E, H, I, router=sample.router, params_dtype=torch.float32)
+    call, _ = compiled(layer)
+    given = inputs(sample, 6)
+    with pytest.raises(StateError, match="nothing loaded into w1, w2"):
+        call(*given)
+    plain = sample.plain
+    layer.w13_weight.data.copy_(plain.w1)
+    with pytest.raises(StateError, match="nothing loaded into w2"):
+        call(*given)
+    layer.w2_weight.data.copy_(plain.w2)
+    got = call(*given)
+    assert torch.equal(got, layer_of(sample)(*given))
+
+
+def test_an_unloaded_router_raises_where_it_is_compiled_too() -> None:
+    router = Router(RouterSpec(K), H, E)
+    layer = layer_of(Sample(), router=router, selection_bias=None)
+    call, _ = compiled(layer)
+    x_TH = inputs(Sample(), 6)[0]
+    with pytest.raises(StateError, match="nothing loaded into parameter 0 of the router"):
+        call(x_TH)
+    router.weight.data.normal_()
+    assert torch.equal(call(x_TH), layer(x_TH))
+
+
+# ------------------------------------------------------------------------------ EPMoE, MoeRunner
+
+
+def test_the_part_of_a_rank_is_traced() -> None:
+    bias = torch.linspace(-0.5, 0.5, E)
+    layer = EPMoE(
+        E, K, H, I, torch.float32, use_grouped_topk=True, num_expert_group=4, topk_group=2,
+        correction_bias=bias, tp_size=2, tp_rank=1, experts="TorchExperts",
+    )  # fmt: skip
+    plain = Sample().plain
+    layer.set_weights(mk.ExpertWeights(plain.w1[E // 2 :], plain.w2[E // 2 :]))
+    call, graphs = compiled(layer)
+    for tokens in (9, 6, 4):
+        given = inputs(Sample(), tokens)
+        assert torch.equal(call(*given), layer(*given))
+    assert [operators(graph.graph) for graph in graphs] == [[ROUTE, EXPERTS]] * 2
+
+
+def runner_of(quant: str, **config: Any) -> tuple[MoeRunner, MoeQuantInfo]:
+    problem = mk.Problem(9, H, I, E, K, dtype=torch.float32, quant=quant)
+    _, weights, _ = random_inputs(problem, torch.device("cpu"))
+    info = MoeQuantInfo(
+        weights.w1,
+        weights.w2,
+        w13_scale=weights.w1_scale,
+        w2_scale=weights.w2_scale,
+        quant=None if quant == "none" else quant,
+    )
+    return MoeRunner("torch", MoeRunnerConfig(top_k=K, **{"inplace": False} | config)), info
+
+
+class Runner(torch.nn.Module):
+    """A model with a MoeRunner in it."""
+
+    def __init__(self, quant: str, **config: Any) -> None:
+        super().__init__()
+        self.runner, self.info = runner_of(quant, **config)
+
+    def forward(self, x_TH: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        given = StandardDispatchOutput(x_TH * 2, (weights, ids))
+        return self.runner.run(given, self.info).hidden_states + 1
+
+
+def routed(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x_TH, logits = inputs(Sample(), tokens)
+    values, ids = logits.topk(K)
+    return x_TH, values.softmax(-1), ids
+
+
+RUNNERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("none", {"activation": "gelu", "routed_scaling_factor": 2.5}),
+    "no combine": ("none", {"no_combine": True}),
+    "inplace": ("none", {"inplace": True}),
+    "on the input": ("none", {"apply_router_weight_on_input": True}),
+    "fp8 by block": ("fp8_w8a8_block:block=8x8", {}),
+}
+
+
+@pytest.mark.parametrize("name", RUNNERS)
+def test_a_runner_is_one_operator(name: str) -> None:
+    quant, config = RUNNERS[name]
+    model = Runner(quant, **config)
+    call, graphs = compiled(model)
+    for tokens in (9, 17, 5):
+        given = routed(tokens)
+        assert torch.equal(call(*given), model(*given))
+    assert [operators(graph.graph) for graph in graphs] == [[EXPERTS]] * 2
+
+
+def test_a_runner_overwrites_x_in_a_graph_too() -> None:
+    runner, info = runner_of("none", inplace=True)
+    x_TH, weights, ids = routed(9)
+    want = runner.run(StandardDispatchOutput(x_TH.clone(), (weights, ids)), info).hidden_states
+
+    def overwrite(x_TH: torch.Tensor) -> torch.Tensor:
+        return runner.run(StandardDispatchOutput(x_TH, (weights, ids)), info).hidden_states
+
+    got = compiled(overwrite)[0](x_TH)
+    assert torch.equal(got, want)
+    assert torch.equal(x_TH, want)
+
+
+def test_received_rows_break_the_graph_and_say_why() -> None:
+    runner, info = runner_of("fp8_w8a8_channel")
+    x_RH = torch.randn(5, H).to(torch.float8_e4m3fn)
+    scale, (_, weights, ids) = torch.ones(5, 1), routed(5)
+    given = DeepEPNormalDispatchOutput(x_RH, scale, ids, weights)
+
+    def call(x_RH: torch.Tensor) -> torch.Tensor:
+        rows = runner.run(given._replace(hidden_states=x_RH), info).hidden_states
+        return rows
+
+    want = call(x_RH)
+    assert torch.equal(torch.compile(call, backend="eager")(x_RH), want)
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="rows of deepep_normal are not traced"):
+        compiled(call)[0](x_RH)
+
+
+# ---------------------------------------------------------------------------------------- export
+
+
+def exported(kind: str) -> tuple[torch.nn.Module, Callable[[int], tuple[torch.Tensor, ...]]]:
+    if kind == "MoeRunner":
+        return Runner("none"), routed
+    if kind == "FusedMoE":
+        sample = SAMPLES["scaled"]
+        return layer_of(sample, (1, 2)), lambda tokens: inputs(sample, tokens)
+    layer = EPMoE(E, K, H, I, torch.float32, tp_size=2, tp_rank=0, experts="TorchExperts")
+    plain = Sample().plain
+    layer.set_weights(mk.ExpertWeights(plain.w1[: E // 2], plain.w2[: E // 2]))
+    return layer, lambda tokens: inputs(Sample(), tokens)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("kind", ["FusedMoE", "EPMoE", "MoeRunner"])
+def test_an_exported_program_runs_in_another_process(kind: str, strict: bool, tmp_path) -> None:
+    layer, made = exported(kind)
+    tokens = torch.export.Dim("tokens", min=2, max=4096)
+    shapes = tuple({0: tokens} for _ in made(9))
+    program = torch.export.export(layer, made(9), dynamic_shapes=shapes, strict=strict)
+    assert operators(program.graph)[-1] == EXPERTS
+    given = made(21)
+    torch.export.save(program, tmp_path / "layer.pt2")
+    torch.save((given, layer(*given)), tmp_path / "given.pt")
+    lines = (
+        "import sys, torch",
+        "import modular_kernel.operators.experts",
+        "from modular_kernel.machine import torch_twins",
+        "given, want = torch.load(sys.argv[2])",
+        "with torch_twins():",
+        "    found = torch.export.load(sys.argv[1]).module()(*given)",
+        "assert 'modular_kernel.layers.fused_moe' not in sys.modules",
+        "assert torch.equal(found, want), (found - want).abs().max()",
+    )
+    words = [sys.executable, "-c", "\n".join(lines)]
+    words += [str(tmp_path / "layer.pt2"), str(tmp_path / "given.pt")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# ------------------------------------------------------------------------- the router's operator
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_opcheck_of_route_passes(name: str) -> None:
+    sample = Sample(FAMILIES[name])
+    spec = spec_text(sample.router)
+    assert spec_of_text(spec) == sample.router
+    arguments = (sample.logits, sample.selection_bias, None, None, [], spec, False)
+    torch.library.opcheck(torch.ops.modular_kernel.route.default, arguments)
+    got = torch.ops.modular_kernel.route(*arguments[:-1], True)
+    want = route(
+        sample.logits,
+        sample.router,
+        RouterTensors(sample.selection_bias),
+        ids_dtype=torch.int64,
+    )
+    assert torch.equal(got[0], want.routing.topk_weights_TK)
+    assert torch.equal(got[1], want.routing.topk_ids_TK)
+    assert got[2].shape == ((7,) if sample.router.zero_experts else (0,))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"top_k": 2, "more": 1}', '{"top_k": 0}', '{"score": "softmax"}']
+)
+def test_bad_texts_of_a_router_are_refused(text: str) -> None:
+    arguments = (torch.zeros(3, E), None, None, None, [], text, False)
+    with pytest.raises(mk.errors.ConfigurationError, match="router"):
+        torch.ops.modular_kernel.route(*arguments)

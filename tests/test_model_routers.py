@@ -1,0 +1,156 @@
+"""Routers as a config.json describes them, against the router modules of transformers."""
+
+import inspect
+import json
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_router_families import BASE, EPS, FAMILIES, SCALE, Family, dense, made
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.machine import torch_twins
+from modular_kernel.models import families
+from modular_kernel.models.routing import RULES, router_differences, router_of_config
+from modular_kernel.ops.route import RouterTensors, route
+from modular_kernel.routers import RouterSpec
+
+transformers = pytest.importorskip("transformers")
+
+E, K, H, T = 16, 4, 24, 9
+NOWHERE = Path("config.json")
+# Values of the keys that routers of some type read, and not those of every type.
+STATED: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"norm_topk_prob": False, "scoring_func": "softmax"},
+    "deepseek_ocr2_text": {"norm_topk_prob": False, "scoring_func": "softmax"},
+    "unlimited_ocr_text": {"norm_topk_prob": False, "scoring_func": "softmax"},
+}
+CONFIG = {name: value for name, value in BASE.items() if name not in ("scoring_func",)}
+ARGUMENT = ("minimax_m2", "afmoe", "lfm2_moe")  # whose bias is an argument of forward
+ROUTERS = {  # of folders that have several, or another name
+    "llama4_text": "Llama4Router",
+    "qwen3_omni_moe_text": "Qwen3OmniMoeThinkerTextTopKRouter",
+    "qwen3_omni_moe_talker_text": "Qwen3OmniMoeTalkerTextTopKRouter",
+}
+
+
+def config_of(kind: str, **changes: Any) -> dict[str, Any]:
+    config = CONFIG | {"model_type": kind} | STATED.get(kind, {}) | changes
+    if RULES[kind].score == "sigmoid" and RULES[kind].groups is not None:
+        config = {"topk_method": "noaux_tc"} | {
+            k: v for k, v in config.items() if k != "topk_method"
+        }
+    return config
+
+
+def module_of(kind: str) -> tuple[str, str]:
+    """Folder of transformers' models, and the name of the router there."""
+    folder = families.FAMILIES[kind].source.split()[0]
+    if kind in ROUTERS:
+        return folder, ROUTERS[kind]
+    home = import_module(f"transformers.models.{folder}.modeling_{folder}")
+    (name,) = (
+        name for name in vars(home) if re.search(r"(Top[Kk]Router|V1Gate|ChoiceRouter)$", name)
+    )
+    return folder, name
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("kind", RULES)
+def test_a_config_routes_as_its_model_does(kind: str, normalised: bool) -> None:
+    folder, name = module_of(kind)
+    is_v2 = RULES[kind].method_key != ""
+    given = config_of(kind, norm_topk_prob=normalised and not is_v2)
+    if kind == "cohere2_moe":
+        given["expert_selection_fn"] = "sigmoid" if normalised else "softmax"
+    spec = router_of_config(NOWHERE, given, K)
+    assert spec is not None
+    if kind == "longcat_flash":  # its zero experts are refused where the sizes are read
+        given["zero_expert_num"] = 0
+    family = Family(folder, name, spec, bias=kind in ARGUMENT, config=given)
+    router, more = made(family)
+    tensors: dict[str, torch.Tensor] = dict(router.named_parameters()) | dict(
+        router.named_buffers()
+    )
+    weight = next(t for t in tensors.values() if t.dim() == 2 and t.is_floating_point())
+    x_TH = torch.randn(T, H)
+    with torch.no_grad(), torch_twins():
+        outputs = router(x_TH[None] if folder == "afmoe" else x_TH, *more)
+        logits = torch.nn.functional.linear(x_TH, weight, tensors.get("bias"))
+        bias = more[0] if family.bias else None
+        if spec.selection_bias and bias is None:
+            bias = next(t for name, t in tensors.items() if "correction_bias" in name).flatten()
+        routed = route(logits, spec, RouterTensors(bias)).routing
+    if folder == "llama4":
+        want = torch.cat([outputs[0], torch.zeros(T, 1)], 1)
+    else:
+        want = dense(*outputs[1:3])
+    scaled = re.search("routed_scaling_factor|route_scale", inspect.getsource(type(router)))
+    got = dense(routed.topk_weights_TK, routed.topk_ids_TK)
+    torch.testing.assert_close(got, want / (SCALE if scaled else 1), rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_what_a_file_leaves_out_is_what_the_class_has(kind: str) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if kind not in CONFIG_MAPPING:
+        pytest.skip("no class: the type of another model's code")
+    made_of = CONFIG_MAPPING[kind]
+    keys = ("norm_topk_prob", "n_group", "topk_group", "topk_method", "use_expert_bias",
+            "moe_norm_min", "expert_selection_fn", "moe_router_logit_softcapping")  # fmt: skip
+    stated = {key: getattr(made_of, key) for key in keys if hasattr(made_of, key)}
+    whole = router_of_config(NOWHERE, {"model_type": kind} | stated, K)
+    assert router_of_config(NOWHERE, {"model_type": kind}, K) == whole
+
+
+def test_types_whose_router_is_not_known_have_none() -> None:
+    assert router_of_config(NOWHERE, {"model_type": "deepseek_v4"}, 4) is None
+    assert RULES.keys() <= families.FAMILIES.keys()
+    assert {family.name for family in FAMILIES} - {"aria", "llama4", "deepseek_v4"} <= {
+        kind.removesuffix("_text") for kind in RULES
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "match"),
+    [
+        ("qwen3_moe", {"norm_topk_prob": "yes"}, "norm_topk_prob = yes, need true or false"),
+        ("deepseek_v3", {"n_group": 0}, "n_group = 0, need a whole number"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = softmax, need sigmoid"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method = noaux_tc, need greedy or"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob = True, need False"),
+        ("cohere2_moe", {"expert_selection_fn": "tanh"}, "need softmax or sigmoid"),
+        ("ernie4_5_moe", {"moe_norm_min": 3}, "moe_norm_min = 3, need a number from 0 to 1"),
+        ("laguna", {"moe_router_logit_softcapping": 1.5}, "softcapping = 1.5, need 0.0"),
+    ],
+)
+def test_values_that_the_code_does_not_have_are_refused(kind: str, changes, match) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        router_of_config(NOWHERE, {"model_type": kind} | changes, 4)
+
+
+def test_only_differences_that_change_a_number_count() -> None:
+    plain = RouterSpec(K, renormalise=True)
+    assert router_differences(plain, RouterSpec(K)) == ("renormalise",)
+    assert router_differences(plain, RouterSpec(K, renormalise=True, eps=1e-20)) == ()
+    assert router_differences(plain, RouterSpec(K, renormalise=True, eps=1e-6)) == ("eps",)
+    first = RouterSpec(K, order="topk_first")
+    assert router_differences(first, RouterSpec(K, order="topk_first", **EPS)) == ()
+    whole = RouterSpec(K, groups=4, topk_groups=4, group_score="max")
+    assert router_differences(whole, RouterSpec(K)) == ()
+    assert router_differences(RouterSpec(K, groups=4, topk_groups=2), RouterSpec(K)) == (
+        "groups",
+        "topk_groups",
+    )
+
+
+def test_json_is_what_is_read() -> None:
+    text = json.dumps(config_of("deepseek_v3"))
+    spec = router_of_config(NOWHERE, json.loads(text), K)
+    assert spec == RouterSpec(
+        K, "sigmoid", groups=4, topk_groups=2, selection_bias=True, renormalise=True, eps=1e-20
+    )
