@@ -124,9 +124,7 @@ def test_each_expert_is_what_its_files_say(
             assert float((got - want).norm() / want.norm()) <= max(1e-5, ALL[row["kind"]].bound)
 
 
-def test_a_bias_left_unsorted_would_show(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bias_left_unsorted_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The defect that each feature's own tests passed: rows of w1 move, those of b1 do not."""
     from modular_kernel.importers import checkpoint
 
