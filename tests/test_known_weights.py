@@ -1,16 +1,15 @@
-"""Weights that a plan has checked: others that get the number of dead ones are not taken for them."""
+"""A plan does not take weights that get the number of dead ones for those."""
 
 import gc
 from dataclasses import replace
 
 import torch
 
-from modular_kernel import replay
+from modular_kernel import reference, replay
 from modular_kernel.catalog import make_kernel
 from modular_kernel.testing.cases.inputs import make_inputs
 from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.testing.verify.compare import compare
-from modular_kernel import reference
 
 CPU = torch.device("cpu")
 
