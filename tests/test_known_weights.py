@@ -1,4 +1,4 @@
-"""Weights that a plan has checked: others that get the number of dead ones are not taken for them."""
+"""A plan does not take weights that get the number of dead ones for those."""
 
 import gc
 from dataclasses import replace
