@@ -19,7 +19,16 @@ DROPPING = frozenset(
 )
 DROPPING |= {"fmax", "fmin", "fmaxf", "fminf", "atomic_max", "atomic_min", "red_max", "red_min"}
 DROPPING |= {"atomic_fmax", "atomic_fmin"}
-PTX = ("max.f32", "min.f32", "max.f16", "min.f16", "max.bf16", "min.bf16", "max.ftz", "min.ftz")
+PTX: tuple[str, ...] = (
+    "max.f32",
+    "min.f32",
+    "max.f16",
+    "min.f16",
+    "max.bf16",
+    "min.bf16",
+    "max.ftz",
+    "min.ftz",
+)
 PTX += (".relu",)  # of fma and cvt: a NaN becomes NaN or 0, by the instruction
 JITTED = re.compile(r"^@(triton|gluon|cute)\.(jit|kernel)", re.MULTILINE)
 REASON = "# NaN-free: "
@@ -84,7 +93,7 @@ def unreasoned(text: str) -> Iterator[str]:
         if statement.lineno > 1 and lines[statement.lineno - 2].lstrip().startswith("#"):
             near.append(lines[statement.lineno - 2])
         if not any(REASON in line and line.split(REASON)[1].strip() for line in near):
-            yield f"line {node.lineno}: {what}"
+            yield f"line {getattr(node, 'lineno', 0)}: {what}"
 
 
 @pytest.mark.parametrize("path", kernels(), ids=lambda path: str(path.relative_to(ROOT)))

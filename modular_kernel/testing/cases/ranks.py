@@ -398,6 +398,11 @@ def _quantised(base: Problem, world_size: int) -> Iterator[Variant]:
     # The only token of all ranks is zero: so is what their one scale is made from.
     nothing = replace(few, intermediate=16, bias=True, quant="fp8_w8a8_tensor")
     yield Variant(nothing, "linear", (1, 0), "uniform", manner=Manner(values="zero_rows"))
+    # A NaN of a token, of a pair and of an expert reaches no other rank's rows.
+    for quant in ("none", "int8_w8a8_channel", "fp8_w8a8_block:block=48x64"):
+        nan = Manner(nan="x+topk_weights+b2")
+        some = replace(few, experts=4 * world_size, quant=quant, bias=True, dtype=_BF16)
+        yield Variant(some, "linear", (5, 3), "uniform", manner=nan)
     linear = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=1.0")
     for quant in ("fp8_w8a8_channel", "fp8_w8a8_tensor"):
         small = replace(few, intermediate=16, activation=linear, quant=quant)

@@ -33,6 +33,8 @@ from modular_kernel.testing.ranks.launched import AnyRanks
 from modular_kernel.testing.ranks.pool import RankError
 from modular_kernel.testing.verify.checks import CHECKS, Check, Findings
 from modular_kernel.testing.verify.compare import Comparison, compare
+from modular_kernel.testing.verify.compare_apart import Fair
+from modular_kernel.testing.verify.compare_nan import compare_with_nan
 from modular_kernel.testing.verify.one_process import Proof, raised
 from modular_kernel.testing.verify.sample import Sample
 from modular_kernel.testing.verify.scene_stage import Stage
@@ -120,9 +122,17 @@ class RankSample(Sample):
     def compare(self, out: torch.Tensor) -> Comparison:
         """`out` against the oracle. How inexact plain torch is, is measured over the tokens of all
         ranks: one rank may have too few of them to tell."""
-        size = self.exact_of_all.norm()
-        fair = float((self.recipe_of_all - self.exact_of_all).norm() / size) if size else 0.0
-        return compare(out, self.exact, self.recipe, self.problem, fair=fair)
+        exact, recipe = self.exact_of_all, self.recipe_of_all
+        if self.manner.nan:
+            exact, recipe = (t.masked_fill(recipe.isnan(), 0) for t in (exact, recipe))
+        size = exact.norm()
+        fair = float((recipe - exact).norm() / size) if size else 0.0
+        given = out, self.exact, self.recipe, self.problem
+        return (
+            compare_with_nan(*given, fair=Fair(fair))
+            if self.manner.nan
+            else compare(*given, fair=fair)
+        )
 
     def _reference(self, function: Reference, routing: Routing) -> torch.Tensor:
         """Return `function` of all tokens and all experts."""
