@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from nan_matrix import SCHEME_NAMES, pairs_here, run
+from nan_matrix import SCHEME_NAMES, Counts, judge_calls, pairs_here, run, taken
 
+from experts.triton.configs.select import override_config, this_store
+from experts.triton.paths import BY_NAME
 from modular_kernel.catalog import check, this_machine
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.ops.quantise import quantised
@@ -53,6 +55,19 @@ def test_plain_torch(capsys: pytest.CaptureFixture[str]) -> None:
         "MoEPrepareAndFinalizeNoEP x TorchExperts",
         "BatchedPrepareAndFinalize x NaiveBatchedExperts",
     ]
+
+
+@pytest.mark.parametrize("quant", ["fp8_w8a8_tensor", "fp8_w8a8_tensor:static=true"])
+def test_the_gemv_path_adds_nothing_of_skipped_pairs(quant: str) -> None:
+    """One scale of all pairs may be NaN: zero times that is no zero."""
+    machine, counts = this_machine(), Counts()
+    pair = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
+    problem = replace(taken(pair, quant, machine, 64)[0], tokens=6)
+    config = BY_NAME["gemv"].default_config(problem, problem.tokens, this_store().device)
+    with override_config(config):
+        judge_calls(pair, problem, machine, counts)
+    assert counts.calls == len(holders(problem))
+    assert counts.wrong == []
 
 
 def test_every_scheme_has_cases_for_each_of_its_arguments() -> None:

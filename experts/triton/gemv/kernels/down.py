@@ -181,6 +181,9 @@ def gemv_down_kernel(
         if HAS_ROW_WEIGHTS:
             # A skipped pair's weight may be anything, NaN too.
             row *= tl.load(row_weights_ptr + pairs, mask=live, other=0.0)[:, None]
+        if QUANT == "tensor" or QUANT == "static":
+            # The scale of all pairs may be NaN, and so zero times it.
+            row = tl.where(live[:, None], row, 0.0)
         total += tl.sum(row, axis=0)
     out_ptrs = out_ptr + token.to(tl.int64) * hidden + column
     tl.store(out_ptrs, (total * factor).to(out_ptr.dtype.element_ty), mask=column_mask)
