@@ -118,7 +118,8 @@ def _takes(requires: Requirements) -> str:
     activations = getattr(requires, "activations", ALL_ACTIVATIONS)
     if activations != ALL_ACTIVATIONS:
         words.append(f"activations {numbered(activations)}")
-    if hidden := getattr(requires, "hides_nan", frozenset()):
+    hidden: frozenset[str] = getattr(requires, "hides_nan", frozenset())
+    if hidden:
         words.append(f"hides a NaN of weights with {numbered(hidden)}")
     return "; ".join(words)
 

@@ -121,7 +121,9 @@ def put_nan(weights: ExpertWeights, routing: Routing, problem: Problem, nan: str
             continue
         pair, tensor = _pair_of(name, problem, nan), getattr(weights, name)
         if name in ADAPTER_TENSORS:
-            some = torch.empty(0) if slots_T is None else (slots_T[:-1] >= 0).nonzero().flatten()
+            if slots_T is None:
+                continue
+            some = (slots_T[:-1] >= 0).nonzero().flatten()
             if not len(some):
                 continue
             token = int(some[pair % len(some)])

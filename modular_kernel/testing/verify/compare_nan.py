@@ -24,8 +24,8 @@ def compare_with_nan(
     if out.shape != exact.shape:
         return compare(out, exact, recipe, problem, **vars(fair))
     read = recipe.isnan()
-    numbers = (torch.where(read, torch.zeros_like(t), t) for t in (out, exact, recipe))
-    result = compare(*numbers, problem, **vars(fair))
+    got, want, allowed = (torch.where(read, 0, values) for values in (out, exact, recipe))
+    result = compare(got, want, allowed, problem, **vars(fair))
     return replace(result, problems=(*result.problems, *_lost(out, read)))
 
 
