@@ -51,7 +51,7 @@ class Call:
 
     written: of the tensors by their paths (`weights.w1`, `topk_output[0]`), those that the call
     writes. shared: what it may share memory with. accepts: defects that are none here, each with
-    its reason.
+    its reason. receiver: the argument that is the `self` of a method.
     """
 
     function: Callable[..., object]
@@ -59,6 +59,7 @@ class Call:
     written: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
     accepts: Mapping[str, str] = field(default_factory=dict)
+    receiver: str = ""
 
     def __call__(self, path: str = "", value: object = None) -> object:
         """Make the call, with `value` in place of what lies at `path`."""

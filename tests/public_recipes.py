@@ -417,6 +417,7 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
     "modular_kernel.tensors.Routing.of": lambda: Call(
         lambda routing, tokens: Routing.of(routing, tokens),
         {"routing": routing(), "tokens": torch.tensor([1, 0])},
+        receiver="routing",
     ),
     "modular_kernel.select.kernel.ComposedKernel.__call__": lambda: _composed("call"),
     "modular_kernel.select.kernel.ComposedKernel.prepare_weights": lambda: _composed(
@@ -433,7 +434,9 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
     "modular_kernel.repacked.repack": lambda: _repacked(repacked.repack),
     "modular_kernel.repacked.as_nibbles": lambda: _repacked(repacked.as_nibbles),
     # ------------------------------------------------------------------------------ adapters
-    "modular_kernel.adapters.Adapter.share": lambda: Call(_shared_adapter, {"adapter": adapter()}),
+    "modular_kernel.adapters.Adapter.share": lambda: Call(
+        _shared_adapter, {"adapter": adapter()}, receiver="adapter"
+    ),
     "modular_kernel.adapters.adapters_of_sequences": lambda: Call(
         adapters_of_sequences,
         {"starts_S1": torch.tensor([0, 3, T]), "slots_S": torch.tensor([1, -1]), "tokens": T},
@@ -441,7 +444,7 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
     "modular_kernel.adapter_pool.AdapterPool.load": _pool,
     f"{_LAYERS}lora.LoRAManager.load": _load,
     f"{_LAYERS}lora.MoELoRALayer.folded": lambda: Call(
-        lora.MoELoRALayer.folded, {"self": lora.MoELoRALayer(adapter(), 0.5)}
+        lora.MoELoRALayer.folded, {"self": lora.MoELoRALayer(adapter(), 0.5)}, receiver="self"
     ),
     f"{_LAYERS}lora.ForwardBatch": lambda: Call(
         lora.ForwardBatch, {"lora_ids": ("mine", None), "seg_indptr": torch.tensor([0, 3, T])}
@@ -453,7 +456,7 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
         moe_lora.MoELoRABatchInfo, _batch()
     ),
     "modular_kernel.ops.moe_lora.MoELoRABatchInfo.slots_of": lambda: Call(
-        moe_lora.MoELoRABatchInfo.slots_of, {"self": _info(), "tokens": T}
+        moe_lora.MoELoRABatchInfo.slots_of, {"self": _info(), "tokens": T}, receiver="self"
     ),
     # -------------------------------------------------------------------------------- routers
     "modular_kernel.ops.route.route": lambda: _selection(route),

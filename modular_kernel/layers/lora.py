@@ -21,7 +21,7 @@ from torch import nn
 from modular_kernel.adapter_pool import AdapterPool
 from modular_kernel.adapters import Adapter, AdapterSpec
 from modular_kernel.errors import ConfigurationError, ShapeError, StateError, UnsupportedError
-from modular_kernel.fields import expect
+from modular_kernel.fields import expect, expect_each
 from modular_kernel.layers.fused_moe import FusedMoE, RoutingLike
 from modular_kernel.ops.moe_lora import MoELoRABatchInfo, run_moe_lora
 from modular_kernel.tensor_checks import check_tensor, check_tensors
@@ -59,8 +59,8 @@ class MoELoRALayer:
         b13, b2 = self.factors.lora_b13, self.factors.lora_b2
         return replace(
             self.factors,
-            lora_b13=(b13.double() * self.scaling).to(b13.dtype),
-            lora_b2=(b2.double() * self.scaling).to(b2.dtype),
+            lora_b13=(b13.double() * float(self.scaling)).to(b13.dtype),
+            lora_b2=(b2.double() * float(self.scaling)).to(b2.dtype),
         )
 
 
@@ -110,10 +110,7 @@ class LoRAManager:
             if not spec.a13_shared or not plain:
                 got, need = f"{spec}, {problem.activation}", "a13=shared, and activation silu"
                 raise ConfigurationError("parallel_delta", got=got, need=need)
-        expect("layers", layers, Iterable)
-        ids = list(layers)
-        for layer in ids:
-            expect("layer", layer, int)
+        ids = expect_each("layers", layers, int)
         if not ids or len(set(ids)) < len(ids):
             raise ConfigurationError("layers", got=ids[:8], need="one at least, each once")
         self.pools = {layer: AdapterPool(self.problem, device) for layer in ids}

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
-from modular_kernel.fields import Count, expect
+from modular_kernel.fields import Count, available_device, expect
 from modular_kernel.ops.route import Routed, RouterTensors, route
 from modular_kernel.routers import RouterSpec, StandardTopKOutput
 from modular_kernel.tensor_checks import check_tensor
@@ -72,6 +72,9 @@ class Router(nn.Module):
         if (vocabulary is not None) != spec.table:
             need = "a number where the router has a table, else None"
             raise ConfigurationError("vocabulary", got=vocabulary, need=need)
+        device = available_device(
+            torch.get_default_device() if device is None else device, meta=True
+        )
         self.spec, self.num_experts = spec, num_experts
         columns, of = spec.columns(num_experts), parse_dtype(dtype)
 
