@@ -42,7 +42,7 @@ class Routing:
         return self.adapters_T if isinstance(self.adapters_T, torch.Tensor) else None
 
     def of(self, tokens: torch.Tensor | slice) -> "Routing":
-        """Return the routing of some tokens: a slice, or a (N,) tensor of indices or a (T,) mask."""
+        """Return the routing of some tokens: a slice, (N,) indices, or a (T,) mask."""
         slots_T = self.slots_T
         weights_TK = check_tensor("topk_weights", self.topk_weights_TK)
         ids_TK = check_tensor("topk_ids", self.topk_ids_TK)

@@ -1,6 +1,7 @@
 """Good calls of the public callables that take no tensor, for the test that spoils an argument."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from layer_samples import E, H, I, K
@@ -36,15 +37,16 @@ from modular_kernel.types import ActivationSpec, Machine, Parallel, Problem
 
 CPU = Machine("cpu")
 PARTS = {"prepare_finalize": "MoEPrepareAndFinalizeNoEP", "experts": "TorchExperts"}
-SIZES = {"num_experts": E, "hidden_size": H, "intermediate_size": I}
-LAYER = SIZES | {"layer_id": 3, "top_k": K, "quant_config": None, "params_dtype": torch.float32,
+SIZES: dict[str, Any] = {"num_experts": E, "hidden_size": H, "intermediate_size": I}
+LAYER: dict[str, Any] = SIZES | {"layer_id": 3, "top_k": K, "quant_config": None,
+                 "params_dtype": torch.float32,
                  "activation": "silu", "bias": False, "apply_router_weight_on_input": False,
                  "routed_scaling_factor": 1.0, "router": None, "selection_bias": None,
                  "shared_experts": None, "shared_partial": False, "parallel": LayerParallel(),
                  "reduce_results": False, "prepare_finalize": None, "experts": None,
                  "placement": Placement.linear(E, 1), "max_tokens": 4, "chunk_tokens": None,
                  "device": "cpu", "prefix": ""}  # fmt: skip
-EP = SIZES | {"top_k": K, "params_dtype": torch.float32, "renormalize": True,
+EP: dict[str, Any] = SIZES | {"top_k": K, "params_dtype": torch.float32, "renormalize": True,
               "use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2,
               "quant_config": None, "tp_size": 1, "tp_rank": 0, "prefix": "",
               "activation": "silu", "experts": "TorchExperts", "device": "cpu"}  # fmt: skip

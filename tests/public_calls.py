@@ -152,13 +152,13 @@ def _exported() -> Iterator[object]:
     modules = list(MODULES)
     for package in PACKAGES:
         paths = import_module(package).__path__
-        modules += [found.name for found in walk_packages(paths, f"{package}.")]
-    for module in map(import_module, modules):
-        names = getattr(module, "__all__", None)
-        for name in names if names is not None else vars(module):
-            value = getattr(module, name)
-            own = getattr(value, "__module__", "") == module.__name__
-            if names is not None or (own and not name.startswith("_")):
+        modules += [each.name for each in walk_packages(paths, f"{package}.")]
+    for found in map(import_module, modules):
+        exported = getattr(found, "__all__", None)
+        for name in vars(found) if exported is None else exported:
+            value = getattr(found, name)
+            own = getattr(value, "__module__", "") == found.__name__
+            if exported is not None or (own and not name.startswith("_")):
                 yield value
 
 

@@ -174,13 +174,10 @@ def _fused() -> dict[str, Any]:
 def _runner() -> Call:
     weights = plain()
     runner = MoeRunner("torch", MoeRunnerConfig(inplace=False), dtype=torch.float32)
-    return Call(
-        runner.run,
-        {
-            "dispatch_output": StandardDispatchOutput(floats(T, H), (floats(T, K).abs(), whole(T, K, high=E))),
-            "quant_info": MoeQuantInfo(weights.w1, weights.w2, floats(E, 2 * I), floats(E, H)),
-        },
-    )  # fmt: skip
+    chosen = floats(T, K).abs(), whole(T, K, high=E)
+    info = MoeQuantInfo(weights.w1, weights.w2, floats(E, 2 * I), floats(E, H))
+    given = {"dispatch_output": StandardDispatchOutput(floats(T, H), chosen), "quant_info": info}
+    return Call(runner.run, given)
 
 
 def _layer(**options: Any) -> layer.FusedMoE:
@@ -494,7 +491,7 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
     f"{_LAYERS}balance.count": lambda: Call(
         balance.count, {"topk_ids": whole(T, K, high=E), "experts": E}
     ),
-    # ------------------------------------------------------------------------------ importers
+    # ---------------------------------------------------------------------------- checkpoints
     "modular_kernel.importers.groups.from_gptq": lambda: Call(importers.from_gptq, _gptq()),
     "modular_kernel.importers.groups.from_awq": lambda: Call(importers.from_awq, _awq()),
     "modular_kernel.importers.compressed.from_compressed_tensors": lambda: Call(

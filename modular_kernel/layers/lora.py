@@ -20,13 +20,19 @@ from torch import nn
 
 from modular_kernel.adapter_pool import AdapterPool
 from modular_kernel.adapters import Adapter, AdapterSpec
-from modular_kernel.errors import ConfigurationError, ShapeError, StateError, UnsupportedError
+from modular_kernel.errors import (
+    ConfigurationError,
+    DtypeError,
+    ShapeError,
+    StateError,
+    UnsupportedError,
+)
 from modular_kernel.fields import expect, expect_each
 from modular_kernel.layers.fused_moe import FusedMoE, RoutingLike
 from modular_kernel.ops.moe_lora import MoELoRABatchInfo, run_moe_lora
 from modular_kernel.tensor_checks import check_tensor, check_tensors
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.types import Problem
+from modular_kernel.types import Problem, dtype_name
 
 Mode = Literal["merged", "parallel_delta"]
 
@@ -54,6 +60,9 @@ class MoELoRALayer:
     def folded(self) -> Adapter:
         """Return the factors with the scaling in both B, rounded once."""
         check_tensors(vars(self.factors))
+        for name, factor in vars(self.factors).items():
+            if not factor.is_floating_point():
+                raise DtypeError(name, got=dtype_name(factor.dtype), need="a floating dtype")
         if self.scaling == 1.0:
             return self.factors
         b13, b2 = self.factors.lora_b13, self.factors.lora_b2

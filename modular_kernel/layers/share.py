@@ -89,7 +89,8 @@ def destination(expert: int, shard: str, share: Share) -> Move | None:
     matrix, "w13". ConfigurationError for any other.
     """
     expect("share", share, Share)
-    if not isinstance(shard, str) or shard not in share.shards:
+    expect("shard_id", shard, str)
+    if shard not in share.shards:
         need = f"one of {', '.join(share.shards)}"
         raise ConfigurationError("shard_id", got=repr(shard)[:80], need=need)
     slot = share.local_expert(expert)
