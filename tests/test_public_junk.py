@@ -147,7 +147,7 @@ def _seeds(test: Callable[..., None]) -> Callable[..., None]:
 
 
 @settings(
-    max_examples=400,
+    max_examples=1200,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
