@@ -16,7 +16,7 @@ import torch
 from torch.compiler import is_compiling
 
 from modular_kernel.errors import ConfigurationError, DeviceError, DtypeError, ShapeError
-from modular_kernel.fields import Between, Count, check_fields, expect, shown
+from modular_kernel.fields import MOST, Between, Count, check_fields, expect, shown
 from modular_kernel.tensor_checks import check_tensor, check_tensors
 
 NO_ADAPTERS = "none"
@@ -161,9 +161,7 @@ def adapters_of_sequences(
         number = tensor.is_floating_point() or tensor.is_complex()
         if number or tensor.dtype is torch.bool:
             raise DtypeError(what, got=tensor.dtype, need="integers")
-    expect("tokens", tokens, int)
-    if tokens < 0:
-        raise ConfigurationError("tokens", got=shown(tokens), need="an int >= 0")
+    expect("tokens", tokens, Annotated[int, Between(0, MOST)])
     if starts_S1.device != slots_S.device:
         need = f"{starts_S1.device}, where the starts are"
         raise DeviceError("slots of sequences", got=slots_S.device, need=need)

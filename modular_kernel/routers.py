@@ -14,7 +14,7 @@ from typing import Annotated, Literal, NamedTuple
 import torch
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.fields import MOST, Between, check_fields
+from modular_kernel.fields import MOST, Between, check_fields, expect
 
 MOST_TOP_K = 16
 # Columns of logits that one program of the kernel takes; zero experts are among them.
@@ -126,6 +126,7 @@ class RouterSpec:
 
     def columns(self, experts: int) -> int:
         """Return the columns of logits for `experts` experts; ConfigurationError if none fit."""
+        expect("router experts", experts, int)
         columns = experts + self.zero_experts
         if experts < 1 or not self.top_k <= columns <= MOST_COLUMNS:
             need = f"top_k = {self.top_k} to {MOST_COLUMNS} columns of logits"

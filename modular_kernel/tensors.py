@@ -43,22 +43,29 @@ class Routing:
         return self.adapters_T if isinstance(self.adapters_T, torch.Tensor) else None
 
     def of(self, tokens: torch.Tensor | slice) -> "Routing":
-        """Return the routing of some tokens: a slice, or a tensor that indexes them."""
+        """Return the routing of some tokens: a slice, (N,) indices, or a (T,) mask."""
         slots_T = self.slots_T
-        read = {"topk_weights": self.topk_weights_TK, "topk_ids": self.topk_ids_TK}
-        for what, tensor in read.items():
-            check_tensor(what, tensor)
+        weights_TK = check_tensor("topk_weights", self.topk_weights_TK)
+        ids_TK = check_tensor("topk_ids", self.topk_ids_TK)
+        if ids_TK.dim() != 2 or weights_TK.shape != ids_TK.shape:
+            got = f"{tuple(weights_TK.shape)} and {tuple(ids_TK.shape)}"
+            raise ShapeError("topk_weights and topk_ids", got=got, need="one shape, (T, K)")
+        if slots_T is not None and check_tensor("adapters", slots_T).shape != ids_TK.shape[:1]:
+            raise ShapeError("adapters", got=tuple(slots_T.shape), need=tuple(ids_TK.shape[:1]))
         if not isinstance(tokens, slice):
-            check_tensor("tokens", tokens)
-            if tokens.dtype not in (torch.bool, torch.int32, torch.int64):
-                need = "int32 or int64 indices, or bool"
-                raise DtypeError("tokens", got=tokens.dtype, need=need)
-        if slots_T is not None:
-            check_tensor("adapters", slots_T)
-        return Routing(
-            self.topk_weights_TK[tokens],
-            self.topk_ids_TK[tokens],
-            self.adapters_T if slots_T is None else slots_T[tokens],
+            _check_indices(tokens, len(ids_TK))
+        slots = self.adapters_T if slots_T is None else slots_T[tokens]
+        return Routing(weights_TK[tokens], ids_TK[tokens], slots)
+
+
+def _check_indices(tokens: object, most: int) -> None:
+    """Check what selects some of `most` tokens; values are not read, which would synchronize."""
+    given = check_tensor("tokens", tokens)
+    if given.dtype not in (torch.bool, torch.int32, torch.int64):
+        raise DtypeError("tokens", got=given.dtype, need="int32 or int64 indices, or bool")
+    if given.dim() != 1 or (given.dtype is torch.bool and len(given) != most):
+        raise ShapeError(
+            "tokens", got=tuple(given.shape), need=f"(N,) indices, or a ({most},) mask"
         )
 
 

@@ -51,7 +51,7 @@ class Call:
 
     written: of the tensors by their paths (`weights.w1`, `topk_output[0]`), those that the call
     writes. shared: what it may share memory with. accepts: defects that are none here, each with
-    its reason.
+    its reason. receiver: the argument that is the `self` of a method.
     """
 
     function: Callable[..., object]
@@ -59,6 +59,7 @@ class Call:
     written: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
     accepts: Mapping[str, str] = field(default_factory=dict)
+    receiver: str = ""
 
     def __call__(self, path: str = "", value: object = None) -> object:
         """Make the call, with `value` in place of what lies at `path`."""
@@ -151,13 +152,13 @@ def _exported() -> Iterator[object]:
     modules = list(MODULES)
     for package in PACKAGES:
         paths = import_module(package).__path__
-        modules += [found.name for found in walk_packages(paths, f"{package}.")]
-    for module in map(import_module, modules):
-        names = getattr(module, "__all__", None)
-        for name in names if names is not None else vars(module):
-            value = getattr(module, name)
-            own = getattr(value, "__module__", "") == module.__name__
-            if names is not None or (own and not name.startswith("_")):
+        modules += [each.name for each in walk_packages(paths, f"{package}.")]
+    for found in map(import_module, modules):
+        exported = getattr(found, "__all__", None)
+        for name in vars(found) if exported is None else exported:
+            value = getattr(found, name)
+            own = getattr(value, "__module__", "") == found.__name__
+            if exported is not None or (own and not name.startswith("_")):
                 yield value
 
 

@@ -174,13 +174,10 @@ def _fused() -> dict[str, Any]:
 def _runner() -> Call:
     weights = plain()
     runner = MoeRunner("torch", MoeRunnerConfig(inplace=False), dtype=torch.float32)
-    return Call(
-        runner.run,
-        {
-            "dispatch_output": StandardDispatchOutput(floats(T, H), (floats(T, K).abs(), whole(T, K, high=E))),
-            "quant_info": MoeQuantInfo(weights.w1, weights.w2, floats(E, 2 * I), floats(E, H)),
-        },
-    )  # fmt: skip
+    chosen = floats(T, K).abs(), whole(T, K, high=E)
+    info = MoeQuantInfo(weights.w1, weights.w2, floats(E, 2 * I), floats(E, H))
+    given = {"dispatch_output": StandardDispatchOutput(floats(T, H), chosen), "quant_info": info}
+    return Call(runner.run, given)
 
 
 def _layer(**options: Any) -> layer.FusedMoE:
@@ -417,6 +414,7 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
     "modular_kernel.tensors.Routing.of": lambda: Call(
         lambda routing, tokens: Routing.of(routing, tokens),
         {"routing": routing(), "tokens": torch.tensor([1, 0])},
+        receiver="routing",
     ),
     "modular_kernel.select.kernel.ComposedKernel.__call__": lambda: _composed("call"),
     "modular_kernel.select.kernel.ComposedKernel.prepare_weights": lambda: _composed(
@@ -433,7 +431,9 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
     "modular_kernel.repacked.repack": lambda: _repacked(repacked.repack),
     "modular_kernel.repacked.as_nibbles": lambda: _repacked(repacked.as_nibbles),
     # ------------------------------------------------------------------------------ adapters
-    "modular_kernel.adapters.Adapter.share": lambda: Call(_shared_adapter, {"adapter": adapter()}),
+    "modular_kernel.adapters.Adapter.share": lambda: Call(
+        _shared_adapter, {"adapter": adapter()}, receiver="adapter"
+    ),
     "modular_kernel.adapters.adapters_of_sequences": lambda: Call(
         adapters_of_sequences,
         {"starts_S1": torch.tensor([0, 3, T]), "slots_S": torch.tensor([1, -1]), "tokens": T},
@@ -441,7 +441,7 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
     "modular_kernel.adapter_pool.AdapterPool.load": _pool,
     f"{_LAYERS}lora.LoRAManager.load": _load,
     f"{_LAYERS}lora.MoELoRALayer.folded": lambda: Call(
-        lora.MoELoRALayer.folded, {"self": lora.MoELoRALayer(adapter(), 0.5)}
+        lora.MoELoRALayer.folded, {"self": lora.MoELoRALayer(adapter(), 0.5)}, receiver="self"
     ),
     f"{_LAYERS}lora.ForwardBatch": lambda: Call(
         lora.ForwardBatch, {"lora_ids": ("mine", None), "seg_indptr": torch.tensor([0, 3, T])}
@@ -453,7 +453,7 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
         moe_lora.MoELoRABatchInfo, _batch()
     ),
     "modular_kernel.ops.moe_lora.MoELoRABatchInfo.slots_of": lambda: Call(
-        moe_lora.MoELoRABatchInfo.slots_of, {"self": _info(), "tokens": T}
+        moe_lora.MoELoRABatchInfo.slots_of, {"self": _info(), "tokens": T}, receiver="self"
     ),
     # -------------------------------------------------------------------------------- routers
     "modular_kernel.ops.route.route": lambda: _selection(route),
@@ -491,7 +491,7 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
     f"{_LAYERS}balance.count": lambda: Call(
         balance.count, {"topk_ids": whole(T, K, high=E), "experts": E}
     ),
-    # ------------------------------------------------------------------------------ importers
+    # ---------------------------------------------------------------------------- checkpoints
     "modular_kernel.importers.groups.from_gptq": lambda: Call(importers.from_gptq, _gptq()),
     "modular_kernel.importers.groups.from_awq": lambda: Call(importers.from_awq, _awq()),
     "modular_kernel.importers.compressed.from_compressed_tensors": lambda: Call(

@@ -131,6 +131,27 @@ def test_unchecked_mode_skips_and_counts_an_id(pf: str, experts: str) -> None:
     assert kernel.invalid_ids == 6
 
 
+def test_invalid_ids_are_logged_once_by_each_kernel(caplog: pytest.LogCaptureFixture) -> None:
+    """Where the counter is read, so that no call waits for the device to say it."""
+    x_TH, weights, routing = random_inputs(PROBLEM, torch.device("cpu"))
+    wrong = Routing(routing.topk_weights_TK, torch.full_like(routing.topk_ids_TK, 99))
+    for _ in range(2):
+        kernel = make_kernel(
+            "MoEPrepareAndFinalizeNoEP", "TorchExperts", PROBLEM, machine=this_machine(device="cpu")
+        )
+        kernel(x_TH, weights, routing)
+        assert kernel.invalid_ids == 0
+        kernel(x_TH, weights, wrong)
+        assert kernel.count_invalid_ids() == wrong.topk_ids_TK.numel()
+        assert not caplog.records
+        for _ in range(2):
+            assert kernel.invalid_ids == wrong.topk_ids_TK.numel()
+        (record,) = caplog.records
+        assert record.name == "modular_kernel.routing"
+        assert "skipped 32 ids outside [-1, 8)" in record.message
+        caplog.clear()
+
+
 def test_the_torch_pairings_are_among_those() -> None:
     """A refusal must not empty the list above."""
     torch_pairs = {

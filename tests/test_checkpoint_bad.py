@@ -11,7 +11,7 @@ from bad_checkpoints import BAD, FILE, W1
 from safetensors.torch import load_file, save_file
 
 import modular_kernel as mk
-from modular_kernel.errors import ConfigurationError, InputError, WeightsError
+from modular_kernel.errors import ConfigurationError, DeviceError, InputError, WeightsError
 from modular_kernel.importers import files as files_module
 from modular_kernel.testing.checkpoints.samples import write
 
@@ -146,6 +146,13 @@ def test_arguments_are_checked(case: str, tmp_path: Path) -> None:
         mk.load_experts(7, 0)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"layer: got 0.5"):
         mk.load_experts(tmp_path, 0.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "meta"])
+def test_a_device_without_memory_is_refused(device: str, tmp_path: Path) -> None:
+    write(tmp_path)
+    with pytest.raises(DeviceError, match=f"device: got {device.partition(':')[0]}"):
+        mk.load_experts(tmp_path, 0, device=device)
 
 
 def test_the_library_that_is_missing_is_named(

@@ -12,6 +12,7 @@ from modular_kernel.errors import (
     DtypeError,
     ModularKernelError,
     ShapeError,
+    UnsupportedError,
     WeightsError,
 )
 from modular_kernel.integrations.fused_moe import (
@@ -245,3 +246,23 @@ def test_bad_tensors() -> None:
 
 def test_flags_are_read_without_tensors() -> None:
     assert quant_of({"use_int4_w4a16": True, "block_shape": (0, 64)}) == "int4_w4a16_group:group=64"
+
+
+@pytest.mark.parametrize("wanting", ["x", "w1", "w2", "topk_weights", "b1"])
+def test_gradients_are_refused_before_a_call(wanting: str) -> None:
+    """The operator has no backward: else the error came when it was too late to run another."""
+    x_TH, weights, routing = layer(replace(BASE, bias=True))
+    topk = (routing.topk_weights_TK, routing.topk_ids_TK, None)
+    given = {"x": x_TH, "w1": weights.w1, "w2": weights.w2, "topk_weights": topk[0]}
+    given |= {"b1": weights.b1, "b2": weights.b2}
+    given[wanting].requires_grad_()
+
+    def call() -> torch.Tensor:
+        return fused_experts(x_TH, weights.w1, weights.w2, topk, b1=weights.b1, b2=weights.b2)
+
+    with pytest.raises(UnsupportedError, match=f"gradients: got {wanting} that require grad"):
+        call()
+    with torch.no_grad():
+        call()
+    with torch.inference_mode():
+        call()

@@ -24,6 +24,9 @@ from modular_kernel.placement import Placement
 BAD_LAYERS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"top_k": None, "router": None}, "top_k: got None, need K, where there is no router"),
     ({"top_k": 2}, "top_k: got 2, need 3, the router's"),
+    ({"top_k": 9, "router": None}, "top_k: got 9, need 1 to 8, the experts"),
+    ({"top_k": 2.5, "router": None}, "top_k: got 2.5, need an int"),
+    ({"placement": "evil"}, "placement: got 'evil', need a Placement or None"),
     ({"num_experts": 2}, "router experts: got 2, need top_k = 3 to 1024"),
     ({"intermediate_size": 49, "parallel": LayerParallel(tp=(0, 2))},
      "intermediate: got 49, need a multiple of the 2 tensor-parallel ranks"),

@@ -45,6 +45,24 @@ def test_a_call_after_weights_were_written_is_refused(of: str) -> None:
     called(kernel, i, kernel.prepare_weights(weights))
 
 
+@pytest.mark.parametrize("name", MADE_OF)
+def test_a_call_after_what_was_prepared_was_written_is_refused(name: str) -> None:
+    kernel, i = made(quant="int4_w4a16_group:group=32,zero_points=true")
+    plan, weights = kernel.plan(), kernel.prepare_weights(i.weights)
+    for _ in range(2):
+        plan(i.x_TH, weights, i.routing)
+        called(kernel, i, weights)
+    with torch.inference_mode():
+        getattr(weights, name).zero_()
+    # Weights that were checked, others with the same tensors, and a kernel that knows neither.
+    for given in (weights, replace(weights), replace(weights, expert_map=None)):
+        for run in (plan, kernel, make_kernel(*PAIR, kernel.problem)):
+            with pytest.raises(WeightsError, match=f"{name}: got written to since it was prepared"):
+                run(i.x_TH, given, i.routing)
+    called(kernel, i)
+    called(kernel, i, kernel.prepare_weights(weights))
+
+
 @pytest.mark.parametrize(
     "change",
     [

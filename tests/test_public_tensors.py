@@ -40,7 +40,8 @@ def _shrunk(call: Call, path: str, tensor: torch.Tensor) -> None:
 
 def _dual(call: Call, path: str, tensor: torch.Tensor) -> None:
     with forward_ad.dual_level():
-        call(path, forward_ad.make_dual(tensor, torch.ones_like(tensor)))
+        make_dual: Callable[..., torch.Tensor] = forward_ad.make_dual
+        call(path, make_dual(tensor, torch.ones_like(tensor)))
 
 
 def _jvp(call: Call, path: str, tensor: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from ops_samples import DEVICE, kernel_and_twin, random
 from router_oracle import disagreements
+from torch.autograd import forward_ad
 
 from modular_kernel.errors import (
     ConfigurationError,
@@ -326,3 +327,27 @@ def test_the_oracle_notices() -> None:
     ):
         routing = replace(good, topk_weights_TK=bad_weights, topk_ids_TK=bad_ids)
         assert disagreements(Routed(routing), logits, spec)
+
+
+def test_gradients_and_memory_that_logits_have_not() -> None:
+    """Forward gradients as well, and of a selection bias; none of them is launched."""
+    spec = RouterSpec(2, "sigmoid", selection_bias=True)
+    logits, bias = torch.randn(3, 8), torch.zeros(8)
+    with torch.no_grad(), forward_ad.dual_level():
+        for dual in ((logits, True), (bias, False)):
+            given = forward_ad.make_dual(dual[0], torch.ones_like(dual[0]))
+            args = (given, RouterTensors(bias)) if dual[1] else (logits, RouterTensors(given))
+            with pytest.raises(UnsupportedError, match="with a forward gradient"):
+                route(args[0], spec, args[1])
+    with pytest.raises(LayoutError, match="made by vmap, grad or jvp"):
+        torch.func.vmap(lambda t: route(t, spec, RouterTensors(bias)).routing.topk_weights_TK)(
+            logits[None]
+        )
+    with pytest.raises(DeviceError, match="router logits: got meta, without memory"):
+        route(logits.to("meta"), spec, RouterTensors(bias.to("meta")))
+    bias.untyped_storage().resize_(0)
+    with pytest.raises(LayoutError, match="selection bias: got 0 bytes"):
+        route(logits, spec, RouterTensors(bias))
+    logits.untyped_storage().resize_(0)
+    with pytest.raises(LayoutError, match="router logits: got 0 bytes"):
+        route(logits, RouterSpec(2))

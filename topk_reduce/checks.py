@@ -1,9 +1,11 @@
 """The check of a reducer's tensors, for a caller that is no kernel."""
 
+from typing import Annotated
+
 import torch
 
 from modular_kernel.errors import DtypeError, LayoutError, ShapeError
-from modular_kernel.fields import expect
+from modular_kernel.fields import MOST, Between, Count, expect
 from modular_kernel.tensor_checks import (
     check_no_gradients,
     check_output,
@@ -20,12 +22,14 @@ def check_rows(given: object, out: torch.Tensor, shape: str) -> None:
     shape: of `given.rows`: "(T, H)", "(T, K, H)", or "(e, C, H)", which needs row_of_pair_TK. A
     reducer that takes more than one is given "(T, K, H)" where there is no row_of_pair_TK.
     """
-    if isinstance(given, ExpertRows) and given.checked:
+    if isinstance(given, ExpertRows) and given.checked is True:
         return
     expect("rows", given, ExpertRows)
     assert isinstance(given, ExpertRows)
     expect("rows: scale", given.scale, float)
     expect("rows: routing", given.routing, DispatchedRouting | None)
+    expect("rows: num_local", given.num_local, Annotated[int, Between(0, MOST)])
+    expect("rows: checked", given.checked, bool)
     rows = check_tensor("rows", given.rows)
     device = rows.device
     check_tensor("out", out, device=device)
@@ -58,7 +62,18 @@ def _check_shapes(given: ExpertRows, out: torch.Tensor, shape: str) -> None:
             raise ShapeError("topk_weights_TK", got=tuple(weights_TK.shape), need=lead)
         _check("topk_weights_TK", weights_TK, 2, (torch.float32,))
     if given.routing is not None:
-        _check("topk_ids_TK", given.routing.topk_ids_TK, 2, (torch.int32, torch.int64))
+        _check_routing(given.routing, lead)
+
+
+def _check_routing(routing: DispatchedRouting, lead: tuple[int, ...]) -> None:
+    expect("rows: num_experts", routing.num_experts, Count)
+    ids_TK, map_E = routing.topk_ids_TK, routing.expert_map
+    _check("topk_ids_TK", ids_TK, 2, (torch.int32, torch.int64))
+    if tuple(ids_TK.shape) != lead:
+        raise ShapeError("topk_ids_TK", got=tuple(ids_TK.shape), need=lead)
+    if map_E is not None and tuple(map_E.shape) != (routing.num_experts,):
+        raise ShapeError("expert_map", got=tuple(map_E.shape), need=(routing.num_experts,))
+    _check("expert_map", map_E, 1, (torch.int32,))
 
 
 def _check(
@@ -70,6 +85,6 @@ def _check(
         need = " or ".join(map(dtype_name, dtypes))
         raise DtypeError(what, got=dtype_name(tensor.dtype), need=need)
     if dims not in (None, tensor.dim()):
-        raise ShapeError(what, got=tuple(tensor.shape), need="(T, K)")
+        raise ShapeError(what, got=tuple(tensor.shape), need=f"{dims} dimensions")
     if not tensor.is_contiguous():
         raise LayoutError(what, got=f"strides {tensor.stride()}", need="contiguous")

@@ -33,7 +33,7 @@ from modular_kernel.errors import (
     ShapeError,
     UnsupportedError,
 )
-from modular_kernel.fields import MOST, Between, Count, expect
+from modular_kernel.fields import MOST, Between, Count, available_device, expect
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.ops.permute import hidden_block
@@ -215,6 +215,8 @@ def grouped_gemm_triton(  # noqa: PLR0913 (the names and the order are the field
     use_fp8_w8a8: a and b are float8_e4m3fn; scale_a (batch_size,) and scale_b (E,) float32, or
     with block_shape [bn, bk] (R, K / bk) and (E, N / bn, K / bk), rounded up.
     """
+    expect("weight_column_major", weight_column_major, bool)
+    expect("use_fp8_w8a8", use_fp8_w8a8, bool)
     if not weight_column_major:
         need = "True: b is (experts, N, K)"
         raise ConfigurationError("weight_column_major", got=weight_column_major, need=need)
@@ -262,7 +264,8 @@ class GroupedGemmRunner(torch.nn.Module):
 
     def __init__(self, device: torch.device | str, use_flashinfer: bool = False) -> None:
         super().__init__()
-        self.device, self.use_flashinfer = torch.device(device), use_flashinfer
+        expect("use_flashinfer", use_flashinfer, bool)
+        self.device, self.use_flashinfer = available_device(device), use_flashinfer
         if use_flashinfer:
             need = "False: segments are multiplied by Triton"
             raise UnsupportedError("use_flashinfer", got=use_flashinfer, need=need)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from modular_kernel.errors import (
     ConfigurationError,
     DtypeError,
@@ -16,6 +18,7 @@ from modular_kernel.errors import (
     ShapeError,
     WeightsError,
 )
+from modular_kernel.fields import expect
 from modular_kernel.importers.boxes import ONE_DTYPE, LayerSource, find_layers, find_source
 from modular_kernel.importers.files import Tensors, has_tensors, open_tensors
 from modular_kernel.importers.formats import Format, fit, format_of
@@ -109,6 +112,8 @@ def inspect(checkpoint: str | Path, dtype: str | None = None) -> Inspected:
     checkpoint, dtype: as `load_experts` takes them. Raises what `load_experts` would, and
     DtypeError where the files alone tell dtypes and layers have several.
     """
+    expect("checkpoint", checkpoint, str | Path)
+    expect("dtype", dtype, torch.dtype | str | None)
     with open_tensors(Path(checkpoint)) as files:
         found = examine(files)
         fields, nbytes, of_layer = dict[str, Any](), 0, dict[str | None, int]()

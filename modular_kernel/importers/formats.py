@@ -72,6 +72,8 @@ def format_of(given: object, *, path: str = "config.json", depth: int | None = N
     channels of 4 bits need: they are groups as long as that. ConfigurationError for what is not
     known, or has no recipe here: AWQ of other than 4 bits.
     """
+    expect("path", path, str)
+    expect("depth", depth, Count | None)
     if given is None:
         return Format("none", QuantScheme.parse("none"))
     if not isinstance(given, Mapping):
@@ -100,6 +102,8 @@ def fit(format: Format, intermediate: int, *, world: int = 1, gated: bool = True
     whole number, or leaves less than 32 columns of a block or group, or cuts through an mxfp4 or
     nvfp4 group.
     """
+    expect("format", format, Format)
+    expect("gated", gated, bool)
     expect("intermediate", intermediate, Count)
     expect("tp: ranks", world, Count)
     scheme, (share, rest) = format.scheme, divmod(intermediate, world)

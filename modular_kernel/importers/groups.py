@@ -58,8 +58,28 @@ class GroupWeights:
 
 def _check_group_weights(weights: object) -> None:
     expect("weights", weights, GroupWeights)
+    assert isinstance(weights, GroupWeights)
     named = {name: getattr(weights, name) for name in ("w", "scale", "zero_point")}
     check_tensors(named, optional=("zero_point",))
+    expect("weights: bits", weights.bits, Annotated[int, OneOf((4, 8))])
+    expect("weights: group", weights.group, Count)
+    w, scale, zeros = weights.w, weights.scale, weights.zero_point
+    if w.dim() < 2 or w.dtype is not torch.uint8:
+        got = f"{tuple(w.shape)} {dtype_name(w.dtype)}"
+        raise ShapeError("weights: w", got=got, need="(..., N, K) uint8, packed")
+    *lead, rows = w.shape[:-1]
+    groups = -(-weights.depth // weights.group)
+    if tuple(scale.shape) != (*lead, rows, groups):
+        raise ShapeError("weights: scale", got=tuple(scale.shape), need=(*lead, rows, groups))
+    if not scale.is_floating_point():
+        raise DtypeError("weights: scale", got=dtype_name(scale.dtype), need="a floating dtype")
+    if zeros is None:
+        return
+    if tuple(zeros.shape) != (*lead, rows // weights.per_byte, groups):
+        need = (*lead, rows // weights.per_byte, groups)
+        raise ShapeError("weights: zero_point", got=tuple(zeros.shape), need=need)
+    if zeros.dtype is not torch.uint8:
+        raise DtypeError("weights: zero_point", got=dtype_name(zeros.dtype), need="uint8")
 
 
 def from_gptq(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from modular_kernel.errors import ShapeError, WeightsError
+from modular_kernel.errors import ConfigurationError, ShapeError, WeightsError
 from modular_kernel.fields import expect, expect_each
 from modular_kernel.importers.compressed import from_compressed_tensors
 from modular_kernel.importers.formats import Format
@@ -88,7 +88,20 @@ def merge(
     for tensors in expect_each("projections", projections, Mapping):
         (rows, depth), checked = check_tensors(format, tensors)
         parts.append(piece(format, fine, checked, (0, rows), (0, depth)))
+    if not parts:
+        raise ConfigurationError("projections", got="none", need="one or more")
+    _check_leads(fine, parts)
     return stack(fine, parts, dtype)
+
+
+def _check_leads(format: Format, parts: Sequence[Tensors]) -> None:
+    """Raise the ShapeError of a projection that is of other experts than the first."""
+    stored = next(each for each in format.stored if each.role == "w")
+    leads = [tuple(part[stored.name].shape[: -len(stored.dims)]) for part in parts]
+    for lead in leads[1:]:
+        if lead != leads[0]:
+            need = f"{leads[0]}, as the first projection"
+            raise ShapeError(f"{stored.name}: leading dimensions", got=lead, need=need)
 
 
 def piece(

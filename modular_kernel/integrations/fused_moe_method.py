@@ -55,6 +55,9 @@ def select_gemm_impl(
     prepare_finalize: None stands for MoEPrepareAndFinalizeNoEP. IncompatibleError with the reasons
     of every part of the format if none does. Which is the fastest, `modular_kernel.compose` says.
     """
+    expect("problem", problem, Problem)
+    expect("prepare_finalize", prepare_finalize, PrepareAndFinalize | None)
+    expect("machine", machine, Machine | None)
     catalog = load_catalog()
     kind = type(prepare_finalize) if prepare_finalize else catalog.prepare_finalize(NO_EP)
     return catalog.experts(_experts_of(problem, kind, catalog, machine))(problem)

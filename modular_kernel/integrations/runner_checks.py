@@ -27,6 +27,7 @@ def check_dispatched(given: DispatchOutput) -> None:
     x = given.hidden_states
     check_tensor("hidden_states", x)
     if isinstance(given, StandardDispatchOutput):
+        _dims("hidden_states", x, "(T, H)")
         _check_sorted(given.topk_output)
         return
     batched = isinstance(given, DeepEPLLDispatchOutput)

@@ -56,6 +56,11 @@ class EPMoE(FusedMoE):
     ) -> None:
         expect("num_experts", num_experts, Count)
         expect("renormalize", renormalize, bool)
+        expect("use_grouped_topk", use_grouped_topk, bool)
+        expect("tp_size", tp_size, Count | None)
+        expect("tp_rank", tp_rank, int | None)
+        expect("num_expert_group", num_expert_group, Count | None)
+        expect("topk_group", topk_group, Count | None)
         parallel = _parallel(tp_size, tp_rank, tp_group)
         if num_experts % parallel.ep[1]:
             need = f"a multiple of tp_size = {parallel.ep[1]}"

@@ -27,17 +27,18 @@ from modular_kernel.adapter_pool import AdapterPool
 from modular_kernel.adapters import Adapter, AdapterSpec
 from modular_kernel.errors import (
     ConfigurationError,
+    DtypeError,
     ShapeError,
     StateError,
     UnsupportedError,
     WeightsError,
 )
-from modular_kernel.fields import expect
+from modular_kernel.fields import expect, expect_each
 from modular_kernel.layers.fused_moe import FusedMoE, RoutingLike
 from modular_kernel.ops.moe_lora import MoELoRABatchInfo, run_moe_lora
 from modular_kernel.tensor_checks import check_tensor, check_tensors
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.types import Problem
+from modular_kernel.types import Problem, dtype_name
 
 Mode = Literal["merged", "parallel_delta"]
 
@@ -65,13 +66,16 @@ class MoELoRALayer:
     def folded(self) -> Adapter:
         """Return the factors with the scaling in both B, rounded once."""
         check_tensors(vars(self.factors))
+        for name, factor in vars(self.factors).items():
+            if not factor.is_floating_point():
+                raise DtypeError(name, got=dtype_name(factor.dtype), need="a floating dtype")
         if self.scaling == 1.0:
             return self.factors
         b13, b2 = self.factors.lora_b13, self.factors.lora_b2
         return replace(
             self.factors,
-            lora_b13=(b13.double() * self.scaling).to(b13.dtype),
-            lora_b2=(b2.double() * self.scaling).to(b2.dtype),
+            lora_b13=(b13.double() * float(self.scaling)).to(b13.dtype),
+            lora_b2=(b2.double() * float(self.scaling)).to(b2.dtype),
         )
 
 
@@ -123,10 +127,7 @@ class LoRAManager:
             if not spec.a13_shared or not plain:
                 got, need = f"{spec}, {problem.activation}", "a13=shared, and activation silu"
                 raise ConfigurationError("parallel_delta", got=got, need=need)
-        expect("layers", layers, Iterable)
-        ids = list(layers)
-        for layer in ids:
-            expect("layer", layer, int)
+        ids = expect_each("layers", layers, int)
         if not ids or len(set(ids)) < len(ids):
             raise ConfigurationError("layers", got=ids[:8], need="one at least, each once")
         self.pools = {layer: AdapterPool(self.problem, device) for layer in ids}

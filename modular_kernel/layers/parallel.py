@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from modular_kernel import forks
 from modular_kernel.errors import CommunicationError, ConfigurationError, UnsupportedError
-from modular_kernel.fields import Count, expect
+from modular_kernel.fields import Count, expect, shown
 from modular_kernel.placement import Placement
 
 Place = tuple[int, int]  # rank and number of ranks
@@ -36,9 +36,10 @@ class LayerParallel:
             place = _placed(name, getattr(self, name), getattr(self, f"{name}_group"))
             object.__setattr__(self, name, place)
         every = self.ep[1] * self.tp[1]
-        if self.group is not None and _size(self.group) != every:
-            need = f"{every}, EP x TP"
-            raise ConfigurationError("group's size", got=_size(self.group), need=need)
+        if self.group is not None:
+            _, size = _known("", self.group)
+            if size != every:
+                raise ConfigurationError("group's size", got=size, need=f"{every}, EP x TP")
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickle and copy take; UnsupportedError with a process group."""
@@ -98,7 +99,7 @@ def _placed(name: str, place: Place, group: object | None) -> Place:
         raise ConfigurationError(f"{name} rank", got=rank, need=f"in [0, {size})")
     if group is None:
         return place
-    there = _rank(group), _size(group)
+    there = _known(name, group)
     if there[0] < 0:
         raise ConfigurationError(f"{name}_group", got="a group without this rank", need="its own")
     if place not in ((0, 1), there):
@@ -109,6 +110,16 @@ def _placed(name: str, place: Place, group: object | None) -> Place:
 def _of(group: object) -> Any:
     """Return the ProcessGroup behind a group or a manager of one."""
     return getattr(group, "group", group) if not isinstance(group, dist.ProcessGroup) else group
+
+
+def _known(name: str, group: object) -> Place:
+    """Return this rank's place in a group; ConfigurationError for what is no process group."""
+    try:
+        return _rank(group), _size(group)
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        got = f"{shown(group)} ({str(error).splitlines()[0][:120]})"
+        what = f"{name}_group" if name else "group"
+        raise ConfigurationError(what, got=got, need="a process group of torch") from None
 
 
 def _rank(group: object) -> int:

@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 
 from modular_kernel import modes
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
-from modular_kernel.fields import Count, expect
+from modular_kernel.fields import Count, available_device, expect
 from modular_kernel.layers.loaded import holds_loaded, moved_only
 from modular_kernel.matmul import linear
 from modular_kernel.ops.route import Routed, RouterTensors, route
@@ -81,6 +81,9 @@ class Router(nn.Module):
         if (vocabulary is not None) != spec.table:
             need = "a number where the router has a table, else None"
             raise ConfigurationError("vocabulary", got=vocabulary, need=need)
+        device = available_device(
+            torch.get_default_device() if device is None else device, meta=True
+        )
         self.spec, self.num_experts = spec, num_experts
         columns, of = spec.columns(num_experts), parse_dtype(dtype)
 

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Literal
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.fields import Count, check_fields
+from modular_kernel.fields import Count, check_fields, expect
 from modular_kernel.importers.stored import Range
 from modular_kernel.placement import Experts, Placement
 from modular_kernel.types import Parallel, Problem
@@ -88,6 +88,8 @@ def destination(expert: int, shard: str, share: Share) -> Move | None:
     rank's; "w2" (down) is cut along its columns. Where rows alternate, gate and up come as one
     matrix, "w13". ConfigurationError for any other.
     """
+    expect("share", share, Share)
+    expect("shard_id", shard, str)
     if shard not in share.shards:
         need = f"one of {', '.join(share.shards)}"
         raise ConfigurationError("shard_id", got=repr(shard)[:80], need=need)

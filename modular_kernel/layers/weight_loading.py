@@ -18,7 +18,7 @@ import torch
 
 from modular_kernel import modes
 from modular_kernel.errors import ConfigurationError, ShapeError, WeightsError
-from modular_kernel.fields import Count, expect
+from modular_kernel.fields import Count, available_device, expect
 from modular_kernel.importers.formats import Format, fit, format_of
 from modular_kernel.importers.merging import Matrix, piece, stack
 from modular_kernel.importers.stored import FLOATS, UNREAD, Dim, Stored, cut
@@ -137,6 +137,12 @@ class ExpertLoader:
         `quant_method`, of a scale "tensor", "channel", "block" or "group", of others "". dtype: of
         unquantised weights and biases. Scales are 1 until they are loaded, all else is 0.
         """
+        expect("layer", layer, torch.nn.Module)
+        expect("dtype", dtype, torch.dtype)
+        expect("weight_loader", weight_loader, Callable | None)
+        device = available_device(
+            torch.get_default_device() if device is None else device, meta=True
+        )
         roles = {
             f"{m}_{name}": kept.role for m in ("w13", "w2") for name, kept in self._kept.items()
         }

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 import torch
 
-from modular_kernel.adapters import adapters_of_sequences
+from modular_kernel.adapters import MOST_RANK, adapters_of_sequences
 from modular_kernel.errors import (
     DeviceError,
     DtypeError,
@@ -40,6 +40,7 @@ Strategy = Literal["auto", "fused", "staged"]
 Buffers = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 BUFFERS = ("gate_up_a", "gate_up_b", "down_a", "down_b")
 _INTEGERS = (torch.int32, torch.int64)
+_Size = Annotated[int, Between(0, MOST)]
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 # Programs times pairs of a token that `auto` fuses, by calculation: about what launches of the
 # steps, 5 us each, would read again from the cache. Not measured.
@@ -149,6 +150,7 @@ def should_use_fused_kernel(
 
     hidden_shape: (T, H). topk_shape: (T, K). By calculation; no crossover was measured.
     """
+    _check_sizes(hidden_shape, topk_shape, max_rank)
     blocks = -(-hidden_shape[1] // fused_block(max_rank))
     return topk_shape[0] * topk_shape[1] * blocks <= _MOST_FUSED
 
@@ -157,10 +159,17 @@ def explain_strategy(
     hidden_shape: tuple[int, ...], topk_shape: tuple[int, ...], max_rank: int = 16
 ) -> str:
     """Say what `auto` takes for a call, and why."""
+    _check_sizes(hidden_shape, topk_shape, max_rank)
     pairs = topk_shape[0] * topk_shape[1]
     blocks = -(-hidden_shape[1] // fused_block(max_rank))
     taken = "fused" if should_use_fused_kernel(hidden_shape, topk_shape, max_rank) else "staged"
     return f"{taken}: {pairs} pairs x {blocks} blocks of H, fused up to {_MOST_FUSED}"
+
+
+def _check_sizes(hidden_shape: tuple[int, ...], topk_shape: tuple[int, ...], max_rank: int) -> None:
+    expect("hidden_shape", hidden_shape, tuple[_Size, _Size])
+    expect("topk_shape", topk_shape, tuple[_Size, _Size])
+    expect("max_rank", max_rank, Annotated[int, Between(1, MOST_RANK)])
 
 
 def _batch(topk_ids: torch.Tensor, info: MoELoRABatchInfo, experts: int) -> PairBatch:

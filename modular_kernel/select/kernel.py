@@ -12,7 +12,7 @@ import torch
 
 from modular_kernel.catalog import make_kernel
 from modular_kernel.errors import CapacityError, ConfigurationError, WeightsError
-from modular_kernel.fields import expect
+from modular_kernel.fields import expect_each
 from modular_kernel.kernel import FusedMoEModularKernel, Plan
 from modular_kernel.measure.routing import RoutingKind, draw
 from modular_kernel.printable import notebook_html
@@ -151,8 +151,9 @@ class ComposedPlan:
         if not isinstance(weights, ExpertWeights):
             raise WeightsError("weights", got=type(weights).__name__, need="ExpertWeights")
         check_weight_tensors(weights)
-        numbers = warm_tokens(self.problem.tokens) if tokens is None else tuple(tokens)
-        expect("tokens to warm up", numbers, tuple[Size, ...])
+        numbers = warm_tokens(self.problem.tokens)
+        if tokens is not None:
+            numbers = expect_each("tokens to warm up", tokens, Size)
         device = weights.w1.device
         generator = torch.Generator(device).manual_seed(_SEED)
         for number in numbers:

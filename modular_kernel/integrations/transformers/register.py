@@ -33,11 +33,12 @@ from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.operators.expert_fields import place, weights_from
 from modular_kernel.operators.experts import EXPERTS
 from modular_kernel.operators.pairing import Pairing, layer_text
-from modular_kernel.tensor_checks import check_tensors
+from modular_kernel.tensor_checks import check_strided, check_tensors
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import ActivationSpec
 
 Gradients = Literal["fallback", "refuse"]
+_NAMES = ("hidden_states", "top_k_index", "top_k_weights")
 # Dynamo of torch 2.11 takes no module in a call whose result is a constant; 2.13 was tried. Before
 # that the graph breaks at a call, and fullgraph=True says why.
 _TRACES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
@@ -132,6 +133,8 @@ class Registration:
         names: tuple[str, ...]
         names, why = (), _BREAKS
         if not torch.compiler.is_compiling():
+            for what, tensor in zip(_NAMES, call, strict=True):
+                check_strided(what, tensor)
             names, why = names_of(module), ""
         elif _TRACES:
             names, why = _names(module, flags_of(module))
@@ -263,7 +266,7 @@ def as_given(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return x, ids and weights as kernels take them."""
     x_TH, ids_TK, weights_TK = call
-    check_tensors({"hidden_states": x_TH, "top_k_index": ids_TK, "top_k_weights": weights_TK})
+    check_tensors(dict(zip(_NAMES, call, strict=True)))
     # Releases without the attribute may pass the ids of other ranks' experts too.
     if getattr(module, "_is_expert_parallel", True):
         ids_TK = ids_TK.masked_fill(ids_TK >= experts, -1)

@@ -1,0 +1,163 @@
+"""Junk in place of one argument of a public callable: a typed error, or a call that takes it."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from junk_recipes import JUNK_RECIPES
+from public_calls import Call, leaves
+from public_recipes import RECIPES
+
+from modular_kernel.errors import ModularKernelError
+
+ALL: dict[str, Callable[[], Call]] = {**JUNK_RECIPES, **RECIPES}
+JUNK: dict[str, Callable[[], object]] = {
+    "None": lambda: None,
+    "True": lambda: True,
+    "0": lambda: 0,
+    "-1": lambda: -1,
+    "2**70": lambda: 2**70,
+    "1.5": lambda: 1.5,
+    "nan": lambda: float("nan"),
+    "1e300": lambda: 1e300,
+    "text": lambda: "evil",
+    "empty text": lambda: "",
+    "bytes": lambda: b"evil",
+    "list": lambda: [1],
+    "empty list": list,
+    "list of texts": lambda: ["a", "b"],
+    "tuple": lambda: (1, 2),
+    "tuple of Nones": lambda: (None, None),
+    "dict": lambda: {"a": 1},
+    "set": lambda: {1},
+    "object": object,
+    "class": lambda: int,
+    "function": lambda: len,
+    "dtype": lambda: torch.float64,
+    "device": lambda: torch.device("cpu"),
+    "module": lambda: torch,
+    "nn.Module": torch.nn.Identity,
+    "no dimensions": lambda: torch.tensor(1.0),
+    "no values": lambda: torch.empty(0),
+    "bools": lambda: torch.zeros(2, 2, dtype=torch.bool),
+    "complex": lambda: torch.zeros(2, 2, dtype=torch.complex64),
+    "doubles": lambda: torch.zeros(2, 3, 4, dtype=torch.float64),
+    "integers": lambda: torch.zeros(2, 3, dtype=torch.int64),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "meta": lambda: torch.zeros(2, 2, device="meta"),
+    "five dimensions": lambda: torch.zeros(1, 1, 1, 1, 1),
+}
+
+
+@cache
+def paths_of(name: str) -> tuple[str, ...]:
+    """Each argument, and each value inside the records and sequences among them."""
+    call = ALL[name]()
+    inside = [path for path, _ in leaves(call.arguments)]
+    return tuple(
+        path for path in dict.fromkeys([*call.arguments, *inside]) if path != call.receiver
+    )
+
+
+def spoiled(name: str, place: int | str, junk: str) -> None:
+    """Make a call with junk in one place, a path or its number; raise what is no error of ours."""
+    call, paths = ALL[name](), paths_of(name)
+    path = paths[place % len(paths)] if isinstance(place, int) else place
+    try:
+        with torch.no_grad():
+            call(path, JUNK[junk]())
+    except ModularKernelError:
+        pass
+
+
+# Their good calls end in an error of ours: there are no files, and nothing is loaded.
+ENDS_IN_AN_ERROR = {
+    "load_experts",
+    "load_adapter",
+    "inspect",
+    "FusedMoE.load",
+    "AdapterPool.evict",
+    "ExpertLoader.expert_weights",
+}
+
+
+@pytest.mark.parametrize("name", JUNK_RECIPES)
+def test_a_good_call_is_one(name: str) -> None:
+    expected = pytest.raises(ModularKernelError) if name in ENDS_IN_AN_ERROR else nullcontext()
+    with expected:
+        JUNK_RECIPES[name]()()
+
+
+# Calls that raised something raw once: a callable, the path of an argument, and what stood there.
+SEEDS = (
+    ("FusedMoE", "placement", "text"),
+    ("FusedMoE", "prepare_finalize", "bools"),
+    ("FusedMoE", "max_tokens", "bools"),
+    ("FusedMoE", "params_dtype", "bools"),
+    ("EPMoE", "use_grouped_topk", "bools"),
+    ("EPMoE", "tp_rank", "no values"),
+    ("LayerParallel", "ep_group", "text"),
+    ("Router", "device", "text"),
+    ("Router", "device", "2**70"),
+    ("RouterSpec.columns", "experts", "text"),
+    ("kernel.workspace_specs", "tokens", "-1"),
+    ("weight_specs", "problem", "text"),
+    ("load_experts", "device", "meta"),
+    ("inspect", "checkpoint", "None"),
+    ("fit", "format", "None"),
+    ("format_of", "depth", "text"),
+    ("destination", "share", "None"),
+    ("LoRAManager", "layers", "no dimensions"),
+    ("select_gemm_impl", "prepare_finalize", "bools"),
+    ("should_use_fused_kernel", "hidden_shape", "None"),
+    ("ExpertLoader.create_weights", "layer", "None"),
+    ("ExpertLoader.create_weights", "dtype", "0"),
+    ("GroupedGemmRunner", "device", "None"),
+    ("modular_kernel.ops.route.route", "tensors", "0"),
+    ("modular_kernel.ops.route.route", "logits_TE", "meta"),
+    ("modular_kernel.quant.quantise_weights", "weights", "None"),
+    ("modular_kernel.quant.quantise_weights", "weights.w1", "None"),
+    ("modular_kernel.scale_tiles.from_e8m0", "scale", "text"),
+    ("modular_kernel.tensors.Routing.of", "tokens", "bools"),
+    ("modular_kernel.tensors.Routing.of", "routing.topk_ids_TK", "no values"),
+    ("modular_kernel.adapters.adapters_of_sequences", "tokens", "2**70"),
+    ("modular_kernel.layers.lora.MoELoRALayer.folded", "self.scaling", "2**70"),
+    ("modular_kernel.select.kernel.ComposedPlan.warm_up", "tokens", "0"),
+    ("modular_kernel.integrations.moe_runner.MoeRunner.run", "dispatch_output.hidden_states",
+     "no dimensions"),
+    ("modular_kernel.importers.merging.merge", "projections", "empty list"),
+    ("modular_kernel.importers.merging.merge", "projections[0][weight]", "five dimensions"),
+    ("modular_kernel.importers.groups.symmetric", "weights.bits", "None"),
+    ("modular_kernel.importers.groups.regroup", "weights.group", "0"),
+    ("modular_kernel.importers.groups.shard_rows", "weights.w", "no values"),
+    ("experts.compat.ep_moe.grouped_gemm_triton", "weight_column_major", "bools"),
+    ("topk_reduce.contiguous.TopKWeightAndReduceContiguous.apply", "rows.num_local", "None"),
+    ("topk_reduce.contiguous.TopKWeightAndReduceContiguous.apply", "rows.checked", "bools"),
+)  # fmt: skip
+
+
+def _seeds(test: Callable[..., None]) -> Callable[..., None]:
+    for name, path, junk in SEEDS:
+        test = example(name=name, place=path, junk=junk)(test)
+    return test
+
+
+@settings(
+    max_examples=1200,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    database=None,
+)
+@_seeds
+@given(
+    name=st.sampled_from(sorted(ALL)),
+    place=st.integers(0, 40),
+    junk=st.sampled_from(sorted(JUNK)),
+)
+def test_junk_is_refused_in_words(name: str, place: int | str, junk: str) -> None:
+    spoiled(name, place, junk)

@@ -1,0 +1,66 @@
+"""Tensors of a transformers call that cannot be read, and parameters that were freed."""
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+if find_spec("transformers") is None:
+    pytest.skip("the extra is not installed", allow_module_level=True)
+
+from torch.autograd import forward_ad
+
+from modular_kernel.cli.demo_models import small_model
+from modular_kernel.errors import InputError
+from modular_kernel.integrations.transformers import register, registration
+from modular_kernel.integrations.transformers.modules import dispatched, tensors_of
+
+NAMES = ("hidden_states", "top_k_index", "top_k_weights")
+
+
+def _made() -> tuple[Any, list[torch.Tensor]]:
+    model = small_model("qwen3_moe", "float32", "cpu").eval()
+    experts = next(module for module in model.modules() if dispatched(module))
+    hidden = tensors_of(experts)[1].shape[1]
+    ids = torch.tensor([[0, 1], [2, 0], [1, 2]])
+    return experts, [torch.randn(3, hidden), ids, torch.rand(3, 2)]
+
+
+@pytest.fixture
+def run() -> Any:
+    return registration(register("MoEPrepareAndFinalizeNoEP", "TorchExperts", name="mk_tensors"))
+
+
+@pytest.mark.parametrize("at", range(3), ids=NAMES)
+def test_a_tensor_that_cannot_be_read_is_refused(at: int, run: Any) -> None:
+    experts, call = _made()
+    with torch.no_grad():
+        assert run(experts, *call).shape == call[0].shape
+        changed: list[Any] = list(call)
+        with pytest.raises(InputError, match=NAMES[at]):
+            torch.func.vmap(lambda t: run(experts, *call[:at], t, *call[at + 1 :]))(call[at][None])
+        if call[at].is_floating_point():
+            with forward_ad.dual_level():
+                changed[at] = forward_ad.make_dual(call[at], torch.ones_like(call[at]))
+                with pytest.raises(InputError, match="forward gradient"):
+                    run(experts, *changed)
+        changed[at] = [1.0]
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad), pytest.raises(InputError, match=NAMES[at]):
+                run(experts, *changed)
+        changed[at] = call[at].to("meta")
+        with pytest.raises(InputError, match=NAMES[at]):
+            run(experts, *changed)
+        call[at].untyped_storage().resize_(0)
+        with pytest.raises(InputError, match=f"{NAMES[at]}: got 0 bytes"):
+            run(experts, *call)
+
+
+def test_freed_parameters_are_refused(run: Any) -> None:
+    experts, call = _made()
+    with torch.no_grad():
+        run(experts, *call)
+        tensors_of(experts)[0].untyped_storage().resize_(0)
+        with pytest.raises(InputError, match="gate_up_proj: got 0 bytes"):
+            run(experts, *call)
