@@ -163,6 +163,21 @@ def test_making_weights_counts(clock: Clock, monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
+def test_drawing_inputs_counts(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = costly(monkeypatch, clock, 1)
+    draw = search.situation
+
+    def slow(*arguments, **options):
+        clock.now += 3
+        return draw(*arguments, **options)
+
+    monkeypatch.setattr(search, "situation", slow)
+    choice = choose(PROBLEM, CPU, terms=Terms(budget=8))
+    assert (begun, clock.now, choice.timed) == ([], 3, 0)  # 2 x 3 s are not left
+    choice = choose(PROBLEM, CPU, terms=Terms(budget=9))
+    assert (begun, clock.now, choice.timed) == ([(1, TORCH), (1, NAIVE)], 8, 1)
+
+
 @pytest.mark.parametrize("budget", [0.0, 20.0])
 def test_without_anything_to_time_no_weights_are_made(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, budget: float

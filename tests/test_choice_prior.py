@@ -8,11 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from modular_kernel.cli.presets import SHAPES
+from modular_kernel.composer import random_inputs
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.select import choosing
 from modular_kernel.select import prior as priors
-from modular_kernel.select.choosing import Terms, choose
+from modular_kernel.select.choosing import Terms, choose, compose
 from modular_kernel.select.prior import Cell, Prior, parse, shipped
 from modular_kernel.select.record import FASTER, SURE, Estimate
 from modular_kernel.types import Machine, Parallel, Problem
@@ -149,6 +152,32 @@ def test_on_a_recorded_gpu_the_default_needs_no_timing(tmp_path: Path) -> None:
     assert why.startswith("not timed: the shipped record expects ")
     assert why.endswith("x the default's time")
     assert all(e.optimistic > FASTER for e in choice.options.expected[16].values())
+
+
+def test_what_the_record_is_sure_of_runs_without_timing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record of this machine, which has no architecture, from 1 to 4 rows of an expert."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    torch_, naive = (
+        ("MoEPrepareAndFinalizeNoEP", "TorchExperts"),
+        ("BatchedPrepareAndFinalize", "NaiveBatchedExperts"),
+    )
+    cells = [Cell("none", 2.0**n, SIZE, {torch_: 1.0, naive: 0.9}) for n in range(3)]
+    cells += [Cell("none", 2.0**n, SIZE, {torch_: 1.0, naive: 1.2}) for n in range(6, 9)]
+    monkeypatch.setattr(choosing, "shipped", lambda: Prior(None, tuple(cells)))  # type: ignore[arg-type]
+    problem = replace(PROBLEM, tokens=128, quant="none")
+    kernel = compose(problem, Machine("cpu"), terms=Terms(folder=tmp_path, budget=0))
+    found = [(s.first, s.last, s.pair) for s in kernel.choice.segments]
+    assert found == [(0, 8, naive), (9, 128, torch_)]
+    assert kernel.choice.summary == (
+        "8 token counts: 6 from the shipped record, 2 default (budget of 0 s spent)"
+    )
+    why = "not timed: budget of 0 s spent"
+    assert [o.why for o in kernel.choice.outcomes(16)] == [why, why]
+    x_TH, weights, routing = random_inputs(problem.with_tokens(3), torch.device("cpu"))
+    assert kernel(x_TH, weights, routing).isfinite().all()
+    assert list(tmp_path.iterdir()) == []  # nothing is stored
 
 
 GOOD = {

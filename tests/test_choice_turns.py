@@ -3,13 +3,17 @@
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from modular_kernel.select import timing
+from modular_kernel.select.budget import Budget
 from modular_kernel.select.choice import Choice
 from modular_kernel.select.choosing import Terms, choose
 from modular_kernel.select.record import TimedOutcome
+from modular_kernel.select.team import Alone
 from modular_kernel.select.timing import Stopwatch
 from modular_kernel.types import Machine, Problem
 
@@ -104,12 +108,11 @@ def test_where_the_default_fails_the_next_one_takes_its_place(
 ) -> None:
     """While it is built, or in a later run: then ratios to it mean nothing."""
     runs = count()
-    real = Stopwatch._run
 
-    def run(self: Stopwatch, ready) -> float:
+    def run(_self: Stopwatch, ready) -> float:
         if ready.pair == TORCH and next(runs) >= after:
             raise RuntimeError("no such luck")
-        return real(self, ready)
+        return 1e-3
 
     monkeypatch.setattr(Stopwatch, "_run", run)
     choice = choose(PROBLEM, Machine("cpu"), terms=TERMS)
@@ -117,3 +120,33 @@ def test_where_the_default_fails_the_next_one_takes_its_place(
     assert outcome(choice, NAIVE).ratio == 1
     assert choice.picks == {2: NAIVE}
     assert choose(PROBLEM, Machine("cpu"), terms=TERMS).picks == {2: NAIVE}  # from the cache
+
+
+def test_ratios_to_a_default_that_failed_later_are_taken_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A fails while B is compared with it; then C, which was compared before, is with B."""
+    a, b, c, d = (("P", name) for name in "ABCD")
+    seconds = {a: 4.0, b: 4.0, c: 2.0, d: 4.0}
+    built = []
+
+    def ready(_self: Stopwatch, pair: tuple[str, str]):
+        built.append(pair)
+        kernel = SimpleNamespace(prepare_finalize=None)
+        return timing._Ready(pair, kernel, (), "cpu"), ""  # type: ignore[arg-type]
+
+    def run(_self: Stopwatch, one) -> float:
+        if one.pair == a and built[-1] == b:
+            raise RuntimeError("no such luck")
+        return seconds[one.pair]
+
+    monkeypatch.setattr(Stopwatch, "_ready", ready)
+    monkeypatch.setattr(Stopwatch, "_run", run)
+    weights = SimpleNamespace(w1=torch.empty(0))
+    given = SimpleNamespace(weights=weights, flush=False, timed=(1,), problem=PROBLEM)
+    budget = Budget(60, Alone(), first_step=0)
+    watch = Stopwatch(given, (a, b, c, d), frozenset(), Machine("cpu"), Alone(), budget)  # type: ignore[arg-type]
+    bucket = watch.bucket((c, b, d))
+    assert bucket.default == b
+    assert {o.pair: o.ratio for o in bucket.outcomes} == {a: None, b: 1.0, c: 0.5, d: 1.0}
+    assert built == [a, c, b, b, c, d]  # d is not built beside what has failed

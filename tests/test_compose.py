@@ -109,6 +109,17 @@ def test_over_ranks_the_usual_experts_come_first_behind_the_first_exchange() -> 
         assert first[0] != NO_EP
 
 
+def test_the_first_exchange_keeps_its_place_and_gets_the_usual_experts() -> None:
+    gpu = Machine("cuda", (9, 0), frozenset({"triton"}), name="G", cuda=(13, 0))
+    problem = replace(PROBLEM, parallel=Parallel(2))
+    order = [("X", "Other"), ("Y", "TritonExperts"), ("X", "TritonExperts"), ("X", "TorchExperts")]
+    found = candidates._default_first(order, problem, gpu)
+    assert found == [("X", "TritonExperts"), *(pair for pair in order if pair != found[0])]
+    assert candidates._default_first(order, problem, CPU)[0] == ("X", "TorchExperts")
+    assert candidates._default_first(order[:2], problem, gpu) == order[:2]
+    assert candidates._default_first([], problem, gpu) == []
+
+
 def test_compose_says_in_one_line_what_was_timed(
     folder: Path, clock: dict, caplog: pytest.LogCaptureFixture
 ) -> None:

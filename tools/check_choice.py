@@ -174,6 +174,8 @@ def _cells(name: str, problem: Problem, composed, args) -> list[dict]:
         watch = Stopwatch(given, order, graph, choice.machine, Alone(), budget, HOPELESS)
         bucket = watch.bucket(order[1:])
         ratios = {o.pair: o.ratio for o in bucket.outcomes if o.ratio is not None and not o.rough}
+        if not ratios:  # nothing works, or no time is left
+            continue
         best = min(ratios, key=ratios.__getitem__)
         known: dict = {}
         for (seconds, kernel), plan in zip(composed, plans, strict=True):

@@ -39,7 +39,7 @@ VERBS = {
     "bench": ("bench:bench", "Time our pairs and your own layers beside the floor."),
     "exchange": ("exchange:exchange", "Time dispatch and combine alone, over ranks."),
     "tune": ("tune:tune", "Measure launches on this GPU and keep the fastest."),
-    "compose": ("compose:compose", "Choose the fastest valid pair for each number of tokens."),
+    "compose": ("compose:compose", "Choose the default pair or a faster one, by number of tokens."),
     "plan": ("plan:plan", "Estimate a layer over 1 to 4096 ranks; nothing is run."),
     "report": ("report:report", "Write the support matrix and the benchmarks as one HTML file."),
     "compile": (

@@ -10,8 +10,9 @@ from modular_kernel.select.team import Team
 class Budget:
     """Counts down from when it is made; over ranks rank 0's clock counts, and all ranks must ask.
 
-    A step is what cannot be interrupted: one candidate's build, compilation and timing. Any step
-    may take as long as the longest one so far, and is not begun with less time left.
+    A step is what cannot be interrupted: one pairing's build, compilation and timing, or drawing
+    the inputs and the truth of one number of tokens. Any step may take as long as the longest one
+    so far, and is not begun with less time left.
     first_step: seconds that the first one is expected to take.
     """
 

@@ -162,7 +162,7 @@ class Search:
             return new, why, ()
         left = ""
         for tokens in missing:
-            if not self.budget.allows(2):  # the default, and one pairing beside it
+            if not self.budget.allows(2):  # the default, and one to compare it with
                 left = self._reason()
                 break
             bucket = self._bucket(problem.with_tokens(tokens), weights, begun.get(tokens))
@@ -183,7 +183,8 @@ class Search:
     def _bucket(self, problem: Problem, weights: ExpertWeights, begun: Bucket | None) -> Bucket:
         kind, options = RoutingKind.parse(self.routing), self.options
         with torch.no_grad():
-            given = situation(problem, weights, kind, replicated=self.replicated)
+            with self.budget.step():
+                given = situation(problem, weights, kind, replicated=self.replicated)
             watch = Stopwatch(
                 given,
                 options.ordered(problem.tokens),
