@@ -508,6 +508,18 @@ class FusedMoE(ExpertParameters):
             experts = usual_experts(self.prepare_finalize, problem, device)
         return self.prepare_finalize, experts
 
+    def _kernel_over_ranks(self, max_tokens: int | None) -> FusedMoEModularKernel:
+        """Make the kernel of a part over ranks: every rank makes it, in one order of layers."""
+        if max_tokens is None:
+            need = "the most tokens a rank passes: buffers of all ranks are sized for them"
+            raise ConfigurationError("max_tokens", got=None, need=need)
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        device = torch.device(kind)
+        machine = machine_of("cuda" if kind == "cuda" else "cpu")
+        return make_kernel(
+            *self._pairing(device), self.problem, group=self.parallel.ep_group, machine=machine
+        )
+
     def _dtype_after(self, fn: Callable[..., torch.Tensor]) -> torch.dtype:
         dtype = super()._dtype_after(fn)
         if self._own_kernel is not None and dtype is not self.problem.dtype:

@@ -153,7 +153,7 @@ class Router(nn.Module):
     ) -> None:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
         if self._unloaded:
-            self._unloaded = not holds_loaded(self, state_dict, prefix)
+            self._unloaded = not holds_loaded(self._own(), state_dict, prefix)
 
     def routed(
         self,
