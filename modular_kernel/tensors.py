@@ -239,9 +239,9 @@ _UNLOADED_INDEX = -1
 
 def dense(what: str, value: object) -> None:
     """Before anything is asked of it: a tensor whose values lie in memory, each as it is."""
+    if not isinstance(value, torch.Tensor):
+        raise DtypeError(what, got=type(value).__name__, need="a tensor")
     if type(value) not in _PLAIN:
-        if not isinstance(value, torch.Tensor):
-            raise DtypeError(what, got=type(value).__name__, need="a tensor")
         check_local(what, value)
     if value.layout is not torch.strided:
         raise LayoutError(what, got=str(value.layout), need="a dense tensor (torch.strided)")
@@ -301,8 +301,9 @@ def _unloaded(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         return None
     if tensor.itemsize == 1 and not name.endswith("_scale"):
         return None
-    inside = tensor.dim() - 1
-    ends = [tensor.detach()[(slice(None), *[at] * inside)] for at in (0, -1)]
+    ends = [tensor.detach(), tensor.detach()]
+    for _ in range(tensor.dim() - 1):
+        ends = [ends[0].select(1, 0), ends[1].select(1, -1)]
     if tensor.itemsize == 1:
         first, last = (end.view(torch.uint8) == _UNLOADED_BYTE for end in ends)
         return first | last

@@ -96,7 +96,7 @@ def test_what_a_scheme_stores_is_not_cast(quant: str, cast: str, own: torch.dtyp
     got = layer(sample.x_TH.to(dtype), sample.logits)
     assert error(got, want.double()) < 0.1
     fresh = replace(sample, fields=sample.fields | {"dtype": dtype})
-    other = FusedMoE(E, H, I, quant_config=quant, params_dtype=dtype, bias=True, router=sample.router)
+    other = fresh_of(fresh)
     other.set_weights(layer.weights())  # just what a layer of this dtype takes
     assert torch.equal(other(fresh.x_TH, sample.logits), layer(fresh.x_TH, sample.logits))
 
@@ -116,9 +116,10 @@ def test_other_dtypes_are_refused_before_anything_changes() -> None:
         sample = Sample(fields={} if quant is None else {"quant": quant})
         layer = layer_of(sample)
         before = {name: p.dtype for name, p in layer.named_parameters()}
-        for cast in (lambda: layer.double(), lambda: layer.to(torch.float64)):
-            with pytest.raises(DtypeError, match="cast of a layer: got float64, need float32 or"):
-                cast()
+        with pytest.raises(DtypeError, match="cast of a layer: got float64, need float32 or"):
+            layer.double()
+        with pytest.raises(DtypeError, match="cast of a layer: got float64, need float32 or"):
+            layer.to(torch.float64)
         assert {name: p.dtype for name, p in layer.named_parameters()} == before
         assert layer.problem.dtype is torch.float32
         layer(sample.x_TH, sample.logits)
@@ -141,9 +142,13 @@ def test_a_router_s_selection_bias_is_not_cast() -> None:
 
 def test_parameters_keep_what_engines_ask_for() -> None:
     layer = FusedMoE(E, H, I, top_k=K)
-    for move in (lambda: layer.half(), lambda: layer.to("meta"), lambda: layer.to_empty(device="cpu")):
-        move()
-        assert all(p.weight_loader == layer.weight_loader for p in layer.parameters())
+    moves: tuple[Callable[[], torch.nn.Module], ...] = (
+        layer.half,
+        lambda: layer.to("meta"),
+        lambda: layer.to_empty(device="cpu"),
+    )
+    for move in moves:
+        assert all(p.weight_loader == layer.weight_loader for p in move().parameters())
 
 
 # -------------------------------------------------------------------------------------- unloaded
@@ -158,13 +163,15 @@ def fresh_of(sample: Sample, **options: Any) -> FusedMoE:
 
 
 @pytest.mark.parametrize("quant", ["none", *QUANTISED])
-@pytest.mark.parametrize("way", ["set_weights", "state_dict", "assign", "copy_", "data.copy_", "data"])
+@pytest.mark.parametrize(
+    "way", ["set_weights", "state_dict", "assign", "copy_", "data.copy_", "data"]
+)
 def test_a_layer_raises_until_it_is_loaded(quant: str, way: str) -> None:
     sample = Sample(fields={"quant": quant, "bias": True})
     good, layer = layer_of(sample), fresh_of(sample)
     want = good(sample.x_TH, sample.logits)
     for _ in range(2):
-        with pytest.raises(StateError, match="weights: got nothing loaded into w.*or mark_loaded"):
+        with pytest.raises(StateError, match=r"weights: got nothing loaded into w.*or mark_loaded"):
             layer(sample.x_TH, sample.logits)
     state = good.state_dict()
     if way == "set_weights":
@@ -219,7 +226,7 @@ def test_nan_that_is_meant_can_be_marked() -> None:
 
 
 def test_a_layer_that_got_its_memory_later_raises_until_it_is_loaded() -> None:
-    """Built on meta, then `to_empty`: memory is what was there, and so would the experts' map be."""
+    """Built on meta, then `to_empty`: memory is what was there, of the experts' map too."""
     sample = Sample(FAMILIES["biased"], fields={"bias": True})
     good = layer_of(sample, (1, 2), (1, 2))
     made = {"router": sample.router, "bias": True, "params_dtype": torch.float32}
@@ -294,7 +301,7 @@ def test_dtensors_are_refused_by_name(placement, mesh) -> None:
 def test_a_layer_with_groups_is_not_pickled(mesh) -> None:
     layer = layer_of(Sample(), parallel=LayerParallel(ep_group=dist.group.WORLD))
     for copy in (deepcopy, pickle.dumps):
-        with pytest.raises(UnsupportedError, match="torch.save or copy of a layer: got ep_group"):
+        with pytest.raises(UnsupportedError, match=r"torch\.save or copy of a layer: got ep_group"):
             copy(layer)
     other = layer_of(Sample())
     other.load_state_dict(layer.state_dict())

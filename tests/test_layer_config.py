@@ -1,4 +1,4 @@
-"""FusedMoE.from_config and load: sizes, scheme and router are the checkpoint's, or it is refused."""
+"""FusedMoE.from_config and load: sizes, scheme and router are the checkpoint's, or refused."""
 
 import json
 import shutil
@@ -98,7 +98,7 @@ def test_other_routers_can_be_asked_for(tmp_path) -> None:
 def test_what_a_checkpoint_settles_is_no_option(tmp_path) -> None:
     write(tmp_path, "mixtral", "fp32", intermediate=I)
     for option in ({"activation": "gelu"}, {"routed_scaling_factor": 1.0}, {"hidden_size": H}):
-        with pytest.raises(ConfigurationError, match="option of from_config: got .*=.*, need none"):
+        with pytest.raises(ConfigurationError, match=r"option of from_config: got .*=.*, need"):
             FusedMoE.from_config(tmp_path, **option)
     with pytest.raises(UnsupportedError, match="from_config of EPMoE"):
         EPMoE.from_config(tmp_path)
@@ -148,7 +148,7 @@ def test_load_compares_what_deepseek_s_routers_have(tmp_path) -> None:
         with pytest.raises(ConfigurationError, match=f"router of the checkpoint: .*{match}"):
             layer.load(tmp_path)
     layer = layer_with(RouterSpec(K, "sigmoid", **typed), selection_bias=torch.zeros(E))
-    with pytest.raises(ConfigurationError, match="routed_scaling_factor of the checkpoint: got 2.5"):
+    with pytest.raises(ConfigurationError, match=r"routed_scaling_factor of .*: got 2\.5"):
         layer.load(tmp_path)
 
 

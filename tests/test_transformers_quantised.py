@@ -21,9 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from modular_kernel.cli.demo_models import small_model
 from modular_kernel.errors import ConfigurationError, InputError, UnsupportedError
-from modular_kernel.operators.experts import EXPERTS
 from modular_kernel.integrations.transformers import from_pretrained, register, registration
 from modular_kernel.integrations.transformers.modules import dispatched, tensors_of
+from modular_kernel.operators.experts import EXPERTS
 from modular_kernel.testing.checkpoints import samples as checkpoint_samples
 from modular_kernel.testing.checkpoints.formats import Stored
 from modular_kernel.testing.checkpoints.kinds import FUSED, KINDS, ORDERED

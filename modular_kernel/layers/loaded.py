@@ -18,9 +18,11 @@ def moved_only(fn: Callable[..., torch.Tensor], tensor: torch.Tensor) -> torch.T
 
 def holds_loaded(names: Collection[str], state_dict: Mapping[str, Any], prefix: str) -> bool:
     """Whether a state has every one of a module's tensors, and each of them was loaded."""
-    found = {name: state_dict.get(prefix + name) for name in names}
-    plain = (torch.Tensor, nn.Parameter)
-    tensors = {name: each for name, each in found.items() if type(each) in plain}
+    tensors = dict[str, torch.Tensor]()
+    for name in names:
+        tensor = state_dict.get(prefix + name)
+        if tensor is not None and type(tensor) in (torch.Tensor, nn.Parameter):
+            tensors[name] = tensor
     if len(tensors) < len(names):
         return False
     try:

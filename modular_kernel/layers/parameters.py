@@ -310,7 +310,7 @@ class ExpertParameters(nn.Module):
         """Move or cast the layer, as the class says."""
         dtype = self._dtype_after(fn)
         kept = [tensor for name, tensor in self._own_tensors() if not self._is_cast(name)]
-        was_meta = self._parameters[self._operand_names[0]].is_meta if self._ready else False
+        was_meta = next(self.parameters(recurse=False)).is_meta
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             if any(tensor is each for each in kept):
@@ -392,8 +392,8 @@ class ExpertParameters(nn.Module):
         """
         held = [name for name in GROUPS if getattr(self.parallel, name) is not None]
         if held:
-            need = "its state_dict, loaded into a layer made with the groups of the other process"
-            raise UnsupportedError("torch.save or copy of a layer", got=" and ".join(held), need=need)
+            got, need = " and ".join(held), "its state_dict, and a layer made with other groups"
+            raise UnsupportedError("torch.save or copy of a layer", got=got, need=need)
         return self.__dict__ | {"_bound": None}
 
 

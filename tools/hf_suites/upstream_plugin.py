@@ -17,8 +17,8 @@ from transformers.modeling_utils import PreTrainedModel
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from hf_suites.upstream import is_wanted
-from modular_kernel.operators.pairing import Pairing
 from modular_kernel.integrations.transformers import register, registration
+from modular_kernel.operators.pairing import Pairing
 
 _GIVEN = os.environ  # noqa: TID251 (pytest hands a plugin nothing else)
 _CALLS = {"ran": 0}

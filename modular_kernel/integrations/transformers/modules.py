@@ -9,8 +9,8 @@ from math import gcd
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from modular_kernel.operators.expert_fields import weights_from
 from modular_kernel.integrations.transformers.activations import unsupported
+from modular_kernel.operators.expert_fields import weights_from
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem

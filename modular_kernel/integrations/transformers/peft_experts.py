@@ -13,8 +13,6 @@ import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from modular_kernel.adapters import MOST_RANK, AdapterSpec
-from modular_kernel.operators.expert_fields import weights_from
-from modular_kernel.operators.pairing import layer_text
 from modular_kernel.integrations.transformers.gradients import gradients_are_needed
 from modular_kernel.integrations.transformers.modules import (
     Layout,
@@ -27,6 +25,8 @@ from modular_kernel.integrations.transformers.modules import (
     tensor_of,
 )
 from modular_kernel.integrations.transformers.register import Registration, as_given
+from modular_kernel.operators.expert_fields import weights_from
+from modular_kernel.operators.pairing import layer_text
 from modular_kernel.tensors import ExpertWeights, Routing
 
 _Pair = tuple[torch.Tensor, torch.Tensor]  # A (e, r, K) and B (e, rows, r)

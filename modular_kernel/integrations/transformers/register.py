@@ -13,9 +13,6 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.errors import ConfigurationError, InputError, StateError
-from modular_kernel.operators.expert_fields import place, weights_from
-from modular_kernel.operators.experts import EXPERTS
-from modular_kernel.operators.pairing import Pairing, layer_text
 from modular_kernel.integrations.transformers.activations import (
     Facts,
     activation_of,
@@ -33,6 +30,9 @@ from modular_kernel.integrations.transformers.modules import (
     tensors_of,
 )
 from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.operators.expert_fields import place, weights_from
+from modular_kernel.operators.experts import EXPERTS
+from modular_kernel.operators.pairing import Pairing, layer_text
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import ActivationSpec
 
