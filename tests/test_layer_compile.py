@@ -189,9 +189,13 @@ def test_a_layer_that_sums_over_ranks_breaks_the_graph_and_says_why(monkeypatch)
         torch.export.export(layer, given, strict=False)
 
 
-def test_a_layer_whose_problem_was_replaced_breaks_the_graph() -> None:
+@pytest.mark.parametrize("name", ["problem", "experts"])
+def test_a_layer_that_was_changed_behind_its_back_breaks_the_graph(name: str) -> None:
     layer = layer_of(Sample())
-    layer.problem = mk.Problem(1, H, I, E, K, dtype=torch.float32, routed_scaling_factor=3.0)
+    if name == "problem":
+        layer.problem = mk.Problem(1, H, I, E, K, dtype=torch.float32, routed_scaling_factor=3.0)
+    else:
+        layer.experts, layer.prepare_finalize = "NaiveBatchedExperts", "BatchedPrepareAndFinalize"
     given = inputs(Sample(), 6)
     assert torch.equal(torch.compile(layer, backend="eager")(*given), layer(*given))
     torch.compiler.reset()
