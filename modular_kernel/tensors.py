@@ -279,9 +279,9 @@ def fill_unloaded(name: str, tensor: torch.Tensor) -> None:
 def check_loaded(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise StateError for tensors that still have the values of `fill_unloaded`, by their names.
 
-    One value of each row of the first dimension is looked at, an expert's: it counts as loaded
-    once that has been written. Synchronizes once; nothing is checked while a CUDA graph is
-    captured, nor of tensors without memory.
+    The first and the last value of each row of the first dimension, an expert's, are looked at: it
+    counts as loaded once both have been written. Synchronizes once; nothing is checked while a CUDA
+    graph is captured, nor of tensors without memory.
     """
     found = {name: mask for name, t in tensors.items() if (mask := _unloaded(name, t)) is not None}
     if not found:
@@ -302,18 +302,20 @@ def check_loaded(tensors: Mapping[str, torch.Tensor]) -> None:
 
 def _unloaded(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
     """Return for each row of a tensor whether nothing was loaded; None where nothing tells."""
-    if tensor.is_meta or not tensor.dim():
+    if tensor.is_meta or not tensor.dim() or not tensor.numel():
         return None
-    first = tensor.detach()[(slice(None), *[0] * (tensor.dim() - 1))] if tensor.numel() else None
-    if first is None:
+    if tensor.itemsize == 1 and not name.endswith("_scale"):
         return None
+    ends = [tensor.detach(), tensor.detach()]
+    for _ in range(tensor.dim() - 1):
+        ends = [ends[0].select(1, 0), ends[1].select(1, -1)]
     if tensor.itemsize == 1:
-        scale = name.endswith("_scale")
-        return first.view(torch.uint8) == _UNLOADED_BYTE if scale else None
+        first, last = (end.view(torch.uint8) == _UNLOADED_BYTE for end in ends)
+        return first | last
     if tensor.is_floating_point():
-        return first.isnan()
+        return ends[0].isnan() | ends[1].isnan()
     # -1 is also an index of a loaded table, but not of all of its rows.
-    unset = first == _UNLOADED_INDEX
+    unset = ends[0] == _UNLOADED_INDEX
     return unset & unset.all()
 
 

@@ -127,10 +127,11 @@ def test_a_given_routing_is_traced() -> None:
         return layer(x_TH, Routing(weights, ids))
 
     want = layer(x_TH, routing)
-    for function in (
-        by_routing,
-        lambda x, w, i: layer(x, (w.view(2, 4, K), i.view(2, 4, K), None)),
-    ):
+
+    def by_tuple(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return layer(x, (weights.view(2, 4, K), ids.view(2, 4, K), None))
+
+    for function in (by_routing, by_tuple):
         x = x_TH if function is by_routing else x_TH.view(2, 4, H)
         call, graphs = compiled(function)
         assert torch.equal(call(x, weights, ids.long()).view(8, H), want)
@@ -184,13 +185,17 @@ def test_a_layer_that_sums_over_ranks_breaks_the_graph_and_says_why(monkeypatch)
     torch.compiler.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="sums over ranks is not traced"):
         compiled(layer)[0](*given)
-    with pytest.raises(UnsupportedError, match="torch.export: got a FusedMoE that exchanges"):
+    with pytest.raises(UnsupportedError, match=r"torch\.export: got a FusedMoE that exchanges"):
         torch.export.export(layer, given, strict=False)
 
 
-def test_a_layer_whose_problem_was_replaced_breaks_the_graph() -> None:
+@pytest.mark.parametrize("name", ["problem", "experts"])
+def test_a_layer_that_was_changed_behind_its_back_breaks_the_graph(name: str) -> None:
     layer = layer_of(Sample())
-    layer.problem = mk.Problem(1, H, I, E, K, dtype=torch.float32, routed_scaling_factor=3.0)
+    if name == "problem":
+        layer.problem = mk.Problem(1, H, I, E, K, dtype=torch.float32, routed_scaling_factor=3.0)
+    else:
+        layer.experts, layer.prepare_finalize = "NaiveBatchedExperts", "BatchedPrepareAndFinalize"
     given = inputs(Sample(), 6)
     assert torch.equal(torch.compile(layer, backend="eager")(*given), layer(*given))
     torch.compiler.reset()
@@ -314,8 +319,7 @@ def test_received_rows_break_the_graph_and_say_why() -> None:
     given = DeepEPNormalDispatchOutput(x_RH, scale, ids, weights)
 
     def call(x_RH: torch.Tensor) -> torch.Tensor:
-        rows = runner.run(given._replace(hidden_states=x_RH), info).hidden_states
-        return rows
+        return runner.run(given._replace(hidden_states=x_RH), info).hidden_states
 
     want = call(x_RH)
     assert torch.equal(torch.compile(call, backend="eager")(x_RH), want)

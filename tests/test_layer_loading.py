@@ -150,7 +150,23 @@ def test_nothing_runs_on_half_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="weights: got parameters as a checkpoint has them"):
         layer(x_TH, (torch.ones(1, K), ids))
     plain = layer_of("fp32", LayerParallel())
-    assert bool(plain(x_TH.float(), (torch.ones(1, K), ids)).isnan().all())
+    with pytest.raises(StateError, match="nothing loaded into w13_weight, w2_weight"):
+        plain(x_TH.float(), (torch.ones(1, K), ids))
+
+
+def test_an_expert_that_was_never_loaded_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "mixtral", "fp32", intermediate=I)
+    tensors = load_file(tmp_path / "model.safetensors")
+    layer = layer_of("fp32", LayerParallel())
+    for name, tensor in tensors.items():  # without `process_weights_after_loading`
+        at = [(w, p, e, s) for p, w, e, s in layer.make_expert_params_mapping("w1", "w2", "w3", E)]
+        for weight, prefix, expert, shard in at:
+            if weight in name and ".experts.2.w3" not in name:
+                parameter = getattr(layer, f"{prefix.removeprefix('experts.')}weight")
+                parameter.weight_loader(parameter, tensor, "weight", shard, expert)
+    call = (torch.zeros(1, H), (torch.ones(1, K), torch.zeros(1, K, dtype=torch.int32)))
+    with pytest.raises(StateError, match=r"nothing loaded into w13_weight \(rows 2 of w13_weight"):
+        layer(*call)  # the up rows of expert 2
 
 
 def test_a_scheme_by_its_name_has_no_loader() -> None:

@@ -10,6 +10,7 @@ from modular_kernel.errors import (
     DtypeError,
     InputError,
     ShapeError,
+    StateError,
     WeightsError,
 )
 from modular_kernel.importers import format_of
@@ -81,10 +82,13 @@ def test_an_activation_scheme_with_blocks_is_a_scheme_of_blocks() -> None:
             made(activation_scheme=scheme, weight_block_size=block)
 
 
-def test_mxfp4_weights_that_were_not_loaded_give_nan() -> None:
+def test_mxfp4_weights_that_were_not_loaded_raise_or_give_nan() -> None:
     layer = FusedMoE(E, H, I, top_k=1, params_dtype=torch.float32, quant_config="mxfp4_w4a16")
-    y_TH = layer(torch.ones(1, H), (torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32)))
-    assert y_TH.isnan().all()
+    call = (torch.ones(1, H), (torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32)))
+    with pytest.raises(StateError, match="nothing loaded into w13_weight_scale, w2_weight_scale"):
+        layer(*call)
+    layer.mark_loaded()
+    assert layer(*call).isnan().all()
 
 
 def test_autocast_does_not_change_what_a_router_chooses() -> None:

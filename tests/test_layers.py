@@ -127,7 +127,7 @@ def test_weights_that_are_exchanged_are_seen() -> None:
     layer.set_weights(share(replace(sample, fields={"dtype": torch.float32}), (0, 1), (0, 1)))
     assert torch.equal(layer(sample.x_TH, sample.logits), before)
     layer.half()
-    with pytest.raises(DtypeError, match="w1: got float16, need float32"):
+    with pytest.raises(DtypeError, match="x: got float32, need float16"):
         layer(sample.x_TH, sample.logits)
 
 

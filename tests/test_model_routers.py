@@ -52,9 +52,7 @@ def module_of(kind: str) -> tuple[str, str]:
     if kind in ROUTERS:
         return folder, ROUTERS[kind]
     home = import_module(f"transformers.models.{folder}.modeling_{folder}")
-    (name,) = (
-        name for name in vars(home) if re.search(r"(Top[Kk]Router|V1Gate|ChoiceRouter)$", name)
-    )
+    (name,) = (n for n in vars(home) if re.search(r"(Top[Kk]Router|V1Gate|ChoiceRouter)$", n))
     return folder, name
 
 

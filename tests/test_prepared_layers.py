@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 from prepared_samples import CPU, NO_GPU, launched_tiles, made_layer
 
 from experts.triton.grouped_w4.path import GroupedW4Path
@@ -61,6 +62,29 @@ def test_a_layer_lets_them_go_with_its_parameters(moved: str) -> None:
         assert alive == [None]
     gc.collect()
     assert gone() is None
+
+
+def test_a_compiled_layer_runs_on_them(launched: list[int]) -> None:
+    layer, i = made_layer()
+
+    def call(x_TH: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return layer(x_TH, (weights, ids))
+
+    torch.compiler.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    given = (i.x_TH, i.routing.topk_weights_TK, i.routing.topk_ids_TK)
+    with torch.no_grad():
+        plain = compiled(*given)
+        assert not launched
+        assert torch.equal(plain, call(*given))
+        layer.prepare_weights()
+        got = compiled(*given)
+        assert launched == [64, 64]
+        assert torch.equal(got, call(*given))
+        layer.set_weights(i.weights)  # lets them go
+        del launched[:]
+        assert torch.equal(compiled(*given), plain)
+        assert not launched
 
 
 def test_a_copy_of_a_layer_has_no_copy_of_them() -> None:

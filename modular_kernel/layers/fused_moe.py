@@ -81,7 +81,10 @@ _OVER_RANKS = (
     "a FusedMoE that exchanges tokens or sums over ranks is not traced: the graph breaks at its "
     "call. Without prepare_finalize and reduce_results it is an operator"
 )
-_CHANGED = "a FusedMoE whose `problem` was replaced is not traced: the graph breaks at its call"
+_CHANGED = (
+    "a FusedMoE whose problem, prepare_finalize or experts was replaced is not traced: the graph "
+    "breaks at its call"
+)
 
 
 class FusedMoE(ExpertParameters):
@@ -196,10 +199,12 @@ class FusedMoE(ExpertParameters):
         # Who else holds parts of the output; found now, so that a missing group is told now.
         self._sums_ep = away
         self._groups = parallel.groups(ep=away) if reduce_results else ()
+        self._usual = dict[torch.device, tuple[Problem, Experts]]()  # where experts is None
         self._own_kernel = self._kernel_over_ranks(max_tokens) if over_ranks else None
         part = load_catalog().prepare_finalize(prepare_finalize)
         self._ids_dtype = part.requires.topk_indices_dtype or torch.int32
         self._traced_pairing = str(TracedPairing(prepare_finalize, experts, where_served=True))
+        self._traced_parts = prepare_finalize, experts
         self._bias_unloaded = False  # selection_bias may hold what it was made with
 
     @classmethod
@@ -477,7 +482,11 @@ class FusedMoE(ExpertParameters):
         """Return why torch.compile cannot take a call as an operator; "" if it can."""
         if self._own_kernel is not None or self._groups:
             return _OVER_RANKS
-        return "" if self._described is self.problem else _CHANGED
+        if self._described is not self.problem:
+            return _CHANGED
+        prepare_finalize, experts = self._traced_parts
+        same = prepare_finalize == self.prepare_finalize and experts == self.experts
+        return "" if same else _CHANGED
 
     def _traced(
         self, x_TH: torch.Tensor, routing: Routing
@@ -511,8 +520,24 @@ class FusedMoE(ExpertParameters):
         experts = self.experts
         if experts is None:
             problem = problem or self.problem
+            known = self._usual.get(device)
+            if known is not None and known[0] is problem:
+                return self.prepare_finalize, known[1]
             experts = usual_experts(self.prepare_finalize, problem, device)
+            self._usual[device] = problem, experts
         return self.prepare_finalize, experts
+
+    def _kernel_over_ranks(self, max_tokens: int | None) -> FusedMoEModularKernel:
+        """Make the kernel of a part over ranks: every rank makes it, in one order of layers."""
+        if max_tokens is None:
+            need = "the most tokens a rank passes: buffers of all ranks are sized for them"
+            raise ConfigurationError("max_tokens", got=None, need=need)
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        device = torch.device(kind)
+        machine = machine_of("cuda" if kind == "cuda" else "cpu")
+        return make_kernel(
+            *self._pairing(device), self.problem, group=self.parallel.ep_group, machine=machine
+        )
 
     def _dtype_after(self, fn: Callable[..., torch.Tensor]) -> torch.dtype:
         dtype = super()._dtype_after(fn)

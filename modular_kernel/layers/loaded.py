@@ -1,6 +1,6 @@
 """What the modules of a layer share: tensors that are never cast, and states that were loaded."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -16,12 +16,13 @@ def moved_only(fn: Callable[..., torch.Tensor], tensor: torch.Tensor) -> torch.T
     return fn(tensor) if probe.dtype is tensor.dtype else tensor.to(probe.device)
 
 
-def holds_loaded(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> bool:
-    """Whether a state has every parameter of a module itself, and each of them was loaded."""
-    names = [name for name, _ in module.named_parameters(recurse=False)]
-    found = {name: state_dict.get(prefix + name) for name in names}
-    plain = (torch.Tensor, nn.Parameter)
-    tensors = {name: each for name, each in found.items() if type(each) in plain}
+def holds_loaded(names: Collection[str], state_dict: Mapping[str, Any], prefix: str) -> bool:
+    """Whether a state has every one of a module's tensors, and each of them was loaded."""
+    tensors = dict[str, torch.Tensor]()
+    for name in names:
+        tensor = state_dict.get(prefix + name)
+        if tensor is not None and type(tensor) in (torch.Tensor, nn.Parameter):
+            tensors[name] = tensor
     if len(tensors) < len(names):
         return False
     try:

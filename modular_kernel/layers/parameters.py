@@ -169,7 +169,7 @@ class ExpertParameters(nn.Module):
         """Have calls run whatever the parameters hold.
 
         A layer whose parameters were all copied into needs no mark. It is for weights that really
-        hold NaN in the first value of an expert, which look like those of a new layer.
+        hold NaN in the first or last value of an expert, which look like those of a new layer.
         """
         self._unloaded = False
 
@@ -201,7 +201,8 @@ class ExpertParameters(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
         self._let_go_if_moved()
         if self._ready and self._unloaded:
-            self._unloaded = not holds_loaded(self, state_dict, prefix)
+            names = [name for name, each in self._parameters.items() if each is not None]
+            self._unloaded = not holds_loaded(names, state_dict, prefix)
 
     def _take_ready(self, state_dict: dict[str, Any], prefix: str, said: bool) -> None:
         """Take the state's tensors if they are as kernels want them; leave them else."""
@@ -309,7 +310,7 @@ class ExpertParameters(nn.Module):
         """Move or cast the layer, as the class says."""
         dtype = self._dtype_after(fn)
         kept = [tensor for name, tensor in self._own_tensors() if not self._is_cast(name)]
-        was_meta = self._parameters[self._operand_names[0]].is_meta if self._ready else False
+        was_meta = next(self.parameters(recurse=False)).is_meta
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             if any(tensor is each for each in kept):

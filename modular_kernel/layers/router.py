@@ -142,9 +142,11 @@ class Router(nn.Module):
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Self:
         """Move or cast the gate; the selection bias moves only."""
         kept, was_meta = self.e_score_correction_bias, self.weight.is_meta
-        super()._apply(  # type: ignore[no-untyped-call]
-            lambda tensor: moved_only(fn, tensor) if tensor is kept else fn(tensor), recurse
-        )
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            return moved_only(fn, tensor) if tensor is kept else fn(tensor)
+
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
         if was_meta and not self.weight.is_meta:  # by `to_empty`
             for name, tensor in self._own().items():
                 fill_unloaded(name, tensor.data)
@@ -160,7 +162,7 @@ class Router(nn.Module):
     ) -> None:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
         if self._unloaded:
-            self._unloaded = not holds_loaded(self, state_dict, prefix)
+            self._unloaded = not holds_loaded(self._own(), state_dict, prefix)
 
     def routed(
         self,

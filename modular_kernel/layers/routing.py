@@ -41,6 +41,8 @@ def check_router(of_checkpoint: RouterSpec | None, own: RouterSpec) -> None:
         return
     names = router_differences(of_checkpoint, own)
     if names:
+        if "groups" in names and "topk_groups" not in names:
+            names = (*names, "topk_groups")  # neither says alone which experts take part
         got, need = (
             ", ".join(f"{name}={getattr(spec, name)!r}" for name in names)
             for spec in (of_checkpoint, own)

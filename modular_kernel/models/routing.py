@@ -1,4 +1,4 @@
-"""The router of a Hugging Face config.json as a RouterSpec, for the model types whose code is known.
+"""The router of a Hugging Face config.json as a RouterSpec, for model types whose code is known.
 
 A line for each model_type says what only its code says; what is left is read from the file.
 """
@@ -11,6 +11,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.routers import RouterSpec
 
 Config = dict[str, Any]
+_FLOOR = 1e-12  # where the file does not say it
 _TINY = 1e-9  # a difference of eps that no sum of weights shows
 
 
@@ -136,22 +137,13 @@ def router_of_config(path: Path, config: Config, top_k: int) -> RouterSpec | Non
     bias = rule.bias
     if rule.bias_key:
         bias = _flag(path, config, rule.bias_key, unsaid=rule.bias)
-    score = rule.score
-    if rule.score_key and config.get(rule.score_key) is not None:
-        score = config[rule.score_key]
-        if score not in ("softmax", "sigmoid"):
-            raise _bad(path, rule.score_key, score, "softmax or sigmoid")
+    score = _score(path, config, rule)
     renormalise = rule.renormalise
     if renormalise is None:
         renormalise = _flag(path, config, "norm_topk_prob", unsaid=rule.unsaid)
     if score == "softmax" and rule.order == "topk_first":
         renormalise = False  # the weights of a token sum to 1 as they are
     groups, topk_groups = _groups(path, config, rule)
-    floor = 0.0
-    if rule.floor_key:
-        floor = config.get(rule.floor_key, 1e-12)
-        if type(floor) is not float or not 0 <= floor < 1:
-            raise _bad(path, rule.floor_key, floor, "a number from 0 to 1")
     return RouterSpec(
         top_k,
         score=score,  # type: ignore[arg-type]
@@ -162,8 +154,26 @@ def router_of_config(path: Path, config: Config, top_k: int) -> RouterSpec | Non
         selection_bias=bias,
         renormalise=renormalise,
         eps=rule.eps if renormalise else 0.0,
-        floor=floor,
+        floor=_floor(path, config, rule),
     )
+
+
+def _score(path: Path, config: Config, rule: Rule) -> str:
+    score = config.get(rule.score_key) if rule.score_key else None
+    if score is None:
+        return rule.score
+    if score not in ("softmax", "sigmoid"):
+        raise _bad(path, rule.score_key, score, "softmax or sigmoid")
+    return str(score)
+
+
+def _floor(path: Path, config: Config, rule: Rule) -> float:
+    if not rule.floor_key:
+        return 0.0
+    floor = config.get(rule.floor_key, _FLOOR)
+    if type(floor) is not float or not 0 <= floor < 1:
+        raise _bad(path, rule.floor_key, floor, "a number from 0 to 1")
+    return floor
 
 
 def _groups(path: Path, config: Config, rule: Rule) -> tuple[int, int]:

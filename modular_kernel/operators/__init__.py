@@ -1,1 +1,1 @@
-"""Operators of torch for calls of a layer, which torch.compile and torch.export do not look into."""
+"""Operators for calls of a layer: torch.compile and torch.export do not look into them."""

@@ -1,0 +1,320 @@
+"""Moves, casts, states and copies of a layer: what it holds stays what it is, or is refused."""
+
+import pickle
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from layer_samples import FAMILIES, E, H, I, K, Sample, error, layer_of, share
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from modular_kernel.errors import (
+    DtypeError,
+    LayoutError,
+    StateError,
+    UnsupportedError,
+)
+from modular_kernel.layers.fused_moe import FusedMoE
+from modular_kernel.layers.parallel import LayerParallel
+from modular_kernel.layers.parameters import PARAMETERS
+from modular_kernel.layers.router import Router, RouterSpec
+from modular_kernel.tensors import ExpertWeights
+
+CASTS: dict[str, tuple[Callable[[torch.nn.Module], object], torch.dtype]] = {
+    "half": (lambda layer: layer.half(), torch.float16),
+    "bfloat16": (lambda layer: layer.bfloat16(), torch.bfloat16),
+    "float": (lambda layer: layer.float(), torch.float32),
+    "to": (lambda layer: layer.to(torch.bfloat16), torch.bfloat16),
+    "to both": (lambda layer: layer.to("cpu", torch.float16), torch.float16),
+    "a model's": (lambda layer: torch.nn.ModuleList([layer]).to(torch.float16), torch.float16),
+}
+QUANTISED = (
+    "int4_w4a16_group:group=8,zero_points=true",
+    "int8_w8a16_channel",
+    "fp8_w8a8_block:block=8x8",
+    "fp8_w8a8_channel",
+    "fp8_w8a16_channel",
+    "mxfp4_w4a16",
+    "nvfp4_w4a16",
+)
+# Rounding of the layer's dtype, and of activations to 8 bits.
+BOUND = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(torch.uint8).clone()
+
+
+# -------------------------------------------------------------------------------- moves and casts
+
+
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_an_unquantised_layer_computes_in_the_dtype_of_its_cast(cast: str, bias: bool) -> None:
+    sample = Sample(FAMILIES["biased"], fields={"bias": bias})
+    layer, (apply, dtype) = layer_of(sample), CASTS[cast]
+    before = layer(sample.x_TH, sample.logits)
+    kept = layer.selection_bias.clone()
+    apply(layer)
+    assert layer.problem.dtype is dtype
+    assert {p.dtype for p in layer.parameters()} == {dtype}
+    assert layer.selection_bias.dtype is torch.float32  # rounded, it would choose other experts
+    assert torch.equal(layer.selection_bias, kept)
+    got = layer(sample.x_TH.to(dtype), sample.logits)
+    assert got.dtype is dtype
+    assert error(got, before.double()) < BOUND[dtype]
+    if dtype is not torch.float32:
+        with pytest.raises(DtypeError, match=f"x: got float32, need {dtype}".replace("torch.", "")):
+            layer(sample.x_TH, sample.logits)
+
+
+@pytest.mark.parametrize("cast", ["half", "bfloat16", "float"])
+@pytest.mark.parametrize("quant", QUANTISED)
+@pytest.mark.parametrize("own", [torch.bfloat16, torch.float32], ids=str)
+def test_what_a_scheme_stores_is_not_cast(quant: str, cast: str, own: torch.dtype) -> None:
+    sample = Sample(fields={"quant": quant, "dtype": own, "bias": True})
+    layer, (apply, dtype) = layer_of(sample), CASTS[cast]
+    before = {name: (p.dtype, raw(p)) for name, p in layer.named_parameters()}
+    want = layer(sample.x_TH, sample.logits)
+    apply(layer)
+    for name, parameter in layer.named_parameters():
+        if name.endswith("_bias"):
+            assert parameter.dtype is dtype
+        elif parameter.dtype is before[name][0]:
+            assert torch.equal(raw(parameter), before[name][1])
+        else:  # scales of 16 bits in a dtype that they do not go with: widened, which is exact
+            assert name.endswith("_scale")
+            assert parameter.dtype is torch.float32
+            held = before[name][1].view(before[name][0]).float()
+            assert torch.equal(parameter.flatten(), held.flatten())
+    assert layer.problem.dtype is dtype
+    got = layer(sample.x_TH.to(dtype), sample.logits)
+    assert error(got, want.double()) < 0.1
+    fresh = replace(sample, fields=sample.fields | {"dtype": dtype})
+    other = fresh_of(fresh)
+    other.set_weights(layer.weights())  # just what a layer of this dtype takes
+    assert torch.equal(other(fresh.x_TH, sample.logits), layer(fresh.x_TH, sample.logits))
+
+
+def test_a_layer_as_its_checkpoint_has_it_is_not_cast() -> None:
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [8, 8]}
+    layer = FusedMoE(E, H, I, top_k=K, quant_config=config, params_dtype=torch.float32, bias=True)
+    before = {name: p.dtype for name, p in layer.named_parameters()}
+    layer.half()
+    after = {name: p.dtype for name, p in layer.named_parameters()}
+    assert after == {n: torch.float16 if n.endswith("_bias") else d for n, d in before.items()}
+    assert layer.problem.dtype is torch.float16
+
+
+def test_other_dtypes_are_refused_before_anything_changes() -> None:
+    for quant in (None, "int8_w8a16_channel"):
+        sample = Sample(fields={} if quant is None else {"quant": quant})
+        layer = layer_of(sample)
+        before = {name: p.dtype for name, p in layer.named_parameters()}
+        with pytest.raises(DtypeError, match="cast of a layer: got float64, need float32 or"):
+            layer.double()
+        with pytest.raises(DtypeError, match="cast of a layer: got float64, need float32 or"):
+            layer.to(torch.float64)
+        assert {name: p.dtype for name, p in layer.named_parameters()} == before
+        assert layer.problem.dtype is torch.float32
+        layer(sample.x_TH, sample.logits)
+
+
+def test_a_cast_of_one_that_exchanges_with_ranks_is_refused() -> None:
+    layer = layer_of(Sample())
+    layer._own_kernel = object()
+    with pytest.raises(UnsupportedError, match="got float16 for a layer over ranks, need float32"):
+        layer.half()
+    assert layer.w2_weight.dtype is torch.float32
+
+
+def test_a_router_s_selection_bias_is_not_cast() -> None:
+    router = Router(RouterSpec(K, selection_bias=True), H, E)
+    router.half()
+    assert router.weight.dtype is torch.float16
+    assert router.e_score_correction_bias.dtype is torch.float32
+
+
+def test_parameters_keep_what_engines_ask_for() -> None:
+    layer = FusedMoE(E, H, I, top_k=K)
+    moves: tuple[Callable[[], torch.nn.Module], ...] = (
+        layer.half,
+        lambda: layer.to("meta"),
+        lambda: layer.to_empty(device="cpu"),
+    )
+    for move in moves:
+        assert all(p.weight_loader == layer.weight_loader for p in move().parameters())
+
+
+# -------------------------------------------------------------------------------------- unloaded
+
+
+def fresh_of(sample: Sample, **options: Any) -> FusedMoE:
+    problem = sample.problem
+    return FusedMoE(
+        E, H, I, params_dtype=problem.dtype, bias=problem.bias, router=sample.router,
+        quant_config=None if problem.quant == "none" else problem.quant, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("quant", ["none", *QUANTISED])
+@pytest.mark.parametrize(
+    "way", ["set_weights", "state_dict", "assign", "copy_", "data.copy_", "data"]
+)
+def test_a_layer_raises_until_it_is_loaded(quant: str, way: str) -> None:
+    sample = Sample(fields={"quant": quant, "bias": True})
+    good, layer = layer_of(sample), fresh_of(sample)
+    want = good(sample.x_TH, sample.logits)
+    for _ in range(2):
+        with pytest.raises(StateError, match=r"weights: got nothing loaded into w.*or mark_loaded"):
+            layer(sample.x_TH, sample.logits)
+    state = good.state_dict()
+    if way == "set_weights":
+        layer.set_weights(good.weights())
+    elif way in ("state_dict", "assign"):
+        layer.load_state_dict(state, assign=way == "assign")
+        assert not layer._unloaded
+    for name, parameter in layer.named_parameters():
+        if way == "copy_":
+            parameter.copy_(state[name])
+        elif way == "data.copy_":
+            parameter.data.copy_(state[name])
+        elif way == "data":
+            parameter.data = state[name].clone()
+    assert torch.equal(layer(sample.x_TH, sample.logits), want)
+
+
+def test_what_is_missing_is_named() -> None:
+    sample = Sample(fields={"bias": True})
+    layer, plain = fresh_of(sample), sample.plain
+    layer.w13_weight.data.copy_(plain.w1)
+    layer.w2_weight.data[1:].copy_(plain.w2[1:])
+    layer.w13_bias.data.copy_(plain.b1)
+    got = r"nothing loaded into w2_weight, w2_bias \(rows 0 of w2_weight\)"
+    with pytest.raises(StateError, match=got):
+        layer(sample.x_TH, sample.logits)
+    with pytest.raises(StateError, match="w2_bias"):
+        layer.prepare_weights()
+
+
+def test_the_state_of_an_unloaded_layer_loads_nothing() -> None:
+    sample = Sample()
+    layer = fresh_of(sample)
+    layer.load_state_dict(fresh_of(sample).state_dict())
+    with pytest.raises(StateError, match="nothing loaded"):
+        layer(sample.x_TH, sample.logits)
+
+
+def test_nan_that_is_meant_can_be_marked() -> None:
+    sample = Sample()
+    layer, plain = fresh_of(sample), sample.plain
+    layer.w13_weight.data.copy_(plain.w1)
+    layer.w2_weight.data.copy_(plain.w2)
+    layer.w2_weight.data[:, 0, 0] = torch.nan
+    with pytest.raises(StateError, match="w2_weight"):
+        layer(sample.x_TH, sample.logits)
+    layer.mark_loaded()
+    assert bool(layer(sample.x_TH, sample.logits).isnan().any())
+    layer = fresh_of(sample)  # what was loaded as a whole is not looked at
+    layer.set_weights(ExpertWeights(plain.w1, plain.w2 * torch.nan))
+    assert bool(layer(sample.x_TH, sample.logits).isnan().all())
+
+
+def test_a_layer_that_got_its_memory_later_raises_until_it_is_loaded() -> None:
+    """Built on meta, then `to_empty`: memory is what was there, of the experts' map too."""
+    sample = Sample(FAMILIES["biased"], fields={"bias": True})
+    good = layer_of(sample, (1, 2), (1, 2))
+    made = {"router": sample.router, "bias": True, "params_dtype": torch.float32}
+    layer = FusedMoE(
+        E, H, I, device="meta", selection_bias=torch.zeros(E, device="meta"),
+        parallel=LayerParallel(ep=(1, 2), tp=(1, 2)), **made,
+    )  # fmt: skip
+    layer.to_empty(device="cpu")
+    with pytest.raises(StateError, match="nothing loaded into selection_bias"):
+        layer(sample.x_TH, sample.logits)
+    layer.selection_bias.copy_(good.selection_bias)
+    with pytest.raises(StateError, match="nothing loaded into w13_weight"):
+        layer(sample.x_TH, sample.logits)
+    layer.load_state_dict(good.state_dict())
+    assert torch.equal(layer(sample.x_TH, sample.logits), good(sample.x_TH, sample.logits))
+
+
+@pytest.mark.parametrize("table", [False, True])
+def test_a_router_raises_until_it_is_loaded(table: bool) -> None:
+    spec = RouterSpec(K, table=table, selection_bias=not table)
+    router = Router(spec, H, E, vocabulary=4 if table else None)
+    x_TH, words = torch.randn(3, H), torch.zeros(3, dtype=torch.int64) if table else None
+    router.weight.data.normal_()
+    missing = "tid2eid" if table else "e_score_correction_bias"
+    with pytest.raises(StateError, match=f"nothing loaded into {missing}"):
+        router(x_TH, words)
+    good = Router(spec, H, E, vocabulary=4 if table else None)
+    good.weight.data.normal_()
+    if table:
+        good.tid2eid.copy_(torch.arange(4 * K).view(4, K) % E)
+    else:
+        good.e_score_correction_bias.data.zero_()
+    router.load_state_dict(good.state_dict())
+    assert not router._unloaded
+    for one, other in zip(router(x_TH, words), good(x_TH, words), strict=True):
+        assert torch.equal(one, other)
+
+
+# ------------------------------------------------------------------------------- DTensors, copies
+
+
+@pytest.fixture
+def mesh(tmp_path) -> Any:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=str)
+def test_dtensors_are_refused_by_name(placement, mesh) -> None:
+    sample = Sample()
+    layer = layer_of(sample)
+    x = distribute_tensor(sample.x_TH, mesh, [placement])
+    logits = distribute_tensor(sample.logits, mesh, [placement])
+    need = r"got a DTensor, need a plain tensor: \.to_local\(\)"
+    with pytest.raises(LayoutError, match=f"^x: {need}"):
+        layer(x, sample.logits)
+    with pytest.raises(LayoutError, match=f"^router logits: {need}"):
+        layer(sample.x_TH, logits)
+    want = layer(sample.x_TH, sample.logits)
+    whole = layer.w2_weight.data
+    layer.w2_weight = torch.nn.Parameter(distribute_tensor(whole, mesh, [placement]), False)
+    with pytest.raises(LayoutError, match=f"w2_weight: {need}"):
+        layer(sample.x_TH, sample.logits)
+    torch.compiler.reset()
+    with torch.no_grad(), pytest.raises(LayoutError, match=f"w2_weight: {need}"):
+        torch.compile(layer, backend="eager")(sample.x_TH, sample.logits)
+    layer.w2_weight = torch.nn.Parameter(layer.w2_weight.to_local(), False)
+    assert torch.equal(layer(sample.x_TH, sample.logits), want)
+
+
+def test_a_layer_with_groups_is_not_pickled(mesh) -> None:
+    layer = layer_of(Sample(), parallel=LayerParallel(ep_group=dist.group.WORLD))
+    for copy in (deepcopy, pickle.dumps):
+        with pytest.raises(UnsupportedError, match=r"torch\.save or copy of a layer: got ep_group"):
+            copy(layer)
+    other = layer_of(Sample())
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(
+        deepcopy(other)(Sample().x_TH, Sample().logits), layer(Sample().x_TH, Sample().logits)
+    )
+
+
+def test_names_are_those_of_the_scheme() -> None:
+    """So that a new field is not cast without a word."""
+    assert set(PARAMETERS.values()) - {"w13_weight", "w2_weight", "w13_bias", "w2_bias"} == {
+        f"{matrix}_{kind}"
+        for matrix in ("w13", "w2")
+        for kind in ("weight_scale", "weight_zero_point", "weight_global_scale", "input_scale")
+    } | {"w13_weight_order"}
+    assert share(Sample(), (0, 1), (0, 1)).w1.shape == (E, 2 * I, H)

@@ -1,0 +1,160 @@
+"""FusedMoE.from_config and load: sizes, scheme and router are the checkpoint's, or refused."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from modular_kernel.errors import ConfigurationError, StateError, UnsupportedError
+from modular_kernel.importers.checkpoint import load_experts
+from modular_kernel.layers.ep_moe import EPMoE
+from modular_kernel.layers.fused_moe import FusedMoE
+from modular_kernel.layers.parallel import LayerParallel
+from modular_kernel.layers.router import Router, RouterSpec
+from modular_kernel.models.routing import RULES
+from modular_kernel.ops.route import RouterTensors, route
+from modular_kernel.testing.checkpoints.samples import FAMILIES, Sample, write
+
+E, H, I, K, T = 4, 128, 256, 2, 6  # noqa: E741 (intermediate)
+BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+KNOWN = sorted(FAMILIES.keys() & RULES.keys())
+
+
+def state_more(folder: Path, **more: Any) -> None:
+    """Add entries to the object of the config.json that describes the layer."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    home = config.get("text_config", config)
+    home.update(more)
+    path.write_text(json.dumps(config))
+
+
+def truth(sample: Sample, x: torch.Tensor, spec: RouterSpec, logits: torch.Tensor, bias) -> Any:
+    routing = route(logits, spec, RouterTensors(bias)).routing
+    return sample.truth(x, routing.topk_weights_TK, routing.topk_ids_TK.long())
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> bool:
+    return float((got.double() - want).norm() / want.norm()) < BOUND[got.dtype]
+
+
+@pytest.mark.parametrize("without_tensors", [False, True])
+@pytest.mark.parametrize("family", KNOWN)
+def test_a_checkpoint_says_all_of_its_layer(family: str, without_tensors: bool, tmp_path) -> None:
+    sample = write(tmp_path / "whole", family, "fp32", intermediate=I, layers=(1,))
+    state_more(tmp_path / "whole", n_group=2, topk_group=1)
+    source = tmp_path / "whole"
+    if without_tensors:
+        source = tmp_path / "alone"
+        source.mkdir()
+        shutil.copy(tmp_path / "whole" / "config.json", source)
+    layer = FusedMoE.from_config(source, 1, params_dtype="float32", experts="TorchExperts")
+    assert (layer.num_experts, layer.problem.hidden, layer.problem.top_k) == (E, H, K)
+    assert (layer.layer_id, layer.problem.routed_scaling_factor) == (1, sample.scaling)
+    logits, bias = torch.randn(T, E, generator=torch.Generator().manual_seed(3)), None
+    x = sample.inputs(T)[0]
+    with pytest.raises(StateError, match="nothing loaded into"):
+        layer(x.float(), logits)
+    layer.load(tmp_path / "whole")
+    if layer.router.selection_bias:
+        with pytest.raises(StateError, match="nothing loaded into selection_bias"):
+            layer(x.float(), logits)
+        bias = torch.linspace(-0.2, 0.2, E)
+        layer.selection_bias.copy_(bias)
+    loaded = load_experts(tmp_path / "whole", 1)
+    assert layer.router == loaded.router
+    assert close(layer(x.float(), logits), truth(sample, x, loaded.router, logits, bias))
+
+
+def test_shares_of_a_quantised_checkpoint_sum_to_its_layer(tmp_path) -> None:
+    sample = write(tmp_path, "qwen3_moe", "deepseek fp8", intermediate=I)
+    state_more(tmp_path, norm_topk_prob=True)
+    logits, (x, *_) = torch.randn(T, E), sample.inputs(T)
+    total = torch.zeros(T, H, dtype=torch.float64)
+    for ep in range(2):
+        for tp in range(2):
+            place = LayerParallel(ep=(ep, 2), tp=(tp, 2))
+            layer = FusedMoE.from_config(tmp_path, 0, parallel=place)
+            layer.load(tmp_path)
+            total += layer(x.bfloat16(), logits).double()
+    want = truth(sample, x, RouterSpec(K, renormalise=True), logits, None)
+    assert float((total - want).norm() / want.norm()) < 8e-2
+
+
+def test_other_routers_can_be_asked_for(tmp_path) -> None:
+    write(tmp_path, "deepseek_v4", "fp32", intermediate=I)
+    with pytest.raises(ConfigurationError, match="router: got model_type 'deepseek_v4', whose"):
+        FusedMoE.from_config(tmp_path)
+    own = Router(RouterSpec(K), H, E)
+    assert FusedMoE.from_config(tmp_path, router=own).router is own
+    given = FusedMoE.from_config(tmp_path, top_k=K)
+    assert given.router is None
+    assert given.layer_id is None
+
+
+def test_what_a_checkpoint_settles_is_no_option(tmp_path) -> None:
+    write(tmp_path, "mixtral", "fp32", intermediate=I)
+    for option in ({"activation": "gelu"}, {"routed_scaling_factor": 1.0}, {"hidden_size": H}):
+        with pytest.raises(ConfigurationError, match=r"option of from_config: got .*=.*, need"):
+            FusedMoE.from_config(tmp_path, **option)
+    with pytest.raises(UnsupportedError, match="from_config of EPMoE"):
+        EPMoE.from_config(tmp_path)
+    state_more(tmp_path, model_type="no_such_model")
+    with pytest.raises(ConfigurationError, match="no_such_model"):
+        FusedMoE.from_config(tmp_path)
+    with pytest.raises(ConfigurationError, match="checkpoint: got 3"):
+        FusedMoE.from_config(3)
+
+
+# ------------------------------------------------------------------------------------------ load
+
+
+def layer_with(router: RouterSpec | Router | None, **options: Any) -> FusedMoE:
+    given = {"top_k": K if router is None else None, "params_dtype": torch.float32}
+    return FusedMoE(E, H, I, 0, router=router, **given | options)
+
+
+def test_load_refuses_a_router_that_is_not_the_checkpoint_s(tmp_path) -> None:
+    write(tmp_path, "qwen3_moe", "fp32", intermediate=I)
+    state_more(tmp_path, norm_topk_prob=False)
+    documented = RouterSpec(K, renormalise=True)
+    match = "router of the checkpoint: got renormalise=False, need renormalise=True, the layer's"
+    for router in (documented, Router(documented, H, E)):
+        layer = layer_with(router)
+        with pytest.raises(ConfigurationError, match=match):
+            layer.load(tmp_path)
+        assert bool(layer.w13_weight.isnan().all())  # nothing is taken in part
+    for router in (RouterSpec(K), None):
+        layer_with(router).load(tmp_path)
+    state_more(tmp_path, norm_topk_prob=True)
+    layer_with(documented).load(tmp_path)
+
+
+def test_load_compares_what_deepseek_s_routers_have(tmp_path) -> None:
+    sample = write(tmp_path, "deepseek_v3", "fp32", intermediate=I)
+    state_more(tmp_path, n_group=2, topk_group=1)
+    typed = {"groups": 2, "topk_groups": 1, "selection_bias": True, "renormalise": True}
+    options = {"selection_bias": torch.zeros(E), "routed_scaling_factor": sample.scaling}
+    layer_with(RouterSpec(K, "sigmoid", **typed), **options).load(tmp_path)  # 1e-20 is no matter
+    for changes, match in (
+        ({"group_score": "max"}, "got group_score='top2', need group_score='max'"),
+        ({"topk_groups": 2}, "got groups=2, topk_groups=1, need groups=2, topk_groups=2"),
+        ({"renormalise": False}, "renormalise=True, need renormalise=False"),
+    ):
+        layer = layer_with(RouterSpec(K, "sigmoid", **typed | changes), **options)
+        with pytest.raises(ConfigurationError, match=f"router of the checkpoint: .*{match}"):
+            layer.load(tmp_path)
+    layer = layer_with(RouterSpec(K, "sigmoid", **typed), selection_bias=torch.zeros(E))
+    with pytest.raises(ConfigurationError, match=r"routed_scaling_factor of .*: got 2\.5"):
+        layer.load(tmp_path)
+
+
+def test_a_router_that_is_not_known_is_not_compared(tmp_path) -> None:
+    sample = write(tmp_path, "deepseek_v4", "fp32", intermediate=I)
+    options = {"activation": load_experts(tmp_path, 0).problem_fields["activation"]}
+    options |= {"routed_scaling_factor": sample.scaling}
+    layer_with(RouterSpec(K, "sqrtsoftplus"), **options).load(tmp_path)
+    assert load_experts(tmp_path, 0).router is None
