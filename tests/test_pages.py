@@ -34,15 +34,6 @@ def anchors(page: Path) -> set[str]:
     return {title.replace(" ", "-") for title in kept}
 
 
-def test_pages_for_users_are_short() -> None:
-    assert [(page.name, words(page)) for page in USERS if words(page) > 1500] == []
-    assert sum(map(words, USERS)) <= 24_000
-
-
-def test_the_readme_fits_on_few_screens() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 90
-
-
 @pytest.mark.parametrize("page", JOURNALS, ids=lambda page: page.name)
 def test_a_journal_has_the_one_form(page: Path) -> None:
     text = page.read_text(encoding="utf-8")

@@ -18,12 +18,13 @@ import torch
 from torch.compiler import is_compiling
 
 from modular_kernel import modes
-from modular_kernel.catalog import load_catalog
+from modular_kernel.catalog import load_catalog, make_kernel
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, UnsupportedError
 from modular_kernel.fields import Count, expect
 from modular_kernel.importers.checkpoint import load_experts
 from modular_kernel.importers.examine import layer_config
 from modular_kernel.importers.formats import format_of
+from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.layers.parallel import LayerParallel, all_reduce, placed
 from modular_kernel.layers.parameters import ExpertParameters
 from modular_kernel.layers.router import Router
@@ -48,6 +49,7 @@ from modular_kernel.planned import (
     Planned,
     PrepareFinalize,
     current,
+    machine_of,
     pairing_told,
     usual_experts,
     with_ids_of,
