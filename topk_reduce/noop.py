@@ -14,6 +14,7 @@ class TopKWeightAndReduceNoOp(TopKWeightAndReduce):
     kind = Reduce.NOOP
 
     def apply(self, rows: ExpertRows, out: torch.Tensor) -> None:
-        check_rows(rows, out, "(T, H)")
+        if getattr(rows, "checked", None) is not True:
+            check_rows(rows, out, "(T, H)")
         if rows.rows is not out:
             out.copy_(rows.rows)
