@@ -65,9 +65,9 @@ def test_compose_keeps_where_it_is_told_and_else_says_that_it_does_not(
 ) -> None:
     words = ("compose", "--tokens-list", "2", "--experts", "2", "--hidden", "32", "--json")
     program = f"{HOMELESS}from modular_kernel.cli.main import run; run(sys.argv[1:])"
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # nothing interpreted is timed, or kept
     found = json.loads(homeless(program, *words, "--budget", "0"))
     assert NOT_KEPT in found["notes"]
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # nothing interpreted is timed
     monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))
     first, second = (json.loads(homeless(program, *words)) for _ in range(2))
     assert (first["timed_now"], second["timed_now"]) == (1, 0)
