@@ -22,11 +22,6 @@ DECISIONS = sorted((NOTEBOOK / "decisions").glob("*.md"))
 FORM = ["Question", "Setup", "Result", "Decision"]
 
 
-def words(page: Path) -> int:
-    """As `wc -w` counts them, bars of tables included."""
-    return len(page.read_text(encoding="utf-8").split())
-
-
 def anchors(page: Path) -> set[str]:
     """Those of a page's headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
