@@ -260,13 +260,16 @@ def test_weights_are_known_while_they_are_where_they_were(data: torch.Tensor) ->
     assert known.bound(weights, torch.device("cpu")) is None
 
 
-def test_weights_are_known_by_object_and_device() -> None:
+def test_weights_are_known_by_memory_and_device() -> None:
     known, weights = known_and_weights()
     assert known.bound(weights, torch.device("meta")) is None
-    assert known.bound(replace(weights), torch.device("cpu")) is None
+    assert known.bound(replace(weights), torch.device("meta")) is None
+    assert known.bound(replace(weights), torch.device("cpu")) is not None
+    assert known.bound(replace(weights, w1=weights.w1.clone()), torch.device("cpu")) is None
     assert deepcopy(known).bound(weights, torch.device("cpu")) is None
     weights.w2.untyped_storage().resize_(0)
     assert known.bound(weights, torch.device("cpu")) is None
+    assert known.bound(replace(weights), torch.device("cpu")) is None
 
 
 def test_the_player_is_built_anew_for_another_triton(monkeypatch: pytest.MonkeyPatch) -> None:
