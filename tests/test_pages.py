@@ -36,7 +36,7 @@ def anchors(page: Path) -> set[str]:
 
 def test_pages_for_users_are_short() -> None:
     assert [(page.name, words(page)) for page in USERS if words(page) > 1500] == []
-    assert sum(map(words, USERS)) <= 20_000
+    assert sum(map(words, USERS)) <= 20_500
 
 
 def test_the_readme_fits_on_few_screens() -> None:
