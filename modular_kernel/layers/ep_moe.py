@@ -57,7 +57,7 @@ class EPMoE(FusedMoE):
         expect("num_experts", num_experts, Count)
         expect("renormalize", renormalize, bool)
         expect("use_grouped_topk", use_grouped_topk, bool)
-        expect("tp_size", tp_size, Count | None)
+        expect("tp_size", tp_size, int | None)
         expect("tp_rank", tp_rank, int | None)
         expect("num_expert_group", num_expert_group, Count | None)
         expect("topk_group", topk_group, Count | None)

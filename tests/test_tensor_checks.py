@@ -1,0 +1,65 @@
+"""The check of tensors by itself: what test_public_tensors does not ask of every function."""
+
+import pytest
+import torch
+
+from modular_kernel.errors import ConfigurationError, DeviceError, DtypeError, LayoutError
+from modular_kernel.repacked import repack
+from modular_kernel.tensor_checks import (
+    check_output,
+    check_tensor,
+    check_tensors,
+    compile_only,
+)
+
+
+def test_lazily_conjugated_views_and_sparse_tensors_are_refused() -> None:
+    with pytest.raises(LayoutError, match="x: got a lazily conjugated view"):
+        check_tensor("x", torch.zeros(2, dtype=torch.complex64).conj())
+    with pytest.raises(LayoutError, match=r"x: got torch\.sparse_coo"):
+        check_tensor("x", torch.eye(2).to_sparse())
+
+
+def test_a_tensor_without_memory_is_taken_where_nothing_is_launched() -> None:
+    meta = torch.empty(2, device="meta")
+    with pytest.raises(DeviceError, match="x: got meta, without memory, need values"):
+        check_tensor("x", meta)
+    assert check_tensor("x", meta, meta=True) is meta
+    with compile_only():
+        check_tensor("x", meta)
+    with pytest.raises(DeviceError, match="x: got meta"):
+        check_tensor("x", meta)
+    with pytest.raises(DeviceError, match="x: got cpu, need meta"):
+        check_tensor("x", torch.empty(2), device=meta.device, meta=True)
+
+
+def test_none_is_taken_where_it_is_optional() -> None:
+    check_tensors({"w": torch.empty(2), "b": None}, optional=("b",))
+    with pytest.raises(DtypeError, match="w: got NoneType, need a tensor"):
+        check_tensors({"w": None, "b": None}, optional=("b",))
+
+
+def test_views_that_reach_beyond_what_is_left_are_refused() -> None:
+    """A view with an offset reaches further than its own size says."""
+    whole = torch.zeros(8)
+    part = whole[4:]
+    whole.untyped_storage().resize_(24)
+    with pytest.raises(LayoutError, match=r"x: got 24 bytes of memory .*, need the 32"):
+        check_tensor("x", part)
+    check_tensor("x", whole[:6])
+
+
+def test_an_output_has_memory_of_its_own_for_each_element() -> None:
+    room = torch.zeros(10)
+    check_output("out", room[:5], {"x": room[5:], "b": None})
+    with pytest.raises(ConfigurationError, match="out: got memory of x, need its own memory"):
+        check_output("out", room[:6], {"x": room[5:]})
+    with pytest.raises(LayoutError, match=r"out: got strides \(0, 1\)"):
+        check_output("out", torch.zeros(4).expand(3, 4), {})
+
+
+def test_repacking_into_memory_that_is_partly_read_is_refused() -> None:
+    room = torch.zeros(3, 4, 16, dtype=torch.uint8)
+    repack(room[:2], out=room[:2])
+    with pytest.raises(ConfigurationError, match="out: got memory of w"):
+        repack(room[:2], out=room[1:])
