@@ -20,7 +20,7 @@ MOST_M = 16  # rows of a block, where it has not LEAST_M
 LEAST_M = 8  # the narrow side of a tensor core's product
 # Mean rows of an expert up to which blocks have LEAST_M rows. Of integers, blocks of 8 rows take
 # 0.74 to 0.80 x the time of blocks of 16 with 8 rows, 0.81 to 0.85 x with 10; of mxfp4, 0.96 to
-# 1.03 x and 1.12 to 1.19 x (H200, 2026-11-28, triton 3.6.0).
+# 1.03 x and 1.13 to 1.19 x (H200, 2026-11-28, triton 3.6.0).
 _ROWS = {"uint4": 11, "float4_e2m1": 6}
 # Mean rows of an expert up to which calls come here without a tuned file: with more, weights are
 # unpacked too often, once for each block of MOST_M rows. The second number: where rows start off 16

@@ -19,9 +19,9 @@ _HALVES = {"plain": (64, 128), "channel": (64, 128), "block": (64,)}
 MOST_ADAPTERS = 8  # slots of which a tile may name each, with as many steps more
 # Mean rows of an expert from which the path pays, and below which narrow tiles do. Measured on one
 # H200 (2026-11-28, triton 3.6.0) on seven layers of E 48 to 256, H 2048 to 8192, I 1024 to 3584. In
-# bf16, over the aligned path: 0.97 to 1.01 x its time with 48 rows, 0.83 to 0.98 with 64; fp8 by
-# block 1.03 to 1.06 with 48, 1.01 to 1.05 with 52, 0.83 to 0.92 with 64. Narrow over wide tiles:
-# 0.96 to 1.00 with 64 rows, 0.99 to 1.03 with 96, 1.04 to 1.16 with 128.
+# bf16, over the aligned path: 0.97 to 1.02 x its time with 48 rows, 0.87 to 0.91 with 64; fp8 by
+# block 1.03 to 1.07 with 48, 1.01 to 1.05 with 52, 0.84 to 0.92 with 64. Narrow over wide tiles:
+# 0.96 to 1.00 with 64 rows, 0.99 to 1.03 with 96, 1.03 to 1.16 with 128.
 _LEAST_ROWS = {"plain": 48, "channel": 56, "block": 56}
 _NARROW_ROWS = 88
 _STAGED = BLOCK_M * 2  # bytes of a column of results of half a tile on their way out: 16 bits each

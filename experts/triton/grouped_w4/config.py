@@ -37,10 +37,11 @@ _LEAST_ROWS, _LEAST_WITH_ZEROS, _SHORT_ROWS = 40, 24, 56
 _MOST_ROWS = {"mxfp4_w4a16": 640, "nvfp4_w4a16": 128, "int4_w4a16_group": 320}
 # Calls with prepared weights: mean rows of an expert from which the path is taken, from which tiles
 # have 64 rows, and from which they have 128. Measured on one H200 (2026-11-28, triton 3.6.0) on
-# layers of E 32 to 160, H 2048 to 5120, I 1024 to 2880. Tiles of 32 rows take 0.92 to 0.95 x the
-# time of mxfp4 as loaded with 6 rows, 0.62 to 0.73 x with 16; of int4 0.95 to 1.03 x with 10 rows.
-# They take 0.71 to 0.76 x the time of tiles of 64 with 12.8 rows (int4: 0.84), as long with 24 if
-# tiles of 64 multiply up to 32 rows as half a tile, and 1.06 to 1.20 x with 32.
+# layers of E 32 to 160, H 2048 to 5120, I 1024 to 2880. Tiles of 32 rows take 0.91 to 0.95 x the
+# time of mxfp4 as loaded with 6 rows, 0.61 to 0.63 x with 16; of int4 0.96 to 1.03 x with 10 rows.
+# They take 0.74 to 0.77 x the time of whole tiles of 64 with 12.8 rows (int4: 0.84 to 0.85). Beside
+# tiles of 64 that multiply up to 32 rows as half a tile, they take as long with 24 rows, and 1.15
+# to 1.31 x with 32.
 _LEAST_PREPARED = {"mxfp4_w4a16": 6, "nvfp4_w4a16": 8, "int4_w4a16_group": 10}
 _LOW_PREPARED, _SHORT_PREPARED = 22, 56
 # With more rows calls launch what they would without: 1.04 x with 640 rows and float32 scales, 0.94
