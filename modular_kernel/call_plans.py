@@ -169,8 +169,9 @@ class CallPlans:
 
     @property
     def capacities(self) -> tuple[int, ...]:
-        """The most tokens of each plan, least recently made first."""
-        return tuple(plan.problem.tokens for plan in self._plans.values())
+        """The most tokens of each plan, ascending."""
+        plans = {id(plan): plan for plan in self._plans.values()}
+        return tuple(sorted(plan.problem.tokens for plan in plans.values()))
 
     def run(
         self,

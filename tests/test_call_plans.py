@@ -139,8 +139,7 @@ def test_plans_are_one_for_each_power_of_two() -> None:
     x_TH, weights, routing = random_inputs(kernel.problem, CPU)
     for tokens in (0, 1, 15, 16, 17, 31, 33, 2047, 2048, 2049, 4000):
         kernel(x_TH[:tokens], weights, routing.of(slice(tokens)))
-    assert kernel._call_plans.capacities.count(16) <= 6
-    assert set(kernel._call_plans.capacities) == {16, 32, 64, 2048}
+    assert kernel._call_plans.capacities == (16, 32, 64, 2048)
     with pytest.raises(CapacityError):
         kernel(torch.cat([x_TH, x_TH]), weights, routing)
 
