@@ -48,8 +48,9 @@ class SumOverRanks(PrepareAndFinalize):
         call.invalid_ids.add_(invalid)
         here = rank_TK == self.problem.parallel.rank
         ids_TK = torch.where(here, slot_TK, -1).to(routing.topk_ids_TK.dtype)
+        weights_TK = torch.where(ids_TK < 0, 0.0, routing.topk_weights_TK)
         local = DispatchedRouting(
-            topk_weights_TK=routing.topk_weights_TK,
+            topk_weights_TK=weights_TK,
             topk_ids_TK=ids_TK,
             space=IdSpace.LOCAL,
             num_experts=self.problem.e,
@@ -57,7 +58,7 @@ class SumOverRanks(PrepareAndFinalize):
             invalid_ids=torch.zeros_like(call.invalid_ids),
         )
         on_input = self.problem.apply_router_weight_on_input
-        handle = SumHandle(None if on_input else routing.topk_weights_TK)
+        handle = SumHandle(None if on_input else weights_TK)
         return ContiguousTokens(x_TH, local), handle
 
     def finalize(self, expert_output, *, handle, reduce, out):

@@ -59,7 +59,7 @@ def test_a_prepared_row_stands_beside_that_of_the_same_pair(
         lambda found: before.append(len(launched)),
     )
     assert before[0] == 0 < before[1]
-    assert set(launched) == {64}
+    assert set(launched) == {32}
     only_plain = replace(report, rows=report.rows[:1])
     plain, prepared = report.rows
     assert (plain.status, prepared.status) == ("ok", "ok")

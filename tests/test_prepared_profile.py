@@ -31,7 +31,7 @@ def test_calls_have_prepared_weights_and_the_report_their_bytes(
     against = ("--against", PAIR[0], "TorchExperts")
     done = mk(*words, *against, "--out", str(tmp_path), "--json")
     assert done.code == 0, done.err
-    assert set(launched) == {64}, "13 rows an expert: with prepared weights alone"
+    assert set(launched) == {32}, "13 rows an expert: with prepared weights alone"
     assert "nothing is prepared of: TorchExperts mxfp4_w4a16" in done.err
     first, second = (pair["ranks"][0] for pair in done.json["pairs"])
     problem = replace(MXFP4, **SIZES)

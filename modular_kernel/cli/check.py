@@ -168,7 +168,7 @@ def _hidden_nan(requires: "ExpertsRequirements", problem: "Problem") -> tuple[st
     kind = problem.act.kind
     if kind not in requires.hides_nan:
         return ()
-    return (f"a NaN of weights, scales or biases becomes the limit of {kind}: docs/numerics.md",)
+    return (f"a NaN of weights, scales or biases becomes the limit of {kind}",)
 
 
 def _record(verdict: "Verdict") -> dict[str, object]:

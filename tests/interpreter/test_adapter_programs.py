@@ -111,7 +111,11 @@ def test_up_to_16_pairs_take_more_at_once(
 def test_steps_of_the_branch_share_out_ranks_and_columns(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, depth: int, out: int, rank: int, rows: int
 ) -> None:
-    """Of 17 pairs two blocks; 128 bytes of a row in a step, and 256 of the output a program."""
+    """Of 17 pairs two blocks; 128 bytes of a row in a step, and 256 of the output a program.
+
+    Gate and up columns are 64 to a program, of float32 32.
+    """
+    columns = 32 if dtype is torch.float32 else 64
     found = launches(monkeypatch, moe_lora_stages, run=False)
     ids, ranks = torch.zeros(17, 1, dtype=torch.int32), torch.full((2, 3), rank)
     batch = PairBatch(ids, ids[:, 0], ranks)
@@ -125,8 +129,8 @@ def test_steps_of_the_branch_share_out_ranks_and_columns(
     first, second, last = found
     assert first[0] == (2, -(-rank // rows))
     assert (first[1]["BLOCK_R"], first[1]["BLOCK_K"]) == (rows, depth)
-    assert second[0] == (2, 2)  # 65 columns, by 64
-    assert (second[1]["BLOCK_R"], second[1]["BLOCK_I"]) == (rows, 64)
+    assert second[0] == (2, -(-65 // columns))
+    assert (second[1]["BLOCK_R"], second[1]["BLOCK_I"]) == (rows, columns)
     assert last[0] == (2, -(-130 // out))
     assert (last[1]["BLOCK_R"], last[1]["BLOCK_H"]) == (rows, out)
 
