@@ -185,7 +185,7 @@ class CallPlans:
         if not self._most_tokens or type(x_TH) not in _PLAIN or not x_TH.dim():
             return None
         tokens, index, stream = x_TH.shape[0], -1, 0
-        if tokens > self._most_tokens:
+        if tokens > self._most_tokens or kernel.experts.is_overridden():
             return None
         if x_TH.is_cuda:
             index = x_TH.get_device()

@@ -295,6 +295,13 @@ class PermuteExpertsUnpermute(Judged, ABC):
         """
         return None
 
+    def is_overridden(self) -> bool:
+        """Return whether launches are overridden in the current context, a `with` block of tiles.
+
+        A call inside allocates its own workspace: those that calls share were sized without it.
+        """
+        return False
+
     def path_of(self, x_TH: torch.Tensor, weights: ExpertWeights) -> str:
         """Return the name of the path that a call of these tensors takes through this part.
 

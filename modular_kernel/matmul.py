@@ -36,11 +36,15 @@ def compact(matrix: torch.Tensor) -> torch.Tensor:
 
     A matrix that lies so already, or is not on a CPU, is returned as it is; any other is copied.
     """
-    rows, columns = matrix.shape
-    if matrix.device.type != "cpu" or matrix.stride() in ((columns, 1), (1, rows)):
+    if matrix.device.type != "cpu" or _is_compact(matrix):
         return matrix
     # Not `contiguous()`: it returns a single row as it is, and oneDNN is handed the row's stride.
     return matrix.clone(memory_format=torch.contiguous_format)
+
+
+def _is_compact(matrix: torch.Tensor) -> bool:
+    rows, columns = matrix.shape
+    return matrix.stride() in ((columns, 1), (1, rows))
 
 
 def _operands(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,7 +53,9 @@ def _operands(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
         return a, b
     missing = -a.shape[1] % _TILE if a.itemsize == 2 else 0
     if not missing:
-        return compact(a), compact(b)
+        (m, k), n = a.shape, b.shape[1]
+        dense_a, dense_b = a.stride() in ((k, 1), (1, m)), b.stride() in ((n, 1), (1, k))
+        return a if dense_a else compact(a), b if dense_b else compact(b)
     pad = torch.nn.functional.pad
     by_rows = b.stride(1) == 1
     b = pad(b, (0, 0, 0, missing)) if by_rows else pad(b.T, (0, missing)).T

@@ -11,6 +11,8 @@ import torch
 from replay_samples import CPU, SMALL, AddExperts, Prepare, assert_right, inputs
 from torch.overrides import TorchFunctionMode
 
+from experts.triton.configs.select import override_config
+from experts.triton.launch_config import LaunchConfig, MoEConfig
 from modular_kernel import call_plans, validate
 from modular_kernel.call_plans import StreamMemories, StreamMemory, held_bytes
 from modular_kernel.catalog import make_kernel
@@ -323,3 +325,20 @@ def test_weights_that_lie_otherwise_in_the_same_memory_are_checked() -> None:
     ids = torch.arange(4, dtype=torch.int32)
     with pytest.raises(InputError, match="expert_map"):
         kernel(x_TH, replace(weights, expert_map=ids), routing)
+
+
+# ------------------------------------------------------------------------------ overridden launches
+
+
+def test_calls_under_an_override_allocate_their_own_workspace() -> None:
+    """Blocks of 16 rows need more places than those that the plan was sized for."""
+    problem = Problem(tokens=64, hidden=64, intermediate=64, experts=8, top_k=2)
+    kernel = make_kernel("MoEPrepareAndFinalizeNoEP", "TritonExperts", problem)
+    args = random_inputs(problem, torch.device(kernel.machine.device))
+    want, before = kernel(*args), held_bytes()
+    for block_m in (16, 128):
+        tile = LaunchConfig(block_m, 32, 32, 1, 4, 2)
+        with override_config(MoEConfig(tile, tile, "aligned")):
+            torch.testing.assert_close(kernel(*args), want, rtol=2e-2, atol=2e-2)
+    assert held_bytes() == before
+    assert torch.equal(kernel(*args), want)

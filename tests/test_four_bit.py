@@ -194,8 +194,8 @@ def test_weights_off_16_bytes_take_the_other_kernel(monkeypatch: pytest.MonkeyPa
 def test_more_rows_take_taller_blocks() -> None:
     mixtral = Problem(tokens=16, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=_INT4)
     assert aligned_w4_config.block_m(mixtral, pairs=1) == 8
-    assert aligned_w4_config.block_m(mixtral, pairs=48) == 8
-    assert aligned_w4_config.block_m(mixtral, pairs=49) == 16
+    assert aligned_w4_config.block_m(mixtral, pairs=88) == 8
+    assert aligned_w4_config.block_m(mixtral, pairs=89) == 16
 
 
 def test_experts_that_have_a_row() -> None:

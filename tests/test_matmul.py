@@ -13,10 +13,10 @@ from watched_products import WatchedProducts
 from modular_kernel import reference
 from modular_kernel.catalog import this_machine
 from modular_kernel.composer import random_inputs
-from modular_kernel.integrations.experts_gradient import call_gradients
 from modular_kernel.layers.router import Router
 from modular_kernel.machine import torch_twins
 from modular_kernel.matmul import compact, linear, matmul
+from modular_kernel.operators.gradients import call_gradients
 from modular_kernel.routers import RouterSpec
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing import Case, prove

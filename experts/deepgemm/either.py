@@ -64,6 +64,9 @@ class _Either(PickledByProblem, PermuteExpertsUnpermute):
         self._few = self.of_triton(problem)
         self._many = self.with_library(problem) if fits(problem) else None
 
+    def is_overridden(self) -> bool:
+        return self._few.is_overridden()
+
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
         found = cls.of_triton.extra_rejections(problem, machine)

@@ -1,5 +1,6 @@
 """What parts have in common whose products are the Triton kernels of this package."""
 
+from experts.triton.configs import select
 from experts.triton.operands import SCHEMES, weight_rejections
 from experts.triton.tuning.space import ConfigSpace
 from modular_kernel.contracts import PermuteExpertsUnpermute, PickledByProblem
@@ -25,6 +26,9 @@ class OwnProductsExperts(PickledByProblem, PermuteExpertsUnpermute):
         schemes=SCHEMES,
         lora=True,
     )
+
+    def is_overridden(self) -> bool:
+        return select.is_contextual()
 
     @classmethod
     def tunable(cls, problem: Problem) -> ConfigSpace | None:

@@ -178,6 +178,11 @@ def overridden() -> bool:
     return _override.get() is not None
 
 
+def is_contextual() -> bool:
+    """Return whether an `override_config` or an `on_device` decides here."""
+    return _override.get() is not None or _device.get() is not None
+
+
 def this_store() -> ConfigLookup:
     """Return the folders and the GPU of this machine, or the GPU of `on_device`."""
     store, device = _machine_s_store(), _device.get()
