@@ -71,17 +71,17 @@ class BoundCalls:
         output = self._output_of(x_TH, out)
         new = bound is None or output is None
         if bound is None or output is None:
-            bound, output = self._checked(x_TH, weights, routing, out)
+            bound, output = self._checked(x_TH, weights, routing, out, output)
         tensors = _tensors(x_TH, routing, output)
         try:
             signature, pointers = replay.signature_and_pointers(tensors, bound)
         except RuntimeError:  # a tensor without memory
-            self._checked(x_TH, weights, routing, out)
+            self._checked(x_TH, weights, routing, out, output)
             raise
         recorded = self._recorded.find(signature)
         if recorded is None or not self._may_replay(recorded, tensors, pointers, bound, out):
             if not new:
-                self._checked(x_TH, weights, routing, out)
+                self._checked(x_TH, weights, routing, out, output)
             return self._run(x_TH, weights, routing, output, signature, named=out is not None)
         # All that the checks read is in the signature, but for this and what `_may_replay` asks.
         if wants_gradient((*tensors, *bound.tensors)):
@@ -128,11 +128,12 @@ class BoundCalls:
         weights: ExpertWeights,
         routing: Routing,
         out: torch.Tensor | None,
+        output: torch.Tensor | None,
     ) -> tuple[replay.CheckedWeights, torch.Tensor]:
         """Raise the InputError of the first tensor that does not fit, and tell other ranks; else
         the weights are bound, and where to write is known."""
         try:
-            return self._fitting(x_TH, weights, routing, out)
+            return self._fitting(x_TH, weights, routing, out, output)
         except Exception as error:
             self.kernel.prepare_finalize.refuse(error)
             raise
@@ -143,6 +144,7 @@ class BoundCalls:
         weights: ExpertWeights,
         routing: Routing,
         out: torch.Tensor | None,
+        output: torch.Tensor | None,
     ) -> tuple[replay.CheckedWeights, torch.Tensor]:
         validate.check_input(x_TH, self.problem, self.kernel.machine.device)
         if x_TH.device != self._device:
@@ -150,7 +152,8 @@ class BoundCalls:
             raise DeviceError("x", got=x_TH.device, need=need)
         bound = self.kernel.check_weights(weights, x_TH)
         self.kernel.check_call(x_TH, weights, routing, out)
-        output = self._output_of(x_TH, out)
+        if output is None:
+            output = self._output_of(x_TH, out)
         if output is None:
             output = self._checked_output(x_TH)
         if out is None and not self.problem.inplace:

@@ -51,7 +51,7 @@ _SHAPES = "reads shapes alone, of tensors that `load_experts` made"
 EXEMPT: Mapping[str, str] = {
     "modular_kernel.adapter_pool.AdapterPool.weights": _BASE,
     "modular_kernel.layers.lora.LoRAManager.weights": _BASE,
-    "modular_kernel.layers.loaded.moved_only": "nn.Module._apply maps it over a layer's tensors",
+    "modular_kernel.layers.loaded.moved_only": "nn.Module._apply maps it over a layer",
     "modular_kernel.contracts.Call": "a part's record of one call, which the kernel makes",
     "modular_kernel.contracts.PermuteExpertsUnpermute.apply": _PART,
     "modular_kernel.contracts.PermuteExpertsUnpermute.path_of": _PART,

@@ -55,7 +55,7 @@ _CASES: tuple[tuple[dict[str, Any], str, int], ...] = (
      "skips", 8),
     ({"tokens": 4, "top_k": 1, "apply_router_weight_on_input": True, "bias": True}, "uniform", 8),
     ({"tokens": 14, "quant": "mxfp4_w4a16"}, "all_to_one", 8),
-    ({"tokens": 19, "quant": f"{_INT4}:zero_points=true"}, "zipf", 16),
+    ({"tokens": 36, "quant": f"{_INT4}:zero_points=true"}, "zipf", 16),
     ({"tokens": 21, "quant": "mxfp4_w4a16", "activation": _OAI}, "all_to_one", 16),
     ({"tokens": 7, "quant": _REPACKED}, "uniform", 8),
     ({"tokens": 7, "quant": _REPACKED, "dtype": torch.float16, "activation": _OAI,

@@ -77,8 +77,8 @@ def test_strides_are_passed(strategy: str) -> None:
     run_moe_lora(
         apart.x, apart.ids, apart.weights, apart.info, *apart.buffers, out, strategy=strategy
     )
-    if DEVICE.type == "cpu":
-        assert torch.equal(out, want)
+    if DEVICE.type == "cpu":  # plain torch multiplies copies of parts with gaps
+        torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
     else:  # compiled for rows on 16 bytes, a kernel loads and sums them in another order
         close(out, want.double())
 

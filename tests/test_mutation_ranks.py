@@ -40,7 +40,7 @@ def coverage() -> Coverage:
     """What three smoke cases execute: one without a rest, one that is quantised among them."""
     found = WHERE.cover({MODULE: ROOT / FILE}, (PAIR,), "smoke")
     assert found.ended == ""
-    assert len(found.cases) == 11
+    assert len(found.cases) == 13
     return replace(found, cases=(*found.cases[:2], found.cases[-1]))
 
 
