@@ -89,7 +89,7 @@ class AdapterPool:
         forks.on_fork(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what pickle and copy take: all but the lock."""
+        """Return the state to pickle or copy: everything except the lock."""
         return {name: each for name, each in vars(self).items() if name != "_turn"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

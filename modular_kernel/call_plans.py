@@ -41,7 +41,7 @@ class StreamMemory:
     """Workspace memory that the calls on one CUDA stream share; on a CPU, the calls of a process.
 
     lock: held while the host issues a call, so that launches of two calls do not mix. busy: a call
-    is being issued; whoever holds the lock and finds it set is inside that call.
+    is being issued: a thread that holds the lock and finds it set is inside that call.
     """
 
     def __init__(self, device: torch.device) -> None:

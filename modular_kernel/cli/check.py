@@ -156,7 +156,7 @@ def judged(
 
 
 def explained(verdict: "Verdict") -> tuple[str, ...]:
-    """Return what calls of a valid pair take, where its experts choose, and what they may hide."""
+    """Return notes on a valid pair: the path that calls take, and NaN that the experts may hide."""
     from modular_kernel.catalog import load_catalog
 
     experts = load_catalog().experts(verdict.experts)
