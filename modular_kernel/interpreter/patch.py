@@ -127,10 +127,15 @@ def _call_device_function(self: Foreign, *args: Foreign, **kwargs: Foreign) -> F
 _EVERY_LANGUAGE = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
 
 
+def patch_language() -> Foreign:
+    """Patch every language module; the scope that is returned restores them."""
+    return _patch_lang(_EVERY_LANGUAGE)
+
+
 def _patch_language_once(fn: Foreign) -> Foreign:
     """Patch all language modules for a launch, so that helpers need not do so at each call."""
-    scope = _patch_lang(_EVERY_LANGUAGE)
-    _scopes.append(scope)
+    scope = patch_language()
+    _scopes.append(scope)  # for a child that is forked during the launch
     return scope
 
 

@@ -141,7 +141,7 @@ def random_operand(numbers: np.random.Generator, like: Any = None) -> Any:
 def test_every_operation_on_random_operands(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As within a launch: the results to the bit, and which error, are those of upstream's way."""
     numbers = np.random.default_rng(list(OPERATIONS).index(name))
-    scope = patch._patch_language_once(None)  # it tells unsigned types apart
+    scope = patch.patch_language()  # it tells unsigned types apart
     semantic = TritonSemantic(upstream.interpreter_builder)
 
     def result(*given: object) -> list[object]:

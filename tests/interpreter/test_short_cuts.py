@@ -12,7 +12,7 @@ from triton.runtime import interpreter as upstream
 
 from modular_kernel.interpreter.dtypes import storage_of
 from modular_kernel.interpreter.operands import _with_semantic
-from modular_kernel.interpreter.patch import _patch_language_once
+from modular_kernel.interpreter.patch import patch_language
 from modular_kernel.interpreter.short_accesses import OF_MEMORY
 from modular_kernel.interpreter.short_cuts import OF_LANGUAGE, OF_TENSORS
 
@@ -33,7 +33,7 @@ LANGUAGE = {name: getattr(tl, name) for name in (*OF_LANGUAGE, *OF_MEMORY)}
 
 @pytest.fixture(autouse=True)
 def _in_a_launch():
-    scope = _patch_language_once(None)
+    scope = patch_language()
     try:
         with np.errstate(all="ignore"):
             yield
