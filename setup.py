@@ -75,7 +75,7 @@ setup(
     # extras at once build them. The parts that wrap them say what they miss.
     extras_require={
         "transformers": ["transformers>=5.23"],
-        # NVIDIA's licence, 330 MB. Its name is not that of the package on the index called cutlass.
+        # NVIDIA's license, 330 MB. Its name is not that of the package on the index called cutlass.
         "cutlass": ["nvidia-cutlass-dsl>=4.8.1,<4.9", "apache-tvm-ffi>=0.1.15"],
         "bench": ["matplotlib>=3.8"],
         "interpreter": ["ml_dtypes>=0.5"],

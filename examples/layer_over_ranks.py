@@ -15,7 +15,7 @@ from modular_kernel.layers.router import RouterSpec, select_experts
 from modular_kernel.placement import Placement
 
 TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, RANKS = 64, 64, 96, 8, 2
-ROUTER = RouterSpec(2, "sigmoid", renormalise=True)
+ROUTER = RouterSpec(2, "sigmoid", renormalize=True)
 
 
 def main() -> None:

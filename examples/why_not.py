@@ -7,7 +7,7 @@ import modular_kernel as mk
 
 
 def main() -> None:
-    """Judge every pair for a quantised layer on an H200."""
+    """Judge every pair for a quantized layer on an H200."""
     problem = mk.Problem(
         tokens=256,
         hidden=2048,

@@ -28,7 +28,7 @@ from modular_kernel.types import Problem
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNoOp, unless_kept
 
-# Weights that are dequantised in the product gain nothing by rows that were moved: TritonExperts.
+# Weights that are dequantized in the product gain nothing by rows that were moved: TritonExperts.
 _SCHEMES = ACTIVATION_SCHEMES | {"none"}
 
 

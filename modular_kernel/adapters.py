@@ -152,7 +152,7 @@ def adapters_of_sequences(
     starts_S1: (S + 1,) integers, ascending from 0: sequence s has the tokens from starts[s] up to
     starts[s + 1], none if these are equal. slots_S: (S,) integers, the slot of each sequence's
     adapter, -1 for none. tokens: T; those behind the last sequence have no adapter. It neither
-    synchronises nor depends on values in its shapes, so it can be captured in a CUDA graph; starts
+    synchronizes nor depends on values in its shapes, so it can be captured in a CUDA graph; starts
     are therefore read on the CPU alone. ConfigurationError, DtypeError, ShapeError or DeviceError
     for what is not these.
     """

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from modular_kernel.quant import quantise_weights
+from modular_kernel.quant import quantize_weights
 from modular_kernel.static_scales import static_scale
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import Problem
@@ -35,8 +35,8 @@ def random_inputs(problem: Problem, device: torch.device) -> Inputs:
         # Reaches to 28: further out than x or h of such weights get.
         scale = static_scale(problem, 28.0, device)
         weights = replace(weights, a1_scale=scale, a2_scale=scale.clone())
-    if problem.scheme.quantised:
-        weights = quantise_weights(weights, problem)
+    if problem.scheme.quantized:
+        weights = quantize_weights(weights, problem)
     choices = max(problem.experts, k)
     logits = torch.randn(problem.tokens, choices, device=device, generator=generator)
     values, ids = logits.topk(k, dim=-1)

@@ -84,7 +84,7 @@ class Judged:
 
 
 class PrepareAndFinalize(Judged, ABC):
-    """Quantise and dispatch before the experts; combine after them.
+    """Quantize and dispatch before the experts; combine after them.
 
     problem: the layer it serves. group: the process group, where ranks take part.
     """
@@ -171,7 +171,7 @@ class PrepareAndFinalize(Judged, ABC):
     def prepare(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: "Call"
     ) -> tuple[Dispatched, Handle]:
-        """Quantise and dispatch x_TH (T, H), read only; T may be 0.
+        """Quantize and dispatch x_TH (T, H), read only; T may be 0.
 
         Of `weights` only expert_map and the static input scales may be read.
         """
@@ -261,12 +261,12 @@ class PermuteExpertsUnpermute(Judged, ABC):
         """Tell whether `apply` understands ExpertWeights.expert_map."""
         return self.requires.expert_map
 
-    def takes_unquantised(self, shape: DispatchShape) -> bool:
-        """Tell whether these experts may quantise a dispatch of at most `shape` themselves.
+    def takes_unquantized(self, shape: DispatchShape) -> bool:
+        """Tell whether these experts may quantize a dispatch of at most `shape` themselves.
 
-        It then comes unquantised. `apply` must also take it quantised unless `requires` says so.
+        It then comes unquantized. `apply` must also take it quantized unless `requires` says so.
         """
-        return self.requires.quantises_input
+        return self.requires.quantizes_input
 
     @abstractmethod
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
@@ -346,7 +346,7 @@ class Call:
 
     workspace: the buffers declared by both parts. invalid_ids: int32 (1,) counter of ids outside
     [-1, E), shared by all calls of a kernel and only ever added to. defer_quant: dispatch
-    activations unquantised, because these experts quantise them themselves. pairing: the names of
+    activations unquantized, because these experts quantize them themselves. pairing: the names of
     the kernel's parts, which ranks that take part in one call must have in common. told: set by a
     part as soon as other ranks may know of the call.
     """

@@ -214,18 +214,18 @@ class Execution:
         return self._invalid_ids
 
     def _defers_quant(self, tokens: int) -> bool:
-        """Tell whether activations travel unquantised.
+        """Tell whether activations travel unquantized.
 
         They do if the experts need it, or do it better in a call that is not split.
         """
-        if self.experts.requires.quantises_input or self.problem.scheme.scales_by_expert:
+        if self.experts.requires.quantizes_input or self.problem.scheme.scales_by_expert:
             return True
         part, chunk = self.prepare_finalize, self.problem.chunk_tokens
         if not part.requires.can_defer_quant or (chunk is not None and tokens > chunk):
             return False
-        if self._moves_rows:  # fewer bytes travel quantised
+        if self._moves_rows:  # fewer bytes travel quantized
             return False
-        return self.experts.takes_unquantised(part.dispatch_shape(tokens))
+        return self.experts.takes_unquantized(part.dispatch_shape(tokens))
 
     def poison_output(self, out: torch.Tensor | None, fill: Fill) -> None:
         """In poison mode, fill what a call must write; x is not for inplace problems."""

@@ -37,9 +37,9 @@ class FusedMoEModularKernel(Execution):
     """A fused MoE layer made of two parts that were judged to fit.
 
     machine: where it will run; None reads this one. checked: read ids on every call and raise
-    RoutingError on an invalid one (synchronises); otherwise such pairs are skipped and counted in
+    RoutingError on an invalid one (synchronizes); otherwise such pairs are skipped and counted in
     `invalid_ids`. poison: fill workspaces and output before each call, with NaN and other
-    values in turn, and watch red zones after it (for tests; synchronises).
+    values in turn, and watch red zones after it (for tests; synchronizes).
     Raises IncompatibleError with every reason if the pairing is refused.
     """
 

@@ -4,7 +4,7 @@
     s = e4m3(min(448, G amax / 6))         of 16 values, G = 1 / g
     q = e2m1(x (G / s)), 0 where s is 0    to nearest, ties to the even code, at most 6
 
-`quantise` is what packers do to weights, and what kernels of 4-bit activations (w4a4) do to those.
+`quantize` is what packers do to weights, and what kernels of 4-bit activations (w4a4) do to those.
 Hardware divides by an approximate reciprocal there, so that a scale may be one code off.
 """
 
@@ -40,8 +40,8 @@ def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
     return code | (values < 0).to(torch.uint8) << 3
 
 
-def quantise(x: torch.Tensor, inverse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise (..., K): uint8 codes (..., K), one a byte, and e4m3 scales (..., ceil(K / 16)).
+def quantize(x: torch.Tensor, inverse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize (..., K): uint8 codes (..., K), one a byte, and e4m3 scales (..., ceil(K / 16)).
 
     inverse: G, float32, broadcastable to (..., 1). x is read as float32. A last group may be
     ragged.
@@ -58,8 +58,8 @@ def quantise(x: torch.Tensor, inverse: torch.Tensor) -> tuple[torch.Tensor, torc
     return codes.flatten(-2)[..., :depth], scale
 
 
-def dequantise(codes: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Return float32 (..., K) of what `quantise` gives; factor: g, broadcastable to (..., 1)."""
+def dequantize(codes: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Return float32 (..., K) of what `quantize` gives; factor: g, broadcastable to (..., 1)."""
     spread = scale.float().repeat_interleave(GROUP, -1)[..., : codes.shape[-1]]
     return (e2m1_values(codes) * spread) * factor
 
@@ -70,10 +70,10 @@ def matrix_of_rows(rows: int, matrices: int, *, interleaved: bool) -> torch.Tens
     return row % matrices if interleaved else row // (rows // matrices)
 
 
-def quantise_matrices(
+def quantize_matrices(
     w_eNK: torch.Tensor, matrices: int, *, interleaved: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantise (e, N, K): packed codes, scales of groups, and (e, matrices) of matrices.
+    """Quantize (e, N, K): packed codes, scales of groups, and (e, matrices) of matrices.
 
     The latter reach to the largest of each matrix's weights, whose rows lie as `matrix_of_rows`.
     """
@@ -86,5 +86,5 @@ def quantise_matrices(
     reach = largest.new_tensor(LARGEST * LARGEST_SCALE)
     whole = torch.where(largest > 0, largest / reach, 1.0)
     of_row = matrix_of_rows(rows, matrices, interleaved=interleaved).to(w_eNK.device)
-    codes, scale = quantise(w_eNK, (1 / whole)[:, of_row, None])
+    codes, scale = quantize(w_eNK, (1 / whole)[:, of_row, None])
     return pack_pairs(codes, 2), scale, whole

@@ -1,6 +1,6 @@
 """Makes text that others wrote fit to be shown: downloaded files, names and messages of packages.
 
-Control characters would recolour, clear or forge lines of a terminal or a log; marks of direction
+Control characters would recolor, clear or forge lines of a terminal or a log; marks of direction
 would show words in another order than they have.
 """
 

@@ -1,4 +1,4 @@
-"""Quantised expert weights: what their tensors must be, from numbers to tensors, and back.
+"""Quantized expert weights: what their tensors must be, from numbers to tensors, and back.
 
 With q stored, s its scale and z its zero point, a weight is
 
@@ -43,7 +43,7 @@ from modular_kernel.types import Problem, dtype_name
 # Names of every scheme that can be executed, of those whose activations are 8-bit values that may
 # be dispatched so, and of those whose activations stay as they are or become such.
 SCHEMES = frozenset(QUANT_SCHEMES)
-ACTIVATION_SCHEMES = frozenset(n for n in SCHEMES if QUANT_SCHEMES[n].travels_quantised)
+ACTIVATION_SCHEMES = frozenset(n for n in SCHEMES if QUANT_SCHEMES[n].travels_quantized)
 UP_TO_8_BITS = frozenset(n for n in SCHEMES if not QUANT_SCHEMES[n].scales_by_expert)
 
 STORAGE = {
@@ -60,7 +60,7 @@ _TOP = {"uint8": 255, "uint4": 15}
 # The least scale a computed one can have: zeros stay zeros, and 1 / scale stays finite.
 MIN_SCALE = 2.0**-33
 
-_Quantise = Callable[[torch.Tensor], Sequence[torch.Tensor | None]]
+_Quantize = Callable[[torch.Tensor], Sequence[torch.Tensor | None]]
 _WEIGHTS_AT_ONCE = 1 << 25  # that float32 copies are made of
 
 # Fields of ExpertWeights beside w1, w2, biases and expert_map.
@@ -138,7 +138,7 @@ def _matrix_specs(
     name: str, problem: Problem, sizes: tuple[int, int], letters: tuple[str, str]
 ) -> dict[str, TensorSpec]:
     scheme, e, (rows, depth), (n, k) = problem.scheme, problem.e, sizes, letters
-    if not scheme.quantised:
+    if not scheme.quantized:
         return {name: TensorSpec((e, rows, depth), (problem.dtype,), f"(e, {n}, {k})")}
     stored = (STORAGE[scheme.weight],)
     if scheme.packed:
@@ -182,14 +182,14 @@ def _scale_dtypes(problem: Problem) -> tuple[torch.dtype, ...]:
     scheme = problem.scheme
     if scheme.weight == "float4_e2m1":
         return (torch.float8_e4m3fn if scheme.matrix_scales else torch.uint8,)
-    if scheme.quantises_activations or problem.dtype is torch.float32:
+    if scheme.quantizes_activations or problem.dtype is torch.float32:
         return (torch.float32,)
     if scheme.weight in MIDDLE:  # 16-bit files have either, whatever the layer computes in
         return (torch.float32, torch.float16, torch.bfloat16)
     return (torch.float32, problem.dtype)
 
 
-def check_weights_quantised(weights: ExpertWeights, problem: Problem, device: torch.device) -> None:
+def check_weights_quantized(weights: ExpertWeights, problem: Problem, device: torch.device) -> None:
     """w1, w2, their scales and zero points, and static scales exactly as the scheme has them.
 
     w1 and w2 may be strided; everything beside them is contiguous, on `device`.
@@ -235,7 +235,7 @@ def values_of(
     w_eNK, scale = field(""), field("_scale")
     assert w_eNK is not None
     assert scale is not None
-    values = dequantise(w_eNK, scale, field("_zero_point"), problem.scheme)
+    values = dequantize(w_eNK, scale, field("_zero_point"), problem.scheme)
     if name == "w1" and weights.w1_order is not None:
         order, columns = weights.w1_order[experts].long(), values.shape[2]
         # One column more for those of w1 that multiply none of x.
@@ -251,7 +251,7 @@ def values_of(
     return values * whole[:, of_row.to(whole.device), None]
 
 
-def dequantise(
+def dequantize(
     w_eNK: torch.Tensor,
     scale: torch.Tensor,
     zero_point: torch.Tensor | None,
@@ -285,10 +285,10 @@ def dequantise(
 # ------------------------------------------------------------------------- numbers to tensors
 
 
-def quantise_weights(
+def quantize_weights(
     weights: ExpertWeights, problem: Problem, *, scale_dtype: torch.dtype = torch.float32
 ) -> ExpertWeights:
-    """Quantise the weights of `problem`: round each value to the nearest one it can have.
+    """Quantize the weights of `problem`: round each value to the nearest one it can have.
 
     weights: w1 (e, N, H) and w2 (e, H, I) in any floating dtype and any strides; biases,
     expert_map and, for a static scheme, a1_scale and a2_scale are taken over. scale_dtype: of
@@ -304,8 +304,8 @@ def quantise_weights(
         "w1": (problem.e, problem.w1_rows, problem.hidden),
         "w2": (problem.e, problem.hidden, problem.intermediate),
     }
-    if not scheme.quantised:
-        raise ConfigurationError("quant", got=problem.quant, need="a quantised scheme")
+    if not scheme.quantized:
+        raise ConfigurationError("quant", got=problem.quant, need="a quantized scheme")
     if scheme.weight == "float4_e2m1":
         (scale_dtype,) = specs["w1_scale"].dtypes
     fields: dict[str, torch.Tensor | None] = {}
@@ -314,7 +314,7 @@ def quantise_weights(
         if tuple(w_eNK.shape) != shape:
             raise ShapeError(name, got=tuple(w_eNK.shape), need=f"(e, N, K) = {shape}")
         if not w_eNK.dtype.is_floating_point or w_eNK.element_size() < 2:
-            raise DtypeError(name, got=dtype_name(w_eNK.dtype), need="unquantised weights")
+            raise DtypeError(name, got=dtype_name(w_eNK.dtype), need="unquantized weights")
         allowed = specs[f"{name}_scale"].dtypes
         if scale_dtype not in allowed:
             need = " or ".join(map(dtype_name, allowed))
@@ -324,17 +324,17 @@ def quantise_weights(
         parts = (name, f"{name}_scale", f"{name}_zero_point")
         if scheme.matrix_scales:
             parts = (name, f"{name}_scale", f"{name}_global_scale")
-            quantise: _Quantise = partial(
-                nvfp4.quantise_matrices,
+            quantize: _Quantize = partial(
+                nvfp4.quantize_matrices,
                 matrices=matrices_of(name, problem),
                 interleaved=problem.act.interleaved,
             )
         else:
-            quantise = partial(_quantise, scheme=scheme, scale_dtype=scale_dtype)
-        fields |= zip(parts, _quantise_in_pieces(w_eNK, quantise), strict=True)
-    quantised = replace(weights, **fields)  # type: ignore[arg-type]
-    check_weights_quantised(quantised, problem, weights.w1.device)
-    return quantised
+            quantize = partial(_quantize, scheme=scheme, scale_dtype=scale_dtype)
+        fields |= zip(parts, _quantize_in_pieces(w_eNK, quantize), strict=True)
+    quantized = replace(weights, **fields)  # type: ignore[arg-type]
+    check_weights_quantized(quantized, problem, weights.w1.device)
+    return quantized
 
 
 def _by_size(w_eNK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -343,13 +343,13 @@ def _by_size(w_eNK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return w_eNK.gather(2, order[:, None].expand_as(w_eNK)), order.int()
 
 
-def _quantise_in_pieces(w_eNK: torch.Tensor, quantise: _Quantise) -> list[torch.Tensor | None]:
-    """Quantise weights of any floating dtype, as float32 and some experts at a time."""
+def _quantize_in_pieces(w_eNK: torch.Tensor, quantize: _Quantize) -> list[torch.Tensor | None]:
+    """Quantize weights of any floating dtype, as float32 and some experts at a time."""
     step = max(1, _WEIGHTS_AT_ONCE // w_eNK[0].numel())
     whole: list[torch.Tensor | None] = []
     for start in range(0, len(w_eNK), step):
         some = slice(start, start + step)
-        pieces = quantise(w_eNK[some].float())
+        pieces = quantize(w_eNK[some].float())
         if not whole:
             whole = [p if p is None else p.new_empty(len(w_eNK), *p.shape[1:]) for p in pieces]
         for tensor, piece in zip(whole, pieces, strict=True):
@@ -358,12 +358,12 @@ def _quantise_in_pieces(w_eNK: torch.Tensor, quantise: _Quantise) -> list[torch.
     return whole
 
 
-def _quantise(
+def _quantize(
     w_eNK: torch.Tensor, scheme: QuantScheme, scale_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return stored weights, scales and zero points of float32 weights."""
     if scheme.weight == "float4_e2m1":
-        return _quantise_mxfp4(w_eNK, scheme)
+        return _quantize_mxfp4(w_eNK, scheme)
     rows, depth = w_eNK.shape[1:]
     high, low = extremes(w_eNK, scheme)
     # Divisors are tensors: on a GPU torch divides by a number as it multiplies by its reciprocal.
@@ -391,10 +391,10 @@ def _quantise(
     return pack_pairs(stored, 2) if scheme.packed else stored, scale, zero
 
 
-def _quantise_mxfp4(
+def _quantize_mxfp4(
     w_eNK: torch.Tensor, scheme: QuantScheme
 ) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """Quantise with the least power of two whose sevenfold is not exceeded.
+    """Quantize with the least power of two whose sevenfold is not exceeded.
 
     What is below 7 rounds to 6, as it would if 8 came next; ties round to the even code.
     """

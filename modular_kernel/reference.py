@@ -1,7 +1,7 @@
 """The authority: the layer in plain torch, a loop over experts, sharing no code with any part.
 
-`oracle` computes in float64, on the values that quantised weights stand for. `recipe` is the same
-loop with the roundings that plain torch in the problem's dtype makes, and with quantised
+`oracle` computes in float64, on the values that quantized weights stand for. `recipe` is the same
+loop with the roundings that plain torch in the problem's dtype makes, and with quantized
 activations where the scheme has them; its distance from the oracle is the error a correct part
 may have. `twin` rounds where a part says that it does, and nowhere else: what it and the part
 compute differs by the order of float32 sums alone.
@@ -34,7 +34,7 @@ _LEAST_SCALE = 2.0**-33
 class _Arithmetic:
     """What is rounded, and where.
 
-    dtype: of every sum. rounded: to the problem's dtype. weight: a dequantised weight. operand:
+    dtype: of every sum. rounded: to the problem's dtype. weight: a dequantized weight. operand:
     what tensor cores see. x, h: activations (rows, values) as the products see them. gate_up: what
     GEMM 1 gives, rows: what GEMM 2 gives, weighted: x times router weights. product: of rows (R, K)
     and a matrix (N, K), (R, N).
@@ -82,15 +82,15 @@ def recipe(
     problem's dtype. With tf32, operands of both products lose
     their last 13 mantissa bits, as Hopper's tensor cores drop them.
 
-    A scheme that quantises activations quantises x and h: with one scale for all of x and one for
+    A scheme that quantizes activations quantizes x and h: with one scale for all of x and one for
     all h of valid pairs, with one for each row, or for each group of a row, of nvfp4 below one of
     the row's expert. The router weight then
-    multiplies the product, not x, unless input_weighted: then x before it is quantised. Otherwise
-    dequantised weights are rounded to the problem's dtype.
+    multiplies the product, not x, unless input_weighted: then x before it is quantized. Otherwise
+    dequantized weights are rounded to the problem's dtype.
     """
-    quantises = problem.scheme.quantises_activations
-    rules = _rounding(weights, problem, Roundings(weights=not quantises, gate_up=True))
-    behind = quantises and not input_weighted
+    quantizes = problem.scheme.quantizes_activations
+    rules = _rounding(weights, problem, Roundings(weights=not quantizes, gate_up=True))
+    behind = quantizes and not input_weighted
     return _moe(x_TH, weights, routing, problem, rules, behind=behind).double()
 
 
@@ -106,7 +106,7 @@ def twin(
     """Return what a part that rounds as `roundings` says has to return, in the problem's dtype.
 
     (T, H) or (T, K, H); of one chunk where calls are split. input_weighted: router weights on the
-    input multiply x itself, before it is quantised; otherwise GEMM 1's results, before the bias.
+    input multiply x itself, before it is quantized; otherwise GEMM 1's results, before the bias.
     """
     given = x_TH, weights, routing, problem, roundings
     return twins(*given, input_weighted=input_weighted, jitters=(None,))[0]
@@ -145,7 +145,7 @@ def _rounding(
 ) -> _Arithmetic:
     """Float32 arithmetic that rounds to the problem's dtype where it is said.
 
-    product: of a twin, which also quantises as the parts do, by reciprocals of scales. copies: of a
+    product: of a twin, which also quantizes as the parts do, by reciprocals of scales. copies: of a
     call, one after the other: what has one scale for all its rows has one for each copy.
     """
     scheme, reciprocal = problem.scheme, product is not None
@@ -159,20 +159,20 @@ def _rounding(
         if scheme.scales_by_expert and given is not None:
             return held_by_nvfp4(rows, experts_R, given, reciprocal=reciprocal)
         calls = rows.chunk(copies) if copies > 1 else (rows,)
-        return torch.cat([_as_quantised(r, scheme, given, reciprocal=reciprocal) for r in calls])
+        return torch.cat([_as_quantized(r, scheme, given, reciprocal=reciprocal) for r in calls])
 
-    quantises = scheme.quantises_activations
+    quantizes = scheme.quantizes_activations
     tf32 = problem.fp32_precision == "tf32" and problem.dtype is torch.float32
     return _Arithmetic(
         torch.float32,
         rounded=rounded,
         weight=rounded if roundings.weights else _exact,
-        operand=_drop_13_bits if tf32 and not quantises else _exact,
-        x=partial(held, given=weights.a1_scale) if quantises else _exact_rows,
-        h=partial(held, given=weights.a2_scale) if quantises else _exact_rows,
+        operand=_drop_13_bits if tf32 and not quantizes else _exact,
+        x=partial(held, given=weights.a1_scale) if quantizes else _exact_rows,
+        h=partial(held, given=weights.a2_scale) if quantizes else _exact_rows,
         gate_up=rounded if roundings.gate_up else _exact,
         rows=rounded if roundings.rows else _exact,
-        weighted=_exact if scheme.travels_quantised else rounded,
+        weighted=_exact if scheme.travels_quantized else rounded,
         product=product or _product,
     )
 
@@ -281,7 +281,7 @@ def _moe(
     return rounded(_combine(rows_TKH, router, problem))
 
 
-def _as_quantised(
+def _as_quantized(
     rows: torch.Tensor, scheme: QuantScheme, given: torch.Tensor | None, *, reciprocal: bool = False
 ) -> torch.Tensor:
     """Float32 rows (R, K) to the nearest values that the scheme can hold; given: static scale.

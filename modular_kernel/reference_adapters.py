@@ -14,7 +14,7 @@ Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (R, K) and (N,
 class Adapters:
     """Deltas B (A x) of a call, 0 where a token has no adapter.
 
-    u = A x is `rounded`, to the problem's dtype; x and h are read before they are quantised.
+    u = A x is `rounded`, to the problem's dtype; x and h are read before they are quantized.
     """
 
     def __init__(

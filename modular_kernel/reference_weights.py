@@ -15,7 +15,7 @@ def matrix(
     """Return the values that one expert's w1 or w2 stands for, (rows, depth)."""
     scheme = problem.scheme
     stored: torch.Tensor = getattr(weights, name)[expert]
-    if not scheme.quantised:
+    if not scheme.quantized:
         return stored.to(dtype)
     rows, depth = stored.shape[0], stored.shape[1] * (2 if scheme.packed else 1)
     n = torch.arange(rows, device=stored.device)[:, None]

@@ -98,7 +98,7 @@ class Recorder(TorchDispatchMode):
         return None
 
     def note(self, launch: Any, replayer: Replayer, watched: Watched) -> None:
-        """Add a launch; `replayer` makes one Replay of it and of its neighbours with the same."""
+        """Add a launch; `replayer` makes one Replay of it and of its neighbors with the same."""
         self._launches.append((replayer, launch))
         if watched not in self._watches:
             self._watches.append(watched)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 class Roundings:
     """Where a part rounds to the problem's dtype on the way from x to its rows.
 
-    weights: dequantised weights, before they are multiplied. gate_up: GEMM 1's results, with
+    weights: dequantized weights, before they are multiplied. gate_up: GEMM 1's results, with
     their bias, before the activation; otherwise they stay float32. rows: each pair's row, before
     router weights and sums; otherwise sums over top-k start from float32 products.
 
-    Always rounded are h, before it is quantised or multiplied, and what the layer returns. Never
+    Always rounded are h, before it is quantized or multiplied, and what the layer returns. Never
     rounded are router weights, scales, partial sums of products and of top-k: those are float32.
     """
 

@@ -1,9 +1,9 @@
 """RouterSpec: how a router turns logits into K experts of a token and their weights, as facts.
 
-    RouterSpec(8, renormalise=True)                                     Qwen3-MoE
+    RouterSpec(8, renormalize=True)                                     Qwen3-MoE
     RouterSpec(4, order="topk_first")                                   gpt-oss
     RouterSpec(8, "sigmoid", groups=8, topk_groups=4, selection_bias=True,
-               renormalise=True, eps=1e-20)                             DeepSeek-V3
+               renormalize=True, eps=1e-20)                             DeepSeek-V3
 
 What computes it is `modular_kernel.ops.route`; what a layer has, `modular_kernel.layers.router`.
 """
@@ -80,7 +80,7 @@ class RouterSpec:
     groups: the experts lie in so many equal groups, of which the topk_groups best take part; a
     group is as good as its best expert ("max"), or as its two best together ("top2").
     selection_bias: a bias for each column is added to what is chosen by, never to the weights.
-    renormalise: the K weights are divided by max(their sum + eps, floor), in float32. eps and floor
+    renormalize: the K weights are divided by max(their sum + eps, floor), in float32. eps and floor
     are 0 or 2^-126 to 1: a smaller one would be 0 in float32, and one that exceeds the sum of a
     softmax would scale the weights instead of guarding their division.
     table: experts come from a table by token id, and the router gives the weights alone.
@@ -99,7 +99,7 @@ class RouterSpec:
     topk_groups: Groups = 1
     group_score: Literal["max", "top2"] = "top2"
     selection_bias: bool = False
-    renormalise: bool = False
+    renormalize: bool = False
     eps: float = 0.0
     floor: float = 0.0
     table: bool = False
@@ -115,8 +115,8 @@ class RouterSpec:
             if value and not _LEAST_DIVISOR <= value <= _MOST_DIVISOR:
                 need = f"0, or {_LEAST_DIVISOR:.3g} to {_MOST_DIVISOR:.3g}: it is a float32"
                 raise ConfigurationError(f"router {name}", got=value, need=need)
-            if value and not self.renormalise:
-                raise ConfigurationError(f"router {name}", got=value, need="renormalise with it")
+            if value and not self.renormalize:
+                raise ConfigurationError(f"router {name}", got=value, need="renormalize with it")
         if self.table and (self.groups > 1 or self.selection_bias):
             got = "groups" if self.groups > 1 else "selection_bias"
             raise ConfigurationError("router table", got=got, need="a table alone: it chooses")

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.quant import check_weights_quantised
+from modular_kernel.quant import check_weights_quantized
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem
 
@@ -34,9 +34,9 @@ def up_rows_first(weights: ExpertWeights, problem: Problem) -> tuple[ExpertWeigh
     if not act.gated:
         raise ConfigurationError("activation", got=act.kind, need="a gated one")
     if scheme.granularity not in _GRANULARITIES:
-        need = "unquantised weights, or scales of a tensor, of channels or of blocks"
+        need = "unquantized weights, or scales of a tensor, of channels or of blocks"
         raise ConfigurationError("quant", got=problem.quant, need=need)
-    check_weights_quantised(weights, problem, weights.w1.device)
+    check_weights_quantized(weights, problem, weights.w1.device)
     block = scheme.group[0] if scheme.granularity == "block" else 1
     if problem.intermediate % block or (act.interleaved and block > 1):
         got = "alternating rows" if act.interleaved else f"I={problem.intermediate}"

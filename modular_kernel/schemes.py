@@ -1,4 +1,4 @@
-"""One vocabulary for quantisation: a scheme is named once, to select parts and to execute it."""
+"""One vocabulary for quantization: a scheme is named once, to select parts and to execute it."""
 
 import re
 from dataclasses import dataclass, replace
@@ -46,22 +46,22 @@ class QuantScheme:
         check_fields(self, "quant ")
 
     @cached_property
-    def quantised(self) -> bool:
+    def quantized(self) -> bool:
         return self.weight != "none"
 
     @cached_property
-    def quantises_activations(self) -> bool:
-        """Whether the left operands are quantised too (w8a8), or stay in the problem's dtype."""
+    def quantizes_activations(self) -> bool:
+        """Whether the left operands are quantized too (w8a8), or stay in the problem's dtype."""
         return self.activation != "none"
 
     @cached_property
-    def travels_quantised(self) -> bool:
-        """Whether rows may be quantised before they are dispatched: not by an expert's scale."""
-        return self.quantises_activations and not self.scales_by_expert
+    def travels_quantized(self) -> bool:
+        """Whether rows may be quantized before they are dispatched: not by an expert's scale."""
+        return self.quantizes_activations and not self.scales_by_expert
 
     @cached_property
     def scales_by_expert(self) -> bool:
-        """Whether a row is quantised by a scale of its expert, so only behind the dispatch."""
+        """Whether a row is quantized by a scale of its expert, so only behind the dispatch."""
         return self.activation == "float4_e2m1"
 
     @cached_property
@@ -72,7 +72,7 @@ class QuantScheme:
     @cached_property
     def activation_granularity(self) -> str:
         """What one activation scale covers: none, tensor, token, or group (of one token)."""
-        if not self.quantises_activations:
+        if not self.quantizes_activations:
             return "none"
         return {"channel": "token", "block": "group"}.get(self.granularity, self.granularity)
 

@@ -20,20 +20,20 @@ EXPERTS = "mk::experts"
 FINALIZE = "mk::finalize"
 HOLDERS = (CALL, PREPARE, RECEIVE, EXPERTS, FINALIZE)
 
-QUANTISE_INPUT = "mk::quantise_input"  # x, for GEMM 1
+QUANTIZE_INPUT = "mk::quantize_input"  # x, for GEMM 1
 DISPATCH = "mk::dispatch"  # rows to the ranks that need them
 SORT = "mk::sort"  # where each pair goes; no row moves
 PERMUTE = "mk::permute"  # rows into the order of experts
 SHRINK = "mk::shrink"  # A x of adapters, before each product
 GEMM1 = "mk::gemm1_activation"  # no part has the activation apart
-QUANTISE = "mk::quantise"  # h, for GEMM 2
+QUANTIZE = "mk::quantize"  # h, for GEMM 2
 GEMM2 = "mk::gemm2"
 UNPERMUTE = "mk::unpermute"  # rows back into the order of pairs
 REDUCE = "mk::weight_and_reduce"  # over top-k
 COMBINE = "mk::combine"  # sums back to the ranks whose tokens they are
 STAGES = (
-    *(QUANTISE_INPUT, DISPATCH, SORT, PERMUTE, SHRINK, GEMM1),
-    *(QUANTISE, GEMM2, UNPERMUTE, REDUCE, COMBINE),
+    *(QUANTIZE_INPUT, DISPATCH, SORT, PERMUTE, SHRINK, GEMM1),
+    *(QUANTIZE, GEMM2, UNPERMUTE, REDUCE, COMBINE),
 )
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
@@ -59,8 +59,8 @@ def among(name: str, wanted: Sequence[str]) -> str | None:
 GATHER_GEMM1 = fused(PERMUTE, GEMM1)
 GEMM2_SCATTER = fused(GEMM2, UNPERMUTE)
 GATHER_REDUCE = fused(UNPERMUTE, REDUCE)
-PERMUTE_QUANTISED = fused(PERMUTE, QUANTISE_INPUT)
-QUANTISE_DISPATCH = fused(QUANTISE_INPUT, DISPATCH)
+PERMUTE_QUANTIZED = fused(PERMUTE, QUANTIZE_INPUT)
+QUANTIZE_DISPATCH = fused(QUANTIZE_INPUT, DISPATCH)
 
 
 def profiling() -> bool:

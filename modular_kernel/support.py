@@ -80,11 +80,11 @@ class PrepareFinalizeRequirements(Requirements):
     """What a PrepareAndFinalize declares.
 
     reduces: which of the experts' Reduce duties its finalize can take over; keep_topk: it can
-    return (T, K, H). topk_indices_dtype: the only id dtype it takes, or None. localises_ids: its
+    return (T, K, H). topk_indices_dtype: the only id dtype it takes, or None. localizes_ids: its
     dispatch leaves local ids or none, so experts need no expert_map. multiplies_input: it applies
     the router weight to x itself (K = 1 only) when the weight goes on the input.
     padding: what rows without a token hold, None if there are none. dispatch_schemes: schemes
-    whose activations it quantises before dispatch; can_defer_quant: it can leave that to the
+    whose activations it quantizes before dispatch; can_defer_quant: it can leave that to the
     experts; scale_layout: of the scales it dispatches. world_sizes: least and greatest (None: no
     bound). linear_placement: needs E divisible by ranks, in blocks. max_tokens: its own bound.
     replicated_input: every rank passes the same tokens and routing, and every rank gets the
@@ -102,7 +102,7 @@ class PrepareFinalizeRequirements(Requirements):
     reduces: frozenset[Reduce]
     keep_topk: bool = False
     topk_indices_dtype: torch.dtype | None = None
-    localises_ids: bool = False
+    localizes_ids: bool = False
     multiplies_input: bool = False
     padding: Rows | None = None
     dispatch_schemes: frozenset[str] = frozenset()
@@ -132,7 +132,7 @@ class ExpertsRequirements(Requirements):
     up_first: it takes a gated w1 whose up rows come first, and none whose gate rows do.
     weight_on_input: it can apply the router weight on GEMM 1. invalid_rows: what output rows of
     skipped pairs hold. skips_padding: it never reads rows that stand for no token. schemes:
-    quantisations it runs; quantises_input: it wants unquantised activations. whole_blocks: H and
+    quantizations it runs; quantizes_input: it wants unquantized activations. whole_blocks: H and
     I must be multiples of the scheme's group. min_tokens: least T it is right for.
     max_elements: bound on T * K * max(N, H) where offsets are 32 bit, None if 64 bit.
     blocks: (rows, depth) of weight blocks that it takes where the scheme has them, None for any.
@@ -154,7 +154,7 @@ class ExpertsRequirements(Requirements):
     invalid_rows: Rows = Rows.UNDEFINED
     skips_padding: bool = True
     schemes: frozenset[str] = frozenset({"none"})
-    quantises_input: bool = False
+    quantizes_input: bool = False
     scale_layout: str = "row_major"
     whole_blocks: bool = False
     intermediate_multiple: Count = 1

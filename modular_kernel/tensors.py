@@ -78,7 +78,7 @@ class ExpertWeights:
     b1: (e, N), b2: (e, H), float32 or the problem's dtype.
     expert_map: (E,) int32, global id -> row of w1 and w2, or -1 where the expert is elsewhere; any
         other value skips too, and is a WeightsError in checked mode.
-    *_scale, *_zero_point: as `modular_kernel.quant.weight_specs` says; None if unquantised. An
+    *_scale, *_zero_point: as `modular_kernel.quant.weight_specs` says; None if unquantized. An
         a1_scale or a2_scale that nothing can be divided by is a WeightsError in checked mode.
     w1_order: (e, H) int32, of act-order: the column of x that each column of w1 multiplies; any
         other value reads 0, and is a WeightsError in checked mode. Each column once: `load_experts`
@@ -141,17 +141,17 @@ class DispatchedRouting:
 
 @dataclass(frozen=True)
 class ContiguousTokens:
-    """STANDARD format. x_TH: (T, H), every row a real token, contiguous if quantised.
+    """STANDARD format. x_TH: (T, H), every row a real token, contiguous if quantized.
 
-    scale: None if unquantised, else float32: (1,) for one of all tokens, (T, 1) for one of each
+    scale: None if unquantized, else float32: (1,) for one of all tokens, (T, 1) for one of each
     token, (T, ceil(H / g)) for one of each g values of a token; a value is x * scale.
-    unquantised_TH: (T, H) beside quantised rows where adapters read them, in the problem's dtype.
+    unquantized_TH: (T, H) beside quantized rows where adapters read them, in the problem's dtype.
     """
 
     x_TH: torch.Tensor
     routing: DispatchedRouting
     scale: torch.Tensor | None = None
-    unquantised_TH: torch.Tensor | None = None
+    unquantized_TH: torch.Tensor | None = None
 
     def rows(self, start: int, stop: int) -> "ContiguousTokens":
         """Return tokens [start, stop)."""
@@ -165,13 +165,13 @@ class ContiguousTokens:
         scale = self.scale
         if scale is not None and scale.dim() == 2:  # else one scale for all tokens
             scale = scale[start:stop]
-        plain_TH = _part(self.unquantised_TH, start, stop)
+        plain_TH = _part(self.unquantized_TH, start, stop)
         return ContiguousTokens(self.x_TH[start:stop], part, scale, plain_TH)
 
     @property
     def plain_TH(self) -> torch.Tensor:
-        """(T, H) tokens as adapters read them: not quantised."""
-        return self.x_TH if self.unquantised_TH is None else self.unquantised_TH
+        """(T, H) tokens as adapters read them: not quantized."""
+        return self.x_TH if self.unquantized_TH is None else self.unquantized_TH
 
 
 def _part(rows: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:
@@ -183,22 +183,22 @@ class BatchedTokens:
     """BATCHED_EXPERTS format. x_eCH: (e, C, H); counts_e: (e,) int32.
 
     Rows c < counts_e[i] of expert i are tokens; the other rows are undefined and never read, and
-    so are their scales. scale: None if unquantised, else float32 of any strides: (1,) for one of
+    so are their scales. scale: None if unquantized, else float32 of any strides: (1,) for one of
     all tokens, (e, C, 1) for one of each row, (e, C, ceil(H / g)) for one of each g values of it.
     adapters_eC: (e, C) int32 slot of each row's adapter, -1 for none; None if no row has one.
-    unquantised_eCH: as of ContiguousTokens.
+    unquantized_eCH: as of ContiguousTokens.
     """
 
     x_eCH: torch.Tensor
     counts_e: torch.Tensor
     scale: torch.Tensor | None = None
     adapters_eC: torch.Tensor | None = None
-    unquantised_eCH: torch.Tensor | None = None
+    unquantized_eCH: torch.Tensor | None = None
 
     @property
     def plain_eCH(self) -> torch.Tensor:
-        """(e, C, H) rows as adapters read them: not quantised."""
-        return self.x_eCH if self.unquantised_eCH is None else self.unquantised_eCH
+        """(e, C, H) rows as adapters read them: not quantized."""
+        return self.x_eCH if self.unquantized_eCH is None else self.unquantized_eCH
 
 
 Dispatched = ContiguousTokens | BatchedTokens
@@ -322,7 +322,7 @@ def _unloaded(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
 def check_divisors(what: str, scale: torch.Tensor) -> None:
     """Raise WeightsError unless values can be divided by each of these scales of activations.
 
-    They are multiplied by the inverse, which is infinite below 2^-128. Synchronises.
+    They are multiplied by the inverse, which is infinite below 2^-128. Synchronizes.
     """
     bad = ~((scale > 0) & scale.isfinite() & (1 / scale).isfinite())
     if bool(bad.any()):

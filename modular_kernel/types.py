@@ -304,7 +304,7 @@ class Problem:
 
     @cached_property
     def scheme(self) -> QuantScheme:
-        """The quantisation that `quant` names."""
+        """The quantization that `quant` names."""
         return QuantScheme.parse(self.quant)
 
     @cached_property

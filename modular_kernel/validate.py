@@ -1,6 +1,6 @@
 """Checks of one call's tensors against the declared problem, before anything is launched.
 
-Only shapes, dtypes, devices and strides are read, so nothing synchronises; `check_ids` reads
+Only shapes, dtypes, devices and strides are read, so nothing synchronizes; `check_ids` reads
 values and is for checked mode.
 """
 
@@ -18,7 +18,7 @@ from modular_kernel.errors import (
     WeightsError,
 )
 from modular_kernel.printable import counted
-from modular_kernel.quant import SCALE_FIELDS, check_weights_quantised
+from modular_kernel.quant import SCALE_FIELDS, check_weights_quantized
 from modular_kernel.tensor_checks import (
     check_held,
     check_no_gradients,
@@ -170,7 +170,7 @@ def check_routing(
 def check_ids(routing: Routing, problem: Problem) -> None:
     """Raise RoutingError unless every id is in [-1, E).
 
-    For checked mode. Synchronises with the device.
+    For checked mode. Synchronizes with the device.
     """
     ids = routing.topk_ids_TK
     if got := _outside(ids, -1, problem.experts, "id"):
@@ -180,7 +180,7 @@ def check_ids(routing: Routing, problem: Problem) -> None:
 def check_adapter_slots(routing: Routing, problem: Problem) -> None:
     """Raise RoutingError unless every adapter's slot is in [-1, L).
 
-    For checked mode. Synchronises with the device.
+    For checked mode. Synchronizes with the device.
     """
     slots_T, spec = routing.slots_T, problem.adapters
     if slots_T is None or spec is None:
@@ -192,7 +192,7 @@ def check_adapter_slots(routing: Routing, problem: Problem) -> None:
 def check_expert_map(weights: ExpertWeights, problem: Problem) -> None:
     """Raise WeightsError unless every value of expert_map is in [-1, e).
 
-    For checked mode. Synchronises with the device.
+    For checked mode. Synchronizes with the device.
     """
     where_E = weights.expert_map
     if where_E is None:
@@ -204,7 +204,7 @@ def check_expert_map(weights: ExpertWeights, problem: Problem) -> None:
 def check_order(weights: ExpertWeights, problem: Problem) -> None:
     """Raise WeightsError unless every value of w1_order is in [0, H).
 
-    For checked mode. Synchronises with the device.
+    For checked mode. Synchronizes with the device.
     """
     order_eH = weights.w1_order
     if order_eH is None:
@@ -216,7 +216,7 @@ def check_order(weights: ExpertWeights, problem: Problem) -> None:
 def check_given_scales(weights: ExpertWeights) -> None:
     """Raise WeightsError unless values can be divided by a1_scale and a2_scale.
 
-    For checked mode. Synchronises with the device.
+    For checked mode. Synchronizes with the device.
     """
     for name in ("a1_scale", "a2_scale"):
         scale: torch.Tensor | None = getattr(weights, name)
@@ -237,7 +237,7 @@ def _outside(values: torch.Tensor, least: int, end: int, what: str, at: str = "a
 def check_weights(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem) -> None:
     """Check w1, w2, scales, biases and expert_map to be exactly as the problem declares.
 
-    Unquantised w1 is (e, N, H) and w2 (e, H, I); `modular_kernel.quant` knows the other schemes.
+    Unquantized w1 is (e, N, H) and w2 (e, H, I); `modular_kernel.quant` knows the other schemes.
     """
     if not isinstance(weights, ExpertWeights):
         raise WeightsError("weights", got=type(weights).__name__, need="ExpertWeights")
@@ -248,8 +248,8 @@ def check_weights(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem) 
             check_strided(name, tensor)
             check_held(name, tensor)
     e, n, h, i = problem.e, problem.w1_rows, problem.hidden, problem.intermediate
-    if problem.scheme.quantised:
-        check_weights_quantised(weights, problem, x_TH.device)
+    if problem.scheme.quantized:
+        check_weights_quantized(weights, problem, x_TH.device)
     else:
         rows = "2I" if problem.act.gated else "I"
         _shape("w1", weights.w1, (e, n, h), f"(e, {rows}, H)")

@@ -211,7 +211,7 @@ class Workspace:
         return self._shared.fill
 
     def check_red_zones(self, *, replayed: bool = False) -> None:
-        """Raise CorruptionError naming the buffers that were overrun. Synchronises.
+        """Raise CorruptionError naming the buffers that were overrun. Synchronizes.
 
         replayed: the call's buffers were not taken, so that nobody knows which of those in the same
         memory came last: their red zones are left out.

@@ -1,4 +1,4 @@
-"""PrepareAndFinalize parts: quantise and dispatch, then combine. One folder for each transport.
+"""PrepareAndFinalize parts: quantize and dispatch, then combine. One folder for each transport.
 
 Managers (`TorchGroup`, `SymmetricGroup`, `DeepEPGroup` and others) belong to a process group: they
 are made, kept and destroyed in one place.

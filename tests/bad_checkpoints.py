@@ -177,7 +177,7 @@ BAD: dict[str, Case] = {
         DtypeError,
         "got float64, need bfloat16 or float16 or float32",
     ),
-    "weights that are not quantised": (
+    "weights that are not quantized": (
         changed(cast("0.w2.weight", torch.bfloat16), F8),
         DtypeError,
         "0.w2.weight: got bfloat16, need float8_e4m3fn",

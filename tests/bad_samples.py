@@ -167,7 +167,7 @@ CASES = (
     Bad("w1_device", weight("w1", lambda w: w.w1.to("meta")), DeviceError, "w1", "meta", "cpu"),
     Bad("w2_device", weight("w2", lambda w: w.w2.to("meta")), DeviceError, "w2", "meta", "cpu"),
     *(
-        Bad(f"unquantised_{name}", weight(name, lambda w: torch.ones(8)), WeightsError,
+        Bad(f"unquantized_{name}", weight(name, lambda w: torch.ones(8)), WeightsError,
             "expert weights", name, "no scales or zero points for quant=none")
         for name in SCALES
     ),

@@ -15,7 +15,7 @@ from modular_kernel.types import Combine, Machine, Problem
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 OAI = "swiglu_oai:alpha=1.702,limit=1.2,interleaved=true"
-# Of paths for quantised weights and plain rows. 150 rows an expert and more: whole tiles, and last
+# Of paths for quantized weights and plain rows. 150 rows an expert and more: whole tiles, and last
 # ones of more and of less than 64 rows.
 SMALL = replace(BASE, dtype=torch.bfloat16, hidden=160, intermediate=224)
 LARGE = replace(SMALL, tokens=391, hidden=320, intermediate=448)
@@ -48,7 +48,7 @@ def proof_by(
         return prove(Case(*PAIR, problem, routing), machine)
 
 
-def of_quantised_weights(
+def of_quantized_weights(
     quants: Sequence[str],
     changes: Sequence[dict[str, object]],
     changed: Sequence[tuple[Problem, str]],

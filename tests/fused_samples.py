@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from modular_kernel.integrations.fused_moe import MoeRunnerConfig, fused_experts
-from modular_kernel.quant import quantise_weights
+from modular_kernel.quant import quantize_weights
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import Problem
 
@@ -36,7 +36,7 @@ def layer(problem: Problem, device: str = "cpu") -> tuple[torch.Tensor, ExpertWe
         plain = replace(plain, b1=next(biases), b2=next(biases))
     if problem.scheme.static:
         plain = replace(plain, a1_scale=torch.tensor([0.01]), a2_scale=torch.tensor([0.02]))
-    weights = quantise_weights(plain, problem) if problem.scheme.quantised else plain
+    weights = quantize_weights(plain, problem) if problem.scheme.quantized else plain
     values, ids = torch.randn(problem.tokens, E, generator=g).topk(problem.top_k)
     routing = Routing(values.softmax(-1), ids)
     return x_TH.to(device), moved(weights, device), moved(routing, device)

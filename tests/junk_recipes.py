@@ -51,7 +51,7 @@ EP: dict[str, Any] = SIZES | {"top_k": K, "params_dtype": torch.float32, "renorm
               "quant_config": None, "tp_size": 1, "tp_rank": 0, "prefix": "",
               "activation": "silu", "experts": "TorchExperts", "device": "cpu"}  # fmt: skip
 SPEC = {"top_k": 2, "score": "sigmoid", "order": "score_first", "groups": 4, "topk_groups": 2,
-        "group_score": "top2", "selection_bias": False, "renormalise": True, "eps": 1e-20,
+        "group_score": "top2", "selection_bias": False, "renormalize": True, "eps": 1e-20,
         "floor": 0.0, "table": False, "zero_experts": 0}  # fmt: skip
 CONFIG = {name: getattr(MoeRunnerConfig(), name) for name in MoeRunnerConfig.__dataclass_fields__}
 FIELDS = {name: getattr(PROBLEM, name) for name in Problem.__dataclass_fields__}
@@ -74,7 +74,7 @@ JUNK_RECIPES: Mapping[str, Callable[[], Call]] = {
         mk.load_experts,
         {"checkpoint": "nothing/here", "layer": 0, "ep": (0, 1), "tp": (0, 1), "dtype": None}
         | {"device": "cpu", "placement": "linear", "prefix": None, "config": None}
-        | {"quantise_inputs": False},
+        | {"quantize_inputs": False},
     ),
     "load_adapter": lambda: Call(
         load_adapter,

@@ -9,7 +9,7 @@ from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.parallel import LayerParallel
 from modular_kernel.ops.route import RouterTensors, route
 from modular_kernel.placement import Placement
-from modular_kernel.quant import quantise_weights
+from modular_kernel.quant import quantize_weights
 from modular_kernel.reference import oracle
 from modular_kernel.routers import RouterSpec
 from modular_kernel.tensors import ExpertWeights
@@ -18,8 +18,8 @@ from modular_kernel.types import Problem
 H, I, E, K, T = 32, 48, 8, 3, 7  # noqa: E741 (intermediate)
 SPLITS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1))
 FAMILIES = {
-    "plain": RouterSpec(K, renormalise=True),
-    "zero experts": RouterSpec(K, renormalise=True, zero_experts=4),
+    "plain": RouterSpec(K, renormalize=True),
+    "zero experts": RouterSpec(K, renormalize=True, zero_experts=4),
     "biased": RouterSpec(K, "sigmoid", groups=4, topk_groups=2, selection_bias=True),
 }
 
@@ -56,7 +56,7 @@ class Sample:
 
     @property
     def plain(self) -> ExpertWeights:
-        """All experts, whole and unquantised."""
+        """All experts, whole and unquantized."""
         problem = self.problem
         rows = problem.w1_rows
         found = ExpertWeights(self.draw(E, rows, H, seed=4) / 6, self.draw(E, H, I, seed=5) / 7)
@@ -73,8 +73,8 @@ class Sample:
         problem, x_TH = self.problem, self.x_TH
         routed = route(self.logits, self.router, RouterTensors(self.selection_bias))
         weights = self.plain
-        if problem.scheme.quantised:
-            weights = quantise_weights(weights, problem)
+        if problem.scheme.quantized:
+            weights = quantize_weights(weights, problem)
         total = oracle(x_TH, weights, routed.routing, problem)
         if routed.identity_T is not None:
             total = total + (
@@ -93,9 +93,9 @@ def share(sample: Sample, ep: tuple[int, int], tp: tuple[int, int]) -> ExpertWei
     cut = ExpertWeights(whole.w1[held][:, rows], whole.w2[held][:, :, mine].contiguous())
     if whole.b1 is not None and whole.b2 is not None:
         cut = replace(cut, b1=whole.b1[held][:, rows], b2=whole.b2[held])
-    if sample.problem.scheme.quantised:
+    if sample.problem.scheme.quantized:
         problem = replace(sample.problem, intermediate=each, experts=len(held))
-        cut = quantise_weights(cut, problem)
+        cut = quantize_weights(cut, problem)
     return cut
 
 

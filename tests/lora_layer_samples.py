@@ -16,7 +16,7 @@ FLOATS: dict[str, Any] = {"params_dtype": torch.float32}
 
 
 def base(**options: Any) -> FusedMoE:
-    layer = FusedMoE(E, H, I, 3, router=RouterSpec(K, renormalise=True), **{**FLOATS, **options})
+    layer = FusedMoE(E, H, I, 3, router=RouterSpec(K, renormalize=True), **{**FLOATS, **options})
     return filled(layer)
 
 

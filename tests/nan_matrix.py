@@ -13,7 +13,7 @@ from modular_kernel.catalog import check, load_catalog, make_kernel, this_machin
 from modular_kernel.testing.cases.case import Case, command
 from modular_kernel.testing.cases.inputs import Manner
 from modular_kernel.testing.cases.nan import holders
-from modular_kernel.testing.cases.quantised import SCHEMES
+from modular_kernel.testing.cases.quantized import SCHEMES
 from modular_kernel.testing.cases.row_order import in_row_order
 from modular_kernel.testing.verify.sample import Sample
 from modular_kernel.testing.verify.trial import call

@@ -35,7 +35,7 @@ def launches_of(
     scale: torch.Tensor | None = None,
 ) -> list[CompileRecord]:
     """What a call launches, compiled for `target`. x_TH, scale: tokens as they arrive, if not
-    unquantised."""
+    unquantized."""
     plain_TH, weights, routing = meta_inputs(problem)
     arrived = DispatchedRouting(
         routing.topk_weights_TK,

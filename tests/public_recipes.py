@@ -25,7 +25,7 @@ from modular_kernel.layers.share import Share
 from modular_kernel.layers.weight_loading import ExpertLoader
 from modular_kernel.ops import align, moe_lora, reduce
 from modular_kernel.ops.route import RouterTensors, route
-from modular_kernel.quant import quantise_weights
+from modular_kernel.quant import quantize_weights
 from modular_kernel.routers import RouterSpec
 from modular_kernel.tensors import DispatchedRouting, ExpertRows, ExpertWeights, Routing
 from modular_kernel.types import IdSpace, Machine, Problem
@@ -38,7 +38,7 @@ from topk_reduce import (
 
 T, C = 5, 4
 PROBLEM = Problem(T, H, I, E, K, dtype=torch.float32)
-QUANTISED = replace(PROBLEM, quant="int8_w8a16_group:group=32,zero_points=true")
+QUANTIZED = replace(PROBLEM, quant="int8_w8a16_group:group=32,zero_points=true")
 ADAPTED = replace(PROBLEM, lora="adapters=2,rank=4")
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 GROUP = 32
@@ -189,7 +189,7 @@ def _layer(**options: Any) -> layer.FusedMoE:
 
 
 def _adapted_layer() -> tuple[lora.FusedMoEWithLoRA, lora.LoRAManager]:
-    base = _layer(router=RouterSpec(K, renormalise=True))
+    base = _layer(router=RouterSpec(K, renormalize=True))
     manager = lora.LoRAManager(base.problem, "adapters=2,rank=4", [3])
     manager.load("mine", {3: lora.MoELoRALayer(adapter())})
     return lora.FusedMoEWithLoRA(base, manager), manager
@@ -280,7 +280,7 @@ def _table() -> Call:
 
 
 def _router(name: str) -> Call:
-    made = router.Router(RouterSpec(K, renormalise=True), H, E)
+    made = router.Router(RouterSpec(K, renormalize=True), H, E)
     made.weight.data.copy_(floats(E, H))
     return Call(getattr(made, name), {"x_TH": floats(T, H)})
 
@@ -411,7 +411,7 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
         kernel().plan(), _call_of_layer(), written=("out",)
     ),
     "modular_kernel.kernel.FusedMoEModularKernel.prepare_weights": lambda: Call(
-        kernel(QUANTISED).prepare_weights, {"weights": quantise_weights(plain(), QUANTISED)}
+        kernel(QUANTIZED).prepare_weights, {"weights": quantize_weights(plain(), QUANTIZED)}
     ),
     "modular_kernel.tensors.Routing.of": lambda: Call(
         lambda routing, tokens: Routing.of(routing, tokens),
@@ -424,8 +424,8 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
     ),
     "modular_kernel.select.kernel.ComposedPlan.__call__": lambda: _composed("plan"),
     "modular_kernel.select.kernel.ComposedPlan.warm_up": lambda: _composed("warm_up"),
-    "modular_kernel.quant.quantise_weights": lambda: Call(
-        quantise_weights, {"weights": plain(), "problem": QUANTISED}
+    "modular_kernel.quant.quantize_weights": lambda: Call(
+        quantize_weights, {"weights": plain(), "problem": QUANTIZED}
     ),
     "modular_kernel.scale_tiles.from_e8m0": lambda: Call(
         scale_tiles.from_e8m0, {"scale": whole(3, 4, high=256, dtype=torch.uint8)}

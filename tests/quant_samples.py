@@ -1,4 +1,4 @@
-"""Quantised weights of every scheme, and what their tensors must be, for the tests of quant."""
+"""Quantized weights of every scheme, and what their tensors must be, for the tests of quant."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from modular_kernel.quant import quantise_weights
+from modular_kernel.quant import quantize_weights
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem
 
@@ -69,7 +69,7 @@ def plain_weights(problem: Problem, seed: int = 0, std: float = 1.0) -> ExpertWe
 
 def made(text: str, **changes: Any) -> tuple[Problem, ExpertWeights]:
     problem = problem_of(text, **changes)
-    return problem, quantise_weights(plain_weights(problem), problem)
+    return problem, quantize_weights(plain_weights(problem), problem)
 
 
 def parts(weights: ExpertWeights, name: str) -> tuple[Any, Any, Any]:

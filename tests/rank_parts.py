@@ -30,7 +30,7 @@ class SumOverRanks(PrepareAndFinalize):
     requires = PrepareFinalizeRequirements(
         activation_format=ActivationFormat.STANDARD,
         reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),
-        localises_ids=True,
+        localizes_ids=True,
         world_sizes=(2, None),
         replicated_input=True,
         inplace=False,
@@ -93,7 +93,7 @@ class Unsummed(SumOverRanks):
 
 
 class CountsTwice(SumOverRanks):
-    """Counts each invalid id once for itself, and once for its neighbour."""
+    """Counts each invalid id once for itself, and once for its neighbor."""
 
     requires = SumOverRanks.requires
 

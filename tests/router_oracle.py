@@ -128,7 +128,7 @@ def _weights(row: Row, ids: Sequence[int], spec: RouterSpec) -> list[float]:
         every = _scores(row.logits, spec.score)
         scores = [every[i] if i >= 0 else None for i in ids]
     weights = [0.0 if score is None else score for score in scores]
-    if spec.renormalise:
+    if spec.renormalize:
         divisor = max(sum(weights) + spec.eps, spec.floor)
         weights = [w / divisor if divisor > 0 else 0.0 for w in weights]
     return weights

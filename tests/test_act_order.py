@@ -15,7 +15,7 @@ from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, We
 from modular_kernel.importers.formats import format_of
 from modular_kernel.importers.groups import column_order
 from modular_kernel.layers.fused_moe import FusedMoE
-from modular_kernel.quant import check_weights_quantised, quantise_weights, values_of
+from modular_kernel.quant import check_weights_quantized, quantize_weights, values_of
 from modular_kernel.reference import oracle
 from modular_kernel.testing.checkpoints.kinds import ORDERED
 from modular_kernel.testing.checkpoints.samples import write
@@ -31,11 +31,11 @@ def made(**changes: Any) -> tuple[ExpertWeights, ExpertWeights, Problem]:
     plain = ExpertWeights(
         torch.randn(3, problem.w1_rows, 96, generator=g), torch.randn(3, 96, 64, generator=g)
     )
-    return plain, quantise_weights(plain, problem), problem
+    return plain, quantize_weights(plain, problem), problem
 
 
 def test_columns_lie_by_their_size() -> None:
-    """The quantiser sorts them: each expert's in an order of its own, and each column once."""
+    """The quantizer sorts them: each expert's in an order of its own, and each column once."""
     plain, weights, problem = made()
     assert weights.w1_order is not None
     assert torch.equal(weights.w1_order.sort(1).values, torch.arange(96).expand(3, 96).int())
@@ -70,12 +70,12 @@ def test_what_does_not_fit_is_named(
     value: torch.Tensor | None, error: type[Exception], need: str
 ) -> None:
     _, weights, problem = made()
-    check_weights_quantised(weights, problem, CPU)
+    check_weights_quantized(weights, problem, CPU)
     with pytest.raises(error, match=need):
-        check_weights_quantised(replace(weights, w1_order=value), problem, CPU)
+        check_weights_quantized(replace(weights, w1_order=value), problem, CPU)
     other = replace(problem, quant=INT4.replace("act_order", "group"))
     with pytest.raises(WeightsError, match="w1_order: got a tensor, need None"):
-        check_weights_quantised(weights, other, CPU)
+        check_weights_quantized(weights, other, CPU)
 
 
 def test_a_column_that_is_none_of_xs_reads_0_and_is_refused_in_checked_mode() -> None:

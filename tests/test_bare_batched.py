@@ -17,8 +17,8 @@ from modular_kernel.errors import (
     UnsupportedError,
 )
 from modular_kernel.ops.align import batched_moe_align_block_size
-from modular_kernel.ops.quantise import dequantise_rows, quantised
-from modular_kernel.quant import dequantise, quantise_weights
+from modular_kernel.ops.quantize import dequantize_rows, quantized
+from modular_kernel.quant import dequantize, quantize_weights
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem
 
@@ -42,7 +42,7 @@ def operands(quant: str) -> tuple[dict[str, Any], torch.Tensor]:
     g = torch.Generator().manual_seed(1)
     problem = Problem(C, N, K, E, 1, dtype=torch.float32, quant=quant)
     plain = ExpertWeights(torch.zeros(E, 2 * K, N), torch.randn(E, N, K, generator=g))
-    weights = quantise_weights(plain, problem) if quant != "none" else plain
+    weights = quantize_weights(plain, problem) if quant != "none" else plain
     a = torch.randn(E, C, K, generator=g)
     given: dict[str, Any] = {
         "a_eCK": a, "b_eNK": weights.w2, "counts_e": COUNTS, "quant": quant,
@@ -50,19 +50,19 @@ def operands(quant: str) -> tuple[dict[str, Any], torch.Tensor]:
         "b_global_scale": weights.w2_global_scale,
     }  # fmt: skip
     scheme, b = problem.scheme, weights.w2
-    if scheme.quantised:
+    if scheme.quantized:
         assert weights.w2_scale is not None
-        b = dequantise(b, weights.w2_scale, weights.w2_zero_point, scheme)
+        b = dequantize(b, weights.w2_scale, weights.w2_zero_point, scheme)
     if weights.w2_global_scale is not None:
         b = b * weights.w2_global_scale[:, None]
-    if scheme.quantises_activations:
-        q, scale = quantised(a.flatten(0, 1), scheme)
-        a = dequantise_rows(q, scale, scheme).view(E, C, K)
+    if scheme.quantizes_activations:
+        q, scale = quantized(a.flatten(0, 1), scheme)
+        a = dequantize_rows(q, scale, scheme).view(E, C, K)
         given["a_eCK"] = q.view(E, C, K)
         given["a_scale"] = scale if scale.dim() == 1 else scale.view(E, C, -1)
     want = torch.einsum("eck,enk->ecn", a.double(), b.double())
     live = torch.arange(C) < COUNTS[:, None]
-    if not scheme.quantises_activations:
+    if not scheme.quantizes_activations:
         given["a_eCK"][~live] = torch.nan
     return given, want.masked_fill(~live[..., None], torch.nan)
 

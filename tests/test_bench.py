@@ -260,7 +260,7 @@ def test_pairs_are_those_that_fit() -> None:
 
 
 @pytest.mark.parametrize("quant", ["fp8_w8a8_channel", "int4_w4a16_group:group=16"])
-def test_a_quantised_pair_runs_and_competes_with_its_kind(quant: str) -> None:
+def test_a_quantized_pair_runs_and_competes_with_its_kind(quant: str) -> None:
     offers = pair_offers(*PAIR, [replace(SMALL, quant=quant)], CPU)
     row, plain = measured(*offers, *baseline_offers()).rows
     assert (row.status, row.quant, row.over_best_peer) == (

@@ -15,7 +15,7 @@ from modular_kernel.bench.candidates import TorchGroupedMm
 from modular_kernel.bench.launch_count import count_launches, device_work
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.measure import timing as method
-from modular_kernel.measure.cases import Input, LayerCase, make_input, make_weights, quantised
+from modular_kernel.measure.cases import Input, LayerCase, make_input, make_weights, quantized
 from modular_kernel.measure.check import (
     Answer,
     Checked,
@@ -290,11 +290,11 @@ def test_plain_torch_passes_and_defects_do_not(routing: str, changes: dict[str, 
     ],
 )
 def test_the_bound_follows_the_scheme(quant: str, least: float, most: float) -> None:
-    """The reference is the unquantised layer; the bound is twice what the scheme itself costs."""
+    """The reference is the unquantized layer; the bound is twice what the scheme itself costs."""
     one = cell(tokens=40)
     given, weights, answer = asked(one, quant)
     problem = replace(one.problem, quant=quant)
-    stored = quantised(weights, problem)
+    stored = quantized(weights, problem)
     out = recipe(given.x_TH, stored, given.routing, problem).to(problem.dtype)
     finding = judge_output(out, answer, problem)
     assert least < finding.bound / 2 < most

@@ -50,7 +50,7 @@ def several_chunks(problem: Problem) -> bool:
 
 CELLS = (
     Cell(
-        "quantised x chunks",
+        "quantized x chunks",
         lambda p: p.scheme.activation_granularity == "group" and several_chunks(p),
         Wrong(
             "every chunk has the first one's scales",
@@ -71,14 +71,14 @@ CELLS = (
         ),
     ),
     Cell(
-        "quantised x ragged I",
+        "quantized x ragged I",
         lambda p: (
             p.scheme.activation_granularity in ("token", "group")
             and p.hidden % 16 == 0 < p.intermediate % 16
         ),
         Wrong(
-            "columns behind the last whole vector are not quantised",
-            "modular_kernel/ops/kernels/quantise.py",
+            "columns behind the last whole vector are not quantized",
+            "modular_kernel/ops/kernels/quantize.py",
             "    mask = live[:, None] & (columns < num_columns)\n    x_ptrs",
             "    mask = live[:, None] & (columns < num_columns // 16 * 16)\n    x_ptrs",
         ),

@@ -15,7 +15,7 @@ from modular_kernel.catalog import this_machine
 from modular_kernel.testing.cases.lists import cases_for
 
 STANDARD, BATCHED = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
-QUANTISE = "modular_kernel/ops/kernels/quantise.py"
+QUANTIZE = "modular_kernel/ops/kernels/quantize.py"
 
 pytestmark = pytest.mark.skipif(
     this_machine().device == "cuda", reason="defects are put in where kernels are interpreted"
@@ -41,8 +41,8 @@ KINDS = (
         Wrong(
             "rows without a token join the scale of the tensor",
             "experts/triton/batched.py",
-            "quantise_rows(h_eCI.flatten(0, 1), scheme, out=out, live=live)",
-            "quantise_rows(h_eCI.flatten(0, 1), scheme, out=out, live=None)",
+            "quantize_rows(h_eCI.flatten(0, 1), scheme, out=out, live=live)",
+            "quantize_rows(h_eCI.flatten(0, 1), scheme, out=out, live=None)",
         ),
         BATCHED,
         "BatchedTritonExperts",
@@ -85,7 +85,7 @@ KINDS = (
     Kind(
         Wrong(
             "integers round half up",
-            QUANTISE,
+            QUANTIZE,
             "value = (value + 12582912.0) - 12582912.0",
             "value = tl.floor(value + 0.5)",
         ),
@@ -96,7 +96,7 @@ KINDS = (
     Kind(
         Wrong(
             "float8 rounds half away from zero",
-            QUANTISE,
+            QUANTIZE,
             "    if ROUND:\n        # Below",
             "    if not ROUND:\n        value = value * 1.0000005\n    if ROUND:\n        # Below",
         ),

@@ -14,7 +14,7 @@ from modular_kernel.types import Machine, Problem
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 CHOSEN = chosen_cases(*PAIR, this_machine())
-QUANTISE = "modular_kernel/ops/kernels/quantise.py"
+QUANTIZE = "modular_kernel/ops/kernels/quantize.py"
 MORE = "for more in range(BLOCK_C, group, BLOCK_C):\n"
 
 on_a_cpu = pytest.mark.skipif(
@@ -46,7 +46,7 @@ WRONG = (
     (
         Wrong(
             "a group takes the next one's columns along",
-            QUANTISE,
+            QUANTIZE,
             "end = tl.minimum(first + group, num_columns)[:, None]",
             "end = (first * 0 + num_columns)[:, None]",
         ),
@@ -55,7 +55,7 @@ WRONG = (
     (
         Wrong(
             "the largest value is that of the first columns",
-            QUANTISE,
+            QUANTIZE,
             f"            if not WHOLE:\n                {MORE}                    other",
             f"            if WHOLE:\n                {MORE}                    other",
         ),
@@ -64,7 +64,7 @@ WRONG = (
     (
         Wrong(
             "the last columns are not written",
-            QUANTISE,
+            QUANTIZE,
             f"        if not WHOLE:\n            {MORE}                other",
             f"        if WHOLE:\n            {MORE}                other",
         ),
@@ -73,7 +73,7 @@ WRONG = (
     (
         Wrong(
             "every block of columns but the first holds the second's values",
-            QUANTISE,
+            QUANTIZE,
             "\n                other = _load_values(\n"
             "                    x_ptr, weights_ptr, rows, columns + more,",
             "\n                other = _load_values(\n"
@@ -84,7 +84,7 @@ WRONG = (
     (
         Wrong(
             "every group of columns is the first",
-            QUANTISE,
+            QUANTIZE,
             "first = which * group",
             "first = which * 0",
         ),
@@ -93,7 +93,7 @@ WRONG = (
     (
         Wrong(
             "programs that share rows take the same ones",
-            QUANTISE,
+            QUANTIZE,
             "tl.program_id(0) % parts * BLOCK_R",
             "tl.program_id(0) // parts * BLOCK_R",
         ),
@@ -102,7 +102,7 @@ WRONG = (
     (
         Wrong(
             "the largest value of all is that of the last columns",
-            QUANTISE,
+            QUANTIZE,
             "largest = tl.maximum(largest, tl.max(tl.abs(value), axis=1))\n    tl.store",
             "largest = tl.max(tl.abs(value), axis=1)\n    tl.store",
         ),
@@ -111,7 +111,7 @@ WRONG = (
     (
         Wrong(
             "the last columns are not looked at",
-            QUANTISE,
+            QUANTIZE,
             "for first in range(0, num_columns, BLOCK_C):",
             "for first in range(0, num_columns // BLOCK_C * BLOCK_C, BLOCK_C):",
         ),
@@ -120,7 +120,7 @@ WRONG = (
     (
         Wrong(
             "no least scale",
-            QUANTISE,
+            QUANTIZE,
             "return tl.maximum(tl.div_rn(amax, LARGEST), MIN_SCALE)",
             "return tl.div_rn(amax, LARGEST)",
         ),
@@ -129,7 +129,7 @@ WRONG = (
     (
         Wrong(
             "the largest values are kept in 16 bits",
-            "modular_kernel/ops/quantise.py",
+            "modular_kernel/ops/quantize.py",
             'specs[f"{prefix}_partials"] = BufferSpec((most,), torch.float32)',
             'specs[f"{prefix}_partials"] = BufferSpec((most,), torch.bfloat16)',
         ),
@@ -149,7 +149,7 @@ WRONG = (
     (
         Wrong(
             "a call of one value is taken for one of none",
-            "modular_kernel/ops/quantise.py",
+            "modular_kernel/ops/quantize.py",
             "    if x_RK.numel() == 0:\n",
             "    if x_RK.numel() == 1:\n",
         ),
@@ -283,7 +283,7 @@ OF_TRITON = (
     (
         Wrong(
             "the largest value is that of the first columns",
-            QUANTISE,
+            QUANTIZE,
             f"            if not WHOLE:\n                {MORE}                    other",
             f"            if WHOLE:\n                {MORE}                    other",
         ),
@@ -303,10 +303,10 @@ def test_a_defect_of_few_tokens_is_told(wrong: Wrong, known_by: str, tmp_path: P
 
 @on_a_cpu
 def test_groups_that_every_program_takes_are_told(tmp_path: Path) -> None:
-    """Of tokens that are quantised on their way to the experts' rows."""
+    """Of tokens that are quantized on their way to the experts' rows."""
     first = Wrong(
-        "every program quantises the first groups",
-        "modular_kernel/ops/kernels/permute_quantise.py",
+        "every program quantizes the first groups",
+        "modular_kernel/ops/kernels/permute_quantize.py",
         "groups = tl.program_id(0) % shares * BLOCK_G",
         "groups = tl.program_id(1) % shares * BLOCK_G",
     )

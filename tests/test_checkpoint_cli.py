@@ -148,7 +148,7 @@ def test_files_of_a_dtype_that_no_layer_has_are_named(
 def test_an_assumed_dtype_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    """Where the config.json alone is given, or files are quantised, nothing tells it."""
+    """Where the config.json alone is given, or files are quantized, nothing tells it."""
     write(tmp_path, "deepseek_v3", kind)
     given = tmp_path / ("config.json" if kind == "fp32" else ".")
     told = f"{given} states no dtype: bfloat16 is assumed (--dtype)"

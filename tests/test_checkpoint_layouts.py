@@ -91,7 +91,7 @@ STACKED = ("deepseek fp8", "fp8 tensor, dynamic", "fp8 tensor, static", "compres
 
 
 @pytest.mark.parametrize("kind", STACKED)
-def test_stacked_modules_are_quantised_too(kind: str, tmp_path: Path) -> None:
+def test_stacked_modules_are_quantized_too(kind: str, tmp_path: Path) -> None:
     write(tmp_path / "stacked", "step3p5", kind)
     write(tmp_path / "each", "mixtral", kind)
     stacked, each = (mk.load_experts(tmp_path / name, 0) for name in ("stacked", "each"))
@@ -107,7 +107,7 @@ def test_stacked_modules_are_quantised_too(kind: str, tmp_path: Path) -> None:
     [("llama4_text", ""), ("gpt_oss", "mlp.experts"), ("gpt_oss", "mlp.experts.experts")],
 )
 def test_what_packers_take_apart_is_read_too(family: str, block: str, tmp_path: Path) -> None:
-    """Quantised checkpoints of fused families have a module for each projection of each expert."""
+    """Quantized checkpoints of fused families have a module for each projection of each expert."""
     sample = write(tmp_path, "mixtral", "compressed int4")
     at = f"model.layers.0.{block}"
     if family == "llama4_text":

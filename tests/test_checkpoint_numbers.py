@@ -30,7 +30,7 @@ PUBLISHERS = {
     "compressed fp8 block": "step3p5",
     "mxfp4": "gpt_oss",
 }
-QUANTISED = [name for name, kind in KINDS.items() if kind.config is not None]
+QUANTIZED = [name for name, kind in KINDS.items() if kind.config is not None]
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def numbers(loaded: LoadedExperts) -> tuple[torch.Tensor, torch.Tensor]:
     scheme, w, found = QuantScheme.parse(loaded.problem_fields["quant"]), loaded.weights, []
     for name in ("w1", "w2"):
         stored = getattr(w, name)
-        if scheme.quantised:
+        if scheme.quantized:
             stored = values_of(w, name, loaded.problem(1))
         found.append(stored.double())
     if loaded.problem_fields["activation"].interleaved:
@@ -84,7 +84,7 @@ def test_weights_are_those_of_the_files(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(w2, sample.w2, rtol=1e-6, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", QUANTISED)
+@pytest.mark.parametrize("kind", QUANTIZED)
 def test_what_is_packed_stays_packed(kind: str, tmp_path: Path) -> None:
     sample = written(tmp_path, kind)
     w = mk.load_experts(tmp_path, 0).weights
@@ -189,13 +189,13 @@ def dropped(loaded: LoadedExperts) -> LoadedExperts:
     return replace(loaded, weights=replace(loaded.weights, w1=w1))
 
 
-@pytest.mark.parametrize("kind", QUANTISED)
+@pytest.mark.parametrize("kind", QUANTIZED)
 def test_exchanged_scales_are_seen(kind: str, tmp_path: Path) -> None:
     sample = written(tmp_path, kind, exchange)
     assert error(sample, mk.load_experts(tmp_path, 0)) > 1.5 * KINDS[kind].bound
 
 
-@pytest.mark.parametrize("kind", [k for k in QUANTISED if "zero_points" in KINDS[k].scheme])
+@pytest.mark.parametrize("kind", [k for k in QUANTIZED if "zero_points" in KINDS[k].scheme])
 def test_shifted_zero_points_are_seen(kind: str, tmp_path: Path) -> None:
     sample = written(tmp_path, kind, shift)
     assert error(sample, mk.load_experts(tmp_path, 0)) > 1.5 * KINDS[kind].bound

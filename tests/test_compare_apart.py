@@ -78,7 +78,7 @@ def test_without_ordinary_tokens_a_row_that_overflows_may_err_as_the_recipe_does
     assert compare_apart(-2 * out, *given, fair=fair).problems != ()
 
 
-def test_a_nan_token_stays_one_also_where_activations_are_quantised() -> None:
+def test_a_nan_token_stays_one_also_where_activations_are_quantized() -> None:
     assert "instead of nan" in found("nan_token", (6, 1.0))[0]
     assert "instead of nan" in found("nan_token", (6, 1.0), W8A8)[0]
     assert found("inf_token", (6, 1.0)) == ()

@@ -365,7 +365,7 @@ def test_what_was_not_measured_is_served(folder: Path, clock: dict, budget: floa
 def test_a_group_must_be_the_problems(folder: Path) -> None:
     with pytest.raises(ConfigurationError, match="None for one rank"):
         compose(PROBLEM, CPU, group=object())
-    with pytest.raises(ConfigurationError, match="initialised"):
+    with pytest.raises(ConfigurationError, match="initialized"):
         compose(replace(PROBLEM, parallel=Parallel(2)), CPU)
     with pytest.raises(ConfigurationError, match="tokens to measure: got 9"):
         compose(PROBLEM, CPU, terms=Terms(tokens=(9,)))

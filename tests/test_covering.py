@@ -8,7 +8,7 @@ import pytest
 from modular_kernel.testing.cases.covering import Axis, Row, Space, covering_array
 
 AXES = (
-    Axis("colour", ("red", "green", "blue", "none"), frozenset({"none"})),
+    Axis("color", ("red", "green", "blue", "none"), frozenset({"none"})),
     Axis("size", tuple(range(6))),
     Axis("shape", ("round", "square", "flat")),
     Axis("lid", (False, True)),
@@ -32,7 +32,7 @@ def free(_row: Row) -> Sequence[str]:
     return ()
 
 
-def coloured(row: Row) -> bool:
+def colored(row: Row) -> bool:
     return row[0] != 3
 
 
@@ -44,7 +44,7 @@ def even(_row: Row) -> float:
     return 1.0
 
 
-CONSTRAINED = Space(AXES, refused, coloured, even)
+CONSTRAINED = Space(AXES, refused, colored, even)
 
 
 def all_rows(space: Space) -> list[Row]:
@@ -72,8 +72,8 @@ def test_an_impossible_pair_has_its_reason() -> None:
     names = CONSTRAINED.words
     told = {(names(a), names(b)): reason for (a, b), reason in array.impossible.items()}
     assert told == {
-        ("colour=green", "size=4"): "[size] green ones are small",
-        ("colour=green", "size=5"): "[size] green ones are small",
+        ("color=green", "size=4"): "[size] green ones are small",
+        ("color=green", "size=5"): "[size] green ones are small",
         ("shape=flat", "lid=True"): "[lid] flat ones have none",
         **{
             (f"shape={shape}", f"feet={feet}"): "[feet] round ones alone have any"
@@ -108,7 +108,7 @@ def test_missing_pairs_are_noticed() -> None:
 
 
 def test_equal_spaces_give_equal_rows() -> None:
-    again = Space(AXES, refused, coloured, even)
+    again = Space(AXES, refused, colored, even)
     assert covering_array(CONSTRAINED).rows == covering_array(again).rows
 
 

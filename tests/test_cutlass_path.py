@@ -23,7 +23,7 @@ from modular_kernel.catalog import this_machine
 from modular_kernel.composer import random_inputs
 from modular_kernel.errors import LayoutError, ShapeError
 from modular_kernel.machine import torch_twins
-from modular_kernel.ops.quantise import Quantised, quantise_rows, quantise_specs, take_quantised
+from modular_kernel.ops.quantize import Quantized, quantize_rows, quantize_specs, take_quantized
 from modular_kernel.ops.sort import Sorted
 from modular_kernel.tensors import ContiguousTokens, DispatchedRouting, ExpertWeights, Routing
 from modular_kernel.types import Combine, IdSpace, Machine
@@ -96,9 +96,9 @@ def layer(problem: Problem, ids_TK: torch.Tensor | None = None) -> tuple[torch.T
         path = CutlassPath(problem)
         specs = path.specs(problem.tokens, 128)
         scheme = problem.scheme
-        workspace = Workspace(specs | quantise_specs("x", scheme, *x_TH.shape), CPU, poison=True)
-        x = take_quantised(workspace, "x", scheme, tuple(x_TH.shape))
-        quantise_rows(x_TH, scheme, out=x)
+        workspace = Workspace(specs | quantize_specs("x", scheme, *x_TH.shape), CPU, poison=True)
+        x = take_quantized(workspace, "x", scheme, tuple(x_TH.shape))
+        quantize_rows(x_TH, scheme, out=x)
         arrived = DispatchedRouting(
             routing.topk_weights_TK, routing.topk_ids_TK, IdSpace.GLOBAL, problem.experts,
             weights.expert_map, torch.zeros(1, dtype=torch.int32),
@@ -166,18 +166,18 @@ def sorted_rows(counts: tuple[int, ...]) -> Sorted:
     return Sorted(nothing, nothing, named, nothing)
 
 
-def operands(rows: int, depth: int) -> tuple[Quantised, ExpertWeights]:
+def operands(rows: int, depth: int) -> tuple[Quantized, ExpertWeights]:
     problem = replace(PROBLEM, tokens=rows, hidden=depth)
     x, weights, _ = random_inputs(problem, CPU)
-    a = Quantised(torch.empty(x.shape, dtype=torch.float8_e4m3fn), torch.empty(rows, depth // 128))
+    a = Quantized(torch.empty(x.shape, dtype=torch.float8_e4m3fn), torch.empty(rows, depth // 128))
     with torch_twins():
-        quantise_rows(x, problem.scheme, out=a)
+        quantize_rows(x, problem.scheme, out=a)
     return a, weights
 
 
 def test_rows_behind_the_last_one_stay() -> None:
     a, weights = operands(330, 256)
-    h = Quantised(torch.zeros(330, 128).to(torch.float8_e4m3fn), torch.full((330, 1), -7.0))
+    h = Quantized(torch.zeros(330, 128).to(torch.float8_e4m3fn), torch.full((330, 1), -7.0))
     block_gemm(a, first_product(weights, PROBLEM), PROBLEM, sorted_rows((129, 0, 65)), h)
     assert (h.scale[194:] == -7).all()
     assert (h.scale[:194] > 0).all()

@@ -271,13 +271,13 @@ def test_a_dispatch_is_received_before_the_next_exchange() -> None:
     """Whatever the order in which calls in flight are finished."""
     recorder = Recorder()
     buffer: Any = LowLatency(recorder, 8, 4)
-    first = buffer.dispatch("a", None, quantise=False)
-    second = buffer.dispatch("b", None, quantise=False)
+    first = buffer.dispatch("a", None, quantize=False)
+    second = buffer.dispatch("b", None, quantize=False)
     second.receive()
     buffer.combine("b", None, None, (), None)
     first.receive()
     buffer.combine("a", None, None, (), None)
-    buffer.dispatch("c", None, quantise=False)
+    buffer.dispatch("c", None, quantize=False)
     buffer.destroy()
     assert recorder.calls == [
         "send a", "receive a", "send b", "receive b", "combine b", "combine a",
@@ -288,8 +288,8 @@ def test_a_dispatch_is_received_before_the_next_exchange() -> None:
 def test_a_dispatch_at_once_is_one_launch_and_leaves_nothing_to_receive() -> None:
     recorder = Recorder()
     buffer: Any = LowLatency(recorder, 8, 4)
-    buffer.dispatch("a", None, quantise=False)
-    arrival = buffer.dispatch("b", None, quantise=False, at_once=True)
+    buffer.dispatch("a", None, quantize=False)
+    arrival = buffer.dispatch("b", None, quantize=False, at_once=True)
     arrival.receive()
     buffer.combine("b", None, None, (), None)
     assert recorder.calls == ["send a", "receive a", "send and receive b", "combine b"]
@@ -323,11 +323,11 @@ def test_buffers_are_made_for_few_sizes() -> None:
         ("none", False),
     ],
 )
-def test_what_the_low_latency_kernels_quantise(quant: str, by_library: bool) -> None:
+def test_what_the_low_latency_kernels_quantize(quant: str, by_library: bool) -> None:
     problem = replace(BASE, quant=quant)
-    assert deepep_ll.quantised_by_library(problem) is by_library
+    assert deepep_ll.quantized_by_library(problem) is by_library
     part = _unmade(DeepEPLLPrepareAndFinalize, problem)
-    here = problem.scheme.quantises_activations and not by_library
+    here = problem.scheme.quantizes_activations and not by_library
     assert ("x_q" in part.workspace_shapes(3)) is here
 
 

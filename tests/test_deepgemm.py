@@ -100,7 +100,7 @@ def test_either(quant: str, tokens: int, many: bool) -> None:
 
 
 @pytest.mark.parametrize("layout", ["plain", "shifted"])
-def test_either_quantises_what_is_tritons_after_all(layout: str) -> None:
+def test_either_quantizes_what_is_tritons_after_all(layout: str) -> None:
     problem = replace(FEW, tokens=129, quant=BLOCK, hidden=256)
     proof = proven(TritonOrDeepGemm, problem, manner=Manner(layout=layout))
     assert proof.passed, str(proof)
@@ -152,12 +152,12 @@ def test_room_is_declared_for_either() -> None:
 CPU = Machine("cpu", None, frozenset({"triton", "ml_dtypes"}), interpreter=True)
 AROUND = [
     *("count_pairs_kernel", "scan_counts_kernel", "aligned_rows_kernel"),
-    *("permute_and_quantise_kernel", "quantise_rows_kernel", "weight_and_sum_kernel"),
+    *("permute_and_quantize_kernel", "quantize_rows_kernel", "weight_and_sum_kernel"),
 ]
 
 
 def test_what_is_launched_around_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our own kernels, interpreted: x is quantised where it is moved, and scales lie as the
+    """Our own kernels, interpreted: x is quantized where it is moved, and scales lie as the
     library takes them."""
     names: list[str] = []
     whole = launch.launch

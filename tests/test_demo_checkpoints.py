@@ -1,4 +1,4 @@
-"""`mk demo`'s quantised checkpoints: a right layer is within its bound, a wrong one is not."""
+"""`mk demo`'s quantized checkpoints: a right layer is within its bound, a wrong one is not."""
 
 import pytest
 import torch

@@ -123,7 +123,7 @@ def test_the_steps_give_what_the_part_gives(world: int) -> None:
 
 
 def test_local_ids_need_no_map() -> None:
-    """What a dispatcher that localises ids hands over: ids of this rank, and -1."""
+    """What a dispatcher that localizes ids hands over: ids of this rank, and -1."""
     problem = Problem(19, 48, 80, 3, 2, torch.bfloat16)
     x_TH, weights, routing = random_inputs(problem, DEVICE)
     local = routing.topk_ids_TK.clone()

@@ -22,14 +22,14 @@ BIAS = torch.linspace(-0.5, 0.5, E)
 # Options of EPMoE, and the router that they mean.
 MODES: dict[str, tuple[dict[str, Any], RouterSpec]] = {
     "plain": ({"renormalize": False}, RouterSpec(K)),
-    "renormalised": ({}, RouterSpec(K, renormalise=True)),
+    "renormalized": ({}, RouterSpec(K, renormalize=True)),
     "grouped": (GROUPED, RouterSpec(K, groups=4, topk_groups=2, group_score="max",
-                                    renormalise=True)),
+                                    renormalize=True)),
     "corrected": (GROUPED | {"correction_bias": BIAS},
                   RouterSpec(K, "sigmoid", groups=4, topk_groups=2, selection_bias=True,
-                             renormalise=True)),
+                             renormalize=True)),
     "one group": (GROUPED | {"num_expert_group": 1, "topk_group": 1, "correction_bias": BIAS},
-                  RouterSpec(K, "sigmoid", selection_bias=True, renormalise=True)),
+                  RouterSpec(K, "sigmoid", selection_bias=True, renormalize=True)),
 }  # fmt: skip
 
 
@@ -107,7 +107,7 @@ def test_it_says_which_experts_it_holds() -> None:
         (None, "none"),
     ],
 )
-def test_quantisation_by_config(config: object, quant: str) -> None:
+def test_quantization_by_config(config: object, quant: str) -> None:
     layer = EPMoE(E, K, H, I, torch.bfloat16, quant_config=config)
     assert layer.problem.quant == quant
     scales = {name for name, _ in layer.named_parameters() if "scale" in name}

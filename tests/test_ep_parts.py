@@ -97,7 +97,7 @@ def test_routings(pool: RankPool, part: str) -> None:
         "int4_w4a16_group:group=8",
     ],
 )
-def test_quantised_rows_travel(pair: RankPool, part: str, quant: str) -> None:
+def test_quantized_rows_travel(pair: RankPool, part: str, quant: str) -> None:
     fields = {"dtype": BF16, "quant": quant}
     prove(pair, [Layer(part, counts, fields=fields) for counts in tokens_of(part, 2)[:2]])
 
@@ -111,7 +111,7 @@ def test_quantised_rows_travel(pair: RankPool, part: str, quant: str) -> None:
         "int4_w4a16_group:group=8",
     ],
 )
-def test_quantised_rows_are_regrouped(pair: RankPool, quant: str) -> None:
+def test_quantized_rows_are_regrouped(pair: RankPool, quant: str) -> None:
     fields = {"dtype": BF16, "quant": quant}
     batched = {"experts_part": "NaiveBatchedExperts", "fields": fields}
     prove(pair, [Layer(BATCHED, counts, **batched) for counts in tokens_of(BATCHED, 2)[:2]])

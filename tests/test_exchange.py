@@ -14,7 +14,7 @@ from modular_kernel.bench.all2all.cases import (
     ExchangeInputs,
     Place,
     TransportLink,
-    dequantised,
+    dequantized,
     distance,
 )
 from modular_kernel.bench.all2all.parts import PartTransport
@@ -218,12 +218,12 @@ def test_distance_is_that_of_the_worst_row() -> None:
     assert distance(out, x) == distance(x[:2], x) == float("inf")
 
 
-def test_dequantised_by_groups_by_rows_and_by_one() -> None:
+def test_dequantized_by_groups_by_rows_and_by_one() -> None:
     rows = torch.ones(2, 6)
-    by_group = dequantised(rows, torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 4)
+    by_group = dequantized(rows, torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 4)
     assert by_group.tolist() == [[1, 1, 1, 1, 2, 2], [3, 3, 3, 3, 4, 4]]
-    assert dequantised(rows, torch.tensor([[2.0], [3.0]]), 4)[:, 5].tolist() == [2, 3]
-    assert dequantised(rows, torch.tensor([2.0]), 4)[1, 5] == 2
+    assert dequantized(rows, torch.tensor([[2.0], [3.0]]), 4)[:, 5].tolist() == [2, 3]
+    assert dequantized(rows, torch.tensor([2.0]), 4)[1, 5] == 2
 
 
 @pytest.mark.parametrize(

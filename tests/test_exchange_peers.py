@@ -41,14 +41,14 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Exch
     for library, names in (
         (
             "v1",
-            [f"DeepEP V1 high throughput, {n}" for n in ("20 SMs", "20 SMs, quantising", "96 SMs")],
+            [f"DeepEP V1 high throughput, {n}" for n in ("20 SMs", "20 SMs, quantizing", "96 SMs")],
         ),
         ("v1", ["DeepEP V1 low latency", "DeepEP V2, 64 SMs"]),
         (
             "v2",
             [
                 "DeepEP V2, 22 SMs",
-                "DeepEP V2, 22 SMs, quantising",
+                "DeepEP V2, 22 SMs, quantizing",
                 "DeepEP V2, 64 SMs",
                 "DeepEP V1 low latency",
             ],
@@ -104,11 +104,11 @@ def test_the_other_version_is_refused(library: str, name: str, why: str, rows: d
 @pytest.mark.parametrize(
     ("library", "name"),
     [
-        ("v1", "DeepEP V1 high throughput, 20 SMs, quantising"),
-        ("v2", "DeepEP V2, 22 SMs, quantising"),
+        ("v1", "DeepEP V1 high throughput, 20 SMs, quantizing"),
+        ("v2", "DeepEP V2, 22 SMs, quantizing"),
     ],
 )
-def test_those_that_quantise_do_so_in_each_dispatch(library: str, name: str, rows: dict) -> None:
+def test_those_that_quantize_do_so_in_each_dispatch(library: str, name: str, rows: dict) -> None:
     for row in rows[library, name]:
         if row.quant == "none":
             assert (row.status, row.note) == ("refused", "bfloat16 rows travel as they are")

@@ -18,7 +18,7 @@ from experts.flashinfer.nan_rows import mark_nan_rows, mark_nan_rows_ref
 from modular_kernel.catalog import make_kernel
 from modular_kernel.errors import ConfigurationError, UnsupportedError
 from modular_kernel.providers import find
-from modular_kernel.quant import quantise_weights
+from modular_kernel.quant import quantize_weights
 from modular_kernel.reference import oracle
 from modular_kernel.row_order import up_rows_first
 from modular_kernel.tensors import DispatchedRouting, ExpertWeights, Routing
@@ -86,7 +86,7 @@ def test_rows_put_in_order_are_the_same_layer(quant: str, order: str) -> None:
     problem, plain = replace(problem, quant=quant, bias=True), replace(given.weights, b1=b1)
     weights = replace(plain, b2=torch.randn(5, 256))
     if quant != "none":
-        weights = quantise_weights(weights, problem)
+        weights = quantize_weights(weights, problem)
     call = given.x_TH, given.routing
     if order.endswith("true") and quant == BLOCK:
         with pytest.raises(ConfigurationError, match="alternating rows, need gate and up rows in"):
@@ -104,7 +104,7 @@ def test_rows_put_in_order_are_the_same_layer(quant: str, order: str) -> None:
     ("change", "match"),
     [
         ({"activation": "relu2"}, "got relu2, need a gated one"),
-        ({"quant": "int4_w4a16_group"}, "got int4_w4a16_group, need unquantised weights"),
+        ({"quant": "int4_w4a16_group"}, "got int4_w4a16_group, need unquantized weights"),
         ({"quant": BLOCK, "intermediate": 192}, "got I=192, need gate and up rows in blocks"),
     ],
 )
@@ -251,8 +251,8 @@ PLANTED: dict[str, tuple[str, Callable[[Layer], Layer]]] = {
     "one scale for all experts": ("tensor", scale(0, lambda s: s[:1])),
     "a1 of one dimension": ("tensor", scale(3, lambda s: s.view(1))),
     "scales of double": ("tensor", scale(2, torch.Tensor.double)),
-    "x unquantised beside fp8": ("tensor", lambda o: replace(o, x_TH=o.x_TH.bfloat16())),
-    "x quantised by blocks": ("blocks", lambda o: replace(o, x_TH=o.x_TH.to(E4M3))),
+    "x unquantized beside fp8": ("tensor", lambda o: replace(o, x_TH=o.x_TH.bfloat16())),
+    "x quantized by blocks": ("blocks", lambda o: replace(o, x_TH=o.x_TH.to(E4M3))),
     "a block's scale too few": ("blocks", scale(0, lambda s: s[:, :1])),
     "blocks' scales by columns": ("blocks", scale(0, lambda s: s.repeat(1, 1, 2)[..., ::2])),
 }  # fmt: skip

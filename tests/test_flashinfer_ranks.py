@@ -41,14 +41,14 @@ def name(case: RankCase) -> str:
     return str(case).partition("+")[2]
 
 
-QUANTISED = [case for case in cases("TritonExperts", 2) if case.problem.scheme.quantised]
+QUANTIZED = [case for case in cases("TritonExperts", 2) if case.problem.scheme.quantized]
 UNEVEN = [case for case in cases("TorchExperts", 4) if case.routing in ("duplicates", "skips")]
 
 
 BOTH = cases(FlashInfer, 2)[:3]  # all of it FlashInfer's
 
 
-@pytest.mark.parametrize("case", cases("TorchExperts", 2) + QUANTISED + UNEVEN + BOTH, ids=name)
+@pytest.mark.parametrize("case", cases("TorchExperts", 2) + QUANTIZED + UNEVEN + BOTH, ids=name)
 def test_proven(case: RankCase, rank_pool: Pool) -> None:
     proof = prove_ranks(case, rank_pool(case.world_size), MACHINE)
     assert proof.passed, str(proof)

@@ -8,7 +8,7 @@ import pytest
 
 from experts.triton.configs.select import choose_config, on_device, override_config
 from experts.triton.contiguous import paths_of
-from experts.triton.dequantised import config as dequantised_config
+from experts.triton.dequantized import config as dequantized_config
 from experts.triton.gemv_tma import config as gemv_tma_config
 from experts.triton.grouped_tma import config as grouped_tma_config
 from experts.triton.grouped_w4 import config as grouped_w4_config
@@ -18,7 +18,7 @@ from modular_kernel.types import Machine
 DEFAULTS = {
     "gemv_tma": lambda problem: gemv_tma_config.default(problem, H100),
     "grouped_tma": grouped_tma_config.default,
-    "dequantised": dequantised_config.default,
+    "dequantized": dequantized_config.default,
     "grouped_w4": grouped_w4_config.default,
 }
 HERE = Path(__file__).parent
@@ -40,7 +40,7 @@ def loaded(name: str) -> ModuleType:
     [
         ("test_streamed_path", "gemv_tma"),
         ("test_permuted_path", "grouped_tma"),
-        ("test_dequantised_on_gpu", "dequantised"),
+        ("test_dequantized_on_gpu", "dequantized"),
         ("test_grouped_w4_on_gpu", "grouped_w4"),
     ],
 )

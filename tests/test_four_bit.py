@@ -21,7 +21,7 @@ from experts.triton.paths import PATHS
 from modular_kernel.catalog import make_kernel
 from modular_kernel.composer import random_inputs
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.quant import quantise_weights
+from modular_kernel.quant import quantize_weights
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.types import Combine, Machine, Problem
@@ -177,7 +177,7 @@ def test_weights_off_16_bytes_take_the_other_kernel(monkeypatch: pytest.MonkeyPa
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     problem = replace(_BASE, tokens=3)
     x_TH, plain, routing = random_inputs(replace(problem, quant="none"), device)
-    weights = quantise_weights(plain, problem)
+    weights = quantize_weights(plain, problem)
     blocks = set[int]()
     monkeypatch.setattr(AlignedW4Path, "multiply", _noting(blocks))
     expected = make_kernel(_NO_EP, "TritonExperts", problem)(x_TH, weights, routing)
@@ -220,7 +220,7 @@ def test_explain_says_what_is_launched(tokens: int, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(path, "run", noting)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     x_TH, plain, routing = random_inputs(replace(problem, quant="none"), device)
-    make_kernel(_NO_EP, "TritonExperts", problem)(x_TH, quantise_weights(plain, problem), routing)
+    make_kernel(_NO_EP, "TritonExperts", problem)(x_TH, quantize_weights(plain, problem), routing)
     text = TritonExperts.tunable(problem).explain(tokens)
     (config,) = set(launched)
     assert f"  path: {config.path}\n" in text

@@ -14,7 +14,7 @@ from modular_kernel.ops.fp4_rows import (
     fp4_specs,
     name_batched_tiles,
     named_tiles,
-    quantise_tiles,
+    quantize_tiles,
     tile_scales,
     tiled_scale_spec,
 )
@@ -47,7 +47,7 @@ def assert_rows(out: Fp4Rows, values: torch.Tensor, scale_e: torch.Tensor) -> No
     groups = values.shape[1] // 16
     for tile, (expert, first, end) in enumerate(TILES):
         rows = slice(first, min(first + 128, end))
-        codes, scale = nvfp4.quantise(values[rows], 1 / scale_e[expert])
+        codes, scale = nvfp4.quantize(values[rows], 1 / scale_e[expert])
         assert torch.equal(unpack_pairs(out.q_RK[rows], 1), codes)
         assert torch.equal(out.scale[tile], to_tiles(scale)[0])
         live = from_tiles(out.scale[tile, None], 128, groups)
@@ -62,9 +62,9 @@ def test_values_are_held(path: str) -> None:
     x = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6], device=DEVICE).repeat(ROWS, 4)
     x[:, 16:] *= -8
     out = room_for(ROWS, 32, 4)
-    quantise_tiles(x.bfloat16(), named(TILES, 4), scale_e, out=out)
+    quantize_tiles(x.bfloat16(), named(TILES, 4), scale_e, out=out)
     scale = from_tiles(out.scale[:1], 128, 2).view(torch.float8_e4m3fn)
-    back = nvfp4.dequantise(unpack_pairs(out.q_RK[:128], 1), scale, torch.ones(1, device=DEVICE))
+    back = nvfp4.dequantize(unpack_pairs(out.q_RK[:128], 1), scale, torch.ones(1, device=DEVICE))
     assert torch.equal(back, x[:128])
 
 
@@ -78,7 +78,7 @@ def test_rows(columns: int, dtype: torch.dtype) -> None:
     x[4, :16] = 3e4  # more than the scale can hold
     x[5, :16] *= 1e-4  # a scale that is zero, or the least there is
     out = room_for(ROWS + 3, columns, 4)
-    quantise_tiles(x, named(TILES, 4), scale_e, out=out)
+    quantize_tiles(x, named(TILES, 4), scale_e, out=out)
     assert_rows(out, x, scale_e)
 
 
@@ -87,7 +87,7 @@ def test_every_half_of_a_step_rounds_to_even() -> None:
     scale_e = torch.ones(3, device=DEVICE)
     x = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0], device=DEVICE).repeat(ROWS, 2)
     out = room_for(ROWS, 16, 4)
-    quantise_tiles(x, named(TILES, 4), scale_e, out=out)
+    quantize_tiles(x, named(TILES, 4), scale_e, out=out)
     codes = unpack_pairs(out.q_RK[:1], 1)[0, :8]
     assert codes.tolist() == [0, 2, 2, 4, 4, 6, 6, 7]
 
@@ -99,7 +99,7 @@ def test_scales_in_the_middle_round_to_even() -> None:
     wanted = torch.tensor([17 / 16, 19 / 16, 0.5 / 512, 1.5 / 512, 2.5 / 512], device=DEVICE)
     x = (wanted * 6).repeat_interleave(16).repeat(ROWS, 1)
     out = room_for(ROWS, 80, 4)
-    quantise_tiles(x, named(TILES, 4), scale_e, out=out)
+    quantize_tiles(x, named(TILES, 4), scale_e, out=out)
     assert from_tiles(out.scale[:1], 128, 5)[0].tolist() == [0x38, 0x3A, 0, 2, 2]
 
 
@@ -109,7 +109,7 @@ def test_what_is_not_finite_stays_in_its_group() -> None:
     x = random(ROWS, 64, dtype=torch.float32)
     x[0, 3], x[1, 17], x[2, 40] = torch.nan, torch.inf, -torch.inf
     out = room_for(ROWS, 64, 4)
-    quantise_tiles(x, named(TILES, 4), scale_e, out=out)
+    quantize_tiles(x, named(TILES, 4), scale_e, out=out)
     assert_rows(out, x, scale_e)
     scale = from_tiles(out.scale[:1], 128, 4).view(torch.float8_e4m3fn).float()
     assert scale.isnan().nonzero().tolist() == [[0, 0]]
@@ -122,7 +122,7 @@ def test_scales_of_every_size_round_alike() -> None:
     sizes = torch.logspace(-12, 3.5, ROWS * 8, base=10.0, device=DEVICE).view(ROWS, 8, 1)
     x = (sizes * torch.linspace(-1, 1, 16, device=DEVICE)).flatten(1)
     out = room_for(ROWS, 128, 4)
-    quantise_tiles(x, named(TILES, 4), scale_e, out=out)
+    quantize_tiles(x, named(TILES, 4), scale_e, out=out)
     assert_rows(out, x, scale_e)
 
 
@@ -134,9 +134,9 @@ def test_activation(kind: str) -> None:
     act, scale_e = ActivationSpec.parse(kind), torch.tensor(SCALES, device=DEVICE)
     x = random(ROWS, 320 * (2 if act.gated else 1), dtype=torch.bfloat16)
     out = room_for(ROWS, 320, 4)
-    quantise_tiles(x, named(TILES, 4), scale_e, out=out, act=act)
+    quantize_tiles(x, named(TILES, 4), scale_e, out=out, act=act)
     h = gated_activation_ref(x, act).to(x.dtype)
-    codes, scale = nvfp4.quantise(h[:128], 1 / scale_e[0])
+    codes, scale = nvfp4.quantize(h[:128], 1 / scale_e[0])
     # By another exponential a value in a hundred may be off by its last bit.
     same = unpack_pairs(out.q_RK[:128], 1) == codes
     assert same.float().mean() > 0.995
@@ -150,7 +150,7 @@ def test_rows_from_elsewhere() -> None:
     x = random(40, 256, dtype=torch.bfloat16)
     source = (torch.arange(ROWS, device=DEVICE) * 7 % 40).int()
     out = room_for(ROWS, 256, 4)
-    quantise_tiles(x, named(TILES, 4), scale_e, out=out, source_R=source)
+    quantize_tiles(x, named(TILES, 4), scale_e, out=out, source_R=source)
     assert_rows(out, x[source.long()], scale_e)
 
 
@@ -188,13 +188,13 @@ def refused(error: type[Exception], match: str, **changes: object) -> None:
         "out": room_for(135, 64, 4),
     }
     with pytest.raises(error, match=match):
-        quantise_tiles(**(given | changes))  # type: ignore[arg-type]
+        quantize_tiles(**(given | changes))  # type: ignore[arg-type]
 
 
 def test_refusals() -> None:
     zeros = torch.zeros
-    refused(ShapeError, "rows to quantise", x=zeros(135, 48))
-    refused(ShapeError, "rows to quantise", act=ActivationSpec.parse("silu"))
+    refused(ShapeError, "rows to quantize", x=zeros(135, 48))
+    refused(ShapeError, "rows to quantize", act=ActivationSpec.parse("silu"))
     refused(LayoutError, "side by side", x=zeros(64, 135).T)
     refused(ShapeError, "scales of tiles", out=room_for(135, 64, 3))
     refused(ShapeError, "a multiple of 16", x=zeros(135, 40), out=room_for(135, 40, 4))

@@ -1,4 +1,4 @@
-"""The pair that an all2all backend and a quantisation choose."""
+"""The pair that an all2all backend and a quantization choose."""
 
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ HERE = [b for b, part in ALL2ALL.items() if part in load_catalog().names("prepar
 
 
 @pytest.mark.parametrize("backend", HERE)
-def test_a_backend_names_a_part_and_the_quantisation_the_experts(backend: str) -> None:
+def test_a_backend_names_a_part_and_the_quantization_the_experts(backend: str) -> None:
     catalog = load_catalog()
     part = catalog.prepare_finalize(ALL2ALL[backend])
     bf16 = replace(RANKS, dtype=torch.bfloat16, hidden=2048, intermediate=128, experts=64)

@@ -68,11 +68,11 @@ def test_packed_weights_are_what_the_packer_unpacks(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", NVFP4)
-def test_the_quantiser_gives_the_packer_s_bits(kind: str) -> None:
+def test_the_quantizer_gives_the_packer_s_bits(kind: str) -> None:
     tensors = golden(kind)
     whole = tensors.get("weight_scale_2")
     inverse = tensors["weight_global_scale"] if whole is None else 1 / whole
-    codes, scale = nvfp4.quantise(tensors["original"], inverse)
+    codes, scale = nvfp4.quantize(tensors["original"], inverse)
     packed = tensors["weight_packed" if whole is None else "weight"]
     assert torch.equal(codes, unpack_pairs(packed, 1))
     assert torch.equal(scale.view(torch.uint8), tensors["weight_scale"].view(torch.uint8))

@@ -119,8 +119,8 @@ def test_the_first_and_last_number_of_tokens(experts: int) -> None:
 @pytest.mark.parametrize(
     ("tokens", "path"),
     [(64, "aligned_w4"), (159, "aligned_w4"), (160, "grouped_w4"), (256, "grouped_w4"),
-     (384, "grouped_w4"), (1024, "grouped_w4"), (2560, "grouped_w4"), (2561, "dequantised"),
-     (8192, "dequantised")],
+     (384, "grouped_w4"), (1024, "grouped_w4"), (2560, "grouped_w4"), (2561, "dequantized"),
+     (8192, "dequantized")],
 )  # fmt: skip
 def test_files_of_version_1_came_before_it(tokens: int, path: str) -> None:
     mixtral = Problem(1, 4096, 14336, 8, 2, quant="mxfp4_w4a16")
@@ -156,7 +156,7 @@ def test_weights_in_order_are_a_bounded_buffer() -> None:
     specs = GroupedW4Path(layer).specs(4096, 128)
     held = specs["tiled_words"].nbytes + specs["tiled_scales"].nbytes
     assert (1 << 28) < held <= 1 << 30
-    assert "dequantised" not in specs
+    assert "dequantized" not in specs
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from module_ranks import module_ranks
 
 import modular_kernel as mk
 from experts.triton.configs.select import on_device, override_config
-from experts.triton.dequantised import config as dequantised
-from experts.triton.dequantised.path import DequantisedPath
+from experts.triton.dequantized import config as dequantized
+from experts.triton.dequantized.path import DequantizedPath
 from experts.triton.grouped_w4 import config as grouped_w4
 from experts.triton.grouped_w4.path import GroupedW4Path
 from modular_kernel.testing.cases.case import Case
@@ -96,8 +96,8 @@ def test_an_eager_call_of_4_bits_runs_little_python(call: tuple[str, str, str, i
 
 # The paths of an H200 whose products are made of TMA: (path, scheme, tokens) -> calls.
 ON_H200 = {
-    ("dequantised", INT4, 8): 220,
-    ("dequantised", MXFP4, 128): 225,
+    ("dequantized", INT4, 8): 220,
+    ("dequantized", MXFP4, 128): 225,
     ("grouped_w4", INT4, 128): 259,
     ("grouped_w4", MXFP4, 8): 247,
 }
@@ -111,10 +111,10 @@ def test_an_eager_call_of_grouped_rows_runs_little_python(
     """All but the two products themselves, which the interpreter does not know."""
     path, quant, tokens = call
     problem, products = problem_of(quant, tokens), []
-    for cls in (DequantisedPath, GroupedW4Path):
+    for cls in (DequantizedPath, GroupedW4Path):
         monkeypatch.setattr(cls, "multiply", lambda *_: products.append(path))
     launches = {
-        "dequantised": dequantised.default(problem),
+        "dequantized": dequantized.default(problem),
         "grouped_w4": grouped_w4.default(problem, 64),
     }
     with on_device(H200), override_config(launches[path]):

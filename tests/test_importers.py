@@ -22,7 +22,7 @@ from modular_kernel.importers import (
     shard_rows,
     symmetric,
 )
-from modular_kernel.quant import check_weights_quantised, dequantise
+from modular_kernel.quant import check_weights_quantized, dequantize
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem
@@ -107,7 +107,7 @@ def numbers(weights: GroupWeights) -> torch.Tensor:
     """What the stored tensors stand for, (N, K)."""
     zeros = None if weights.zero_point is None else weights.zero_point[None]
     scheme = QuantScheme.parse(weights.quant)
-    return dequantise(weights.w[None], weights.scale[None], zeros, scheme)[0]
+    return dequantize(weights.w[None], weights.scale[None], zeros, scheme)[0]
 
 
 @pytest.mark.parametrize("group", [16, 32, 48, -1])
@@ -335,7 +335,7 @@ def test_a_layer_of_imported_weights_is_accepted() -> None:
             w2_zero_point=down.zero_point,
         )
         made = Problem(2, 128, 32, 1, 1, activation="relu2", quant=up.quant)
-        check_weights_quantised(weights, made, torch.device("cpu"))
+        check_weights_quantized(weights, made, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("value", [None, 3, "words", [[1]], 2.5])

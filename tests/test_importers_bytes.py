@@ -18,7 +18,7 @@ from modular_kernel.importers import (
     static_scale,
     symmetric,
 )
-from modular_kernel.quant import check_weights_quantised, dequantise
+from modular_kernel.quant import check_weights_quantized, dequantize
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem
@@ -170,11 +170,11 @@ def test_what_is_made_binds() -> None:
         w1, w2, w1_scale=w1_scale, w2_scale=torch.ones(2), a1_scale=static, a2_scale=static
     )
     problem = Problem(1, 16, 4, 2, 1, quant="fp8_w8a8_tensor:static=true")
-    check_weights_quantised(weights, problem, CPU)
+    check_weights_quantized(weights, problem, CPU)
     flat = channel_scale(torch.ones(2, 8, 1, dtype=torch.bfloat16))
     channels = replace(weights, w1_scale=flat, w2_scale=channel_scale(torch.ones(2, 16)),
                        a1_scale=None, a2_scale=None)  # fmt: skip
-    check_weights_quantised(channels, replace(problem, quant="fp8_w8a8_channel"), CPU)
+    check_weights_quantized(channels, replace(problem, quant="fp8_w8a8_channel"), CPU)
 
 
 def test_bad_scales() -> None:
@@ -210,7 +210,7 @@ def test_gpt_oss_by_hand() -> None:
     w, scale = from_gpt_oss(blocks, scales)
     assert w.shape == (1, 2, 32)
     assert w.data_ptr() == blocks.data_ptr()
-    values = dequantise(w, scale, None, QuantScheme.parse("mxfp4_w4a16"))
+    values = dequantize(w, scale, None, QuantScheme.parse("mxfp4_w4a16"))
     assert values[0, 0, :3].tolist() == [1.0, 2.0, 0.0]
     assert values[0, 0, 62:].tolist() == [3.0, -3.0]
     assert not values[0, 1].any()
@@ -221,7 +221,7 @@ def test_a_gpt_oss_layer_binds() -> None:
     down = from_gpt_oss(torch.zeros(2, 64, 1, 16).byte(), torch.zeros(2, 64, 1).byte())
     weights = ExpertWeights(up[0], down[0], w1_scale=up[1], w2_scale=down[1])
     problem = Problem(1, 64, 32, 2, 1, activation="swiglu_oai", quant="mxfp4_w4a16")
-    check_weights_quantised(weights, problem, CPU)
+    check_weights_quantized(weights, problem, CPU)
 
 
 def test_bad_mxfp4() -> None:

@@ -33,7 +33,7 @@ CASTS: dict[str, tuple[Callable[[torch.nn.Module], object], torch.dtype]] = {
     "to both": (lambda layer: layer.to("cpu", torch.float16), torch.float16),
     "a model's": (lambda layer: torch.nn.ModuleList([layer]).to(torch.float16), torch.float16),
 }
-QUANTISED = (
+QUANTIZED = (
     "int4_w4a16_group:group=8,zero_points=true",
     "int8_w8a16_channel",
     "fp8_w8a8_block:block=8x8",
@@ -55,7 +55,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("cast", CASTS)
 @pytest.mark.parametrize("bias", [False, True])
-def test_an_unquantised_layer_computes_in_the_dtype_of_its_cast(cast: str, bias: bool) -> None:
+def test_an_unquantized_layer_computes_in_the_dtype_of_its_cast(cast: str, bias: bool) -> None:
     sample = Sample(FAMILIES["biased"], fields={"bias": bias})
     layer, (apply, dtype) = layer_of(sample), CASTS[cast]
     before = layer(sample.x_TH, sample.logits)
@@ -74,7 +74,7 @@ def test_an_unquantised_layer_computes_in_the_dtype_of_its_cast(cast: str, bias:
 
 
 @pytest.mark.parametrize("cast", ["half", "bfloat16", "float"])
-@pytest.mark.parametrize("quant", QUANTISED)
+@pytest.mark.parametrize("quant", QUANTIZED)
 @pytest.mark.parametrize("own", [torch.bfloat16, torch.float32], ids=str)
 def test_what_a_scheme_stores_is_not_cast(quant: str, cast: str, own: torch.dtype) -> None:
     sample = Sample(fields={"quant": quant, "dtype": own, "bias": True})
@@ -162,7 +162,7 @@ def fresh_of(sample: Sample, **options: Any) -> FusedMoE:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("quant", ["none", *QUANTISED])
+@pytest.mark.parametrize("quant", ["none", *QUANTIZED])
 @pytest.mark.parametrize(
     "way", ["set_weights", "state_dict", "assign", "copy_", "data.copy_", "data"]
 )

@@ -101,7 +101,7 @@ def test_a_cold_compile_of_any_backend_computes_what_eager_does(backend: str) ->
 
 @pytest.mark.parametrize("table", [False, True])
 def test_a_router_inside_is_traced(table: bool) -> None:
-    spec = RouterSpec(K, "sqrtsoftplus", renormalise=True, selection_bias=not table, table=table)
+    spec = RouterSpec(K, "sqrtsoftplus", renormalize=True, selection_bias=not table, table=table)
     router = Router(spec, H, E, bias=True, vocabulary=20 if table else None)
     for number, parameter in enumerate(router.parameters()):
         parameter.data.copy_(Sample().draw(*parameter.shape, seed=number + 8))
@@ -156,7 +156,7 @@ def test_another_router_of_a_layer_is_another_graph() -> None:
     layer = layer_of(Sample())
     call, _ = compiled(layer)
     given, found = inputs(Sample(), 6), []
-    for spec in (RouterSpec(K), RouterSpec(K, "sigmoid"), RouterSpec(K, renormalise=True, eps=0.5)):
+    for spec in (RouterSpec(K), RouterSpec(K, "sigmoid"), RouterSpec(K, renormalize=True, eps=0.5)):
         layer.router = spec
         found.append(call(*given))
         assert torch.equal(found[-1], layer(*given))

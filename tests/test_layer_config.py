@@ -69,7 +69,7 @@ def test_a_checkpoint_says_all_of_its_layer(family: str, without_tensors: bool, 
     assert close(layer(x.float(), logits), truth(sample, x, loaded.router, logits, bias))
 
 
-def test_shares_of_a_quantised_checkpoint_sum_to_its_layer(tmp_path) -> None:
+def test_shares_of_a_quantized_checkpoint_sum_to_its_layer(tmp_path) -> None:
     sample = write(tmp_path, "qwen3_moe", "deepseek fp8", intermediate=I)
     state_more(tmp_path, norm_topk_prob=True)
     logits, (x, *_) = torch.randn(T, E), sample.inputs(T)
@@ -80,7 +80,7 @@ def test_shares_of_a_quantised_checkpoint_sum_to_its_layer(tmp_path) -> None:
             layer = FusedMoE.from_config(tmp_path, 0, parallel=place)
             layer.load(tmp_path)
             total += layer(x.bfloat16(), logits).double()
-    want = truth(sample, x, RouterSpec(K, renormalise=True), logits, None)
+    want = truth(sample, x, RouterSpec(K, renormalize=True), logits, None)
     assert float((total - want).norm() / want.norm()) < 8e-2
 
 
@@ -120,8 +120,8 @@ def layer_with(router: RouterSpec | Router | None, **options: Any) -> FusedMoE:
 def test_load_refuses_a_router_that_is_not_the_checkpoint_s(tmp_path) -> None:
     write(tmp_path, "qwen3_moe", "fp32", intermediate=I)
     state_more(tmp_path, norm_topk_prob=False)
-    documented = RouterSpec(K, renormalise=True)
-    match = "router of the checkpoint: got renormalise=False, need renormalise=True, the layer's"
+    documented = RouterSpec(K, renormalize=True)
+    match = "router of the checkpoint: got renormalize=False, need renormalize=True, the layer's"
     for router in (documented, Router(documented, H, E)):
         layer = layer_with(router)
         with pytest.raises(ConfigurationError, match=match):
@@ -136,13 +136,13 @@ def test_load_refuses_a_router_that_is_not_the_checkpoint_s(tmp_path) -> None:
 def test_load_compares_what_deepseek_s_routers_have(tmp_path) -> None:
     sample = write(tmp_path, "deepseek_v3", "fp32", intermediate=I)
     state_more(tmp_path, n_group=2, topk_group=1)
-    typed = {"groups": 2, "topk_groups": 1, "selection_bias": True, "renormalise": True}
+    typed = {"groups": 2, "topk_groups": 1, "selection_bias": True, "renormalize": True}
     options = {"selection_bias": torch.zeros(E), "routed_scaling_factor": sample.scaling}
     layer_with(RouterSpec(K, "sigmoid", **typed), **options).load(tmp_path)  # 1e-20 is no matter
     for changes, match in (
         ({"group_score": "max"}, "got group_score='top2', need group_score='max'"),
         ({"topk_groups": 2}, "got groups=2, topk_groups=1, need groups=2, topk_groups=2"),
-        ({"renormalise": False}, "renormalise=True, need renormalise=False"),
+        ({"renormalize": False}, "renormalize=True, need renormalize=False"),
     ):
         layer = layer_with(RouterSpec(K, "sigmoid", **typed | changes), **options)
         with pytest.raises(ConfigurationError, match=f"router of the checkpoint: .*{match}"):

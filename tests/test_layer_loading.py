@@ -133,7 +133,7 @@ def test_a_checkpoint_of_another_layer_is_refused(tmp_path: Path) -> None:
         layer = layer_of("fp32", place, **{"layer_id": 0} | options)
         with pytest.raises(ModularKernelError, match=message):
             layer.load(tmp_path)
-        assert bool(layer.w2_weight.float().isnan().any()) or layer.problem.scheme.quantised
+        assert bool(layer.w2_weight.float().isnan().any()) or layer.problem.scheme.quantized
     with pytest.raises(ConfigurationError, match="layer: got None, need the layer's number"):
         layer_of("fp32", place).load(tmp_path)
 

@@ -75,7 +75,7 @@ ROWS = {
         f"{EP_LAYER}::test_it_says_which_experts_it_holds",
         f"{EP_LAYER}::test_bad_input",
     )),
-    "E3": Row("routing plain, renormalised, grouped, with a correction bias", (
+    "E3": Row("routing plain, renormalized, grouped, with a correction bias", (
         f"{LAYERS}::test_routing_of_every_kind",
         "test_router_families::test_it_routes_as_the_family_does",
         "test_router::test_it_is_the_oracle_s",
@@ -102,9 +102,9 @@ ROWS = {
         "test_layer_loading::test_ep_moe_in_float8",
         f"{EP_LAYER}::test_float8_with_one_scale_an_expert",
     )),
-    "E18": Row("create_weights of the unquantised and the float8 method", (
+    "E18": Row("create_weights of the unquantized and the float8 method", (
         f"{LOADING}::test_the_methods_of_the_seed_create_its_parameters",
-        f"{EP_LAYER}::test_quantisation_by_config",
+        f"{EP_LAYER}::test_quantization_by_config",
     )),
 }  # fmt: skip
 

@@ -98,8 +98,8 @@ def test_parameters_have_the_field_s_names() -> None:
     }
     assert not any(p.requires_grad for p in layer.parameters())
     assert all(bool(p.isnan().all()) for p in layer.parameters())  # until they are loaded
-    quantised = FusedMoE(E, H, I, top_k=K, quant_config="int4_w4a16_group:group=16")
-    shapes = {name: tuple(p.shape) for name, p in quantised.named_parameters()}
+    quantized = FusedMoE(E, H, I, top_k=K, quant_config="int4_w4a16_group:group=16")
+    shapes = {name: tuple(p.shape) for name, p in quantized.named_parameters()}
     assert shapes["w13_weight"] == (E, 2 * I, H // 2)
     assert shapes["w13_weight_scale"] == (E, 2 * I, H // 16)
 
@@ -202,7 +202,7 @@ def test_batches_of_sequences() -> None:
 @pytest.mark.parametrize("table", [False, True])
 def test_a_router_inside(table: bool) -> None:
     sample = Sample()
-    spec = RouterSpec(K, "sqrtsoftplus", renormalise=True, selection_bias=not table, table=table)
+    spec = RouterSpec(K, "sqrtsoftplus", renormalize=True, selection_bias=not table, table=table)
     router = Router(spec, H, E, bias=True, vocabulary=20 if table else None)
     router.weight.data = sample.draw(E, H, seed=8)
     router.bias.data = sample.draw(E, seed=9)

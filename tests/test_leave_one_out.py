@@ -48,10 +48,10 @@ def test_a_layer_left_out_takes_the_nearest_other_s_tiles(tool: ModuleType, conf
     own = {(cell.layer, cell.problem.tokens): cell.tuned for cell in found}
     by = {(cell.layer, cell.problem.tokens): cell for cell in found}
     assert by["mixtral", 16].origin == "E=8, K=2, H=4096, I=7168, 16 tokens"
-    assert by["mixtral", 16].neighbours == own["mixtral_tp2", 16]
+    assert by["mixtral", 16].neighbors == own["mixtral_tp2", 16]
     assert by["mixtral_tp2", 4096].origin == "E=8, K=2, H=4096, I=14336, 4096 tokens"
     assert by["dsv3_tp8", 16].origin == "heuristics", "nothing is near"
-    assert by["dsv3_tp8", 16].neighbours == by["dsv3_tp8", 16].regimes != own["dsv3_tp8", 16]
+    assert by["dsv3_tp8", 16].neighbors == by["dsv3_tp8", 16].regimes != own["dsv3_tp8", 16]
     assert tool.cells(LAYERS, ["fp8_w8a8_block"], [16], configs) == [], "no file of that scheme"
     alone = tool.cells(["mixtral"], ["none"], [16])
     assert alone[0].tuned == own["mixtral", 16], "the files that ship"
@@ -61,13 +61,13 @@ def test_a_record_names_what_is_alike(tool: ModuleType, configs: Path) -> None:
     cell = tool.cells(["dsv3_tp8"], ["none"], [16], configs)[0]
     assert cell.choices == [cell.tuned, cell.regimes]
     row = json.loads(json.dumps(cell.record({cell.tuned: 1e-5, cell.regimes: 1.5e-5})))
-    assert row["us"] == {"tuned": 10.0, "neighbours": 15.0, "regimes": 15.0}
+    assert row["us"] == {"tuned": 10.0, "neighbors": 15.0, "regimes": 15.0}
     (result,) = tool.results([row])
-    assert (result.neighbours, result.regimes) == (1.5, 1.5)
+    assert (result.neighbors, result.regimes) == (1.5, 1.5)
     same = tool.TimedCell(cell.layer, cell.problem, cell.tuned, cell.tuned, cell.tuned, "regimes")
     assert same.choices == [cell.tuned]
     (result,) = tool.results([same.record({})])
-    assert (result.neighbours, result.regimes) == (1.0, 1.0)
+    assert (result.neighbors, result.regimes) == (1.0, 1.0)
 
 
 class Bench:
@@ -122,15 +122,15 @@ def test_only_what_differs_is_timed(
     assert left == 1, "the cell with wrong numbers"
     assert "wrong" in capsys.readouterr().err
     us = {(row["layer"], row["tokens"]): row["us"] for row in kept[-1]}
-    timed = {"tuned": 128.0, "neighbours": 256.0, "regimes": 128.0}
+    timed = {"tuned": 128.0, "neighbors": 256.0, "regimes": 128.0}
     assert us == {("a", 16): timed, ("a", 64): {}, ("c", 16): {}}
     assert Compiler.begun == [one, two, one, wrong]
     assert tool.time_cells(found, -1.0, kept.append) == 3, "no time: whole layers"
     assert [row["layer"] for row in kept[-1]] == ["c"]
 
 
-def row(layer: str, tokens: int, neighbours: float, regimes: float) -> dict[str, object]:
-    us = {"tuned": 10.0, "neighbours": 10.0 * neighbours, "regimes": 10.0 * regimes}
+def row(layer: str, tokens: int, neighbors: float, regimes: float) -> dict[str, object]:
+    us = {"tuned": 10.0, "neighbors": 10.0 * neighbors, "regimes": 10.0 * regimes}
     return {"layer": layer, "quant": "none", "tokens": tokens, "origin": "E=8, K=2", "us": us}
 
 

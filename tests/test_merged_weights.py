@@ -115,7 +115,7 @@ CASES += [
 
 @pytest.mark.share(3)
 @pytest.mark.parametrize(("experts", "quant", "top_k"), CASES)
-def test_in_bf16_and_quantised_within_the_rule(experts: str, quant: str, top_k: int) -> None:
+def test_in_bf16_and_quantized_within_the_rule(experts: str, quant: str, top_k: int) -> None:
     _, problems = judged(experts, problem_of(quant, top_k))
     assert problems == ()
 

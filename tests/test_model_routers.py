@@ -56,14 +56,14 @@ def module_of(kind: str) -> tuple[str, str]:
     return folder, name
 
 
-@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize("kind", RULES)
-def test_a_config_routes_as_its_model_does(kind: str, normalised: bool) -> None:
+def test_a_config_routes_as_its_model_does(kind: str, normalized: bool) -> None:
     folder, name = module_of(kind)
     is_v2 = RULES[kind].method_key != ""
-    given = config_of(kind, norm_topk_prob=normalised and not is_v2)
+    given = config_of(kind, norm_topk_prob=normalized and not is_v2)
     if kind == "cohere2_moe":
-        given["expert_selection_fn"] = "sigmoid" if normalised else "softmax"
+        given["expert_selection_fn"] = "sigmoid" if normalized else "softmax"
     spec = router_of_config(NOWHERE, given, K)
     assert spec is not None
     if kind == "longcat_flash":  # its zero experts are refused where the sizes are read
@@ -132,10 +132,10 @@ def test_values_that_the_code_does_not_have_are_refused(kind: str, changes, matc
 
 
 def test_only_differences_that_change_a_number_count() -> None:
-    plain = RouterSpec(K, renormalise=True)
-    assert router_differences(plain, RouterSpec(K)) == ("renormalise",)
-    assert router_differences(plain, RouterSpec(K, renormalise=True, eps=1e-20)) == ()
-    assert router_differences(plain, RouterSpec(K, renormalise=True, eps=1e-6)) == ("eps",)
+    plain = RouterSpec(K, renormalize=True)
+    assert router_differences(plain, RouterSpec(K)) == ("renormalize",)
+    assert router_differences(plain, RouterSpec(K, renormalize=True, eps=1e-20)) == ()
+    assert router_differences(plain, RouterSpec(K, renormalize=True, eps=1e-6)) == ("eps",)
     first = RouterSpec(K, order="topk_first")
     assert router_differences(first, RouterSpec(K, order="topk_first", **EPS)) == ()
     whole = RouterSpec(K, groups=4, topk_groups=4, group_score="max")
@@ -150,5 +150,5 @@ def test_json_is_what_is_read() -> None:
     text = json.dumps(config_of("deepseek_v3"))
     spec = router_of_config(NOWHERE, json.loads(text), K)
     assert spec == RouterSpec(
-        K, "sigmoid", groups=4, topk_groups=2, selection_bias=True, renormalise=True, eps=1e-20
+        K, "sigmoid", groups=4, topk_groups=2, selection_bias=True, renormalize=True, eps=1e-20
     )

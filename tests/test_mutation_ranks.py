@@ -37,7 +37,7 @@ WHERE = OverRanks(2)
 
 @pytest.fixture(scope="module")
 def coverage() -> Coverage:
-    """What three smoke cases execute: one without a rest, one that is quantised among them."""
+    """What three smoke cases execute: one without a rest, one that is quantized among them."""
     found = WHERE.cover({MODULE: ROOT / FILE}, (PAIR,), "smoke")
     assert found.ended == ""
     assert len(found.cases) == 13

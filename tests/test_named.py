@@ -1,4 +1,4 @@
-"""What `mk doctor`, the extras and the docs name is there: tied to the catalogue and the source."""
+"""What `mk doctor`, the extras and the docs name is there: tied to the catalog and the source."""
 
 import ast
 import re
@@ -52,7 +52,7 @@ def test_doctor_names_what_parts_need_and_what_is_imported() -> None:
     """Of packages that no part needs it says what they give: so something must import them."""
     needed = packages_of(load_catalog())
     extras = set(doctor._EXTRAS)
-    assert extras & needed == set(), "the catalogue says it already"
+    assert extras & needed == set(), "the catalog says it already"
     assert extras <= imported()
 
 
@@ -90,7 +90,7 @@ def test_extras_that_the_docs_name_exist() -> None:
         assert named <= set(extras()), path
 
 
-def test_the_table_of_parts_is_the_catalogue() -> None:
+def test_the_table_of_parts_is_the_catalog() -> None:
     text = (ROOT / "docs/parts.md").read_text(encoding="utf-8")
     table = text[text.index("\n| part |") :].split("\n\n")[0].lstrip()
     rows = [line.split("|")[1] for line in table.splitlines()[2:]]

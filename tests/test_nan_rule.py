@@ -16,7 +16,7 @@ from experts.triton.configs.select import override_config, this_store
 from experts.triton.paths import BY_NAME
 from modular_kernel.catalog import check, this_machine
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.ops.quantise import quantised
+from modular_kernel.ops.quantize import quantized
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.testing.cases.chosen import chosen_cases
 from modular_kernel.testing.cases.inputs import Manner, make_inputs
@@ -132,6 +132,6 @@ def test_computed_scale_of_nan_is_nan(scheme: str) -> None:
     """The scale carries it: codes of integers cannot."""
     values = torch.randn(3, 256)
     values[1, 200] = torch.nan
-    _, scale = quantised(values, QuantScheme.parse(scheme))
+    _, scale = quantized(values, QuantScheme.parse(scheme))
     rows = scale.isnan().view(len(scale), -1).any(1).tolist()
     assert rows == ([True] if len(scale) == 1 else [False, True, False])

@@ -1,4 +1,4 @@
-"""nvfp4 to the bit: every code with every scale, the quantiser by a search, kernels by both."""
+"""nvfp4 to the bit: every code with every scale, the quantizer by a search, kernels by both."""
 
 import itertools
 from dataclasses import replace
@@ -15,7 +15,7 @@ from experts.triton.paths import BY_NAME
 from modular_kernel import ExpertWeights, Problem, nvfp4
 from modular_kernel.catalog import this_machine
 from modular_kernel.errors import DtypeError, InputError, ShapeError, WeightsError
-from modular_kernel.quant import check_weights_quantised, quantise_weights, values_of, weight_specs
+from modular_kernel.quant import check_weights_quantized, quantize_weights, values_of, weight_specs
 from modular_kernel.tensors import Routing
 from modular_kernel.types import Machine
 
@@ -56,7 +56,7 @@ def test_every_code_with_every_scale() -> None:
     codes, scale, want = every_pair()
     numbers = (torch.arange(256) & 127) != NAN
     factor = torch.tensor(G)
-    got = nvfp4.dequantise(codes, scale, factor)
+    got = nvfp4.dequantize(codes, scale, factor)
     assert got.dtype == torch.float32
     assert got[~numbers].isnan().all()
     # The product of a code and its scale is a float32, so there is one rounding, by the factor.
@@ -129,14 +129,14 @@ def searched(value: float, choices: list[float]) -> int:
     )
 
 
-def test_the_quantiser_is_that_of_a_search() -> None:
+def test_the_quantizer_is_that_of_a_search() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(40, 40, generator=generator) * torch.exp2(torch.arange(40) - 20.0)[:, None]
     x[0] = 0
     x[1, :16] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0] * 2)  # ties, s = 1
     inverse = torch.rand(40, 1, generator=generator) * 1000
     inverse[1] = 1
-    codes, scale = nvfp4.quantise(x, inverse)
+    codes, scale = nvfp4.quantize(x, inverse)
     assert codes.shape == x.shape
     assert scale.shape == (40, 3)  # the last group has 8 columns
     places = [e4m3(byte) for byte in range(NAN)]
@@ -155,7 +155,7 @@ def test_the_quantiser_is_that_of_a_search() -> None:
 
 
 def test_codes_on_both_sides_of_every_midpoint() -> None:
-    """Each midpoint and its neighbours in float32; what is no number is the largest."""
+    """Each midpoint and its neighbors in float32; what is no number is the largest."""
     midpoints = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(MAGNITUDES)])
     near = torch.stack(
         [(midpoints.view(torch.int32) + step).view(torch.float32) for step in (-1, 0, 1)]
@@ -171,10 +171,10 @@ def test_codes_on_both_sides_of_every_midpoint() -> None:
 
 
 def test_zeros_and_what_is_too_large() -> None:
-    codes, scale = nvfp4.quantise(torch.zeros(1, 16), torch.ones(1, 1))
+    codes, scale = nvfp4.quantize(torch.zeros(1, 16), torch.ones(1, 1))
     assert not codes.any()
     assert not scale.view(torch.uint8).any()
-    codes, scale = nvfp4.quantise(torch.full((1, 16), -1e6), torch.ones(1, 1))
+    codes, scale = nvfp4.quantize(torch.full((1, 16), -1e6), torch.ones(1, 1))
     assert float(scale) == 448
     assert codes.unique().tolist() == [15]  # -6: what does not fit saturates
 
@@ -192,7 +192,7 @@ def test_weights_reach_to_the_largest_of_each_matrix() -> None:
         ("silu:interleaved=true", torch.stack([gate, up], 2).flatten(1, 2)),
     ):
         problem = replace(small, activation=text)
-        weights = quantise_weights(ExpertWeights(w1, w2), problem)
+        weights = quantize_weights(ExpertWeights(w1, w2), problem)
         largest = torch.stack([gate, up], 1).abs().amax((2, 3))
         assert torch.equal(weights.w1_global_scale, largest / 2688)
         values = values_of(weights, "w1", problem)
@@ -209,7 +209,7 @@ def test_weights_reach_to_the_largest_of_each_matrix() -> None:
 def made(**changes: Any) -> tuple[ExpertWeights, Problem]:
     problem = replace(BASE, hidden=48, intermediate=32, **changes)
     plain = ExpertWeights(torch.randn(2, 64, 48), torch.randn(2, 48, 32))
-    return quantise_weights(plain, problem), problem
+    return quantize_weights(plain, problem), problem
 
 
 @pytest.mark.parametrize(
@@ -227,16 +227,16 @@ def test_what_does_not_fit_is_named(
     name: str, value: torch.Tensor | None, error: type[InputError], need: str
 ) -> None:
     weights, problem = made()
-    check_weights_quantised(weights, problem, CPU)
+    check_weights_quantized(weights, problem, CPU)
     with pytest.raises(error, match=need):
-        check_weights_quantised(replace(weights, **{name: value}), problem, CPU)
+        check_weights_quantized(replace(weights, **{name: value}), problem, CPU)
 
 
 def test_other_schemes_have_no_scales_of_matrices() -> None:
     weights, problem = made(quant="mxfp4_w4a16")
     given = replace(weights, w1_global_scale=torch.ones(2, 2))
     with pytest.raises(WeightsError, match="w1_global_scale: got a tensor, need None"):
-        check_weights_quantised(given, problem, CPU)
+        check_weights_quantized(given, problem, CPU)
     assert "w1_global_scale" not in weight_specs(problem)
 
 

@@ -8,7 +8,7 @@ import torch
 from modular_kernel import ExpertWeights, Problem, Routing, make_kernel, nvfp4, reference
 from modular_kernel.catalog import check, this_machine
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
-from modular_kernel.quant import check_weights_quantised, quantise_weights, weight_specs
+from modular_kernel.quant import check_weights_quantized, quantize_weights, weight_specs
 from modular_kernel.reference_nvfp4 import held_by_nvfp4
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.static_scales import static_scale
@@ -37,7 +37,7 @@ def layer(problem: Problem, seed: int = 0) -> tuple[torch.Tensor, ExpertWeights,
     )
     ids = torch.randint(0, problem.experts, (problem.tokens, problem.top_k), generator=generator)
     routing = Routing(torch.rand(ids.shape, generator=generator) + 0.5, ids.int())
-    return normal(problem.tokens, h).to(problem.dtype), quantise_weights(weights, problem), routing
+    return normal(problem.tokens, h).to(problem.dtype), quantize_weights(weights, problem), routing
 
 
 def run(pair: tuple[str, str], problem: Problem, *call: object) -> torch.Tensor:
@@ -52,7 +52,7 @@ def test_its_name_says_all_of_it() -> None:
     assert str(scheme) == "nvfp4_w4a4"
     assert scheme.static
     assert scheme.scales_by_expert
-    assert not scheme.travels_quantised
+    assert not scheme.travels_quantized
     assert scheme.activation_granularity == "group"
     for text in ("nvfp4_w4a4:static=false", "nvfp4_w4a4:group=32", "nvfp4_w4a16:static=true"):
         with pytest.raises(ConfigurationError):
@@ -81,7 +81,7 @@ def test_scales_that_are_not_of_each_expert(
 ) -> None:
     _, weights, _ = layer(BASE)
     with pytest.raises(error, match="a2_scale"):
-        check_weights_quantised(replace(weights, a2_scale=scale), BASE, CPU)
+        check_weights_quantized(replace(weights, a2_scale=scale), BASE, CPU)
 
 
 @pytest.mark.parametrize("value", [0.0, -0.01, torch.nan, torch.inf, 1e-40])
@@ -96,7 +96,7 @@ def test_a_checked_call_refuses_scales_that_are_none(name: str, value: float) ->
         checked(x, replace(weights, **{name: changed}), routing)
 
 
-def test_every_dispatch_carries_it_unquantised() -> None:
+def test_every_dispatch_carries_it_unquantized() -> None:
     for name in ("AllGatherReduceScatter", "TorchAll2All", "TorchAll2AllBatched"):
         experts = "NaiveBatchedExperts" if "Batched" in name else "TorchExperts"
         problem = replace(BASE, parallel=Parallel(2))
@@ -108,7 +108,7 @@ def test_every_dispatch_carries_it_unquantised() -> None:
 
 
 @pytest.mark.parametrize("depth", [64, 72, 7])
-def test_the_reference_holds_what_the_quantiser_does(depth: int) -> None:
+def test_the_reference_holds_what_the_quantizer_does(depth: int) -> None:
     """Two codes that share nothing: bit for bit by reciprocals, in all but ties by divisions."""
     generator = torch.Generator().manual_seed(depth)
     rows = torch.randn(300, depth, generator=generator).bfloat16().float()
@@ -117,7 +117,7 @@ def test_the_reference_holds_what_the_quantiser_does(depth: int) -> None:
     scale_e = torch.tensor([0.013, 0.4, 1.0])
     experts = torch.arange(300) % 3
     whole = scale_e[experts][:, None]
-    want = nvfp4.dequantise(*nvfp4.quantise(rows, 1 / whole), whole)
+    want = nvfp4.dequantize(*nvfp4.quantize(rows, 1 / whole), whole)
     assert torch.equal(held_by_nvfp4(rows, experts, scale_e, reciprocal=True), want)
     divided = held_by_nvfp4(rows, experts, scale_e, reciprocal=False)
     assert float(torch.isclose(divided, want, rtol=1e-6, atol=0).float().mean()) > 0.99

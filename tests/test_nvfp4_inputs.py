@@ -49,7 +49,7 @@ def test_scales_of_each_expert(kind: str, tmp_path: Path) -> None:
     plain = load_experts(sample.folder, 0)
     assert plain.problem_fields["quant"] == "nvfp4_w4a16"
     assert plain.weights.a1_scale is None
-    loaded = load_experts(sample.folder, 0, quantise_inputs=True)
+    loaded = load_experts(sample.folder, 0, quantize_inputs=True)
     assert loaded.problem_fields["quant"] == "nvfp4_w4a4"
     assert loaded.weights.a1_scale is not None
     assert loaded.weights.a2_scale is not None
@@ -62,7 +62,7 @@ def test_scales_of_each_expert(kind: str, tmp_path: Path) -> None:
 
 def test_a_rank_has_those_of_its_experts(tmp_path: Path) -> None:
     sample = write(tmp_path, "mixtral", MODELOPT, change=scaled(MODELOPT))
-    loaded = load_experts(sample.folder, 0, ep=(1, 2), tp=(1, 2), quantise_inputs=True)
+    loaded = load_experts(sample.folder, 0, ep=(1, 2), tp=(1, 2), quantize_inputs=True)
     assert loaded.weights.a1_scale is not None
     assert torch.allclose(loaded.weights.a1_scale, torch.tensor(A1[2:]))
     assert torch.allclose(loaded.weights.a2_scale, torch.tensor(A2[2:]))
@@ -70,7 +70,7 @@ def test_a_rank_has_those_of_its_experts(tmp_path: Path) -> None:
 
 def test_one_scale_of_a_stack_is_every_experts(tmp_path: Path) -> None:
     sample = write(tmp_path, "llama4_text", "modelopt nvfp4, fused")
-    loaded = load_experts(sample.folder, 0, quantise_inputs=True)
+    loaded = load_experts(sample.folder, 0, quantize_inputs=True)
     assert loaded.weights.a1_scale is not None
     assert torch.allclose(loaded.weights.a1_scale, torch.full((4,), 0.01))
 
@@ -82,7 +82,7 @@ def test_scales_of_a_stack_are_each_experts_own(tmp_path: Path) -> None:
 
     sample = write(tmp_path, "llama4_text", "modelopt nvfp4, fused", change=own)
     for rank, here in ((0, slice(0, 2)), (1, slice(2, 4))):
-        weights = load_experts(sample.folder, 0, ep=(rank, 2), quantise_inputs=True).weights
+        weights = load_experts(sample.folder, 0, ep=(rank, 2), quantize_inputs=True).weights
         for got, want in ((weights.a1_scale, A1[here]), (weights.a2_scale, A2[here])):
             assert got is not None
             assert torch.allclose(got, torch.tensor(want))
@@ -110,20 +110,20 @@ def test_activations_are_rounded(tmp_path: Path) -> None:
     sample = write(tmp_path, "mixtral", MODELOPT, change=scaled(MODELOPT))
     x, router, ids = sample.inputs(24)
     away = {}
-    for quantise in (False, True):
-        loaded = load_experts(sample.folder, 0, quantise_inputs=quantise)
+    for quantize in (False, True):
+        loaded = load_experts(sample.folder, 0, quantize_inputs=quantize)
         problem = loaded.problem(24)
         kernel = mk.make_kernel(*PAIR, problem, machine=this_machine(device="cpu"))
         y = kernel(x.to(problem.dtype), loaded.weights, mk.Routing(router, ids))
         truth = sample.truth(x.to(problem.dtype).double(), router, ids)
-        away[quantise] = float((y.double() - truth).norm() / truth.norm())
+        away[quantize] = float((y.double() - truth).norm() / truth.norm())
     assert away[False] < 0.01
     assert 0.03 < away[True] < 0.25
 
 
 def test_a_layer_of_the_scheme_loads_it(tmp_path: Path) -> None:
     sample = write(tmp_path, "mixtral", MODELOPT, change=scaled(MODELOPT))
-    loaded = load_experts(sample.folder, 0, quantise_inputs=True)
+    loaded = load_experts(sample.folder, 0, quantize_inputs=True)
     given = {"params_dtype": "bfloat16", "top_k": 2}
     layer = FusedMoE(4, 128, 256, quant_config="nvfp4_w4a4", **given)  # type: ignore[arg-type]
     layer.load(sample.folder, 0)
@@ -145,7 +145,7 @@ def test_files_without_them_are_refused(
 ) -> None:
     sample = write(tmp_path, "mixtral", MODELOPT, change=change)
     with pytest.raises(WeightsError, match=need):
-        load_experts(sample.folder, 0, quantise_inputs=True)
+        load_experts(sample.folder, 0, quantize_inputs=True)
     load_experts(sample.folder, 0)  # which does not look
 
 
@@ -157,7 +157,7 @@ def test_scales_that_nothing_can_be_divided_by_are_refused(kind: str, tmp_path: 
 
     sample = write(tmp_path, "mixtral", kind, change=tiny)
     with pytest.raises(WeightsError, match=r"experts\.1\.w2\.input.*with finite inverses"):
-        load_experts(sample.folder, 0, quantise_inputs=True)
+        load_experts(sample.folder, 0, quantize_inputs=True)
 
 
 @pytest.mark.parametrize("kind", [MODELOPT, COMPRESSED])
@@ -172,15 +172,15 @@ def test_scales_with_a_sign_are_refused(kind: str, tmp_path: Path) -> None:
 
     sample = write(tmp_path, "mixtral", kind, change=signed)
     with pytest.raises(WeightsError, match=r"experts\.1\.w2.*got -.*need numbers from 0 on"):
-        load_experts(sample.folder, 0, quantise_inputs=True)
+        load_experts(sample.folder, 0, quantize_inputs=True)
     load_experts(sample.folder, 0)  # whose kernels multiply by it
 
 
 @pytest.mark.parametrize("kind", ["bf16", "modelopt fp8", "compressed mxfp4"])
 def test_others_are_refused(kind: str, tmp_path: Path) -> None:
     sample = write(tmp_path, "mixtral", kind)
-    with pytest.raises(ConfigurationError, match=r"quantise_inputs: got .*, need nvfp4 files"):
-        load_experts(sample.folder, 0, quantise_inputs=True)
+    with pytest.raises(ConfigurationError, match=r"quantize_inputs: got .*, need nvfp4 files"):
+        load_experts(sample.folder, 0, quantize_inputs=True)
 
 
 def test_weights_of_nvfp4_alone_are_refused(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_weights_of_nvfp4_alone_are_refused(tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps(changed))
     with pytest.raises(ConfigurationError, match="need nvfp4 files whose recipe rounds"):
-        load_experts(replace(sample, config=changed).folder, 0, quantise_inputs=True)
+        load_experts(replace(sample, config=changed).folder, 0, quantize_inputs=True)
 
 
 def test_the_recipe_is_that_of_the_experts() -> None:

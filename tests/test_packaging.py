@@ -197,7 +197,7 @@ def test_entry_points(wheel: zipfile.ZipFile) -> None:
     }
 
 
-def test_wheel_carries_the_licence(wheel: zipfile.ZipFile) -> None:
+def test_wheel_carries_the_license(wheel: zipfile.ZipFile) -> None:
     (path,) = (n for n in wheel.namelist() if n.endswith("/LICENSE"))
     assert "Apache License" in wheel.read(path).decode()
 

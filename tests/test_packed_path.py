@@ -16,7 +16,7 @@ from experts.triton.gemv_w4.path import GemvW4Path
 from experts.triton.launch_config import Device, MoEConfig
 from modular_kernel.catalog import make_kernel
 from modular_kernel.composer import random_inputs
-from modular_kernel.quant import quantise_weights
+from modular_kernel.quant import quantize_weights
 from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.types import Combine, Machine
 
@@ -146,7 +146,7 @@ def test_exponents_at_both_ends(path: str) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     problem = replace(_BASE, tokens=2, quant=_MXFP4)
     x_TH, plain, routing = random_inputs(replace(problem, quant="none"), device)
-    weights = quantise_weights(plain, problem)
+    weights = quantize_weights(plain, problem)
     pair = heuristics(problem, Device(), _PATHS if path == "gemv_w4" else (path,)).choose(1)
     assert pair.path == path
 

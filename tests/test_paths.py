@@ -18,7 +18,7 @@ TRITON = ROOT / "experts" / "triton"
 PACKAGES = ("modular_kernel", "prepare_finalize", "experts", "topk_reduce")
 
 TOY = '''
-"""A path that a test adds: plain torch, for a few tokens of unquantised layers."""
+"""A path that a test adds: plain torch, for a few tokens of unquantized layers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ class ToyPath(Path):
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
         plain = problem.combine is Combine.SUM and not problem.apply_router_weight_on_input
-        return plain and not problem.scheme.quantised and not problem.batch_invariant
+        return plain and not problem.scheme.quantized and not problem.batch_invariant
 
     @classmethod
     def most_tokens(cls, problem: Problem) -> int | None:

@@ -272,25 +272,25 @@ def test_routers(tool: ModuleType, checkout: Path, monkeypatch: pytest.MonkeyPat
         assert routers.check_router(case, lambda x, _: pick(x, 2)).outcome == "mismatch: ours"
 
 
-def test_quantisers(tool: ModuleType, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantizers(tool: ModuleType, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from peer_suites_lib import rows
     from peer_suites_lib.checkout import Source
 
     per_row: Any = Source(checkout, "test_fake.py").function("per_row")
     x = rows.numbers(3, 40, torch.bfloat16)
-    assert rows.check_quantiser(x, "fp8_w8a8_channel", per_row, "").outcome == "agree"
+    assert rows.check_quantizer(x, "fp8_w8a8_channel", per_row, "").outcome == "agree"
 
     def twice(part: torch.Tensor) -> Any:
         q, scale = per_row(part)
         return q, scale * 1.1
 
-    found = rows.check_quantiser(x, "fp8_w8a8_channel", twice, "")
+    found = rows.check_quantizer(x, "fp8_w8a8_channel", twice, "")
     assert found.outcome == "mismatch: theirs"
-    sound = rows.quantised
+    sound = rows.quantized
     monkeypatch.setattr(
-        rows, "quantised", lambda *given: (sound(*given)[0], sound(*given)[1] * 1.1)
+        rows, "quantized", lambda *given: (sound(*given)[0], sound(*given)[1] * 1.1)
     )
-    found = rows.check_quantiser(x, "fp8_w8a8_channel", per_row, "")
+    found = rows.check_quantizer(x, "fp8_w8a8_channel", per_row, "")
     assert found.outcome == "mismatch: ours"
 
 
@@ -301,17 +301,17 @@ def test_a_scale_that_is_too_large_is_ours(
     """Its codes are as near to their values as any, in steps that are too large."""
     from peer_suites_lib import rows
 
-    sound = rows.quantised
+    sound = rows.quantized
 
     def reference(part: torch.Tensor) -> Any:
         return sound(part.float(), rows.QuantScheme.parse(quant))
 
     x = rows.numbers(3, 40, torch.bfloat16)
-    assert rows.check_quantiser(x, quant, reference, "").outcome == "agree"
+    assert rows.check_quantizer(x, quant, reference, "").outcome == "agree"
     monkeypatch.setattr(
-        rows, "quantised", lambda x, scheme: sound(x, scheme, sound(x, scheme)[1] * 1.7)
+        rows, "quantized", lambda x, scheme: sound(x, scheme, sound(x, scheme)[1] * 1.7)
     )
-    assert rows.check_quantiser(x, quant, reference, "").outcome == "mismatch: ours"
+    assert rows.check_quantizer(x, quant, reference, "").outcome == "mismatch: ours"
 
 
 def test_whose_a_difference_is(tool: ModuleType) -> None:

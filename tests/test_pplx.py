@@ -47,7 +47,7 @@ def name(case: RankCase) -> str:
     return str(case).partition("+")[2]
 
 
-SOME = [case for case in cases("BatchedTritonExperts", 2) if case.problem.scheme.quantised]
+SOME = [case for case in cases("BatchedTritonExperts", 2) if case.problem.scheme.quantized]
 UNEVEN = [case for case in cases("NaiveBatchedExperts", 4) if case.routing == "duplicates"]
 
 

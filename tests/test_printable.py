@@ -15,7 +15,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.printable import all_counted, plural, printable
 from modular_kernel.support import Rejection
 
-# Colour, clear, title with its bell, 8-bit CSI, overrides and isolates of direction, a forged line,
+# Color, clear, title with its bell, 8-bit CSI, overrides and isolates of direction, a forged line,
 # a line separator, no width, a lone surrogate.
 HOSTILE = "a\x1b[31m\x1b[2J\x1b]0;t\x07\x9b1m\u202eb\u2066c\u2069\nerror: d\r\u2028\u200b\ud800"
 

@@ -1,4 +1,4 @@
-"""Quantised weights that do not fit their problem: a typed error that names got and need.
+"""Quantized weights that do not fit their problem: a typed error that names got and need.
 
 `BAD` changes one field of weights that are otherwise right.
 """
@@ -19,7 +19,7 @@ from modular_kernel.errors import (
     ShapeError,
     WeightsError,
 )
-from modular_kernel.quant import check_weights_quantised, quantise_weights
+from modular_kernel.quant import check_weights_quantized, quantize_weights
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import Machine, Problem
 
@@ -35,7 +35,7 @@ def made(text: str) -> tuple[Problem, ExpertWeights]:
     plain = ExpertWeights(
         torch.randn(3, 48, 40), torch.randn(3, 40, 24), a1_scale=static, a2_scale=static
     )
-    return problem, quantise_weights(plain, problem)
+    return problem, quantize_weights(plain, problem)
 
 
 Change = Callable[[ExpertWeights], Any]
@@ -134,7 +134,7 @@ def test_bad_weights_are_named(bad: Bad) -> None:
     problem, weights = made(bad.text)
     wrong = replace(weights, **{bad.what: bad.change(weights)})
     with pytest.raises(bad.error) as caught:
-        check_weights_quantised(wrong, problem, CPU)
+        check_weights_quantized(wrong, problem, CPU)
     assert caught.value.what == bad.what
     assert bad.got in str(caught.value.got)
     assert bad.need in str(caught.value.need)

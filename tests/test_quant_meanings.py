@@ -1,11 +1,11 @@
-"""What quantised weights stand for: by hand, and weight by weight from the table of schemes."""
+"""What quantized weights stand for: by hand, and weight by weight from the table of schemes."""
 
 import math
 
 import torch
 from quant_samples import each_scheme, made, parts, plain_weights
 
-from modular_kernel.quant import dequantise
+from modular_kernel.quant import dequantize
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.tensors import ExpertWeights
 
@@ -16,12 +16,12 @@ def test_int4_by_hand() -> None:
     scale = torch.tensor([[[0.5, 2.0], [1.0, 10.0]]])
     scheme = QuantScheme.parse("int4_w4a16_group:group=2")
     rows = [[-3.5, -3.0, -10.0, -8.0], [0.0, -8.0, -10.0, 70.0]]
-    assert dequantise(w, scale, None, scheme).tolist() == [rows]
+    assert dequantize(w, scale, None, scheme).tolist() == [rows]
     # Zero points of row 0 in the low nibbles: 1 and 3; of row 1 in the high ones: 2 and 4.
     zeros = torch.tensor([[[0x21, 0x43]]], dtype=torch.uint8)
     scheme = QuantScheme.parse("int4_w4a16_group:group=2,zero_points=true")
     rows = [[0.0, 0.5, 0.0, 2.0], [6.0, -2.0, 30.0, 110.0]]
-    assert dequantise(w, scale, zeros, scheme).tolist() == [rows]
+    assert dequantize(w, scale, zeros, scheme).tolist() == [rows]
 
 
 def test_mxfp4_by_hand() -> None:
@@ -32,9 +32,9 @@ def test_mxfp4_by_hand() -> None:
     values = torch.tensor([half + [-v for v in half]])
     for byte, factor in ((127, 1.0), (128, 2.0), (126, 0.5), (0, 2.0**-127), (254, 2.0**127)):
         scale = torch.tensor([[[byte]]], dtype=torch.uint8)
-        assert torch.equal(dequantise(codes, scale, None, scheme)[0], values * factor)
+        assert torch.equal(dequantize(codes, scale, None, scheme)[0], values * factor)
     nothing = torch.tensor([[[255]]], dtype=torch.uint8)
-    assert dequantise(codes, nothing, None, scheme).isnan().all()
+    assert dequantize(codes, nothing, None, scheme).isnan().all()
 
 
 def e4m3(byte: int) -> float:
@@ -73,10 +73,10 @@ def value_of(weights: ExpertWeights, name: str, at: tuple[int, int, int], text: 
 
 
 @each_scheme
-def test_dequantise_is_the_table(text: str) -> None:
+def test_dequantize_is_the_table(text: str) -> None:
     problem, weights = made(text)
     for name in ("w1", "w2"):
-        got = dequantise(*parts(weights, name), problem.scheme)
+        got = dequantize(*parts(weights, name), problem.scheme)
         e, rows, depth = getattr(plain_weights(problem), name).shape
         assert got.shape == (e, rows, depth)
         assert got.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""The authority on quantised layers: the oracle by hand and by another path, the recipe's rules."""
+"""The authority on quantized layers: the oracle by hand and by another path, the recipe's rules."""
 
 import math
 from dataclasses import replace
@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from modular_kernel import reference
-from modular_kernel.ops.quantise import dequantise_rows, quantised
-from modular_kernel.quant import ACTIVATION_SCHEMES, SCHEMES, quantise_weights, values_of
+from modular_kernel.ops.quantize import dequantize_rows, quantized
+from modular_kernel.quant import ACTIVATION_SCHEMES, SCHEMES, quantize_weights, values_of
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import Problem
@@ -51,7 +51,7 @@ def test_every_scheme_is_here() -> None:
 
 
 def layer(problem: Problem, seed: int = 0) -> tuple[torch.Tensor, ExpertWeights, Routing]:
-    """x, quantised weights and routing; values of about 1 everywhere."""
+    """x, quantized weights and routing; values of about 1 everywhere."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -70,11 +70,11 @@ def layer(problem: Problem, seed: int = 0) -> tuple[torch.Tensor, ExpertWeights,
     ids = torch.randint(-1, problem.experts, (problem.tokens, problem.top_k), generator=generator)
     routing = Routing(torch.rand(ids.shape, generator=generator) + 0.5, ids.int())
     x_TH = normal(problem.tokens, h).to(problem.dtype)
-    return x_TH, quantise_weights(weights, problem), routing
+    return x_TH, quantize_weights(weights, problem), routing
 
 
 def as_float(weights: ExpertWeights, problem: Problem) -> ExpertWeights:
-    """Unquantised weights of the same values, by modular_kernel.quant."""
+    """Unquantized weights of the same values, by modular_kernel.quant."""
     values = {name: values_of(weights, name, problem) for name in ("w1", "w2")}
     return ExpertWeights(values["w1"], values["w2"], weights.b1, weights.b2)
 
@@ -186,12 +186,12 @@ def test_recipe_errs_as_its_activations_do(text: str) -> None:
         scheme.activation, (2e-8, 5e-7)
     )
     assert low < errors(text, torch.float32) < high
-    if not scheme.quantises_activations:
+    if not scheme.quantizes_activations:
         assert 2e-3 < errors(text, torch.bfloat16) < 9e-3
 
 
 @pytest.mark.parametrize("text", WEIGHT_ONLY)
-def test_dequantised_weights_are_rounded_to_the_dtype(text: str) -> None:
+def test_dequantized_weights_are_rounded_to_the_dtype(text: str) -> None:
     problem = replace(BASE, quant=text, dtype=torch.bfloat16)
     x, weights, routing = layer(problem)
     values = as_float(weights, problem)
@@ -242,8 +242,8 @@ def test_activations_are_rounded_as_the_operations_round_them(text: str, width: 
     rows[:, 16:32] *= 1e3
     rows[7] = 0.0
     given = torch.tensor([0.05]) if scheme.static else None
-    want = dequantise_rows(*quantised(rows, scheme, given), scheme)
-    got = reference._as_quantised(rows, scheme, given)
+    want = dequantize_rows(*quantized(rows, scheme, given), scheme)
+    got = reference._as_quantized(rows, scheme, given)
     equal = (got - want).abs() <= 1e-6 * want.abs()
     assert float(equal.float().mean()) > 0.999
 

@@ -1,4 +1,4 @@
-"""Quantising weights: to the nearest values, each tile by its own scale, expert by expert."""
+"""Quantizing weights: to the nearest values, each tile by its own scale, expert by expert."""
 
 from dataclasses import replace
 from unittest.mock import Mock
@@ -9,7 +9,7 @@ from quant_samples import each_scheme, made, parts, plain_weights, problem_of
 
 from modular_kernel import quant
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.quant import dequantise, quantise_weights
+from modular_kernel.quant import dequantize, quantize_weights
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem
 
@@ -29,17 +29,17 @@ def test_round_trip_is_the_nearest_value(text: str) -> None:
     scheme = problem.scheme
     for name in ("w1", "w2"):
         plain = getattr(plain_weights(problem), name)
-        error = (dequantise(*parts(weights, name), scheme) - plain).abs()
+        error = (dequantize(*parts(weights, name), scheme) - plain).abs()
         assert 0 < float(error.max()) <= 1.001 * STEPS[scheme.weight] * float(plain.abs().max())
 
 
 @each_scheme
-def test_experts_are_quantised_in_pieces(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_are_quantized_in_pieces(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem, whole = made(text)
-    some = Mock(wraps=quant._quantise)
-    monkeypatch.setattr(quant, "_quantise", some)
+    some = Mock(wraps=quant._quantize)
+    monkeypatch.setattr(quant, "_quantize", some)
     monkeypatch.setattr(quant, "_WEIGHTS_AT_ONCE", 2 * 40 * 24)
-    pieces = quantise_weights(plain_weights(problem), problem)
+    pieces = quantize_weights(plain_weights(problem), problem)
     taken = [len(call.args[0]) for call in some.call_args_list]
     assert taken == [1, 1, 1, 2, 1]  # w1 has twice as many weights as w2
     for name, one in vars(whole).items():
@@ -51,10 +51,10 @@ def test_experts_are_quantised_in_pieces(text: str, monkeypatch: pytest.MonkeyPa
 @each_scheme
 def test_what_was_rounded_once_stays(text: str) -> None:
     problem, weights = made(text, dtype=torch.float32)
-    values = {n: dequantise(*parts(weights, n), problem.scheme) for n in ("w1", "w2")}
-    again = quantise_weights(replace(plain_weights(problem), **values), problem)
+    values = {n: dequantize(*parts(weights, n), problem.scheme) for n in ("w1", "w2")}
+    again = quantize_weights(replace(plain_weights(problem), **values), problem)
     for name, first in values.items():
-        second = dequantise(*parts(again, name), problem.scheme)
+        second = dequantize(*parts(again, name), problem.scheme)
         torch.testing.assert_close(second, first, rtol=1e-6, atol=1e-6)
 
 
@@ -69,12 +69,12 @@ def test_each_tile_has_a_scale_of_its_own(text: str) -> None:
         granularity, (1, (*problem.scheme.group, 0)[0])
     )
     small[1, :bn, :bk] *= 1e-3  # exactly the first tile of expert 1
-    weights = quantise_weights(replace(plain, w1=small), problem)
-    got = dequantise(*parts(weights, "w1"), problem.scheme)
+    weights = quantize_weights(replace(plain, w1=small), problem)
+    got = dequantize(*parts(weights, "w1"), problem.scheme)
     tile, want = got[1, :bn, :bk], small[1, :bn, :bk]
     assert float((tile - want).norm() / want.norm()) < 0.2
-    other = quantise_weights(plain, problem)
-    rest = dequantise(*parts(other, "w1"), problem.scheme)
+    other = quantize_weights(plain, problem)
+    rest = dequantize(*parts(other, "w1"), problem.scheme)
     rest[1, :bn, :bk] = tile
     assert torch.equal(got, rest)
 
@@ -85,8 +85,8 @@ def test_nothing_is_divided_by_zero(text: str, value: float) -> None:
     problem = problem_of(text)
     plain = plain_weights(problem)
     flat = replace(plain, w1=torch.full_like(plain.w1, value))
-    weights = quantise_weights(flat, problem)
-    got = dequantise(*parts(weights, "w1"), problem.scheme)
+    weights = quantize_weights(flat, problem)
+    got = dequantize(*parts(weights, "w1"), problem.scheme)
     assert float(got.abs().max()) <= 1e-10
 
 
@@ -96,7 +96,7 @@ def test_e2m1_rounds_ties_to_the_even_code() -> None:
     row = torch.tensor([6.0, *ties, *(-t for t in ties), *([0.0] * 17)])
     problem = Problem(1, 32, 32, 1, 1, quant="mxfp4_w4a16", activation="relu2")
     w = row.expand(1, 32, 32)
-    got = dequantise(*parts(quantise_weights(ExpertWeights(w, w), problem), "w1"), problem.scheme)
+    got = dequantize(*parts(quantize_weights(ExpertWeights(w, w), problem), "w1"), problem.scheme)
     assert got[0, 0].tolist() == [6.0, *want, *(-v for v in want), *([0.0] * 17)]
 
 
@@ -112,7 +112,7 @@ def test_e8m0_is_the_least_power_of_two_that_reaches() -> None:
     ):
         w = torch.zeros(1, 32, 32)
         w[0, :, 5] = -largest
-        weights = quantise_weights(ExpertWeights(w, w), problem)
+        weights = quantize_weights(ExpertWeights(w, w), problem)
         assert weights.w1_scale is not None
         assert weights.w1_scale.unique().tolist() == [byte], largest
 
@@ -126,7 +126,7 @@ def test_zero_points_cover_lopsided_groups() -> None:
     plain = replace(plain, w1=plain.w1.abs())
     errors = []
     for each in (problem, symmetric):
-        got = dequantise(*parts(quantise_weights(plain, each), "w1"), each.scheme)
+        got = dequantize(*parts(quantize_weights(plain, each), "w1"), each.scheme)
         errors.append(float((got - plain.w1).norm()))
     assert errors[0] < 0.6 * errors[1]
 
@@ -134,13 +134,13 @@ def test_zero_points_cover_lopsided_groups() -> None:
 @pytest.mark.parametrize("text", ["int8_w8a16_channel", "int4_w4a16_group:group=16"])
 def test_scales_of_the_problems_dtype(text: str) -> None:
     problem = problem_of(text, dtype=torch.float16)
-    weights = quantise_weights(plain_weights(problem), problem, scale_dtype=torch.float16)
+    weights = quantize_weights(plain_weights(problem), problem, scale_dtype=torch.float16)
     assert weights.w1_scale is not None
     assert weights.w1_scale.dtype == torch.float16
-    got = dequantise(*parts(weights, "w1"), problem.scheme)
+    got = dequantize(*parts(weights, "w1"), problem.scheme)
     step = STEPS[problem.scheme.weight] * 1.01
     assert float((got - plain_weights(problem).w1).abs().max()) <= step * float(
         plain_weights(problem).w1.abs().max()
     )
     with pytest.raises(ConfigurationError, match="scale_dtype: got float64, need float32 or"):
-        quantise_weights(plain_weights(problem), problem, scale_dtype=torch.float64)
+        quantize_weights(plain_weights(problem), problem, scale_dtype=torch.float64)

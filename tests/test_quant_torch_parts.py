@@ -1,4 +1,4 @@
-"""The plain torch pairings on every quantised scheme, by the harness's own rule of tolerance."""
+"""The plain torch pairings on every quantized scheme, by the harness's own rule of tolerance."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,8 +13,8 @@ from modular_kernel.catalog import check, make_kernel, this_machine
 from modular_kernel.composer import random_inputs
 from modular_kernel.contracts import Call
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.ops.quantise import quantised
-from modular_kernel.quant import ACTIVATION_SCHEMES, SCHEMES, quantise_weights
+from modular_kernel.ops.quantize import quantized
+from modular_kernel.quant import ACTIVATION_SCHEMES, SCHEMES, quantize_weights
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.static_scales import static_scale
 from modular_kernel.support import ExpertsRequirements
@@ -52,7 +52,7 @@ TEXTS = (
     "nvfp4_w4a16",
     "nvfp4_w4a4",
 )
-FULL = tuple(text for text in TEXTS if QuantScheme.parse(text).travels_quantised)
+FULL = tuple(text for text in TEXTS if QuantScheme.parse(text).travels_quantized)
 each_scheme = pytest.mark.parametrize("text", TEXTS)
 each_full = pytest.mark.parametrize("text", FULL)
 each_pair = pytest.mark.parametrize("pair", [NO_EP, BATCHED], ids=lambda pair: pair[1])
@@ -74,13 +74,13 @@ CASES: tuple[tuple[Mapping[str, Any], str], ...] = (
 
 
 def inputs_for(problem: Problem, kind: str, seed: int = 0) -> Inputs:
-    """The harness's inputs, with its weights quantised here."""
+    """The harness's inputs, with its weights quantized here."""
     plain = make_inputs(replace(problem, quant="none"), kind, DEVICE, seed=seed)
     weights = plain.weights
     if problem.scheme.static:
         scales = (static_scale(problem, most, DEVICE) for most in (4.5, 20.0))
         weights = replace(weights, **dict(zip(("a1_scale", "a2_scale"), scales, strict=True)))
-    return replace(plain, weights=quantise_weights(weights, problem))
+    return replace(plain, weights=quantize_weights(weights, problem))
 
 
 def run(pair: tuple[str, str], problem: Problem, inputs: Inputs, **options: Any) -> torch.Tensor:
@@ -174,7 +174,7 @@ def _rows_of(token: int, tokens: Dispatched, routing: Routing) -> list[tuple[Any
 
 @each_full
 def test_a_skipped_tokens_weight_sets_no_scale(text: str) -> None:
-    """On the input it multiplies what is quantised, and it may be anything."""
+    """On the input it multiplies what is quantized, and it may be anything."""
     changes = {"apply_router_weight_on_input": True, "top_k": 1, "dtype": torch.float32}
     problem = replace(BASE, quant=text, **changes)
     inputs = inputs_for(problem, "uniform")
@@ -236,38 +236,38 @@ def _first(routing: Routing, tokens: int) -> Routing:
     return Routing(routing.topk_weights_TK[:tokens], routing.topk_ids_TK[:tokens])
 
 
-class Quantisers(TorchExperts):
-    """Experts that want unquantised activations, and quantise them."""
+class Quantizers(TorchExperts):
+    """Experts that want unquantized activations, and quantize them."""
 
-    requires: ExpertsRequirements = replace(TorchExperts.requires, quantises_input=True)
+    requires: ExpertsRequirements = replace(TorchExperts.requires, quantizes_input=True)
 
     def apply(self, tokens: Dispatched, *, weights: ExpertWeights, **arguments: Any) -> None:
         assert isinstance(tokens, ContiguousTokens)
         assert tokens.scale is None
         assert tokens.x_TH.dtype == self.problem.dtype
         x, scheme = tokens.x_TH.float(), self.problem.scheme
-        q, scale = quantised(x, scheme, weights.a1_scale if scheme.static else None)
+        q, scale = quantized(x, scheme, weights.a1_scale if scheme.static else None)
         tokens = replace(tokens, x_TH=q, scale=scale)
         super().apply(tokens, weights=weights, **arguments)
 
 
 @each_full
-def test_quantisation_left_to_the_experts(text: str) -> None:
+def test_quantization_left_to_the_experts(text: str) -> None:
     problem = replace(BASE, quant=text)
     inputs = inputs_for(problem, "uniform")
-    parts = MoEPrepareAndFinalizeNoEP(problem), Quantisers(problem)
+    parts = MoEPrepareAndFinalizeNoEP(problem), Quantizers(problem)
     kernel = FusedMoEModularKernel(*parts, machine=this_machine())
     out = kernel(inputs.x_TH, inputs.weights, inputs.routing)
     found = judged(out, problem, inputs)
     assert found.ok, found.problems
-    left_to_them = replace(NaiveBatchedExperts.requires, quantises_input=True)
+    left_to_them = replace(NaiveBatchedExperts.requires, quantizes_input=True)
     batched = type("Batched", (NaiveBatchedExperts,), {"requires": left_to_them})
     verdict = check(BatchedPrepareAndFinalize, batched, problem)
     assert [r.rule for r in verdict.rejections] == ["dispatch_quant"]
 
 
 @each_scheme
-def test_random_inputs_are_quantised(text: str) -> None:
+def test_random_inputs_are_quantized(text: str) -> None:
     problem = replace(BASE, quant=text)
     x, weights, routing = random_inputs(problem, DEVICE)
     out = run(NO_EP, problem, Inputs(x, weights, routing))

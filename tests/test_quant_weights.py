@@ -1,4 +1,4 @@
-"""Quantised weights: what their tensors must be, and what is refused."""
+"""Quantized weights: what their tensors must be, and what is refused."""
 
 from dataclasses import replace
 
@@ -22,9 +22,9 @@ from modular_kernel import quant
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
 from modular_kernel.quant import (
     SCHEMES,
-    check_weights_quantised,
-    dequantise,
-    quantise_weights,
+    check_weights_quantized,
+    dequantize,
+    quantize_weights,
     weight_specs,
 )
 from modular_kernel.schemes import QuantScheme
@@ -49,7 +49,7 @@ def test_specs(text: str) -> None:
     assert {name: (spec.shape, spec.dtypes) for name, spec in specs.items()} == want
 
 
-def test_specs_of_unquantised_and_ungated_weights() -> None:
+def test_specs_of_unquantized_and_ungated_weights() -> None:
     specs = weight_specs(replace(BASE, activation="relu2"))
     assert {name: (s.shape, s.dtypes) for name, s in specs.items()} == {
         "w1": ((3, 24, 40), (torch.bfloat16,)),
@@ -65,10 +65,10 @@ def test_scales_of_a_float32_problem_are_float32() -> None:
 @each_scheme
 def test_what_is_made_is_what_is_accepted(text: str) -> None:
     problem, weights = made(text)
-    check_weights_quantised(weights, problem, CPU)
+    check_weights_quantized(weights, problem, CPU)
     local = replace(problem, local_experts=2, expert_map=True)
     with pytest.raises(ShapeError, match="w1: got"):
-        check_weights_quantised(weights, local, CPU)
+        check_weights_quantized(weights, local, CPU)
 
 
 @pytest.mark.parametrize("name", ["hidden", "intermediate"])
@@ -84,40 +84,40 @@ def test_odd_rows_of_bytes_are_fine() -> None:
     problem, weights = made("int8_w8a16_group:group=16,zero_points=true", hidden=33)
     assert weights.w1_zero_point is not None
     assert weights.w1_zero_point.shape == (3, 48, 3)
-    check_weights_quantised(weights, problem, CPU)
+    check_weights_quantized(weights, problem, CPU)
 
 
-def test_quantise_weights_keeps_what_is_not_quantised() -> None:
+def test_quantize_weights_keeps_what_is_not_quantized() -> None:
     problem = problem_of("fp8_w8a8_tensor:static=true", bias=True, expert_map=True)
     plain = plain_weights(problem)
     b1, b2, where = torch.ones(3, 48), torch.ones(3, 40), torch.arange(3, dtype=torch.int32)
     plain = replace(plain, b1=b1, b2=b2, expert_map=where)
-    weights = quantise_weights(plain, problem)
+    weights = quantize_weights(plain, problem)
     assert (weights.b1, weights.b2, weights.expert_map) == (b1, b2, where)
     assert weights.a1_scale is plain.a1_scale
     transposed = replace(plain, w1=plain.w1.mT.contiguous().mT, w2=plain.w2.mT.contiguous().mT)
-    again = quantise_weights(transposed, problem)
+    again = quantize_weights(transposed, problem)
     assert torch.equal(again.w1.view(torch.uint8), weights.w1.view(torch.uint8))
 
 
-def test_quantise_weights_refuses() -> None:
+def test_quantize_weights_refuses() -> None:
     problem = problem_of("fp8_w8a8_tensor")
     plain = plain_weights(problem)
     with pytest.raises(ConfigurationError, match="quant: got none"):
-        quantise_weights(plain, BASE)
+        quantize_weights(plain, BASE)
     with pytest.raises(ShapeError, match="w2: got"):
-        quantise_weights(replace(plain, w2=plain.w2.mT), problem)
-    with pytest.raises(DtypeError, match="w1: got float8_e4m3fn, need unquantised"):
-        quantise_weights(replace(plain, w1=plain.w1.to(FP8)), problem)
+        quantize_weights(replace(plain, w2=plain.w2.mT), problem)
+    with pytest.raises(DtypeError, match="w1: got float8_e4m3fn, need unquantized"):
+        quantize_weights(replace(plain, w1=plain.w1.to(FP8)), problem)
     with pytest.raises(WeightsError, match="a1_scale: got None, need"):
-        quantise_weights(plain, problem_of("fp8_w8a8_tensor:static=true"))
+        quantize_weights(plain, problem_of("fp8_w8a8_tensor:static=true"))
 
 
 def test_strided_weights_are_accepted() -> None:
     problem, weights = made("fp8_w8a8_block:block=32x16")
     strided = replace(weights, w1=weights.w1.mT.contiguous().mT)
-    check_weights_quantised(strided, problem, CPU)
+    check_weights_quantized(strided, problem, CPU)
     assert torch.equal(
-        dequantise(*parts(strided, "w1"), problem.scheme),
-        dequantise(*parts(weights, "w1"), problem.scheme),
+        dequantize(*parts(strided, "w1"), problem.scheme),
+        dequantize(*parts(weights, "w1"), problem.scheme),
     )

@@ -105,7 +105,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         ),
         "symmetric",
     ),
-    "compressed-tensors, dequantised": (compressed(dequantize=True), "dequantize"),
+    "compressed-tensors, dequantized": (compressed(dequantize=True), "dequantize"),
     "GPTQ rotated": (GPTQ | {"rotation": "hadamard"}, "rotation"),
     "GPTQ and an adapter": (GPTQ | {"adapter": {"name": "lora", "rank": 64}}, "adapter"),
     "GPTQ in Marlin's order": (GPTQ | {"is_marlin_format": True}, "is_marlin_format"),
@@ -136,7 +136,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "AWQ in the order of gemv": (AWQ | {"format": "gemv"}, "format"),
     "AWQ in act-order": (AWQ | {"desc_act": True}, "desc_act"),
     "a key of fp8": (FP8 | {"hadamard": True}, "hadamard"),
-    "fp8, dequantised": (FP8 | {"dequantize": True}, "dequantize"),
+    "fp8, dequantized": (FP8 | {"dequantize": True}, "dequantize"),
     "fp8 by tensor and by block": (FP8 | {"weight_per_tensor": True}, "weight_per_tensor"),
     "a key of mxfp4": ({"quant_method": "mxfp4", "rotation": "random"}, "rotation"),
     "modelopt with scaled inputs": (NVFP4 | {"pre_quant_scale": True}, "pre_quant_scale"),
@@ -275,7 +275,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "quant_method": "mxfp4",
         "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
     },
-    "gpt-oss, dequantised": {"quant_method": "mxfp4", "dequantize": True},
+    "gpt-oss, dequantized": {"quant_method": "mxfp4", "dequantize": True},
     "nvidia nvfp4": NVFP4
     | {
         "config_groups": {

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from modular_kernel import reference
-from modular_kernel.quant import dequantise
+from modular_kernel.quant import dequantize
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases.inputs import Inputs, make_inputs
 from modular_kernel.testing.cases.lists import BASE, axes
@@ -158,12 +158,12 @@ def pair_row(t: int, k: int, problem: Problem, inputs: Inputs) -> list[float] | 
 
 
 def with_plain_weights(problem: Problem, inputs: Inputs) -> Inputs:
-    """The same inputs with the values that quantised weights stand for, float32."""
+    """The same inputs with the values that quantized weights stand for, float32."""
     w = inputs.weights
-    if not problem.scheme.quantised:
+    if not problem.scheme.quantized:
         return inputs
-    w1 = dequantise(w.w1, unless_none(w.w1_scale), w.w1_zero_point, problem.scheme)
-    w2 = dequantise(w.w2, unless_none(w.w2_scale), w.w2_zero_point, problem.scheme)
+    w1 = dequantize(w.w1, unless_none(w.w1_scale), w.w1_zero_point, problem.scheme)
+    w2 = dequantize(w.w2, unless_none(w.w2_scale), w.w2_zero_point, problem.scheme)
     return replace(inputs, weights=replace(w, w1=w1, w2=w2))
 
 
@@ -199,15 +199,15 @@ def shrunk() -> list[tuple[Problem, str]]:
     """Every case of the matrix, with dimensions that Python can loop over."""
     size = {"tokens": 5, "hidden": 6, "intermediate": 4}
     # See test_quant_reference and test_adapters for the others.
-    plain = [(p, r) for p, r in axes(BASE) if not p.scheme.quantised and p.adapters is None]
+    plain = [(p, r) for p, r in axes(BASE) if not p.scheme.quantized and p.adapters is None]
     cases = [(replace(p, **{**size, "tokens": min(p.tokens, 5)}), r) for p, r in plain]
     return list(dict.fromkeys(cases))
 
 
 @pytest.mark.parametrize(("problem", "routing"), shrunk(), ids=[f"{p}-{r}" for p, r in shrunk()])
 def test_oracle_is_the_naive_loop(problem: Problem, routing: str) -> None:
-    # The loop reads quantised weights as float32 values, the oracle as float64 ones.
-    rtol, atol = (1e-5, 1e-6) if problem.scheme.quantised else (1e-12, 1e-13)
+    # The loop reads quantized weights as float32 values, the oracle as float64 ones.
+    rtol, atol = (1e-5, 1e-6) if problem.scheme.quantized else (1e-12, 1e-13)
     for strided in (False, True):
         inputs = make_inputs(problem, routing, CPU, strided=strided)
         exact, looped = oracle(problem, inputs), naive(problem, inputs)

@@ -59,7 +59,7 @@ OPEN: dict[str, Any] = {
         chunking=True,
         tf32=True,
         schemes=frozenset({"none", "fp8_w8a8_block", "int8_w8a16_group"}),
-        quantises_input=True,
+        quantizes_input=True,
         graph_capturable=True,
         batch_invariant=True,
         lora=True,
@@ -118,7 +118,7 @@ FP8_BLOCK = frozenset({"fp8_w8a8_block"})
 FP8 = {"problem.quant": "fp8_w8a8_block", "problem.hidden": 128}
 INT4 = {"problem.quant": "int4_w4a16_group", "ex.schemes": {"int4_w4a16_group"}}
 REPACKED = {"problem.quant": "mxfp4_w4a16:repacked=true", "ex.schemes": {"mxfp4_w4a16"}}
-PREQUANTISED = FP8 | {"ex.quantises_input": False}
+PREQUANTIZED = FP8 | {"ex.quantizes_input": False}
 ALONE = {"problem.batch_invariant": True}
 COPIES = Placement.linear(8, 2).with_copies({0: (1,)})
 ON_INPUT = {"problem.apply_router_weight_on_input": True}
@@ -168,12 +168,12 @@ CASES = (
     Case("intermediate", "ex.intermediate_multiple", 48, 64, EX_P, "128", "a multiple of 48"),
     Case("quant", "problem.quant", "mxfp4_w4a16", "int8_w8a16_group", EX_P, "mxfp4_w4a16",
          "fp8_w8a8_block, int8_w8a16_group, none"),
-    Case("dispatch_quant", "pf.can_defer_quant", False, True, PAIR, "always quantises",
-         "unquantised", FP8),
+    Case("dispatch_quant", "pf.can_defer_quant", False, True, PAIR, "always quantizes",
+         "unquantized", FP8),
     Case("dispatch_quant", "pf.dispatch_schemes", frozenset(), FP8_BLOCK, PAIR, "none",
-         "dispatches fp8_w8a8_block", PREQUANTISED),
+         "dispatches fp8_w8a8_block", PREQUANTIZED),
     Case("scale_layout", "ex.scale_layout", "column_major", "row_major", PAIR, "row_major",
-         "column_major", PREQUANTISED | {"pf.dispatch_schemes": FP8_BLOCK}),
+         "column_major", PREQUANTIZED | {"pf.dispatch_schemes": FP8_BLOCK}),
     Case("quant_block", "problem.hidden", 192, 256, EX_P, "hidden=192", "group 128",
          FP8 | {"ex.whole_blocks": True}),
     Case("quant_block", "problem.intermediate", 96, 256, EX_P, "intermediate=96", "group 128",
@@ -243,7 +243,7 @@ CASES = (
     Case("expert_map", "ex.expert_map", False, True, EX_P, "an expert_map", "no expert_map",
          {"problem.expert_map": True}),
     Case("expert_map", "problem.local_experts", 4, 8, PF_P, "4 of 8 experts", "an expert_map"),
-    Case("expert_map", "pf.localises_ids", False, True, PF_P, "4 of 8 experts", "an expert_map",
+    Case("expert_map", "pf.localizes_ids", False, True, PF_P, "4 of 8 experts", "an expert_map",
          {"problem.local_experts": 4}),
     Case("chunking", "ex.chunking", False, True, EX_P, "chunk_tokens=8", "None",
          {"problem.chunk_tokens": 8}),
@@ -269,7 +269,7 @@ CASES = (
          (("problem",),), "one activation scale, computed from all tokens", "static",
          ALONE | {"ex.schemes": {"fp8_w8a8_tensor"}}),
     Case("batch_invariant", "problem.parallel", Parallel(2, COPIES), Parallel(2),
-         (("problem",),), "copies of an expert", "one rank", ALONE | {"pf.localises_ids": True}),
+         (("problem",),), "copies of an expert", "one rank", ALONE | {"pf.localizes_ids": True}),
     Case("asynchronous", "pf.asynchronous", False, True, PF_P, "no prepare_no_receive",
          "prepare_no_receive", {"problem.asynchronous": True}),
     Case("lora", "ex.lora", False, True, EX_P, LORA, "no adapters", {"problem.lora": LORA}),

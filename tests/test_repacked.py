@@ -8,7 +8,7 @@ import torch
 
 from modular_kernel import ExpertWeights, Problem
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
-from modular_kernel.quant import dequantise, quantise_weights, weight_specs
+from modular_kernel.quant import dequantize, quantize_weights, weight_specs
 from modular_kernel.reference_weights import code_at
 from modular_kernel.repacked import as_nibbles, repack, unpack_words
 from modular_kernel.schemes import QuantScheme
@@ -109,18 +109,18 @@ def test_what_cannot_be_repacked(
     assert said in str(raised.value)
 
 
-def test_a_quantised_layer_is_the_same_numbers() -> None:
+def test_a_quantized_layer_is_the_same_numbers() -> None:
     generator = torch.Generator().manual_seed(0)
     w1 = torch.randn(3, PLAIN.w1_rows, PLAIN.hidden, generator=generator)
     w2 = torch.randn(3, PLAIN.hidden, PLAIN.intermediate, generator=generator)
-    plain, packed = (quantise_weights(ExpertWeights(w1, w2), p) for p in (PLAIN, REPACKED))
+    plain, packed = (quantize_weights(ExpertWeights(w1, w2), p) for p in (PLAIN, REPACKED))
     for name in ("w1", "w2"):
         w, there = getattr(plain, name), getattr(packed, name)
         scale = getattr(plain, f"{name}_scale")
         assert torch.equal(there, repack(w))
         assert torch.equal(getattr(packed, f"{name}_scale"), scale)
-        values = dequantise(w, scale, None, PLAIN.scheme)
-        assert torch.equal(dequantise(there, scale, None, REPACKED.scheme), values)
+        values = dequantize(w, scale, None, PLAIN.scheme)
+        assert torch.equal(dequantize(there, scale, None, REPACKED.scheme), values)
 
 
 def test_the_scheme_by_name() -> None:

@@ -25,22 +25,22 @@ from modular_kernel.routers import RouterSpec
 path = kernel_and_twin(module)
 
 DEEPSEEK = RouterSpec(
-    4, "sigmoid", groups=4, topk_groups=2, selection_bias=True, renormalise=True, eps=1e-20
+    4, "sigmoid", groups=4, topk_groups=2, selection_bias=True, renormalize=True, eps=1e-20
 )
 # Spec and number of experts: every score, order and way to choose.
 SPECS: dict[str, tuple[RouterSpec, int]] = {
     "softmax": (RouterSpec(2), 8),
-    "renormalised": (RouterSpec(8, renormalise=True), 60),
+    "renormalized": (RouterSpec(8, renormalize=True), 60),
     "topk_first": (RouterSpec(4, order="topk_first"), 32),
     "one": (RouterSpec(1, "sigmoid", "topk_first"), 16),
     "biased logits": (RouterSpec(3, "sigmoid", "topk_first", selection_bias=True), 12),
-    "sigmoid": (RouterSpec(6, "sigmoid", selection_bias=True, renormalise=True), 37),
-    "sqrtsoftplus": (RouterSpec(6, "sqrtsoftplus", renormalise=True, eps=1e-20), 24),
+    "sigmoid": (RouterSpec(6, "sigmoid", selection_bias=True, renormalize=True), 37),
+    "sqrtsoftplus": (RouterSpec(6, "sqrtsoftplus", renormalize=True, eps=1e-20), 24),
     "groups": (DEEPSEEK, 32),
     "groups of 5": (replace(DEEPSEEK, groups=3, topk_groups=2, selection_bias=False), 15),
     "groups by one": (RouterSpec(3, groups=4, topk_groups=1, group_score="max"), 20),
     "logits in groups": (RouterSpec(2, order="topk_first", groups=2, topk_groups=1), 8),
-    "floor": (RouterSpec(4, selection_bias=True, renormalise=True, floor=1e-2), 16),
+    "floor": (RouterSpec(4, selection_bias=True, renormalize=True, floor=1e-2), 16),
     "zero experts": (RouterSpec(5, selection_bias=True, zero_experts=5), 9),
     "all": (RouterSpec(16, "sqrtsoftplus", selection_bias=True), 16),
 }
@@ -108,7 +108,7 @@ def test_it_is_the_oracle_s(name: str) -> None:
 
 @pytest.mark.usefixtures("path")
 def test_equal_values_go_to_the_lower_id() -> None:
-    routed = route(torch.zeros(2, 8, device=DEVICE), RouterSpec(3, renormalise=True))
+    routed = route(torch.zeros(2, 8, device=DEVICE), RouterSpec(3, renormalize=True))
     assert routed.routing.topk_ids_TK.tolist() == [[0, 1, 2]] * 2
     assert routed.routing.topk_weights_TK.tolist() == [[pytest.approx(1 / 3)] * 3] * 2
     mixed = torch.tensor([[0.0, -0.0, 1.0, 0.0, 1.0]], device=DEVICE)
@@ -121,7 +121,7 @@ def test_nan_is_never_chosen() -> None:
     routed = route(logits, RouterSpec(3))
     assert routed.routing.topk_ids_TK.tolist() == [[3, 1, -1]]
     assert float(routed.routing.topk_weights_TK.sum()) == pytest.approx(1)
-    routed = route(torch.full_like(logits, torch.nan), RouterSpec(2, renormalise=True))
+    routed = route(torch.full_like(logits, torch.nan), RouterSpec(2, renormalize=True))
     assert routed.routing.topk_ids_TK.tolist() == [[-1, -1]]
     assert routed.routing.topk_weights_TK.tolist() == [[0, 0]]
 
@@ -161,7 +161,7 @@ def test_types(dtype: torch.dtype, ids_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("order", ["score_first", "topk_first"])
 def test_a_table_chooses(dtype: torch.dtype, order: Any) -> None:
-    spec = RouterSpec(3, order=order, renormalise=order == "score_first", table=True)
+    spec = RouterSpec(3, order=order, renormalize=order == "score_first", table=True)
     table = torch.stack([torch.randperm(8)[:3] for _ in range(11)])
     table[4, 1], table[5, 0], table[6, 2] = -1, 8, -7
     words = torch.tensor([0, 10, 4, 5, 6, 11, -1, 2**31 - 1, 3])
@@ -205,7 +205,7 @@ def test_no_tokens_and_many() -> None:
 
 @pytest.mark.usefixtures("path")
 def test_the_largest_router() -> None:
-    spec = RouterSpec(16, "sqrtsoftplus", selection_bias=True, renormalise=True, zero_experts=512)
+    spec = RouterSpec(16, "sqrtsoftplus", selection_bias=True, renormalize=True, zero_experts=512)
     checked(spec, logits_of("plain", 1024, 3), RouterTensors(bias_of("plain", 1024)))
     grouped = replace(DEEPSEEK, top_k=16, groups=8, topk_groups=4)
     checked(grouped, logits_of("plain", 512, 3), RouterTensors(bias_of("negative", 512)))
@@ -221,14 +221,14 @@ BAD_SPECS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"groups": 4, "topk_groups": 5}, "router topk_groups: got 5, need 1 to groups = 4"),
     ({"topk_groups": 2}, "router topk_groups: got 2, need 1 to groups = 1"),
     ({"group_score": "sum"}, "router group_score: got 'sum'"),
-    ({"renormalise": 1}, "router renormalise: got 1, need True or False"),
-    ({"eps": 1e-20}, "router eps: got 1e-20, need renormalise with it"),
-    ({"floor": 0.1}, "router floor: got 0.1, need renormalise with it"),
-    ({"eps": -1.0, "renormalise": True}, "router eps: got -1.0, need 0, or 1.18e-38 to 1"),
-    ({"eps": 1e300, "renormalise": True}, "router eps: got 1e\\+300, need 0, or 1.18e-38 to 1"),
-    ({"floor": 1.5, "renormalise": True}, "router floor: got 1.5, need 0, or 1.18e-38 to 1"),
-    ({"eps": 1e-60, "renormalise": True}, "router eps: got 1e-60, need 0, or 1.18e-38 to 1"),
-    ({"floor": float("nan"), "renormalise": True}, "router floor: got nan"),
+    ({"renormalize": 1}, "router renormalize: got 1, need True or False"),
+    ({"eps": 1e-20}, "router eps: got 1e-20, need renormalize with it"),
+    ({"floor": 0.1}, "router floor: got 0.1, need renormalize with it"),
+    ({"eps": -1.0, "renormalize": True}, "router eps: got -1.0, need 0, or 1.18e-38 to 1"),
+    ({"eps": 1e300, "renormalize": True}, "router eps: got 1e\\+300, need 0, or 1.18e-38 to 1"),
+    ({"floor": 1.5, "renormalize": True}, "router floor: got 1.5, need 0, or 1.18e-38 to 1"),
+    ({"eps": 1e-60, "renormalize": True}, "router eps: got 1e-60, need 0, or 1.18e-38 to 1"),
+    ({"floor": float("nan"), "renormalize": True}, "router floor: got nan"),
     ({"table": True, "groups": 2}, "router table: got groups, need a table alone"),
     ({"table": True, "selection_bias": True}, "router table: got selection_bias"),
     ({"zero_experts": -1}, "router zero_experts: got -1"),
@@ -312,7 +312,7 @@ def test_bad_tensors(
 
 def test_the_oracle_notices() -> None:
     """Each kind of error, put into a right result."""
-    spec, logits = RouterSpec(3, renormalise=True), logits_of("plain", 8)
+    spec, logits = RouterSpec(3, renormalize=True), logits_of("plain", 8)
     good = route(logits, spec).routing
     weights, ids = good.topk_weights_TK, good.topk_ids_TK
     other = torch.where(ids[:, :1] == 7, 6, 7).to(ids.dtype)

@@ -36,7 +36,7 @@ BASE = {
     "expert_selection_fn": "sigmoid",
     "moe_router_logit_softcapping": 0.0,
 }
-EPS = {"renormalise": True, "eps": 1e-20}
+EPS = {"renormalize": True, "eps": 1e-20}
 BIASED = {"selection_bias": True, **EPS}
 GROUPED = {"groups": 4, "topk_groups": 2}
 
@@ -57,22 +57,22 @@ class Family:
         return f"{self.name} {self.spec.score}" if self.config else self.name
 
 
-RENORMALISED = RouterSpec(K, renormalise=True)
+RENORMALIZED = RouterSpec(K, renormalize=True)
 TOPK_FIRST = RouterSpec(K, order="topk_first")
 DEEPSEEK = RouterSpec(K, "sigmoid", **GROUPED, **BIASED)
 HASHED = RouterSpec(K, "sqrtsoftplus", table=True, **EPS)
 FAMILIES = (
-    Family("mixtral", "MixtralTopKRouter", RENORMALISED),
-    Family("qwen3_moe", "Qwen3MoeTopKRouter", RENORMALISED),
+    Family("mixtral", "MixtralTopKRouter", RENORMALIZED),
+    Family("qwen3_moe", "Qwen3MoeTopKRouter", RENORMALIZED),
     Family("olmoe", "OlmoeTopKRouter", RouterSpec(K), config={"norm_topk_prob": False}),
     Family("jamba", "JambaTopKRouter", RouterSpec(K)),
-    Family("hunyuan_v1_moe", "HunYuanMoEV1Gate", RENORMALISED),
+    Family("hunyuan_v1_moe", "HunYuanMoEV1Gate", RENORMALIZED),
     Family("gpt_oss", "GptOssTopKRouter", TOPK_FIRST),
     Family("granitemoe", "GraniteMoeTopKRouter", TOPK_FIRST),
     Family("aria", "AriaTextTopKRouter", TOPK_FIRST),
     Family("llama4", "Llama4Router", RouterSpec(K, "sigmoid", "topk_first")),
     Family("cohere2_moe", "Cohere2MoeTopKRouter",
-           RouterSpec(K, "sigmoid", "topk_first", renormalise=True)),
+           RouterSpec(K, "sigmoid", "topk_first", renormalize=True)),
     Family("cohere2_moe", "Cohere2MoeTopKRouter", TOPK_FIRST,
            config={"expert_selection_fn": "softmax"}),
     Family("deepseek_v2", "DeepseekV2TopkRouter",
@@ -85,19 +85,19 @@ FAMILIES = (
            scaled=True),
     Family("deepseek_v4", "DeepseekV4HashRouter", HASHED, scaled=True, config={"table": True}),
     Family("minimax_m2", "MiniMaxM2TopKRouter",
-           RouterSpec(K, "sigmoid", selection_bias=True, renormalise=True), bias=True),
+           RouterSpec(K, "sigmoid", selection_bias=True, renormalize=True), bias=True),
     Family("afmoe", "AfmoeTokenChoiceRouter", RouterSpec(K, "sigmoid", **BIASED), scaled=True,
            bias=True),
     Family("lfm2_moe", "Lfm2MoeTopKRouter",
-           RouterSpec(K, "sigmoid", selection_bias=True, renormalise=True, eps=1e-6), scaled=True,
+           RouterSpec(K, "sigmoid", selection_bias=True, renormalize=True, eps=1e-6), scaled=True,
            bias=True),
     Family("laguna", "LagunaTopKRouter",
-           RouterSpec(K, "sigmoid", selection_bias=True, renormalise=True)),
-    Family("flint", "FlintTopKRouter", RouterSpec(K, "sigmoid", renormalise=True)),
+           RouterSpec(K, "sigmoid", selection_bias=True, renormalize=True)),
+    Family("flint", "FlintTopKRouter", RouterSpec(K, "sigmoid", renormalize=True)),
     Family("kolibri1", "Kolibri1TopKRouter",
-           RouterSpec(K, "sigmoid", "topk_first", selection_bias=True, renormalise=True)),
+           RouterSpec(K, "sigmoid", "topk_first", selection_bias=True, renormalize=True)),
     Family("ernie4_5_moe", "Ernie4_5_MoeTopKRouter",
-           RouterSpec(K, selection_bias=True, renormalise=True, floor=1e-12)),
+           RouterSpec(K, selection_bias=True, renormalize=True, floor=1e-12)),
     Family("longcat_flash", "LongcatFlashTopkRouter",
            RouterSpec(K, selection_bias=True, zero_experts=3), scaled=True),
 )  # fmt: skip

@@ -20,8 +20,8 @@ from modular_kernel.integrations.runner_formats import (
     format_is_deepep_normal,
     format_is_standard,
 )
-from modular_kernel.ops.quantise import quantised
-from modular_kernel.quant import quantise_weights
+from modular_kernel.ops.quantize import quantized
+from modular_kernel.quant import quantize_weights
 from modular_kernel.reference import oracle
 from modular_kernel.tensors import Routing
 
@@ -62,8 +62,8 @@ def test_received_rows_are_weighted_and_summed(backend: str, quant: str) -> None
     ids = torch.where(routing.topk_ids_TK == 1, -1, routing.topk_ids_TK).to(torch.int32)
     local = Routing(routing.topk_weights_TK, ids)
     rows, scale = x_TH, None
-    if problem.scheme.quantised:
-        rows, scale = quantised(x_TH, problem.scheme)
+    if problem.scheme.quantized:
+        rows, scale = quantized(x_TH, problem.scheme)
     config = MoeRunnerConfig(
         num_experts=16, num_local_experts=E, routed_scaling_factor=2.0, inplace=False
     )
@@ -88,8 +88,8 @@ def test_batches_come_back_unweighted_with_ids_and_weights(backend: str, quant: 
     for expert, count in enumerate(counts.tolist()):
         x_eCH[expert, :count] = x_TH[:count]
     rows, scale = x_eCH, None
-    if problem.scheme.quantised:
-        rows, scale = quantised(x_eCH.nan_to_num().flatten(0, 1), problem.scheme)
+    if problem.scheme.quantized:
+        rows, scale = quantized(x_eCH.nan_to_num().flatten(0, 1), problem.scheme)
         rows, scale = rows.view(E, 4, H), scale.view(E, 4, 1)
     runner = MoeRunner(backend, MoeRunnerConfig(routed_scaling_factor=2.5), dtype=torch.float32)
     given = DeepEPLLDispatchOutput(
@@ -121,11 +121,11 @@ def test_what_a_dispatcher_cannot_have_is_refused() -> None:
     placed = replace(weights, expert_map=torch.arange(E, dtype=torch.int32))
     with pytest.raises(ConfigurationError, match="expert_map of deepep_ll"):
         MoeRunner("torch", OUT).run(batches, info_of(placed))
-    quantised_info = info_of(quantise_weights(weights, replace(BASE, quant="fp8_w8a8_channel")),
+    quantized_info = info_of(quantize_weights(weights, replace(BASE, quant="fp8_w8a8_channel")),
                              quant="fp8_w8a8_channel")  # fmt: skip
     with pytest.raises(DtypeError, match="hidden_states for fp8_w8a8_channel"):
-        MoeRunner("torch", OUT).run(batches, quantised_info)
+        MoeRunner("torch", OUT).run(batches, quantized_info)
     eight = batches._replace(hidden_states=batches.hidden_states.to(torch.float8_e4m3fn))
     for scale in (None, torch.ones(E, T, 2)):
         with pytest.raises(ShapeError, match="hidden_states_scale"):
-            MoeRunner("torch", OUT).run(eight._replace(hidden_states_scale=scale), quantised_info)
+            MoeRunner("torch", OUT).run(eight._replace(hidden_states_scale=scale), quantized_info)

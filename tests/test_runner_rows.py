@@ -63,7 +63,7 @@ ROWS = {
     )),
     "R11": Row("DeepGEMM's input: fp8 rows, scales by 128, counts", (
         f"{ROUTING}::test_deep_gemm_by_its_stand_in",
-        "test_ops_permute_quantise::test_it_is_both_in_turn",
+        "test_ops_permute_quantize::test_it_is_both_in_turn",
     )),
     "R12": Row("contiguous mode: experts padded to whole blocks", (
         "test_deepgemm::test_contiguous",
@@ -73,12 +73,12 @@ ROWS = {
         "test_deepgemm::test_masked",
         f"{ROUTING}::test_deep_gemm_by_its_stand_in",
     ), "expected_m is a hint, and is not read"),
-    "R14": Row("GEMM, activation, quantise, GEMM", (
+    "R14": Row("GEMM, activation, quantize, GEMM", (
         "test_deepgemm::test_contiguous",
         "test_deepgemm::test_planted_in_masked",
-        "test_ops_quantise::test_activation_and_quantise_is_both_in_turn",
+        "test_ops_quantize::test_activation_and_quantize_is_both_in_turn",
     ), "scales are float32; fast_act is refused: a part chooses launches itself"),
-    "R15": Row("sort, quantise and back with weights and scaling", (
+    "R15": Row("sort, quantize and back with weights and scaling", (
         f"{ROUTING}::test_deep_gemm_by_its_stand_in",
         "test_deepgemm::test_contiguous",
         "test_ops_rows::test_gather_and_sum_reads_only_named_rows",

@@ -9,7 +9,7 @@ SHAPES = [(128, 16), (128, 8), (256, 32), (1, 1), (130, 17), (384, 180), (127, 4
 
 
 def scales(*shape: int) -> torch.Tensor:
-    """Bytes from 1 to 251: neighbours differ, and no padding looks like one."""
+    """Bytes from 1 to 251: neighbors differ, and no padding looks like one."""
     return (torch.arange(torch.Size(shape).numel()) % 251 + 1).to(torch.uint8).view(shape)
 
 

@@ -146,12 +146,12 @@ def test_a_step_may_span_groups_here_alone() -> None:
         choose_config(problem, 1)
 
 
-def test_activations_come_unquantised_where_every_call_takes_it() -> None:
+def test_activations_come_unquantized_where_every_call_takes_it() -> None:
     problem = Problem(
         tokens=64, hidden=2048, intermediate=768, experts=128, top_k=8, quant="fp8_w8a8_block"
     )
     experts = TritonExperts(problem)
-    assert experts.takes_unquantised(ContiguousShape(4, 8))
-    assert not experts.takes_unquantised(ContiguousShape(5, 8))
+    assert experts.takes_unquantized(ContiguousShape(4, 8))
+    assert not experts.takes_unquantized(ContiguousShape(5, 8))
     plain = TritonExperts(replace(problem, quant="none"))
-    assert not plain.takes_unquantised(ContiguousShape(1, 8))
+    assert not plain.takes_unquantized(ContiguousShape(1, 8))

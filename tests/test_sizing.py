@@ -244,7 +244,7 @@ def test_rows_that_go_on_from_a_host() -> None:
     problem = replace(in_world(DEEPSEEK, 4, 2), tokens=1000, hidden=1000)
     load = rank_load(experts=256, top_k=8, world_size=4, tokens=1000,
                      kind=RoutingKind("uniform"), per_host=2)  # fmt: skip
-    # To the other host, and 4 ranks' rows of which half are for the neighbour.
+    # To the other host, and 4 ranks' rows of which half are for the neighbor.
     network = 1000 * load.meets_host * 2000 / (10e9 * 0.5)
     inside = 1000 * 4 * load.meets / 2 * 2000 / (100e9 * 0.5)
     found = exchange_time(problem, part, load, cluster)

@@ -29,13 +29,13 @@ def test_every_stage_by_hand() -> None:
     found = works(*stages.STAGES)
     w1, w2 = 3 * 128 * 32 * 2, 3 * 32 * 64 * 2
     assert found == {
-        stages.QUANTISE_INPUT: StageWork(0, 10 * 64, 0, 10 * 32),
+        stages.QUANTIZE_INPUT: StageWork(0, 10 * 64, 0, 10 * 32),
         stages.DISPATCH: StageWork(0, 10 * 32, 0, 9 * 32, 6 * 32),
         stages.SORT: StageWork(0, 10 * 2 * 4, 0, 18 * 4),
         stages.PERMUTE: StageWork(0, 9 * 32, 0, 18 * 32),
         stages.SHRINK: StageWork(),  # no adapters
         stages.GEMM1: StageWork(2 * 18 * 128 * 32, 18 * 32, w1, 18 * 128),
-        stages.QUANTISE: StageWork(0, 18 * 128, 0, 18 * 64),
+        stages.QUANTIZE: StageWork(0, 18 * 128, 0, 18 * 64),
         stages.GEMM2: StageWork(2 * 18 * 64 * 32, 18 * 64, w2, 18 * 64),
         stages.UNPERMUTE: StageWork(0, 18 * 64, 0, 18 * 64),
         stages.REDUCE: StageWork(0, 18 * 64, 0, 9 * 64),
@@ -44,29 +44,29 @@ def test_every_stage_by_hand() -> None:
 
 
 def test_products_read_what_stands_before_them() -> None:
-    """Rows that were permuted are read once a pair; unquantised ones have the dtype's size."""
+    """Rows that were permuted are read once a pair; unquantized ones have the dtype's size."""
     plain = works(stages.GEMM1, stages.GEMM2)
     assert (plain[stages.GEMM1].read, plain[stages.GEMM2].read) == (9 * 64, 18 * 128)
     permuted = works(stages.PERMUTE, stages.GEMM1)
     assert permuted[stages.GEMM1].read == 18 * 64
-    by_token = works(stages.QUANTISE_INPUT, stages.GEMM1, quant="fp8_w8a8_channel")
+    by_token = works(stages.QUANTIZE_INPUT, stages.GEMM1, quant="fp8_w8a8_channel")
     assert by_token[stages.GEMM1].read == pytest.approx(9 * (32 + 4))
     assert by_token[stages.GEMM1].weights == 3 * 128 * 32
 
 
 def test_a_fused_stage_moves_nothing_in_between() -> None:
-    name = stages.fused(stages.QUANTISE, stages.GEMM2, stages.REDUCE)
+    name = stages.fused(stages.QUANTIZE, stages.GEMM2, stages.REDUCE)
     (work,) = works(name).values()
     assert work == StageWork(2 * 18 * 64 * 32, 18 * 128, 3 * 32 * 64 * 2, 9 * 64)
     gathered = works(stages.GATHER_GEMM1)[stages.GATHER_GEMM1]
     assert gathered.read == 9 * 64
-    sent = works(stages.QUANTISE_DISPATCH, quant="fp8_w8a8_channel")[stages.QUANTISE_DISPATCH]
+    sent = works(stages.QUANTIZE_DISPATCH, quant="fp8_w8a8_channel")[stages.QUANTIZE_DISPATCH]
     assert sent == StageWork(0, 10 * 64, 0, 9 * 36, 6 * 36)
 
 
-def test_what_experts_quantise_themselves_travels_as_it_was() -> None:
-    quantises = stages.fused(stages.QUANTISE_INPUT, stages.GEMM1)
-    late = works(stages.DISPATCH, stages.PERMUTE, quantises, quant="fp8_w8a8_channel")
+def test_what_experts_quantize_themselves_travels_as_it_was() -> None:
+    quantizes = stages.fused(stages.QUANTIZE_INPUT, stages.GEMM1)
+    late = works(stages.DISPATCH, stages.PERMUTE, quantizes, quant="fp8_w8a8_channel")
     assert late[stages.DISPATCH] == StageWork(0, 10 * 64, 0, 9 * 64, 6 * 64)
     assert late[stages.PERMUTE] == StageWork(0, 9 * 64, 0, 18 * 64)
 

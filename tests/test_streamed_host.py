@@ -1,5 +1,5 @@
 """The host side of gemv_tma, which needs no GPU: whose weights it takes, and what that means
-for those who quantise and those who make room. Its numbers: tests/gpu/test_streamed_path.py."""
+for those who quantize and those who make room. Its numbers: tests/gpu/test_streamed_path.py."""
 
 from dataclasses import replace
 
@@ -53,11 +53,11 @@ def test_it_takes_no_weights_off_16_bytes(name: str) -> None:
 
 
 def test_x_stays_as_it_is_only_where_any_weights_may_come() -> None:
-    """Up to 4 tokens calls whose weights TMA cannot fetch take the gemv path, which quantises
+    """Up to 4 tokens calls whose weights TMA cannot fetch take the gemv path, which quantizes
     too; up to 8 gemv_tma serves, but those others would come to the aligned path."""
     with on_device(H200):
         part = TritonExperts(LAYER)
-        assert [part.takes_unquantised(shape(tokens)) for tokens in (1, 4, 5, 8, 9)] == [
+        assert [part.takes_unquantized(shape(tokens)) for tokens in (1, 4, 5, 8, 9)] == [
             *(True, True),
             *(False, False, False),
         ]

@@ -212,7 +212,7 @@ def test_memory_is_made_together_or_not_at_all(rank_pool: Pool, lonely: Any) -> 
 
 
 def test_scales_of_experts_stay_with_the_weights(rank_pool: Pool) -> None:
-    """Rows travel as they are; the experts quantise them."""
+    """Rows travel as they are; the experts quantize them."""
     fields = {"quant": "nvfp4_w4a4", "dtype": torch.bfloat16}
     layer = replace(LAYER, fields=fields)
     reports = rank_pool(2).run(call_layer, layer)

@@ -179,7 +179,7 @@ def test_a_broken_entry_point_is_listed_and_harms_no_other() -> None:
     catalog = catalog_of(
         ("missing", "one (one:PARTS)", failing(ModuleNotFoundError("No module named 'moon'"))),
         ("typo", "two (two:PARTS)", failing(SyntaxError("invalid syntax"))),
-        ("exits", "three (three:PARTS)", failing(SystemExit("no licence"))),
+        ("exits", "three (three:PARTS)", failing(SystemExit("no license"))),
         ("list", "four (four:PARTS)", lambda: [TorchExperts]),
         ("other", "five (five:PARTS)", lambda: (dict,)),
         ("good", "six (six:PARTS)", lambda: (TorchExperts,)),

@@ -126,7 +126,7 @@ def test_a_file_s_few_tokens_end_where_the_path_stops_to_pay() -> None:
     ]
 
 
-def test_a_neighbour_lends_the_path_not_the_ring() -> None:
+def test_a_neighbor_lends_the_path_not_the_ring() -> None:
     """How many places there are depends on the depths, which are the borrower's own."""
     launches = (((1, PAIR.gemm1),), ((1, PAIR.gemm2),))
     recipe = Recipe("x", *launches, False, True, paths=((1, "gemv_tma"),))

@@ -82,7 +82,7 @@ def parameter(value: torch.Tensor) -> torch.nn.Parameter:
     return torch.nn.Parameter(value, requires_grad=False)
 
 
-def dequantised(module: torch.nn.Module, name: str, projections: int) -> torch.Tensor:
+def dequantized(module: torch.nn.Module, name: str, projections: int) -> torch.Tensor:
     """float64 (e, N, K), by definition."""
     weight = getattr(module, name)
     scale = getattr(module, f"{name}_scale_inv").float().double()
@@ -110,8 +110,8 @@ def inputs(tokens: int, dtype=torch.bfloat16):
 def exact(module, x, ids, scores) -> torch.Tensor:
     """The layer in float64, differentiable."""
     gate = module.has_gate
-    w1 = dequantised(module, "gate_up_proj" if gate else "up_proj", 1 + gate)
-    w2 = dequantised(module, "down_proj", 1)
+    w1 = dequantized(module, "gate_up_proj" if gate else "up_proj", 1 + gate)
+    w2 = dequantized(module, "down_proj", 1)
     rows = torch.einsum("th,tkhn->tkn", x, w1[ids].transpose(2, 3)).flatten(0, 1)
     rows = module._apply_gate(rows) if gate else module.act_fn(rows)
     rows = torch.einsum("tki,tkhi->tkh", rows.view(*ids.shape, -1).double(), w2[ids])

@@ -8,7 +8,7 @@ import pytest
 if find_spec("transformers") is None:
     pytest.skip("the extra is not installed", allow_module_level=True)
 
-from test_transformers_quantised import write
+from test_transformers_quantized import write
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from modular_kernel.errors import InputError

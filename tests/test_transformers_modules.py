@@ -258,13 +258,13 @@ def test_a_module_that_computes_something_else_is_refused(case) -> None:
         call(module_of(**REFUSED[case]), register(), *inputs(4))
 
 
-def test_norms_and_quantised_weights_are_refused() -> None:
-    class Quantised(torch.Tensor):
+def test_norms_and_quantized_weights_are_refused() -> None:
+    class Quantized(torch.Tensor):
         pass
 
     normed, packed, mixed = module_of(), module_of(), module_of()
     normed.has_post_expert_norm = True
-    packed.gate_up_proj = torch.nn.Parameter(packed.gate_up_proj.detach().as_subclass(Quantised))
+    packed.gate_up_proj = torch.nn.Parameter(packed.gate_up_proj.detach().as_subclass(Quantized))
     for module in (normed, packed):
         with pytest.raises(UnsupportedError, match="SmallExperts"):
             call(module, register(), *inputs(4))

@@ -22,7 +22,7 @@ from experts.triton_kernels.tile_maps import (
     write_tile_maps,
 )
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.quant import dequantise
+from modular_kernel.quant import dequantize
 from modular_kernel.types import Combine, Problem
 
 BASE = Problem(tokens=17, hidden=48, intermediate=80, experts=5, top_k=2)
@@ -139,7 +139,7 @@ def in_mxfp4() -> dict[str, Any]:
 def test_the_stand_in_computes_mxfp4() -> None:
     one, problem = in_mxfp4(), Problem(1, 128, 128, 3, 1, quant="mxfp4_w4a16")
     library.ragged(triton_kernels_3_5, **one)
-    values = dequantise(*one["weights"], None, problem.scheme)
+    values = dequantize(*one["weights"], None, problem.scheme)
     want = one["rows"][7:40].float() @ values[2].T
     torch.testing.assert_close(one["out"][7:40], want.bfloat16(), rtol=1e-2, atol=1e-2)
     # A step of 128 values reaches past these rows.

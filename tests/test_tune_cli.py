@@ -24,7 +24,7 @@ from modular_kernel.cli.presets import SHAPES
 from modular_kernel.cli.tune import Search, _pair, _problems, _run, _valid
 from modular_kernel.cli.tune_output import Bar, TunedLayer, TuneRecorder, print_text, record
 from modular_kernel.errors import ConfigurationError, IncompatibleError
-from modular_kernel.quant import check_weights_quantised
+from modular_kernel.quant import check_weights_quantized
 from modular_kernel.reference_weights import matrix
 from modular_kernel.tunable import Best, Took
 from modular_kernel.tuning import compiled
@@ -322,7 +322,7 @@ def test_rows_that_the_oracle_does_not_see_are_compared_with_another_choice_s(
 def test_weights_to_tune_with_are_told_apart(quant: str) -> None:
     problem = replace(SMALL, experts=9, quant=quant, bias=True)
     weights = tuning_weights(problem, torch.device("cpu"))
-    check_weights_quantised(weights, problem, torch.device("cpu")) if quant != "none" else None
+    check_weights_quantized(weights, problem, torch.device("cpu")) if quant != "none" else None
     assert weights.b1 is not None
     assert tuple(weights.b1.shape) == (9, 128)
     plain = [matrix(weights, "w1", e, problem, torch.float32) for e in range(9)]

@@ -67,7 +67,7 @@ class CutlassBlock(CutlassExpertsFP8):
         super().__init__(problem)
         self._paths[grouped_tma.NAME] = CutlassPath(problem)
 
-    def takes_unquantised(self, shape):
+    def takes_unquantized(self, shape):
         return False
 
     def _kinds_of_calls(self, tokens):

@@ -7,7 +7,7 @@ import torch
 from experts.triton.grouped_w4.layout import Form, Tiled, form_of
 from experts.triton.grouped_w4.twin import tile_weights
 from experts.triton.operands import Product, scale_group
-from modular_kernel.quant import dequantise
+from modular_kernel.quant import dequantize
 from modular_kernel.repacked import repack
 from modular_kernel.schemes import QuantScheme
 
@@ -82,7 +82,7 @@ def sample(
                 256, (experts, rows // 2, shape[2]), generator=draw, dtype=torch.uint8
             )
     stored = QuantScheme.parse(scheme.name) if scheme.repacked else scheme
-    values = dequantise(w, scale, zero, stored)
+    values = dequantize(w, scale, zero, stored)
     if scheme.weight == "uint4":
         values = values.bfloat16().float()
     return Sample(scheme, w, scale, zero, values)

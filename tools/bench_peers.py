@@ -5,7 +5,7 @@ experts on its Triton kernels (bf16; fp8 by channel; fp8 by block; int4 by group
 CUTLASS experts, its Marlin kernels (int4 by group; mxfp4), and triton_kernels with SwiGLU in the
 first product (bf16; mxfp4 with weights in the order that vLLM puts them in once; v3.5.1's
 interface, as vLLM ships it).
-What a layer does to its weights (quantise, transpose, interleave) is its own untimed set-up.
+What a layer does to its weights (quantize, transpose, interleave) is its own untimed set-up.
 """
 
 import sys
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from modular_kernel.bench.candidates import Layer
-from modular_kernel.measure.cases import quantised
+from modular_kernel.measure.cases import quantized
 
 _MOE = "vllm.model_executor.layers.fused_moe"
 _QUANT = "vllm.model_executor.layers.quantization.utils"
@@ -49,7 +49,7 @@ class LayerPeer(Layer):
         """Return the weights as the layer's scheme has them; channel scales are (e, rows, 1)
         there.
         """
-        made = quantised(weights, replace(problem, quant=self.quant))
+        made = quantized(weights, replace(problem, quant=self.quant))
         if self.quant == "fp8_w8a8_channel":
             return made.w1, made.w2, made.w1_scale[..., None], made.w2_scale[..., None]
         return made.w1, made.w2, made.w1_scale, made.w2_scale
@@ -87,7 +87,7 @@ class VllmTriton(LayerPeer):
 
 
 class VllmExperts(LayerPeer):
-    """One of vLLM's modular experts behind its own quantisation of x, writing the output itself."""
+    """One of vLLM's modular experts behind its own quantization of x, writing the output itself."""
 
     def __init__(self, name, quant, module, cls):
         self.name, self.quant, self.where = name, quant, (module, cls)
@@ -101,7 +101,7 @@ class VllmExperts(LayerPeer):
     def setup(self, problem, weights):
         module, cls = self.where
         self.silu = import_module(f"{_MOE}.activation").MoEActivation.SILU
-        self.quantise = import_module(f"{_MOE}.utils").moe_kernel_quantize_input
+        self.quantize = import_module(f"{_MOE}.utils").moe_kernel_quantize_input
         self.problem = problem
         self.w1, self.w2, *scales = self.stored(problem, weights)
         self.config = self.quant_config(*scales)
@@ -128,7 +128,7 @@ class VllmExperts(LayerPeer):
 
     def call(self, x_TH, routing):
         p, tokens, config = self.problem, x_TH.shape[0], self.config
-        x, scale = self.quantise(
+        x, scale = self.quantize(
             x_TH,
             None,
             quant_dtype=torch.float8_e4m3fn,
@@ -222,7 +222,7 @@ class TritonKernels(LayerPeer):
             self.w2 = weights.w2.mT.contiguous()
             self.configs = mm.PrecisionConfig(), mm.PrecisionConfig()
             return
-        made = quantised(weights, replace(problem, quant=self.quant))
+        made = quantized(weights, replace(problem, quant=self.quant))
         swizzle = import_module(f"{_QUANT}.mxfp4_utils")
         scales = made.w1_scale.view(torch.uint8), made.w2_scale.view(torch.uint8)
         one = swizzle._swizzle_mxfp4(in_turns(made.w1), in_turns(scales[0]))

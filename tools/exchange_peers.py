@@ -11,15 +11,15 @@ from importlib.util import find_spec
 import torch
 import torch.distributed as dist
 
-from modular_kernel.bench.all2all.cases import Transport, dequantised
-from modular_kernel.ops.quantise import Quantised, quantise_rows
+from modular_kernel.bench.all2all.cases import Transport, dequantized
+from modular_kernel.ops.quantize import Quantized, quantize_rows
 
 BLOCK = 128  # columns of one scale
 _WHEN = {False: "before", True: "in a launch of its own"}
 FEW = 512  # tokens for which buffers of one row an expert still fit
 
 
-def quantised(x_TH):
+def quantized(x_TH):
     """x in float8_e4m3fn, and float32 scales (T, H / 128)."""
     groups = x_TH.float().unflatten(1, (-1, BLOCK))
     scale = (groups.abs().amax(2) / 448).clamp(min=2.0**-33)
@@ -27,16 +27,16 @@ def quantised(x_TH):
 
 
 class TransportPeer(Transport):
-    """few: serves small capacities only. worlds: numbers of ranks. quantising: rows are quantised
+    """few: serves small capacities only. worlds: numbers of ranks. quantizing: rows are quantized
     in each dispatch, in a launch of their own, where the library does not."""
 
-    few = quantising = False
+    few = quantizing = False
     worlds = None
 
     def refusal(self, cell):
         if cell.quant not in ("none", "fp8_w8a8_block") or cell.hidden % BLOCK:
             return f"bfloat16 or blocks of {BLOCK} columns"
-        if self.quantising and cell.quant == "none":
+        if self.quantizing and cell.quant == "none":
             return "bfloat16 rows travel as they are"
         if cell.experts % cell.world_size:
             return "as many experts on each rank"
@@ -58,16 +58,16 @@ class TransportPeer(Transport):
     def load(self, given):
         self.cell = given.cell  # several cells share what `open` made
         self.x, self.tokens = given.x_TH, len(given.x_TH)
-        self.rows = quantised(self.x) if self.fp8 else self.x
-        if self.quantising:
-            self.made = Quantised(*map(torch.empty_like, self.rows))
+        self.rows = quantized(self.x) if self.fp8 else self.x
+        if self.quantizing:
+            self.made = Quantized(*map(torch.empty_like, self.rows))
         self.ids = given.routing.topk_ids_TK.to(torch.int64)
         self.weights = given.routing.topk_weights_TK
 
     def rows_given(self):
         """Return what the library is given."""
-        if self.quantising:
-            quantise_rows(self.x, self.cell.scheme, out=self.made)
+        if self.quantizing:
+            quantize_rows(self.x, self.cell.scheme, out=self.made)
             return self.made.q_RK, self.made.scale
         return self.rows
 
@@ -81,7 +81,7 @@ class TransportPeer(Transport):
 
     def weighted(self, rows, ids_RK, weights_RK):
         """Rows times the weights of their pairs here."""
-        x_RH = dequantised(*rows, BLOCK) if isinstance(rows, tuple) else rows
+        x_RH = dequantized(*rows, BLOCK) if isinstance(rows, tuple) else rows
         share = torch.where(ids_RK >= 0, weights_RK, 0).sum(1, keepdim=True)
         self.keep((x_RH.float() * share).bfloat16())
 
@@ -135,7 +135,7 @@ class Nccl(TransportPeer):
             return
         rows = self.arrived[:, :hidden].contiguous().view(torch.float8_e4m3fn)
         scale = self.arrived[:, hidden:].contiguous().view(torch.float32)
-        self.y.copy_(dequantised(rows, scale, BLOCK))
+        self.y.copy_(dequantized(rows, scale, BLOCK))
 
     def combine(self):
         dist.all_to_all_single(self.back, self.y, self.sent, self.came, group=self.place.group)
@@ -160,10 +160,10 @@ class DeepEPOfTokens(DeepEP):
     capturable = True
     measured = ""  # what else is
 
-    def __init__(self, sms, *, quantising=False):
-        self.sms, self.quantising = sms, quantising
-        self.name = f"{self.name}, {sms} SMs" + ", quantising" * quantising
-        self.note = f"{self.measured}rows quantised {_WHEN[quantising]}"
+    def __init__(self, sms, *, quantizing=False):
+        self.sms, self.quantizing = sms, quantizing
+        self.name = f"{self.name}, {sms} SMs" + ", quantizing" * quantizing
+        self.note = f"{self.measured}rows quantized {_WHEN[quantizing]}"
 
     def identity(self):
         rows, ids, weights, *_ = self.arrived  # behind those that came, whatever was there
@@ -219,7 +219,7 @@ class DeepEPHighThroughput(DeepEPOfTokens, DeepEPV1):
 
 
 class DeepEPLowLatency(DeepEPV1):
-    """One row for each token and expert; quantises by itself; weights in the combine."""
+    """One row for each token and expert; quantizes by itself; weights in the combine."""
 
     name = "DeepEP V1 low latency"
     capturable = alone = few = True
@@ -246,7 +246,7 @@ class DeepEPLowLatency(DeepEPV1):
 
     def identity(self):
         rows = self.arrived[0]
-        self.keep(dequantised(*rows, BLOCK) if self.fp8 else rows.clone())
+        self.keep(dequantized(*rows, BLOCK) if self.fp8 else rows.clone())
 
     def combine(self):
         handle = self.arrived[2]
@@ -299,7 +299,7 @@ class Pplx(TransportPeer):
 
     name = "pplx-kernels"
     capturable = alone = few = True
-    note = "rows quantised before"
+    note = "rows quantized before"
 
     def setup(self):
         cell, place = self.cell, self.place
@@ -349,7 +349,7 @@ class Pplx(TransportPeer):
         )
 
     def identity(self):
-        self.keep(dequantised(self.there, self.scale, BLOCK) if self.fp8 else self.there.clone())
+        self.keep(dequantized(self.there, self.scale, BLOCK) if self.fp8 else self.there.clone())
 
     def combine(self):
         self.all2all.combine(
@@ -373,10 +373,10 @@ def transports():
     if find_spec("deep_ep") is not None:
         found += [
             DeepEPHighThroughput(20),
-            DeepEPHighThroughput(20, quantising=True),
+            DeepEPHighThroughput(20, quantizing=True),
             DeepEPHighThroughput(96),
         ]
-        found += [DeepEPLowLatency(), DeepEPV2(22), DeepEPV2(22, quantising=True), DeepEPV2(64)]
+        found += [DeepEPLowLatency(), DeepEPV2(22), DeepEPV2(22, quantizing=True), DeepEPV2(64)]
     if find_spec("pplx_kernels") is not None:
         found += [Pplx()]
     return found

@@ -37,7 +37,7 @@ from modular_kernel import Problem
 from modular_kernel.bench.candidates import PairLayer, TorchGroupedMm
 from modular_kernel.catalog import make_kernel, this_machine
 from modular_kernel.cli.presets import SHAPES
-from modular_kernel.measure.cases import LayerCase, make_input, make_weights, quantised
+from modular_kernel.measure.cases import LayerCase, make_input, make_weights, quantized
 from modular_kernel.measure.environment import environment
 from modular_kernel.measure.routing import RoutingKind
 from modular_kernel.measure.timing import capture
@@ -56,7 +56,7 @@ class Pair(PairLayer):
 
     def setup(self, problem, weights):
         self.problem = replace(problem, quant=self.quant)
-        self.weights, self._plan = quantised(weights, self.problem), None
+        self.weights, self._plan = quantized(weights, self.problem), None
         if self.scales is not None:
             ours = self.weights
             scales = {n: getattr(ours, n).to(self.scales) for n in ("w1_scale", "w2_scale")}

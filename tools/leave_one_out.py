@@ -63,19 +63,19 @@ Raw rows: `{record}`."""
 
 @dataclass(frozen=True)
 class TimedCell:
-    """One number of tokens of one layer, and the tiles of it. origin: whose the neighbours' are."""
+    """One number of tokens of one layer, and the tiles of it. origin: whose the neighbors' are."""
 
     layer: str
     problem: Problem
     tuned: MoEConfig
-    neighbours: MoEConfig
+    neighbors: MoEConfig
     regimes: MoEConfig
     origin: str
 
     @property
     def choices(self) -> list[MoEConfig]:
         """All different tiles."""
-        return list(dict.fromkeys((self.tuned, self.neighbours, self.regimes)))
+        return list(dict.fromkeys((self.tuned, self.neighbors, self.regimes)))
 
     @property
     def differs(self) -> bool:
@@ -85,7 +85,7 @@ class TimedCell:
         """Return a row of the record: microseconds by where tiles come from, none where all are
         alike.
         """
-        kinds = ("tuned", "neighbours", "regimes")
+        kinds = ("tuned", "neighbors", "regimes")
         times = {kind: seconds.get(getattr(self, kind)) for kind in kinds}
         us = {kind: round(s * 1e6, 2) for kind, s in times.items() if s is not None}
         p = self.problem
@@ -127,11 +127,11 @@ def _of_layer(
     made = []
     for number in tokens:
         whose = lent.whose[lent.steps.index(number)] if lent.whose else "heuristics"
-        tuned, neighbours = (
+        tuned, neighbors = (
             source.launched(problem, H200, paths).choose(number) for source in (mine, lent)
         )
         here = problem.with_tokens(number)
-        made.append(TimedCell(layer, here, tuned, neighbours, alone.choose(number), whose))
+        made.append(TimedCell(layer, here, tuned, neighbors, alone.choose(number), whose))
     return made
 
 
@@ -181,7 +181,7 @@ class TimedResult:
     layer: str
     quant: str
     tokens: int
-    neighbours: float
+    neighbors: float
     regimes: float
     origin: str
 
@@ -192,9 +192,9 @@ def results(rows: Iterable[Row]) -> list[TimedResult]:
     for row in rows:
         us = row["us"]
         assert isinstance(us, dict)
-        over = {kind: us[kind] / us["tuned"] if us else 1.0 for kind in ("neighbours", "regimes")}
+        over = {kind: us[kind] / us["tuned"] if us else 1.0 for kind in ("neighbors", "regimes")}
         sizes = str(row["layer"]), str(row["quant"]), int(str(row["tokens"]))
-        found.append(TimedResult(*sizes, over["neighbours"], over["regimes"], str(row["origin"])))
+        found.append(TimedResult(*sizes, over["neighbors"], over["regimes"], str(row["origin"])))
     order = {(r.quant, r.layer): index for index, r in reversed(list(enumerate(found)))}
     return sorted(found, key=lambda r: (order[r.quant, r.layer], r.tokens))
 
@@ -207,12 +207,12 @@ def report(found: Sequence[TimedResult], **said: object) -> list[str]:
     lines = [
         *_INTRO.format(bound=BOUND, cells=len(found), **said).splitlines(),
         "",
-        "| scheme | cells | neighbours: within | mean | worst | regimes: within | mean | worst |",
+        "| scheme | cells | neighbors: within | mean | worst | regimes: within | mean | worst |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for quant in [*quants, "all"]:
         of = [r for r in found if quant in ("all", r.quant)]
-        both = _summary([r.neighbours for r in of]), _summary([r.regimes for r in of])
+        both = _summary([r.neighbors for r in of]), _summary([r.regimes for r in of])
         lines.append(f"| {quant} | {len(of)} | {both[0]} | {both[1]} |")
     return [*lines, "", *_by_tokens(found), "", *_far(found)]
 
@@ -224,23 +224,23 @@ def _summary(ratios: Sequence[float]) -> str:
 
 
 def _by_tokens(found: Sequence[TimedResult]) -> list[str]:
-    """Neighbours' times, a line for each layer and scheme, a column for each number of tokens."""
+    """Neighbors' times, a line for each layer and scheme, a column for each number of tokens."""
     tokens = sorted({result.tokens for result in found})
     lines = [
         "| layer | scheme | " + " | ".join(f"T={number}" for number in tokens) + " |",
         "|---|---|" + "---:|" * len(tokens),
     ]
     for (layer, quant), of in groupby(found, key=lambda r: (r.layer, r.quant)):
-        ratios = {result.tokens: f"{result.neighbours:.2f}" for result in of}
+        ratios = {result.tokens: f"{result.neighbors:.2f}" for result in of}
         values = " | ".join(ratios.get(number, "") for number in tokens)
         lines.append(f"| {layer} | {quant} | {values} |")
     return lines
 
 
 def _far(found: Sequence[TimedResult]) -> list[str]:
-    far = sorted((r for r in found if r.neighbours > BOUND), key=lambda r: -r.neighbours)
+    far = sorted((r for r in found if r.neighbors > BOUND), key=lambda r: -r.neighbors)
     return [
-        f"- {r.layer} {r.quant}, {counted(r.tokens, 'token')}: {r.neighbours:.2f} x, "
+        f"- {r.layer} {r.quant}, {counted(r.tokens, 'token')}: {r.neighbors:.2f} x, "
         f"tiles of {r.origin}"
         for r in far
     ]

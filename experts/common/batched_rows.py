@@ -1,6 +1,6 @@
 """Batched rows through a library's products over the rows of each expert.
 
-Launches: GEMM 1; activation [and quantise]; GEMM 2.
+Launches: GEMM 1; activation [and quantize]; GEMM 2.
 """
 
 from abc import abstractmethod

@@ -1,4 +1,4 @@
-"""Between two products of a library: the activation, and the quantisation behind it."""
+"""Between two products of a library: the activation, and the quantization behind it."""
 
 from collections.abc import Mapping
 
@@ -7,12 +7,12 @@ import torch
 from modular_kernel import stages
 from modular_kernel.ops.activation import gated_activation
 from modular_kernel.ops.live_rows import BatchedRows
-from modular_kernel.ops.quantise import (
-    Quantised,
-    activation_and_quantise,
-    quantise_rows,
-    quantise_specs,
-    take_quantised,
+from modular_kernel.ops.quantize import (
+    Quantized,
+    activation_and_quantize,
+    quantize_rows,
+    quantize_specs,
+    take_quantized,
 )
 from modular_kernel.roundings import Roundings
 from modular_kernel.tensors import ExpertWeights
@@ -27,10 +27,10 @@ def hidden_specs(problem: Problem, rows: int, segments: int = 1) -> Mapping[str,
     """Return the buffers that `hidden_rows` takes."""
     scheme, columns = problem.scheme, problem.intermediate
     plain = {"h": BufferSpec((rows, columns), problem.dtype)}
-    if not scheme.quantises_activations:
+    if not scheme.quantizes_activations:
         return plain
-    quantised = quantise_specs("h", scheme, rows, columns, segments=segments)
-    return plain | quantised if _in_two_steps(problem) else quantised
+    quantized = quantize_specs("h", scheme, rows, columns, segments=segments)
+    return plain | quantized if _in_two_steps(problem) else quantized
 
 
 def hidden_rows(
@@ -42,7 +42,7 @@ def hidden_rows(
     *,
     along_rows: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return GEMM 2's rows (R, I) and `Quantised.scale_of_rows` of them; None in 16 bits.
+    """Return GEMM 2's rows (R, I) and `Quantized.scale_of_rows` of them; None in 16 bits.
 
     gate_up_RN: (R, N), of which the first counts_e[i] rows of segment i stand for tokens; others
     hold anything, and what is made of them does too. along_rows: scales of rows or groups do.
@@ -50,12 +50,12 @@ def hidden_rows(
     rows, scheme = len(gate_up_RN), problem.scheme
     shape = (rows, problem.intermediate)
     live = BatchedRows(counts_e)
-    if not scheme.quantises_activations:
+    if not scheme.quantizes_activations:
         h_RI = workspace.take("h", shape)
         with stages.stage(stages.GEMM1):
             gated_activation(gate_up_RN, problem.act, h_RI)
         return h_RI, None
-    out = take_quantised(
+    out = take_quantized(
         workspace,
         "h",
         scheme,
@@ -65,18 +65,18 @@ def hidden_rows(
         along_rows=along_rows,
     )
     if not _in_two_steps(problem):
-        with stages.stage(stages.fused(stages.GEMM1, stages.QUANTISE)):
-            activation_and_quantise(gate_up_RN, problem.act, scheme, out=out, live=live)
+        with stages.stage(stages.fused(stages.GEMM1, stages.QUANTIZE)):
+            activation_and_quantize(gate_up_RN, problem.act, scheme, out=out, live=live)
         return _rows(out)
     h_RI = workspace.take("h", shape)
     with stages.stage(stages.GEMM1):
         gated_activation(gate_up_RN, problem.act, h_RI)
-    with stages.stage(stages.QUANTISE):
-        quantise_rows(h_RI, scheme, out=out, live=live)
+    with stages.stage(stages.QUANTIZE):
+        quantize_rows(h_RI, scheme, out=out, live=live)
     return _rows(out)
 
 
-def _rows(out: Quantised) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(out: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
     return out.q_RK, out.scale_of_rows
 
 

@@ -1,6 +1,6 @@
 """Contiguous tokens through a library's products over rows in the order of experts.
 
-Launches: count, scan, place; permute [and quantise]; GEMM 1; activation [and quantise]; GEMM 2;
+Launches: count, scan, place; permute [and quantize]; GEMM 1; activation [and quantize]; GEMM 2;
 sum.
 """
 
@@ -16,8 +16,8 @@ from experts.triton.path import room_for
 from modular_kernel import stages
 from modular_kernel.contracts import PermuteExpertsUnpermute, PickledByProblem, TopKWeightAndReduce
 from modular_kernel.ops.permute import permute_tokens
-from modular_kernel.ops.permute_quantise import permute_and_quantise
-from modular_kernel.ops.quantise import Quantised, scale_shape
+from modular_kernel.ops.permute_quantize import permute_and_quantize
+from modular_kernel.ops.quantize import Quantized, scale_shape
 from modular_kernel.ops.reduce import gather_rows, gather_weight_and_sum
 from modular_kernel.ops.sort import sort_pairs, sort_specs
 from modular_kernel.quant import STORAGE
@@ -118,7 +118,7 @@ class SortedRowsExperts(SummedRowsExperts):
     ) -> torch.Tensor:
         """Return the product (R, N) of rows (R, K) and each one's expert's weights (e, N, K).
 
-        Scales are as `Quantised` and `weight_specs` have them. out: None if `keeps_results`.
+        Scales are as `Quantized` and `weight_specs` have them. out: None if `keeps_results`.
         """
 
     def most_rows(self, pairs: int) -> int:
@@ -138,11 +138,11 @@ class SortedRowsExperts(SummedRowsExperts):
         """Return the buffers that `product` takes besides its results."""
         return {}
 
-    def takes_unquantised(self, shape: DispatchShape) -> bool:
-        """Where a token is quantised for itself: it then is where it is moved to its rows."""
+    def takes_unquantized(self, shape: DispatchShape) -> bool:
+        """Where a token is quantized for itself: it then is where it is moved to its rows."""
         scheme = self.problem.scheme
         alone = scheme.static or scheme.activation_granularity != "tensor"
-        return scheme.quantises_activations and alone
+        return scheme.quantizes_activations and alone
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, ContiguousShape)
@@ -151,14 +151,14 @@ class SortedRowsExperts(SummedRowsExperts):
     def _specs(self, shape: ContiguousShape) -> dict[str, BufferSpec]:
         problem, scheme = self.problem, self.problem.scheme
         rows = self.most_rows(shape.tokens * shape.top_k)
-        stored = STORAGE[scheme.activation] if scheme.quantises_activations else problem.dtype
+        stored = STORAGE[scheme.activation] if scheme.quantizes_activations else problem.dtype
         specs = {
             **self.order_specs(shape.tokens, shape.top_k),
             "permuted_x": BufferSpec((rows, problem.hidden), stored),
             **hidden_specs(problem, rows),
             **self.product_specs(rows),
         }
-        if scheme.quantises_activations and scheme.activation_granularity != "tensor":
+        if scheme.quantizes_activations and scheme.activation_granularity != "tensor":
             scales = scale_shape(scheme, rows, problem.hidden)
             specs["permuted_scale"] = BufferSpec(scales, torch.float32)
         if not self.keeps_results:
@@ -181,8 +181,8 @@ class SortedRowsExperts(SummedRowsExperts):
         with stages.stage(stages.SORT):
             order = self.order(routing, workspace)
         rows = self.most_rows(routing.topk_ids_TK.numel())
-        moving = tokens.scale is not None or not problem.scheme.quantises_activations
-        with stages.stage(stages.PERMUTE if moving else stages.PERMUTE_QUANTISED):
+        moving = tokens.scale is not None or not problem.scheme.quantizes_activations
+        with stages.stage(stages.PERMUTE if moving else stages.PERMUTE_QUANTIZED):
             x = self._permuted(tokens, order, rows, weights, workspace)
         with stages.stage(stages.GEMM1):
             w1 = weights.w1, weights.w1_scale
@@ -210,16 +210,16 @@ class SortedRowsExperts(SummedRowsExperts):
         """Each token at the rows of its pairs, and its scales; one scale for all stays as it is."""
         scheme, places = self.problem.scheme, order.row_of_pair_TK
         x_RH = workspace.take("permuted_x", (rows, self.problem.hidden))
-        if not scheme.quantises_activations:
+        if not scheme.quantizes_activations:
             permute_tokens(tokens.x_TH, places, None, rows_RH=x_RH)
             return x_RH, None
         static = weights.a1_scale if scheme.static else None
         scale = static if tokens.scale is None else tokens.scale
         if scale is None or scale.dim() == 2:
             scale = self._room_for_scales(rows, workspace)
-        out = Quantised(x_RH, scale, along_rows=scale.dim() == 3)
+        out = Quantized(x_RH, scale, along_rows=scale.dim() == 3)
         if tokens.scale is None:
-            permute_and_quantise(tokens.x_TH, places, None, scheme, out=out)
+            permute_and_quantize(tokens.x_TH, places, None, scheme, out=out)
             return x_RH, out.scale_of_rows
         moved = {}
         if tokens.scale.dim() == 2:

@@ -17,7 +17,7 @@ from modular_kernel.errors import (
 )
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.launch.runtime import use_triton
-from modular_kernel.ops.quantise import scale_shape
+from modular_kernel.ops.quantize import scale_shape
 from modular_kernel.quant import STORAGE, weight_specs
 from modular_kernel.tensor_checks import check_no_gradients, check_output, check_tensor
 from modular_kernel.tensors import ExpertWeights
@@ -43,7 +43,7 @@ def batched_gemm(  # noqa: PLR0913  (operands, their scales, and what to make)
     as w2 of an `ExpertWeights` of the scheme; b_global_scale: nvfp4's, (e, 1) float32. counts_e:
     (e,) int32; more than C counts as C. a_scale: float32, (1,), (e, C, 1) or (e, C, ceil(K / g)) as
     the scheme has activations. out: (e, C, N), contiguous; None makes one of `dtype` if a is
-    quantised, else of a's. Sums are float32. An InputError of a tensor that does not fit,
+    quantized, else of a's. Sums are float32. An InputError of a tensor that does not fit,
     IncompatibleError for groups that no step of the kernel fits, UnsupportedError for gradients.
     """
     tensors = {"a": a_eCK, "b": b_eNK, "counts": counts_e}
@@ -150,9 +150,9 @@ def _check_rows(
     problem: Problem,
 ) -> None:
     scheme, (experts, capacity, depth) = problem.scheme, a_eCK.shape
-    stored = STORAGE[scheme.activation] if scheme.quantises_activations else problem.dtype
+    stored = STORAGE[scheme.activation] if scheme.quantizes_activations else problem.dtype
     shape: tuple[int, ...] | None = None
-    if scheme.quantises_activations:
+    if scheme.quantizes_activations:
         one = scheme.activation_granularity == "tensor"
         shape = (1,) if one else (experts, capacity, scale_shape(scheme, 1, depth)[1])
     needs = (

@@ -25,10 +25,10 @@ def launch_all(tokens: int, top_k: int, dtype: torch.dtype, block_shape: list[in
     """Everything one rank launches, with half of the experts."""
     rows, half = tokens * top_k, EXPERTS // 2
     ids = _empty(tokens, top_k, dtype=torch.int64)
-    scales, quantised = None, dtype == FP8
+    scales, quantized = None, dtype == FP8
     gemm: tuple[torch.Tensor | None, ...] = (None, None)
     gemm2 = gemm
-    if quantised:
+    if quantized:
         scales = _empty(half, dtype=torch.float32)
         gemm = gemm2 = (scales, scales)
     if block_shape:
@@ -40,11 +40,11 @@ def launch_all(tokens: int, top_k: int, dtype: torch.dtype, block_shape: list[in
     x, gateup = _empty(rows, HIDDEN, dtype=dtype), _empty(rows, 2 * INTERMEDIATE)
     pre_reorder(_empty(tokens, HIDDEN), x, src2dst, ids, scales, 0, half - 1)
     w13 = _empty(half, 2 * INTERMEDIATE, HIDDEN, dtype=dtype)
-    grouped_gemm_triton(x, w13, gateup, *segments, quantised, gemm[0], gemm[1], block_shape)
+    grouped_gemm_triton(x, w13, gateup, *segments, quantized, gemm[0], gemm[1], block_shape)
     h, down = _empty(rows, INTERMEDIATE, dtype=dtype), _empty(rows, HIDDEN)
     silu_and_mul(gateup, h, reorder_ids, scales, 0, half - 1)
     w2 = _empty(half, HIDDEN, INTERMEDIATE, dtype=dtype)
-    grouped_gemm_triton(h, w2, down, *segments, quantised, gemm2[0], gemm2[1], block_shape)
+    grouped_gemm_triton(h, w2, down, *segments, quantized, gemm2[0], gemm2[1], block_shape)
     weights = _empty(tokens, top_k, dtype=torch.float32)
     post_reorder(down, _empty(tokens, HIDDEN), src2dst, ids, weights, 0, half - 1)
 

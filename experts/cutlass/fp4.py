@@ -1,6 +1,6 @@
 """CutlassExpertsFP4 and BatchedCutlassExpertsFP4: nvfp4 weights and activations, for sm_100.
 
-Launches: count, scan, place, or the tiles' names; permute and quantise; those of `fp4_mlp`; sum.
+Launches: count, scan, place, or the tiles' names; permute and quantize; those of `fp4_mlp`; sum.
 No GPU of the kind was at hand: tests compile the kernel and look at its code, none has run it.
 """
 
@@ -20,7 +20,7 @@ from modular_kernel.ops.fp4_rows import (
     TILE_M,
     batched_tile_specs,
     name_batched_tiles,
-    quantise_tiles,
+    quantize_tiles,
     take_fp4,
 )
 from modular_kernel.ops.sort import most_tiles, sort_pairs, sort_specs
@@ -90,11 +90,11 @@ class CutlassExpertsFP4(SummedRowsExperts):
         rows = routing.topk_ids_TK.numel()
         with stages.stage(stages.SORT):
             order = sort_pairs(routing, block_m=TILE_M, num_local=problem.e, workspace=workspace)
-        with stages.stage(stages.PERMUTE_QUANTISED):
+        with stages.stage(stages.PERMUTE_QUANTIZED):
             x = take_fp4(workspace, "x", rows, problem.hidden, order.max_tiles)
             scale_e, source_R = weights.a1_scale, order.token_of_row
             assert scale_e is not None
-            quantise_tiles(tokens.x_TH, order.tiles, scale_e, out=x, source_R=source_R)
+            quantize_tiles(tokens.x_TH, order.tiles, scale_e, out=x, source_R=source_R)
         rows_RH = mlp(
             x,
             order.tiles,
@@ -142,10 +142,10 @@ class BatchedCutlassExpertsFP4(UnweightedRowsExperts):
         rows, out_RH = len(x_RH), output.flatten(0, 1)
         with stages.stage(stages.SORT):
             tiles = name_batched_tiles(tokens.counts_e, tokens.x_eCH.shape[1], workspace)
-        with stages.stage(stages.QUANTISE_INPUT):
+        with stages.stage(stages.QUANTIZE_INPUT):
             x = take_fp4(workspace, "x", rows, problem.hidden, tiles.numel() // 3)
             assert weights.a1_scale is not None
-            quantise_tiles(x_RH, tiles, weights.a1_scale, out=x)
+            quantize_tiles(x_RH, tiles, weights.a1_scale, out=x)
         mlp(
             x,
             tiles,

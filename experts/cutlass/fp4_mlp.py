@@ -1,6 +1,6 @@
 """The two products over nvfp4 rows in tiles, and what stands around them, for both formats.
 
-Launches: factors and scales of w1; GEMM 1; activation and quantise; those of w2; GEMM 2.
+Launches: factors and scales of w1; GEMM 1; activation and quantize; those of w2; GEMM 2.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from modular_kernel.ops.fp4_rows import (
     batched_tile_specs,
     fp4_specs,
     name_batched_tiles,
-    quantise_tiles,
+    quantize_tiles,
     take_fp4,
     tile_scales,
     tiled_scale_spec,
@@ -64,10 +64,10 @@ def mlp(
     gate_up_RN = workspace.take("workspace13", (rows, problem.w1_rows))
     with stages.stage(stages.GEMM1):
         gemm(x, _prepared("w1", weights, problem, workspace), tiles, gate_up_RN)
-    with stages.stage(stages.fused(stages.GEMM1, stages.QUANTISE)):
+    with stages.stage(stages.fused(stages.GEMM1, stages.QUANTIZE)):
         h = take_fp4(workspace, "h", rows, problem.intermediate, tiles.numel() // 3)
         assert weights.a2_scale is not None
-        quantise_tiles(gate_up_RN, tiles, weights.a2_scale, out=h, act=problem.act)
+        quantize_tiles(gate_up_RN, tiles, weights.a2_scale, out=h, act=problem.act)
     with stages.stage(stages.GEMM2):
         out = out_of()
         gemm(h, _prepared("w2", weights, problem, workspace), tiles, out)
@@ -108,11 +108,11 @@ def launch_without_memory() -> None:
     tiles = name_batched_tiles(empty(experts, dtype=torch.int32), capacity, workspace)
     out = take_fp4(workspace, "x", rows, columns, 2 * experts)
     scale_e, source_R = empty(experts, dtype=number), empty(rows, dtype=torch.int32)
-    quantise_tiles(empty(64, columns, dtype=half), tiles, scale_e, out=out, source_R=source_R)
-    quantise_tiles(empty(rows, columns, dtype=half), tiles, scale_e, out=out)
+    quantize_tiles(empty(64, columns, dtype=half), tiles, scale_e, out=out, source_R=source_R)
+    quantize_tiles(empty(rows, columns, dtype=half), tiles, scale_e, out=out)
     for kind in ("silu", "swiglu_oai", "relu2"):
         act = ActivationSpec.parse(kind)
         given = empty(rows, columns * (2 if act.gated else 1), dtype=half)
-        quantise_tiles(given, tiles, scale_e, out=out, act=act)
+        quantize_tiles(given, tiles, scale_e, out=out, act=act)
     spec = tiled_scale_spec(experts, 2 * TILE_M, columns // nvfp4.GROUP)
     tile_scales(empty(experts, 2 * TILE_M, columns // nvfp4.GROUP), empty(*spec.shape))

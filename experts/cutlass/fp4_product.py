@@ -42,7 +42,7 @@ class Fp4Weights:
 def fp4_gemm(a: Fp4Rows, b: Fp4Weights, tiles: torch.Tensor, out: torch.Tensor) -> None:
     """out[r] = (a[r] @ w[expert of r]^T) * factor for every row r of every tile.
 
-    a: rows as `quantise_tiles` writes them. tiles: (3 * max_tiles + 1,) int32, of 128 rows at most.
+    a: rows as `quantize_tiles` writes them. tiles: (3 * max_tiles + 1,) int32, of 128 rows at most.
     out: (R, N) bfloat16. All are contiguous; N, K and N / matrices are multiples of 128. Rows of no
     tile are left as they are. Tensors without memory are checked, no more.
     ShapeError, LayoutError and DtypeError where something is otherwise.
@@ -114,10 +114,10 @@ def fp4_gemm_ref(a: Fp4Rows, b: Fp4Weights, tiles: torch.Tensor, out: torch.Tens
     for tile, (expert, first, end) in enumerate(named_tiles(tiles)):
         if expert not in values:
             codes = unpack_pairs(b.w[expert], 1)
-            values[expert] = nvfp4.dequantise(codes, w_scale[expert].view(_E4M3), one)
+            values[expert] = nvfp4.dequantize(codes, w_scale[expert].view(_E4M3), one)
         rows = slice(first, min(first + TILE_M, end))
         scale = from_tiles(a.scale[tile, None], rows.stop - first, groups).view(_E4M3)
-        x = nvfp4.dequantise(unpack_pairs(a.q_RK[rows], 1), scale, one)
+        x = nvfp4.dequantize(unpack_pairs(a.q_RK[rows], 1), scale, one)
         factors = b.factors[expert].repeat_interleave(rows_b // matrices)
         out[rows] = (matmul(x, values[expert].T) * factors).to(out.dtype)
 

@@ -1,6 +1,6 @@
-"""The permuted path with products in CuTe DSL: fp8 by block, h quantised where it is made.
+"""The permuted path with products in CuTe DSL: fp8 by block, h quantized where it is made.
 
-Launches: count, scan, place; permute; GEMM 1 + activation + quantise; GEMM 2; sum.
+Launches: count, scan, place; permute; GEMM 1 + activation + quantize; GEMM 2; sum.
 """
 
 import torch
@@ -12,7 +12,7 @@ from experts.triton.launch_config import LaunchConfig
 from experts.triton.operands import Product, first_product
 from experts.triton.path import PathCall
 from modular_kernel import stages
-from modular_kernel.ops.quantise import Quantised, take_quantised
+from modular_kernel.ops.quantize import Quantized, take_quantized
 from modular_kernel.ops.sort import Sorted
 from modular_kernel.workspace import BufferSpec
 
@@ -30,19 +30,19 @@ class CutlassPath(GroupedTmaPath):
 
     def hidden_rows(self, x: Rows, tile: LaunchConfig, order: Sorted, call: PathCall) -> Rows:
         shape = (order.row_of_pair_TK.numel(), self.problem.intermediate)
-        h = take_quantised(call.workspace, "h", self.problem.scheme, shape)
+        h = take_quantized(call.workspace, "h", self.problem.scheme, shape)
         with stages.stage(stages.GEMM1):
             product = first_product(call.weights, self.problem)
-            block_gemm(_quantised(x), product, self.problem, order, h)
+            block_gemm(_quantized(x), product, self.problem, order, h)
         return Rows(h.q_RK, h.scale)
 
     def multiply(
         self, rows: Rows, product: Product, tile: LaunchConfig, order: Sorted, out: torch.Tensor
     ) -> None:
         assert tile.block_m == TILE_M
-        block_gemm(_quantised(rows), product, self.problem, order, out)
+        block_gemm(_quantized(rows), product, self.problem, order, out)
 
 
-def _quantised(rows: Rows) -> Quantised:
+def _quantized(rows: Rows) -> Quantized:
     assert rows.scale is not None
-    return Quantised(rows.values, rows.scale)
+    return Quantized(rows.values, rows.scale)

@@ -16,9 +16,9 @@ from experts.triton.operands import TMA_BYTES, Product
 from modular_kernel.errors import LayoutError, ShapeError
 from modular_kernel.matmul import matmul
 from modular_kernel.ops.activation import gated_activation_ref
-from modular_kernel.ops.quantise import Quantised, dequantise_rows, quantise_rows_ref
+from modular_kernel.ops.quantize import Quantized, dequantize_rows, quantize_rows_ref
 from modular_kernel.ops.sort import Sorted
-from modular_kernel.quant import dequantise
+from modular_kernel.quant import dequantize
 from modular_kernel.types import Problem
 
 TILE_M = 128  # rows of a tile
@@ -28,14 +28,14 @@ _CLUSTER = 2  # tiles side by side that share rows
 
 
 def block_gemm(
-    a: Quantised, product: Product, problem: Problem, order: Sorted, out: Quantised | torch.Tensor
+    a: Quantized, product: Product, problem: Problem, order: Sorted, out: Quantized | torch.Tensor
 ) -> None:
     """out[r] = a[r] @ w[expert of r]^T for every row r of every tile of `order`, of 128 rows each.
 
     a: q (R, K) float8_e4m3fn, scale (R, K / 128) float32. product: w (e, N, K) float8_e4m3fn, scale
     (e, N / 128, K / 128) float32. All are contiguous, N and K multiples of 128. out: (R, N)
     bfloat16; or, of a product of gate and up rows, q (R, N / 2) and scale of h = silu(gate) * up,
-    which is rounded to bfloat16 before it is quantised. Rows past the last tile's end are left as
+    which is rounded to bfloat16 before it is quantized. Rows past the last tile's end are left as
     they are. Tensors without memory are checked, no more.
     ShapeError and LayoutError where something is otherwise.
     """
@@ -45,8 +45,8 @@ def block_gemm(
     if not a.q_RK.is_cuda:
         block_gemm_ref(a, product, problem, order, out)
         return
-    gated = isinstance(out, Quantised)
-    rows = out.q_RK if isinstance(out, Quantised) else out
+    gated = isinstance(out, Quantized)
+    rows = out.q_RK if isinstance(out, Quantized) else out
     experts, rows_b, depth = product.w.shape
     scale = product.scale
     assert scale is not None
@@ -58,7 +58,7 @@ def block_gemm(
         a.scale,
         scale.view(-1, scale.shape[2]),
         rows.view(torch.uint8) if gated else rows,
-        out.scale if isinstance(out, Quantised) else a.scale,
+        out.scale if isinstance(out, Quantized) else a.scale,
         order.tiles,
         order.max_tiles,
         rows_b,
@@ -68,12 +68,12 @@ def block_gemm(
     )
 
 
-def check(a: Quantised, product: Product, out: Quantised | torch.Tensor) -> None:
+def check(a: Quantized, product: Product, out: Quantized | torch.Tensor) -> None:
     """Raise ShapeError unless every tensor lies as `block_gemm` wants it."""
     depth, rows_b = a.q_RK.shape[1], product.w.shape[1]
     groups = depth // BLOCK
-    rows = out.q_RK if isinstance(out, Quantised) else out
-    columns = rows_b // 2 if isinstance(out, Quantised) else rows_b
+    rows = out.q_RK if isinstance(out, Quantized) else out
+    columns = rows_b // 2 if isinstance(out, Quantized) else rows_b
     wanted = [
         ("rows", a.q_RK, (rows.shape[0], depth)),
         ("scales of rows", a.scale, (rows.shape[0], groups)),
@@ -81,7 +81,7 @@ def check(a: Quantised, product: Product, out: Quantised | torch.Tensor) -> None
         ("scales of weights", product.scale, (product.w.shape[0], rows_b // BLOCK, groups)),
         ("results", rows, (rows.shape[0], columns)),
     ]
-    if isinstance(out, Quantised):
+    if isinstance(out, Quantized):
         wanted.append(("scales of results", out.scale, (rows.shape[0], columns // BLOCK)))
     for name, tensor, shape in wanted:
         if tensor is None or tuple(tensor.shape) != shape:
@@ -97,7 +97,7 @@ def check(a: Quantised, product: Product, out: Quantised | torch.Tensor) -> None
 
 
 def block_gemm_ref(
-    a: Quantised, product: Product, problem: Problem, order: Sorted, out: Quantised | torch.Tensor
+    a: Quantized, product: Product, problem: Problem, order: Sorted, out: Quantized | torch.Tensor
 ) -> None:
     """Torch twin of `block_gemm`: one tile after the other, sums in float32."""
     named = order.tiles[: 3 * order.max_tiles].view(3, -1)[:, : int(order.tiles[-1])]
@@ -107,15 +107,15 @@ def block_gemm_ref(
         if expert not in weights:
             assert product.scale is not None
             one = slice(expert, expert + 1)
-            (weights[expert],) = dequantise(
+            (weights[expert],) = dequantize(
                 product.w[one], product.scale[one], None, problem.scheme
             )
-        x = dequantise_rows(a.q_RK[tile], a.scale[tile], problem.scheme)
+        x = dequantize_rows(a.q_RK[tile], a.scale[tile], problem.scheme)
         values = matmul(x, weights[expert].T)
-        if isinstance(out, Quantised):
+        if isinstance(out, Quantized):
             h = gated_activation_ref(values, problem.act).to(problem.dtype)
-            part = Quantised(out.q_RK[tile], out.scale[tile])
-            quantise_rows_ref(h, problem.scheme, out=part)
+            part = Quantized(out.q_RK[tile], out.scale[tile])
+            quantize_rows_ref(h, problem.scheme, out=part)
         else:
             out[tile] = values.to(out.dtype)
 

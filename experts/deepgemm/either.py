@@ -14,7 +14,7 @@ from experts.triton.batched import BatchedTritonExperts
 from experts.triton.contiguous import TritonExperts
 from modular_kernel import stages
 from modular_kernel.contracts import PermuteExpertsUnpermute, PickledByProblem, TopKWeightAndReduce
-from modular_kernel.ops.quantise import quantise_rows, quantise_specs, take_quantised
+from modular_kernel.ops.quantize import quantize_rows, quantize_specs, take_quantized
 from modular_kernel.roundings import Roundings
 from modular_kernel.support import Rejection
 from modular_kernel.tensors import (
@@ -39,7 +39,7 @@ _X = "either_x"
 def fits(problem: Problem) -> bool:
     """Return whether DeepGEMM takes the problem's sizes and options at all."""
     whole = problem.hidden % BLOCK == 0 and problem.intermediate % BLOCK == 0
-    blocks = not problem.scheme.quantised or problem.scheme.group == (BLOCK, BLOCK)
+    blocks = not problem.scheme.quantized or problem.scheme.group == (BLOCK, BLOCK)
     return whole and blocks and not problem.bias and not problem.apply_router_weight_on_input
 
 
@@ -104,8 +104,8 @@ class TritonOrDeepGemmExperts(_Either):
     """TritonExperts or, for 128 rows an expert and more, DeepGemmExperts.
 
     Weights that do not lie row by row are left to TritonExperts, too. A workspace has room for
-    either where a call may take either. Tokens of a call that may be DeepGEMM's come unquantised;
-    they are quantised here where it is TritonExperts' after all, and that wants them so.
+    either where a call may take either. Tokens of a call that may be DeepGEMM's come unquantized;
+    they are quantized here where it is TritonExperts' after all, and that wants them so.
     """
 
     of_triton = TritonExperts
@@ -125,16 +125,16 @@ class TritonOrDeepGemmExperts(_Either):
         by_rows = lies_by_rows(weights.w1) and lies_by_rows(weights.w2)
         return self._part(tokens) if by_rows else self._few
 
-    def takes_unquantised(self, shape: DispatchShape) -> bool:
+    def takes_unquantized(self, shape: DispatchShape) -> bool:
         assert isinstance(shape, ContiguousShape)
-        return self._part(shape.tokens).takes_unquantised(shape)
+        return self._part(shape.tokens).takes_unquantized(shape)
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, ContiguousShape)
         room, scheme = self._room(shape.tokens, shape), self.problem.scheme
-        if self._part(shape.tokens) is self._few or not scheme.quantises_activations:
+        if self._part(shape.tokens) is self._few or not scheme.quantizes_activations:
             return room
-        own = quantise_specs(_X, scheme, shape.tokens, self.problem.hidden)
+        own = quantize_specs(_X, scheme, shape.tokens, self.problem.hidden)
         return replace(room, extra={**room.extra, **own})
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
@@ -151,18 +151,18 @@ class TritonOrDeepGemmExperts(_Either):
         assert isinstance(tokens, ContiguousTokens)
         count, scheme = len(tokens.x_TH), self.problem.scheme
         part = self._part_of(count, weights)
-        if part is self._few and tokens.scale is None and scheme.quantises_activations:
+        if part is self._few and tokens.scale is None and scheme.quantizes_activations:
             shape = ContiguousShape(count, tokens.routing.topk_ids_TK.shape[1])
-            if not part.takes_unquantised(shape):
-                tokens = self._quantised(tokens, workspace)
+            if not part.takes_unquantized(shape):
+                tokens = self._quantized(tokens, workspace)
         part.apply(tokens, weights=weights, workspace=workspace, output=output)
 
-    def _quantised(self, tokens: ContiguousTokens, workspace: Workspace) -> ContiguousTokens:
+    def _quantized(self, tokens: ContiguousTokens, workspace: Workspace) -> ContiguousTokens:
         """Return the tokens as `prepare` would have, had it known the weights."""
         scheme, x_TH = self.problem.scheme, tokens.x_TH
-        out = take_quantised(workspace, _X, scheme, (len(x_TH), self.problem.hidden))
-        with stages.stage(stages.QUANTISE_INPUT):
-            quantise_rows(x_TH, scheme, out=out)
+        out = take_quantized(workspace, _X, scheme, (len(x_TH), self.problem.hidden))
+        with stages.stage(stages.QUANTIZE_INPUT):
+            quantize_rows(x_TH, scheme, out=out)
         return replace(tokens, x_TH=out.q_RK, scale=out.scale)
 
 

@@ -88,7 +88,7 @@ class BatchedDeepGemmExperts(BatchedRowsExperts):
         self._library: Any = self.load_library()
 
     def product_specs(self, shape: BatchedShape) -> Mapping[str, BufferSpec]:
-        if not self.problem.scheme.quantises_activations:
+        if not self.problem.scheme.quantizes_activations:
             return {}
         shapes = (self.problem.hidden // BLOCK, shape.experts * shape.capacity)
         return {_SCALES: BufferSpec(shapes, torch.float32)}

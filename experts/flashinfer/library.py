@@ -72,8 +72,8 @@ def is_blockwise(problem: Problem) -> bool:
 
 
 def input_dtype(problem: Problem) -> torch.dtype:
-    """Return what x must be: by blocks the library quantises it itself."""
-    one_scale = problem.scheme.quantised and not is_blockwise(problem)
+    """Return what x must be: by blocks the library quantizes it itself."""
+    one_scale = problem.scheme.quantized and not is_blockwise(problem)
     return STORAGE[problem.scheme.activation] if one_scale else problem.dtype
 
 
@@ -161,7 +161,7 @@ def _constants(problem: Problem, act_3e: torch.Tensor | None) -> dict[str, torch
 
 def _weight_dtype(problem: Problem) -> torch.dtype:
     scheme = problem.scheme
-    return STORAGE[scheme.weight] if scheme.quantised else problem.dtype
+    return STORAGE[scheme.weight] if scheme.quantized else problem.dtype
 
 
 def activation_type(library: Any, problem: Problem) -> Any:

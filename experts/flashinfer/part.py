@@ -25,7 +25,7 @@ from experts.flashinfer.library import (
 from experts.flashinfer.nan_rows import mark_nan_rows
 from modular_kernel import stages
 from modular_kernel.contracts import PermuteExpertsUnpermute, PickledByProblem, TopKWeightAndReduce
-from modular_kernel.ops.quantise import quantise_rows, quantise_specs, take_quantised
+from modular_kernel.ops.quantize import quantize_rows, quantize_specs, take_quantized
 from modular_kernel.roundings import Roundings
 from modular_kernel.support import ExpertsRequirements, Rejection
 from modular_kernel.tensors import (
@@ -49,7 +49,7 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
     """Contiguous tokens in 16 bits, fp8 by tensor (static) or by blocks; weights and sums itself.
 
     Launches: pairs joined, so that no expert is twice in a token; tokens with a NaN marked, if the
-    activation clamps; x quantised, if by tensor; the library's, which takes some small tensors in
+    activation clamps; x quantized, if by tensor; the library's, which takes some small tensors in
     every call. w1 has its up rows first
     (`modular_kernel.row_order`).
     """
@@ -77,7 +77,7 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
         schemes=frozenset({"none", "fp8_w8a8_tensor", "fp8_w8a8_block"}),
         blocks=frozenset({(128, 128)}),
         whole_blocks=True,
-        quantises_input=True,
+        quantizes_input=True,
         library_allocates=True,
         hides_nan=LOSE_NAN,
     )
@@ -110,7 +110,7 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
         if input_dtype(problem) is problem.dtype:
             specs["x_by_rows"] = BufferSpec((shape.tokens, problem.hidden), problem.dtype)
         else:
-            specs |= quantise_specs("x", problem.scheme, shape.tokens, problem.hidden)
+            specs |= quantize_specs("x", problem.scheme, shape.tokens, problem.hidden)
             specs["static_scales"] = BufferSpec((2 * problem.e + 1,), _FP32)
         output = BufferSpec((shape.tokens, problem.hidden), problem.dtype)
         return WorkspaceShapes(nothing, nothing, output, specs)
@@ -119,7 +119,7 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
         return TopKWeightAndReduceNoOp()
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
-        # By blocks the library quantises x and h itself, and may turn a code where we do not.
+        # By blocks the library quantizes x and h itself, and may turn a code where we do not.
         return None if is_blockwise(self.problem) else ROUNDINGS
 
     def apply(
@@ -173,14 +173,14 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
         """Return x as the library takes it, and the scales beside it."""
         problem, shape = self.problem, tuple(x_TH.shape)
         if input_dtype(problem) is not problem.dtype:
-            return self._quantised(x_TH, weights, workspace)
+            return self._quantized(x_TH, weights, workspace)
         if not lies_by_rows(x_TH):  # the library asks for no strides, and reads what is not there
             x_TH = workspace.take("x_by_rows", shape).copy_(x_TH)
         if weights.w1_scale is None or weights.w2_scale is None:
             return x_TH, ()
         return x_TH, (weights.w1_scale, weights.w2_scale)
 
-    def _quantised(
+    def _quantized(
         self, x_TH: torch.Tensor, weights: ExpertWeights, workspace: Workspace
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         problem, e = self.problem, self.problem.e
@@ -190,9 +190,9 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
         assert w1 is not None
         assert w2 is not None
         shape = (x_TH.shape[0], problem.hidden)
-        out = take_quantised(workspace, "x", problem.scheme, shape, static_scale=a1)
-        with stages.stage(stages.QUANTISE_INPUT):
-            quantise_rows(x_TH, problem.scheme, out=out)
+        out = take_quantized(workspace, "x", problem.scheme, shape, static_scale=a1)
+        with stages.stage(stages.QUANTIZE_INPUT):
+            quantize_rows(x_TH, problem.scheme, out=out)
             made = workspace.take("static_scales", (2 * e + 1,))
             torch.mul(w1, a1, out=made[:e])
             torch.mul(w2, a2, out=made[e : 2 * e])
@@ -224,7 +224,7 @@ def _of_activation(name: str, problem: Problem) -> tuple[Rejection, ...]:
 def _of_scheme(name: str, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
     """Return what the library wants of fp8 beyond what `requires` has a word for."""
     scheme, parties = problem.scheme, (name, "problem")
-    if scheme.name not in FlashInferExperts.requires.schemes or not scheme.quantised:
+    if scheme.name not in FlashInferExperts.requires.schemes or not scheme.quantized:
         return ()
     found = list[Rejection]()
     if not is_blockwise(problem):

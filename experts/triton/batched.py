@@ -14,7 +14,7 @@ from modular_kernel import stages
 from modular_kernel.contracts import TopKWeightAndReduce
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.live_rows import BatchedRows
-from modular_kernel.ops.quantise import quantise_rows, quantise_specs, take_quantised
+from modular_kernel.ops.quantize import quantize_rows, quantize_specs, take_quantized
 from modular_kernel.roundings import Roundings
 from modular_kernel.tensors import (
     BatchedShape,
@@ -47,9 +47,9 @@ class BatchedTritonExperts(OwnProductsExperts):
         assert isinstance(shape, BatchedShape)
         problem = self.problem
         rows, extra = (shape.experts, shape.capacity), dict[str, BufferSpec]()
-        if problem.scheme.quantises_activations:  # GEMM 2's rows as 8-bit values
+        if problem.scheme.quantizes_activations:  # GEMM 2's rows as 8-bit values
             count, columns = rows[0] * rows[1], problem.intermediate
-            extra |= quantise_specs("h", problem.scheme, count, columns, segments=rows[0])
+            extra |= quantize_specs("h", problem.scheme, count, columns, segments=rows[0])
         if problem.adapters is not None:
             extra |= adapter_specs(problem, rows[0] * rows[1])
         return WorkspaceShapes(
@@ -88,25 +88,25 @@ class BatchedTritonExperts(OwnProductsExperts):
             rows = (tokens.x_eCH, tokens.scale)
             self._multiply(rows, product, one, tokens.counts_e, h_eCI, shrunk)
         h_rows: tuple[torch.Tensor, torch.Tensor | None] = h_eCI, None
-        if problem.scheme.quantises_activations:
-            h_rows = self._quantised(h_eCI, tokens, weights, workspace)
+        if problem.scheme.quantizes_activations:
+            h_rows = self._quantized(h_eCI, tokens, weights, workspace)
         with stages.stage(stages.GEMM2):
             if adapters is not None:
                 shrunk = adapters.of_w2(h_eCI)
             product = second_product(weights, problem)
             self._multiply(h_rows, product, two, tokens.counts_e, output, shrunk)
 
-    def _quantised(
+    def _quantized(
         self,
         h_eCI: torch.Tensor,
         tokens: BatchedTokens,
         weights: ExpertWeights,
         workspace: Workspace,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantise GEMM 2's rows; return them and their scales."""
+        """Quantize GEMM 2's rows; return them and their scales."""
         scheme, (experts, capacity, columns) = self.problem.scheme, h_eCI.shape
-        with stages.stage(stages.QUANTISE):
-            out = take_quantised(
+        with stages.stage(stages.QUANTIZE):
+            out = take_quantized(
                 workspace,
                 "h",
                 scheme,
@@ -115,7 +115,7 @@ class BatchedTritonExperts(OwnProductsExperts):
                 static_scale=weights.a2_scale,
             )
             live = BatchedRows(tokens.counts_e)
-            quantise_rows(h_eCI.flatten(0, 1), scheme, out=out, live=live)
+            quantize_rows(h_eCI.flatten(0, 1), scheme, out=out, live=live)
         return out.q_RK.view_as(h_eCI), out.scale
 
     def _multiply(

@@ -64,13 +64,13 @@ class TritonExperts(OwnProductsExperts):
     def described(cls, machine: Machine) -> AbstractContextManager[None]:
         return on_device(Device.of(machine))
 
-    def takes_unquantised(self, shape: DispatchShape) -> bool:
-        """Where every call up to `shape` takes a path that quantises, however weights lie."""
+    def takes_unquantized(self, shape: DispatchShape) -> bool:
+        """Where every call up to `shape` takes a path that quantizes, however weights lie."""
         assert isinstance(shape, ContiguousShape)
-        if not self.problem.scheme.quantises_activations:
+        if not self.problem.scheme.quantizes_activations:
             return False
         kinds = [kind for own in self._with_and_without for kind in self._kinds(shape.tokens, own)]
-        return all(BY_NAME[path].quantises_input for path, _ in kinds)
+        return all(BY_NAME[path].quantizes_input for path, _ in kinds)
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         """Room for any call up to shape.tokens: fewer tokens can need more of a buffer, because

@@ -145,7 +145,7 @@ class Gemm:
 
     index: 1 or 2. sides: 2 where gate and up columns are computed side by side. a_bits, b_bits:
     of a stored value of the left and the right operand. widened: bits of a weight once it is
-    dequantised, 0 if it enters the product as it is stored. scaled: there are scales. group_k: the
+    dequantized, 0 if it enters the product as it is stored. scaled: there are scales. group_k: the
     depth of one weight scale, 0 for all of it. least_block_n: columns of the narrowest tile.
     """
 
@@ -173,7 +173,7 @@ class Gemm:
 def gemms(problem: Problem) -> tuple[Gemm, Gemm]:
     """Both products of `problem`."""
     scheme, plain = problem.scheme, problem.dtype.itemsize * 8
-    fp32 = problem.dtype is torch.float32 and not scheme.quantises_activations
+    fp32 = problem.dtype is torch.float32 and not scheme.quantizes_activations
 
     def gemm(index: int, depth: int, sides: int) -> Gemm:
         group = scheme.group[-1] if scheme.group and not scheme.matrix_scales else 0
@@ -181,10 +181,10 @@ def gemms(problem: Problem) -> tuple[Gemm, Gemm]:
             index=index,
             depth=depth,
             sides=sides,
-            a_bits=_BITS[scheme.activation] if scheme.quantises_activations else plain,
-            b_bits=_BITS[scheme.weight] if scheme.quantised else plain,
-            widened=plain if scheme.quantised and not scheme.quantises_activations else 0,
-            scaled=scheme.quantised,
+            a_bits=_BITS[scheme.activation] if scheme.quantizes_activations else plain,
+            b_bits=_BITS[scheme.weight] if scheme.quantized else plain,
+            widened=plain if scheme.quantized and not scheme.quantizes_activations else 0,
+            scaled=scheme.quantized,
             group_k=0 if group >= depth else group,
             out_bits=plain,
             tensor_cores=not fp32 or problem.fp32_precision == "tf32",
@@ -203,7 +203,7 @@ def shared_bytes(tile: LaunchConfig, gemm: Gemm, device: Device) -> int:
 
     One buffer holds a tile of A and one of B (two of a gated GEMM 1). There are num_stages of them
     behind warpgroup products (64 rows or weights, on Hopper), otherwise one less. Weights that are
-    dequantised go through registers: warpgroups find them, and A, in one more buffer.
+    dequantized go through registers: warpgroups find them, and A, in one more buffer.
     """
     a_row, b_row = (tile.block_k * bits // 8 for bits in (gemm.a_bits, gemm.b_bits))
     buffer = tile.block_m * a_row + gemm.sides * tile.block_n * b_row

@@ -89,8 +89,8 @@ class Product:
         block_k = math.gcd(tile.block_k, 0 if scheme.matrix_scales else group_k)
         bias = self.w if self.bias is None else self.bias
         mode, step = "plain", self.step
-        if scheme.quantised:
-            mode = "w8a8" if scheme.quantises_activations else "weight_only"
+        if scheme.quantized:
+            mode = "w8a8" if scheme.quantizes_activations else "weight_only"
         rows = tile.block_n * step
         return {
             "b_ptr": self.w,
@@ -170,7 +170,7 @@ def scale_group(scheme: QuantScheme, depth: int) -> tuple[int, int]:
 
 
 def word_format(scheme: QuantScheme) -> str:
-    """Return what kernels call the format of quantised weights."""
+    """Return what kernels call the format of quantized weights."""
     if scheme.matrix_scales:
         return "nvfp4"
     if scheme.weight == "float4_e2m1":
@@ -185,7 +185,7 @@ def weight_rejections(name: str, problem: Problem, machine: Machine) -> tuple[Re
     """
     found = []
     scheme, arch = problem.scheme, machine.arch
-    alone = scheme.weight == "float8_e4m3fn" and not scheme.quantises_activations
+    alone = scheme.weight == "float8_e4m3fn" and not scheme.quantizes_activations
     if (alone or scheme.matrix_scales) and arch is not None and arch < _FLOAT8_ARCH:
         got = f"{arch[0]}.{arch[1]} for {scheme.name}"
         found.append(Rejection("arch", (name, "machine"), got, ">= 8.9 to convert from float8"))

@@ -40,8 +40,8 @@ class Path(ABC):
     """Everything that is known of a path; an instance is bound to a problem and runs its calls.
 
     name: in configurations, tuned files and messages. former_names: in tuned files of version 1.
-    launch: the type of its configuration of one GEMM, a dataclass of numbers. quantises_input: it
-    takes unquantised tokens and quantises them itself. refuses: there are tensors that it does not
+    launch: the type of its configuration of one GEMM, a dataclass of numbers. quantizes_input: it
+    takes unquantized tokens and quantizes them itself. refuses: there are tensors that it does not
     take. lends: another problem can launch its configurations as they are. replaces: the path under
     whose name files of version 1 meant some of its launches. younger: such a file is older than it,
     and does not stand in its way. roundings: where it rounds; None where that is not declared.
@@ -50,7 +50,7 @@ class Path(ABC):
     name: ClassVar[str]
     former_names: ClassVar[tuple[str, ...]] = ()
     launch: ClassVar[type[Any]] = LaunchConfig
-    quantises_input: ClassVar[bool] = False
+    quantizes_input: ClassVar[bool] = False
     refuses: ClassVar[bool] = True
     lends: ClassVar[bool] = True
     replaces: ClassVar[str | None] = None

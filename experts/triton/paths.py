@@ -2,7 +2,7 @@
 
 from experts.triton.aligned.path import AlignedPath
 from experts.triton.aligned_w4.path import AlignedW4Path
-from experts.triton.dequantised.path import DequantisedPath
+from experts.triton.dequantized.path import DequantizedPath
 from experts.triton.gemv.path import GemvPath
 from experts.triton.gemv_tma.path import GemvTmaPath
 from experts.triton.gemv_w4.path import GemvW4Path
@@ -18,7 +18,7 @@ PATHS: tuple[type[Path], ...] = (
     GemvW4Path,
     GemvTmaPath,
     GroupedTmaPath,
-    DequantisedPath,
+    DequantizedPath,
     GroupedW4Path,
 )
 BASE = PATHS[0]

@@ -23,9 +23,9 @@ A file given with `--peer` defines `layers()`, which returns a list of new `Laye
     def layers():
         return [Mine()]
 
-A whole layer: index work, quantisation of x, both products, activation, weighted sum.
-`call` should be capturable in a CUDA graph: no synchronisation, no shape that depends on data. The
-weights arrive unquantised whatever `quant` says: quantising them is `setup`'s work. `layers()` is
+A whole layer: index work, quantization of x, both products, activation, weighted sum.
+`call` should be capturable in a CUDA graph: no synchronization, no shape that depends on data. The
+weights arrive unquantized whatever `quant` says: quantizing them is `setup`'s work. `layers()` is
 called once for each shape and set of weights: what one object keeps, the next must not share.
 """
 
@@ -44,7 +44,7 @@ from modular_kernel.catalog import check, load_catalog, make_kernel, needs_trito
 from modular_kernel.errors import IncompatibleError
 from modular_kernel.kernel import Plan
 from modular_kernel.machine import torch_twins
-from modular_kernel.measure.cases import quantised
+from modular_kernel.measure.cases import quantized
 from modular_kernel.measure.prepared_weights import declared_bytes, declared_specs
 from modular_kernel.measure.records import BASELINE, OURS, PEER
 from modular_kernel.schemes import QuantScheme
@@ -128,7 +128,7 @@ class PairLayer(Layer):
     def setup(self, problem: Problem, weights: ExpertWeights) -> None:
         self.problem = replace(problem, quant=self.quant)
         self.graph = check(*self.pair, replace(self.problem, graph=True), self.machine).ok
-        self.weights = quantised(weights, self.problem)
+        self.weights = quantized(weights, self.problem)
         if self.prepared:
             kernel = make_kernel(*self.pair, self.problem, machine=self.machine)
             with torch_twins(wanted=self._as_torch):

@@ -24,17 +24,17 @@ def plot(report: Report, path: Path) -> None:
     down = max(1, math.ceil(len(panels) / across))
     figure = Figure(figsize=(_PANEL[0] * across, _PANEL[1] * down), layout="constrained")
     FigureCanvasAgg(figure)
-    colours: dict[str, str] = {}
+    colors: dict[str, str] = {}
     for index, (name, rows) in enumerate(panels.items()):
         axes = figure.add_subplot(down, across, index + 1)
-        _panel(axes, rows, colours)
+        _panel(axes, rows, colors)
         axes.set_title(", ".join(name), fontsize=9)
     figure.suptitle(f"{report.environment.get('device')}, {report.environment.get('date')}")
     figure.savefig(path, dpi=120)
 
 
-def _panel(axes: Any, rows: list[Row], colours: dict[str, str]) -> None:
-    """One line for each layer, the same colour in every panel, over the floor."""
+def _panel(axes: Any, rows: list[Row], colors: dict[str, str]) -> None:
+    """One line for each layer, the same color in every panel, over the floor."""
     floors = {row.tokens: row.floor_us for row in rows}
     tokens = sorted(floors)
     axes.plot(tokens, [floors[t] for t in tokens], "k--", linewidth=1, label="floor")
@@ -42,10 +42,10 @@ def _panel(axes: Any, rows: list[Row], colours: dict[str, str]) -> None:
         mine = sorted((r for r in rows if label(r) == name and r.timed), key=lambda r: r.tokens)
         if not mine:
             continue
-        colour = colours.setdefault(name, f"C{len(colours) % 10}")
+        color = colors.setdefault(name, f"C{len(colors) % 10}")
         style = "o-" if mine[0].origin == OURS else "s:"
         xs, ys = [row.tokens for row in mine], [row.us for row in mine]
-        axes.plot(xs, ys, style, color=colour, markersize=3, linewidth=1.2, label=name)
+        axes.plot(xs, ys, style, color=color, markersize=3, linewidth=1.2, label=name)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("tokens")

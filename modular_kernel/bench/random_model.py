@@ -17,9 +17,9 @@ from modular_kernel.models.registry import model_named
 from modular_kernel.select.memory import free_bytes, gigabytes
 from modular_kernel.types import parse_dtype
 
-_QUANTISED = ("quantization_config", "compression_config")
+_QUANTIZED = ("quantization_config", "compression_config")
 # Of a file, what says where its weights and its own code are: neither is used.
-_LEFT_OUT = (*_QUANTISED, "auto_map", "architectures", "transformers_version", "_name_or_path")
+_LEFT_OUT = (*_QUANTIZED, "auto_map", "architectures", "transformers_version", "_name_or_path")
 _MOST_OF_FREE = 0.9
 
 
@@ -68,9 +68,9 @@ def random_model(
             raise ConfigurationError("--layers", got=layers, need=f"from 1 to {whole}")
         values = _cut(values, whole, layers)
         notes.append(f"{layers} of {whole} layers")
-    for name in _QUANTISED:
+    for name in _QUANTIZED:
         if values.get(name) is not None:
-            notes.append(f"{name} is left out: weights are random and not quantised")
+            notes.append(f"{name} is left out: weights are random and not quantized")
     found = values.get("dtype") or values.get("torch_dtype") or "bfloat16"
     wanted = parse_dtype(dtype or found)
     config = _config(library, source, values)

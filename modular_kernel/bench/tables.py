@@ -16,7 +16,7 @@ OPTIONAL = (
     "mode", "eager us", "allocs",
 )  # fmt: skip
 METHOD = """\
-- A layer is timed from x, top-k ids and weights to y: index work, quantisation of x, both products,
+- A layer is timed from x, top-k ids and weights to y: index work, quantization of x, both products,
   activation and weighted sum inside; router and top-k outside. Times are microseconds.
 - On a GPU the figure is the median over replays of a CUDA graph of several calls, each on an input
   of its own (and, where one call touches less than twice the L2 cache, on weights of its own),

@@ -229,7 +229,7 @@ class _Cells:
         return list(dict.fromkeys(str(quant) for quant in found))
 
     def problem(self, name: str) -> "Problem":
-        """Return the unquantised problem of a model or of the sizes given."""
+        """Return the unquantized problem of a model or of the sizes given."""
         return replace(self.options, quant="none", model=name or None).problem()
 
     def cells(self) -> "Iterator[LayerCase]":

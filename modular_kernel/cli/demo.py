@@ -1,6 +1,6 @@
 """`mk demo`: small models of four families, with transformers' own experts and with ours.
 
-Then quantised checkpoints of the same families, from disk: `demo_checkpoints`.
+Then quantized checkpoints of the same families, from disk: `demo_checkpoints`.
 
 How right is right? All logits are compared with those of a float64 copy of the model, of the same
 weights and the same routing. Ours may be at most twice as far from them as transformers' own
@@ -104,9 +104,9 @@ def demo(
 ) -> None:
     """Run four small models with transformers' experts and with ours, and compare.
 
-    The models are Mixtral, Qwen3-MoE, DeepSeek-V3 and gpt-oss, randomly initialised; nothing is
+    The models are Mixtral, Qwen3-MoE, DeepSeek-V3 and gpt-oss, randomly initialized; nothing is
     downloaded. Logits are compared in each dtype, greedily decoded tokens in float32, where
-    rounding does not decide between tokens. Then tiny quantised checkpoints of the same families
+    rounding does not decide between tokens. Then tiny quantized checkpoints of the same families
     are written to a temporary folder, loaded packed, and compared with float64. Exits with 1 if any
     row fails.
     """

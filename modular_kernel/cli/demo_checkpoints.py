@@ -1,7 +1,7 @@
-"""The quantised part of `mk demo`: tiny checkpoints, written to disk, loaded packed, and judged.
+"""The quantized part of `mk demo`: tiny checkpoints, written to disk, loaded packed, and judged.
 
 How right is right? Codes and scales are drawn, so a checkpoint stands for exact numbers. A layer's
-relative error from their float64 result is at most 1e-2 where only weights are quantised, and 8e-2
+relative error from their float64 result is at most 1e-2 where only weights are quantized, and 8e-2
 where activations are rounded to 8 bits too.
 """
 

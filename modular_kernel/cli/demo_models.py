@@ -1,4 +1,4 @@
-"""The small models of `mk demo`, randomly initialised: nothing is downloaded."""
+"""The small models of `mk demo`, randomly initialized: nothing is downloaded."""
 
 from functools import partial
 from importlib import import_module
@@ -75,11 +75,11 @@ def small_model(name: str, dtype: str, device: str, *, seed: int = 0, **changes:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for module in model.modules():
-            _initialise(module, partial(torch.randn, generator=generator))
+            _initialize(module, partial(torch.randn, generator=generator))
     return model.to(device, parse_dtype(dtype)).eval()
 
 
-def _initialise(module: Any, normal: Any) -> None:
+def _initialize(module: Any, normal: Any) -> None:
     """Overwrite the module's own parameters, and biases kept as buffers."""
     biases = ((n, b) for n, b in module.named_buffers(recurse=False) if n.endswith("bias"))
     for name, tensor in (*module.named_parameters(recurse=False), *biases):

@@ -45,7 +45,7 @@ class DemoRow:
 
 @dataclass(frozen=True)
 class CheckpointRow:
-    """One quantised checkpoint on one pairing.
+    """One quantized checkpoint on one pairing.
 
     stored: its format on disk. quant: the scheme that it was loaded as. error, bound: of the
     layer's result, relative to float64. bytes_read: of its tensors.

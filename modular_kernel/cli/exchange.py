@@ -31,8 +31,8 @@ _FEW = 128  # tokens up to which one set of buffers serves; more have another
 _LIBRARIES = ("torch", "triton", "nvidia-nccl-cu13", "deep_ep", "pplx_kernels")
 _METHOD = (
     "times are microseconds: for each rank the median of {rounds} rounds of {replays}, of which "
-    "the largest rank's counts; dispatch includes quantisation (not for a bare library that takes "
-    "quantised rows) and receiving; graph: replays of CUDA graphs, one of each half in turn, and "
+    "the largest rank's counts; dispatch includes quantization (not for a bare library that takes "
+    "quantized rows) and receiving; graph: replays of CUDA graphs, one of each half in turn, and "
     "for the pair one of four; eager: calls with the host in between; every row was first found to "
     "return x through experts that change nothing"
 )

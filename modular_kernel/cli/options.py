@@ -64,7 +64,7 @@ class ProblemOptions:
     dtype: Annotated[str | None, _option("float32, float16 or bfloat16.  [default: bfloat16]")] = (
         None
     )
-    quant: Annotated[str | None, _option("Quantisation scheme.  [default: none]")] = None
+    quant: Annotated[str | None, _option("Quantization scheme.  [default: none]")] = None
     activation: Annotated[
         str | None,
         _option("kind[:alpha=..,limit=..,interleaved=..].  [default: silu, or the model's]"),

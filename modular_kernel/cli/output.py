@@ -38,7 +38,7 @@ _PIPE_WIDTH = 10_000
 BROKEN = 70  # EX_SOFTWARE of sysexits.h
 _FIRST_WORD_S, _LATER_WORDS_S, _STEADY_S = 5.0, 20.0, 4.0
 
-_STYLES = {  # of a verdict, on a terminal that shows colours
+_STYLES = {  # of a verdict, on a terminal that shows colors
     **dict.fromkeys(("ok", "valid", "passed"), "green"),
     **dict.fromkeys(("refused", "failed", "FAILED", "MISSED"), "bold red"),
 }

@@ -19,7 +19,7 @@ _OPTIONS = {
     "weight_on_input": "experts can apply the router weight in GEMM 1 (K = 1)",
     "multiplies_input": "it multiplies x by the router weight itself, where that is asked for",
     "expert_map": "it takes a table from global expert ids to rows of the weights here",
-    "localises_ids": "its dispatch leaves local expert ids, so that experts need no expert_map",
+    "localizes_ids": "its dispatch leaves local expert ids, so that experts need no expert_map",
     "keep_topk": "it can return (T, K, H) instead of the sum over K",
     "chunking": "calls can be split along their tokens",
     "inplace": "the output may overwrite x",
@@ -33,8 +33,8 @@ _OPTIONS = {
 _WORDS = {
     "standard": "tokens as (T, H), with their routing beside them",
     "batched_experts": "tokens expert by expert, (experts, capacity, H)",
-    "schemes": "quantisation that experts compute with; w8a8: bits of weights and of activations",
-    "quantises": "schemes whose activations are quantised before dispatch",
+    "schemes": "quantization that experts compute with; w8a8: bits of weights and of activations",
+    "quantizes": "schemes whose activations are quantized before dispatch",
     **_OPTIONS,
     "noop": "experts have applied the router weights and summed over K",
     "contiguous": "finalize does that, of (T, K, H)",
@@ -119,11 +119,11 @@ def _describe(part: "Part", machine: "Machine") -> list[str]:
 
 
 def _takes(requires: "Requirements") -> str:
-    """Dtypes, quantisation schemes and, of experts, activations."""
+    """Dtypes, quantization schemes and, of experts, activations."""
     from modular_kernel.support import ALL_ACTIVATIONS, ALL_DTYPES, numbered
 
     words = {"dtypes": "all" if requires.dtypes == ALL_DTYPES else numbered(requires.dtypes)}
-    for name, what in (("schemes", "schemes"), ("dispatch_schemes", "quantises")):
+    for name, what in (("schemes", "schemes"), ("dispatch_schemes", "quantizes")):
         if hasattr(requires, name):
             words[what] = numbered(getattr(requires, name)) or "nothing"
     activations: frozenset[str] | None = getattr(requires, "activations", None)

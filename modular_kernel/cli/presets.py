@@ -90,9 +90,9 @@ def unknown(model: str, *more: str) -> ConfigurationError:
 
 
 def _is_hub_id(model: str) -> bool:
-    """Whether it can be `organisation/name`; a file there comes first."""
-    organisation, _, name = model.partition("/")
-    return bool(organisation.strip(".") and name) and "/" not in name and name[-5:] != ".json"
+    """Whether it can be `organization/name`; a file there comes first."""
+    organization, _, name = model.partition("/")
+    return bool(organization.strip(".") and name) and "/" not in name and name[-5:] != ".json"
 
 
 # Layers and shards as one GPU runs them, each a plain SwiGLU layer: experts, top_k, hidden and

@@ -21,7 +21,7 @@ from modular_kernel.importers.tensors import usable_inputs
 from modular_kernel.printable import counted
 from modular_kernel.types import DTYPES, dtype_name
 
-# Of matrices that are not quantised.
+# Of matrices that are not quantized.
 ONE_DTYPE = "one dtype, or one that config.json states or is asked for (dtype=, --dtype)"
 _MOST_MISSING = 10_000  # after which no other is looked for
 # Beside experts in some families' files, and no weight of them.
@@ -111,7 +111,7 @@ class LayerSource:
         return next(iter(found))
 
     def stored_dtypes(self) -> dict[torch.dtype, str]:
-        """Return the dtypes of matrices that are not quantised, each with a tensor that has it."""
+        """Return the dtypes of matrices that are not quantized, each with a tensor that has it."""
         if self.format.method != "none":
             return {}
         stored = next(each for each in self.format.stored if each.role == "w")
@@ -265,12 +265,12 @@ def find_source(
         LayerSource(files, format, LayerPlaces(layout, block, *sizes), bias)
         for layout, block in candidates
     ]
-    quantised = format.method != "none"
-    odd = [s for s in sources if quantised and (s.layer.layout.flat or _turned(s))]
+    quantized = format.method != "none"
+    odd = [s for s in sources if quantized and (s.layer.layout.flat or _turned(s))]
     sources = [source for source in sources if source not in odd]
     if not sources:
         got = f"{format} in a layout of whole matrices ({odd[0].layer.layout.block})"
-        raise ConfigurationError(odd[0].what, got=got, need="no quantisation")
+        raise ConfigurationError(odd[0].what, got=got, need="no quantization")
     return next((source for source in sources if _fits(source)), sources[0])
 
 

@@ -110,7 +110,7 @@ def load_experts(  # noqa: PLR0913 (each is one question)
     placement: Literal["linear"] | Placement = "linear",
     prefix: str | None = None,
     config: str | Path | None = None,
-    quantise_inputs: bool = False,
+    quantize_inputs: bool = False,
 ) -> LoadedExperts:
     """Load the experts of one layer that one rank holds, as the checkpoint's format has them.
 
@@ -118,10 +118,10 @@ def load_experts(  # noqa: PLR0913 (each is one question)
     safetensors file. layer: its number, from 0. ep, tp: (rank, ranks) of expert and tensor
     parallelism; placement says which experts a rank holds. A tensor-parallel share is one of the
     intermediate size, in whole groups; b2 is on the first of these ranks, the others have zeros.
-    dtype: of the layer, and of what is not quantised; None is the config.json's, else that of
-    files that are not quantised (DtypeError if they have several), else bfloat16.
+    dtype: of the layer, and of what is not quantized; None is the config.json's, else that of
+    files that are not quantized (DtypeError if they have several), else bfloat16.
     prefix: what stands in front of "layers.N" in names of tensors, where a checkpoint has several
-    models. config: another config.json than the one beside the tensors. quantise_inputs: of nvfp4
+    models. config: another config.json than the one beside the tensors. quantize_inputs: of nvfp4
     files whose recipe rounds activations too, nvfp4_w4a4 with their input scales, instead of
     nvfp4_w4a16; ConfigurationError for others.
 
@@ -132,11 +132,11 @@ def load_experts(  # noqa: PLR0913 (each is one question)
     asked = _Asked(layer, ep, tp, dtype, prefix)
     expect("checkpoint", checkpoint, str | Path)
     expect("config", config, str | Path | None)
-    expect("quantise_inputs", quantise_inputs, bool)
+    expect("quantize_inputs", quantize_inputs, bool)
     place = available_device(device)
     with open_tensors(Path(checkpoint)) as files:
         found = examine(files, config, prefix)
-        if quantise_inputs:
+        if quantize_inputs:
             found = replace(found, format=found.format.with_inputs())
         source = found.source(asked.layer)
         return _load(source, found, asked, placement, place)
@@ -296,9 +296,9 @@ class _Share:
             whole["b2"][slot] = self.source.bias_of(down, (0, self.problem.hidden))
 
     def _input_scales(self, here: Sequence[int], device: torch.device) -> dict[str, torch.Tensor]:
-        """Read those of all experts: a token is quantised before it meets any, on any rank.
+        """Read those of all experts: a token is quantized before it meets any, on any rank.
 
-        Where it is quantised behind the dispatch, those of the experts here, of each the largest.
+        Where it is quantized behind the dispatch, those of the experts here, of each the largest.
         """
         if self.fine.scheme.scales_by_expert:
             of_expert = [self.source.layer.projections(expert) for expert in here]

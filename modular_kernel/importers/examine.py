@@ -55,7 +55,7 @@ class Examined:
     ) -> dict[str, Any]:
         """Return what the checkpoint settles of a Problem, on each of `world` ranks of tp.
 
-        dtype: the caller's; None is the config.json's, else that of files that are not quantised.
+        dtype: the caller's; None is the config.json's, else that of files that are not quantized.
         DtypeError where those have several.
         """
         facts = dict(self.facts) if dtype is None else self.facts | {"dtype": dtype}
@@ -89,7 +89,7 @@ class Inspected:
 
     layers: their numbers. nbytes: of all their experts' tensors. problem_fields: what it settles of
     a Problem of a whole layer. dtype_of_files: whether the files tell its dtype, no config.json.
-    converted: dtypes of the files, where no tensor is quantised, other than the problem's.
+    converted: dtypes of the files, where no tensor is quantized, other than the problem's.
     """
 
     layers: tuple[int, ...]
@@ -102,7 +102,7 @@ class Inspected:
     def __str__(self) -> str:
         numbers = "layer" if len(self.layers) == 1 else "layers"
         size = f"{self.nbytes / 2**30:.1f} GiB" if self.nbytes >= 2**28 else f"{self.nbytes} bytes"
-        stored = "unquantised" if str(self.format) == "none" else f"in {self.format}"
+        stored = "unquantized" if str(self.format) == "none" else f"in {self.format}"
         return f"experts of {numbers} {_ranges(self.layers)} {stored}, {size}"
 
 
@@ -184,7 +184,7 @@ def layer_config(
 
 
 def dtype_of_files(checkpoint: str | Path) -> str | None:
-    """Return the dtype of experts that are not quantised, by headers; None where none tells it."""
+    """Return the dtype of experts that are not quantized, by headers; None where none tells it."""
     if not has_tensors(Path(checkpoint)):
         return None
     try:

@@ -15,7 +15,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.fields import Count, expect
 from modular_kernel.importers.groups import fit_group
 from modular_kernel.importers.stored import FLOATS, Dim, Stored
-from modular_kernel.models.quantised import gptq_version, quantises_inputs, scheme_of
+from modular_kernel.models.quantized import gptq_version, quantizes_inputs, scheme_of
 from modular_kernel.nvfp4 import GROUP
 from modular_kernel.schemes import QuantScheme
 
@@ -30,14 +30,14 @@ class Format:
     """How a checkpoint stores the matrices of its experts.
 
     method: quant_method of its quantization_config, "none" if there is none. scheme: what a matrix
-    loads as. minus_one: GPTQ's zero points are stored less one. quantises_inputs: the files' recipe
+    loads as. minus_one: GPTQ's zero points are stored less one. quantizes_inputs: the files' recipe
     rounds activations too (nvfp4), which stay in 16 bits unless `with_inputs` says otherwise.
     """
 
     method: str
     scheme: QuantScheme
     minus_one: bool = True
-    quantises_inputs: bool = False
+    quantizes_inputs: bool = False
 
     @cached_property
     def stored(self) -> tuple[Stored, ...]:
@@ -53,20 +53,20 @@ class Format:
 
         ConfigurationError where the files' recipe does not, or the scheme does so anyhow.
         """
-        if not self.quantises_inputs:
+        if not self.quantizes_inputs:
             need = "nvfp4 files whose recipe rounds activations too"
-            raise ConfigurationError("quantise_inputs", got=str(self), need=need)
-        return replace(self, scheme=QuantScheme.parse("nvfp4_w4a4"), quantises_inputs=False)
+            raise ConfigurationError("quantize_inputs", got=str(self), need=need)
+        return replace(self, scheme=QuantScheme.parse("nvfp4_w4a4"), quantizes_inputs=False)
 
     def __str__(self) -> str:
         if self.method == "none":
             return str(self.scheme)
-        inputs = "; activations stay in 16 bits" if self.quantises_inputs else ""
+        inputs = "; activations stay in 16 bits" if self.quantizes_inputs else ""
         return f"{self.scheme} ({self.method}{inputs})"
 
 
 def format_of(given: object, *, path: str = "config.json", depth: int | None = None) -> Format:
-    """Name the format of a quantization_config; None is an unquantised checkpoint.
+    """Name the format of a quantization_config; None is an unquantized checkpoint.
 
     path: of the file, for messages. depth: max(H, I) of the layer, which a group_size of -1 and
     channels of 4 bits need: they are groups as long as that. ConfigurationError for what is not
@@ -88,7 +88,7 @@ def format_of(given: object, *, path: str = "config.json", depth: int | None = N
         need = "AWQ of 4 bits"
         raise ConfigurationError(f"model {path}: quantization_config", got=str(scheme), need=need)
     minus_one = method != "gptq" or gptq_version(path, given) == 1
-    inputs = scheme.matrix_scales and quantises_inputs(given)
+    inputs = scheme.matrix_scales and quantizes_inputs(given)
     return Format(method.removesuffix("_fp4"), scheme, minus_one, inputs)
 
 
@@ -113,7 +113,7 @@ def fit(format: Format, intermediate: int, *, world: int = 1, gated: bool = True
     if rest:
         need = f"a multiple of the {world} tensor-parallel ranks"
         raise ConfigurationError("intermediate", got=intermediate, need=need)
-    if scheme.granularity == "tensor" and gated and not scheme.quantises_activations:
+    if scheme.granularity == "tensor" and gated and not scheme.quantizes_activations:
         return QuantScheme.parse(str(scheme).replace("_tensor", "_channel"))
     if scheme.granularity == "block":
         return _fit_blocks(scheme, share, cut=world > 1, gated=gated)
@@ -199,7 +199,7 @@ def _compressed(scheme: QuantScheme) -> tuple[Stored, ...]:
             Stored("weight_packed", "w", (_N, Dim("K", 2, whole=True)), (torch.uint8,)),
             Stored("weight_scale", "scale", (_N, Dim("K", 32)), (torch.uint8,)),
         )
-    if scheme.quantises_activations or scheme.weight == "float8_e4m3fn":
+    if scheme.quantizes_activations or scheme.weight == "float8_e4m3fn":
         return _modelopt(scheme)
     per_word = 8 if scheme.weight == "uint4" else 4
     shape = Stored("weight_shape", "shape", (), (torch.int64, _INT32), optional=True)

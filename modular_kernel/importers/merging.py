@@ -1,6 +1,6 @@
 """Stored tensors of a checkpoint's matrices -> the weights of a layer.
 
-    format = format_of(config.get("quantization_config"))        # None: unquantised
+    format = format_of(config.get("quantization_config"))        # None: unquantized
     scheme = fit(format, intermediate, world=tp)                 # Problem(quant=str(scheme))
     gate = {"weight": ..., "weight_scale_inv": ...}              # by the names in format.stored
     w1 = merge(format, [gate, up], torch.bfloat16, scheme=scheme)
@@ -73,7 +73,7 @@ def merge(
 
     projections: [gate, up], [down], or [gate_up] whose rows lie as the layer wants them; each the
     tensors of one matrix by their names in `format.stored`, with any leading dimensions (of
-    experts) or none. dtype: of the layer: of unquantised weights. Scales of 4- and 8-bit integers
+    experts) or none. dtype: of the layer: of unquantized weights. Scales of 4- and 8-bit integers
     stay float16 or bfloat16 in a layer of 16 bits, else they are float32. scheme: as `fit` gives
     it, with tiles that divide those of `format`; None is the format's own, whose tiles must not go
     through the border between two projections.
@@ -213,7 +213,7 @@ def _read_compressed(format: Format, tensors: Tensors, dtype: torch.dtype) -> Ma
         return _nvfp4(format, tensors)
     if scheme.weight == "float4_e2m1":
         return _mxfp4(tensors["weight_packed"], tensors["weight_scale"])
-    if scheme.quantises_activations or scheme.weight == "float8_e4m3fn":
+    if scheme.quantizes_activations or scheme.weight == "float8_e4m3fn":
         return _read_scaled(format, tensors, dtype)
     packed, scale = tensors["weight_packed"], tensors["weight_scale"]
     if scheme.granularity == "channel":  # stored plus 128: the sign bit the other way round

@@ -53,7 +53,7 @@ def channel_scale(scale: torch.Tensor) -> torch.Tensor:
 def static_scale(scales: torch.Tensor) -> torch.Tensor:
     """(1,) float32, the largest of the experts' static activation scales: none saturates.
 
-    One scale serves all experts, because a token is quantised once, before it meets any.
+    One scale serves all experts, because a token is quantized once, before it meets any.
     """
     check_tensor("activation scales", scales)
     if not scales.numel():

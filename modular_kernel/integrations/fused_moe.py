@@ -28,7 +28,7 @@ from modular_kernel.integrations.fused_moe_kernels import (
 from modular_kernel.integrations.fused_moe_options import (
     MoeRunnerConfig,
     Options,
-    Quantisation,
+    Quantization,
     quant_of,
     sorted_out,
 )
@@ -41,7 +41,7 @@ from modular_kernel.types import Combine
 __all__ = [
     "MoeRunnerConfig",
     "Options",
-    "Quantisation",
+    "Quantization",
     "StandardTopKOutput",
     "fused_experts",
     "fused_moe",
@@ -77,7 +77,7 @@ def _fused_experts(
     w2: torch.Tensor,
     topk_output: Sequence[torch.Tensor | None],
     config: MoeRunnerConfig,
-    options: Quantisation,
+    options: Quantization,
 ) -> torch.Tensor:
     device = check_tensor("x", hidden_states, meta=True).device
     given = {"x": hidden_states, "w1": w1, "w2": w2}
@@ -155,7 +155,7 @@ def fused_moe(
     lead = tuple(getattr(hidden_states, "shape", ())[:-1])  # checked further on
     check_lead("gating_output", gating_output, lead, "E")
     logits_TE = gating_output.reshape(-1, experts)
-    routing = route(logits_TE, RouterSpec(top_k, renormalise=renormalize)).routing
+    routing = route(logits_TE, RouterSpec(top_k, renormalize=renormalize)).routing
     chosen = StandardTopKOutput(routing.topk_weights_TK, routing.topk_ids_TK, gating_output)
     return _fused_experts(hidden_states, w1, w2, chosen, config, given)
 

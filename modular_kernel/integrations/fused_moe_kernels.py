@@ -7,7 +7,7 @@ import torch
 
 from modular_kernel.catalog import check, make_kernel, this_machine
 from modular_kernel.errors import ConfigurationError, ShapeError
-from modular_kernel.integrations.fused_moe_options import MoeRunnerConfig, Quantisation
+from modular_kernel.integrations.fused_moe_options import MoeRunnerConfig, Quantization
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.planned import NO_EP, Experts
 from modular_kernel.quant import values_at_once
@@ -38,7 +38,7 @@ def check_config(
     x_TH: torch.Tensor,
     w1: torch.Tensor,
     w2: torch.Tensor,
-    options: Quantisation,
+    options: Quantization,
     *,
     depth: int,
 ) -> None:
@@ -70,7 +70,7 @@ def depth_of(quant: str) -> int:
     return VALUES if "repacked=true" in quant else _DEPTHS[quant.split(":")[0]]
 
 
-def experts_in(w1: torch.Tensor, options: Quantisation) -> int:
+def experts_in(w1: torch.Tensor, options: Quantization) -> int:
     """E of all ranks: what an expert_map counts, otherwise those here."""
     expert_map = options.get("expert_map")
     if expert_map is not None and expert_map.dim() != 1:

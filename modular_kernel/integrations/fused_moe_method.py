@@ -1,4 +1,4 @@
-"""Which pair serves an all2all backend and a quantisation: three names over the resolver.
+"""Which pair serves an all2all backend and a quantization: three names over the resolver.
 
 part    = maybe_make_prepare_finalize(problem, "deepep_low_latency", group)
 experts = select_gemm_impl(problem, part)
@@ -50,7 +50,7 @@ def select_gemm_impl(
     prepare_finalize: PrepareAndFinalize | None = None,
     machine: Machine | None = None,
 ) -> PermuteExpertsUnpermute:
-    """Return the experts that serve a problem, its quantisation among all else, behind a part.
+    """Return the experts that serve a problem, its quantization among all else, behind a part.
 
     prepare_finalize: None stands for MoEPrepareAndFinalizeNoEP. IncompatibleError with the reasons
     of every part of the format if none does. Which is the fastest, `modular_kernel.compose` says.
@@ -69,7 +69,7 @@ def init_prepare_finalize(
     group: object | None = None,
     machine: Machine | None = None,
 ) -> FusedMoEModularKernel:
-    """Return the kernel of the pair that the backend and the problem's quantisation choose."""
+    """Return the kernel of the pair that the backend and the problem's quantization choose."""
     catalog = load_catalog()
     kind = catalog.prepare_finalize(_part_of(problem, all2all_backend))
     experts = _experts_of(problem, kind, catalog, machine)

@@ -61,7 +61,7 @@ class MoeRunnerConfig:
         return ActivationSpec("swiglu_oai", alpha, limit, interleaved=True)
 
 
-class Quantisation(TypedDict, total=False):
+class Quantization(TypedDict, total=False):
     """Flags, of which at most one use_*, and tensors beside w1 and w2, in the field's names.
 
     block_shape: [bn, bk] of w8a8, [0, g] for groups of g. per_channel_quant: one scale a row. A
@@ -86,8 +86,8 @@ class Quantisation(TypedDict, total=False):
     a2_scale: torch.Tensor | None
 
 
-class Options(Quantisation, total=False):
-    """Quantisation, and any field of MoeRunnerConfig: a keyword replaces what the config has.
+class Options(Quantization, total=False):
+    """Quantization, and any field of MoeRunnerConfig: a keyword replaces what the config has.
 
     w1_bias, w2_bias: other names of b1 and b2.
     """
@@ -118,7 +118,7 @@ _OTHER_NAMES = {"w1_bias": "b1", "w2_bias": "b2"}
 
 def sorted_out(
     config: MoeRunnerConfig | None, options: Options
-) -> tuple[MoeRunnerConfig, Quantisation]:
+) -> tuple[MoeRunnerConfig, Quantization]:
     """Return the config with the keywords that are fields of it, and the other keywords.
 
     Without a config nothing that the caller gave is overwritten, unless a keyword says so.
@@ -139,23 +139,23 @@ def sorted_out(
             given[field] = given[name]
         given.pop(name, None)
     changes = {name: given.pop(name) for name in _CONFIG if name in given}
-    rest: Quantisation = given  # type: ignore[assignment]
+    rest: Quantization = given  # type: ignore[assignment]
     return replace(config, **changes) if changes else config, rest
 
 
-def quant_of(options: Quantisation) -> str:
+def quant_of(options: Quantization) -> str:
     """Return the scheme that the flags name, as Problem.quant takes it."""
     flags = ("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16")
     used = [flag.removeprefix("use_") for flag in flags if options.get(flag)]
     block, channels = options.get("block_shape"), bool(options.get("per_channel_quant"))
     if len(used) > 1:
-        raise ConfigurationError("quantisation", got=" and ".join(used), need="one use_* flag")
+        raise ConfigurationError("quantization", got=" and ".join(used), need="one use_* flag")
     if block is not None and len(block) != 2:
         raise ConfigurationError("block_shape", got=list(block), need="[bn, bk], or [0, group]")
     if not used:
         if block or channels:
             got = "block_shape" if block else "per_channel_quant"
-            raise ConfigurationError("quantisation", got=got, need="a use_* flag with it")
+            raise ConfigurationError("quantization", got=got, need="a use_* flag with it")
         return "none"
     if block and channels:
         raise ConfigurationError("per_channel_quant", got="block_shape too", need="one of the two")
@@ -166,7 +166,7 @@ def quant_of(options: Quantisation) -> str:
     return _weight_only(used[0], block, options) if weight_only else _w8a8(used[0], block, options)
 
 
-def _w8a8(name: str, block: Sequence[int] | None, options: Quantisation) -> str:
+def _w8a8(name: str, block: Sequence[int] | None, options: Quantization) -> str:
     if block:
         return f"{name}_block:block={block[0]}x{block[1]}"
     if options.get("per_channel_quant"):
@@ -177,7 +177,7 @@ def _w8a8(name: str, block: Sequence[int] | None, options: Quantisation) -> str:
     return f"{name}_tensor" + (":static=true" if options.get("a1_scale") is not None else "")
 
 
-def _weight_only(name: str, block: Sequence[int] | None, options: Quantisation) -> str:
+def _weight_only(name: str, block: Sequence[int] | None, options: Quantization) -> str:
     if block:
         zeros = ",zero_points=true" if options.get("w1_zp") is not None else ""
         return f"{name}_group:group={block[1]}{zeros}"

@@ -34,7 +34,7 @@ from modular_kernel.integrations.fused_moe_kernels import (
     kernel_for,
     weights_of,
 )
-from modular_kernel.integrations.fused_moe_options import MoeRunnerConfig, Quantisation, quant_of
+from modular_kernel.integrations.fused_moe_options import MoeRunnerConfig, Quantization, quant_of
 from modular_kernel.integrations.runner_backends import A2A, BACKENDS, parts_of, switches
 from modular_kernel.integrations.runner_checks import check_dispatched
 from modular_kernel.integrations.runner_formats import (
@@ -85,10 +85,10 @@ _PADDED_SCHEMES = ("none", "fp8_w8a8_tensor", "fp8_w8a8_channel")
 
 @dataclass(frozen=True)
 class MoeQuantInfo:
-    """Weights of the experts here, and how they are quantised.
+    """Weights of the experts here, and how they are quantized.
 
     w13_weight: (e, N, H), w2_weight: (e, H, I), as `ExpertWeights`. quant: a scheme by its one
-    name, in place of the use_* flags of `Quantisation`. expert_map: (E,) int32, where ids count all
+    name, in place of the use_* flags of `Quantization`. expert_map: (E,) int32, where ids count all
     experts; without it they count those here. use_triton_kernels: w13_weight is (e, H, N) and
     w2_weight (e, I, H).
     """
@@ -121,7 +121,7 @@ class MoeQuantInfo:
         named = None if self.quant is None else str(QuantScheme.parse(self.quant))
         object.__setattr__(self, "_named", named)
 
-    def options(self) -> Quantisation:
+    def options(self) -> Quantization:
         """Return the same in the names of `fused_experts`."""
         flags = ("fp8_w8a8", "int8_w8a8", "int8_w8a16", "int4_w4a16")
         given: dict[str, Any] = {f"use_{flag}": getattr(self, f"use_{flag}") for flag in flags}
@@ -160,7 +160,7 @@ class MoeRunner:
     operation, UnsupportedError where there is none. padding: weights have columns behind H and I
     that are not read. quant: a scheme; with it, and all sizes in the config, a backend that does
     not serve the layer raises IncompatibleError here and not in a call. dtype: of the results of
-    quantised rows. fast_act and aiter are refused: what they choose, a part chooses itself.
+    quantized rows. fast_act and aiter are refused: what they choose, a part chooses itself.
     """
 
     def __init__(  # noqa: PLR0913  (one keyword for each switch of the field)
@@ -180,7 +180,7 @@ class MoeRunner:
         for name, value in flags.items():
             expect(name, value, bool)
         if fast_act:
-            need = "False: a part that has one launch for activation and quantisation takes it"
+            need = "False: a part that has one launch for activation and quantization takes it"
             raise UnsupportedError("fast_act", got=fast_act, need=need)
         if aiter:
             raise UnsupportedError("aiter", got=aiter, need="False: it is a library for AMD GPUs")

@@ -28,7 +28,7 @@ class StandardDispatchOutput(NamedTuple):
 class DeepEPNormalDispatchOutput(NamedTuple):
     """Rows that arrived on this rank, (R, H).
 
-    hidden_states_scale: None where rows are unquantised, else as `ContiguousTokens.scale`.
+    hidden_states_scale: None where rows are unquantized, else as `ContiguousTokens.scale`.
     topk_ids: (R, K) local, -1 for experts elsewhere. topk_weights: (R, K) float32.
     num_recv_tokens_per_expert: the rows of each expert here; nothing is computed from it.
     """
@@ -48,7 +48,7 @@ class DeepEPNormalDispatchOutput(NamedTuple):
 class DeepEPLLDispatchOutput(NamedTuple):
     """Rows by expert, (e, C, H), of which the first masked_m[i] of expert i are tokens.
 
-    hidden_states_scale: None where rows are unquantised, else as `BatchedTokens.scale`.
+    hidden_states_scale: None where rows are unquantized, else as `BatchedTokens.scale`.
     topk_ids, topk_weights: (T, K), this rank's own tokens': for the combine, untouched.
     masked_m: (e,) int32. expected_m: a hint; nothing is computed from it.
     """

@@ -1,4 +1,4 @@
-"""Run an experts part on rows that a dispatcher outside has left here, quantised or by expert.
+"""Run an experts part on rows that a dispatcher outside has left here, quantized or by expert.
 
 The two classes below stand for that dispatcher where pairings are judged; they run nothing.
 """
@@ -11,7 +11,7 @@ from modular_kernel import modes, validate
 from modular_kernel.catalog import this_machine
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.errors import DtypeError, IncompatibleError, ShapeError
-from modular_kernel.ops.quantise import scale_shape
+from modular_kernel.ops.quantize import scale_shape
 from modular_kernel.ops.reduce import weight_and_sum
 from modular_kernel.quant import ACTIVATION_SCHEMES, STORAGE
 from modular_kernel.rules import judge
@@ -35,7 +35,7 @@ class ReceivedRows(PrepareAndFinalize):
     requires = PrepareFinalizeRequirements(
         activation_format=ActivationFormat.STANDARD,
         reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),
-        localises_ids=True,
+        localizes_ids=True,
         dispatch_schemes=ACTIVATION_SCHEMES,
         can_defer_quant=False,
     )
@@ -47,7 +47,7 @@ class ReceivedBatches(PrepareAndFinalize):
     requires = PrepareFinalizeRequirements(
         activation_format=ActivationFormat.BATCHED_EXPERTS,
         reduces=frozenset({Reduce.NAIVE_BATCHED, Reduce.DELEGATE}),
-        localises_ids=True,
+        localizes_ids=True,
         padding=Rows.UNDEFINED,
         dispatch_schemes=ACTIVATION_SCHEMES,
         can_defer_quant=False,
@@ -129,13 +129,13 @@ def _reduced(
 def _check(x: torch.Tensor, scale: torch.Tensor | None, problem: Problem) -> None:
     """Check dtype and sizes of rows and their scales."""
     scheme = problem.scheme
-    need = STORAGE[scheme.activation] if scheme.travels_quantised else problem.dtype
+    need = STORAGE[scheme.activation] if scheme.travels_quantized else problem.dtype
     if x.dtype is not need:
         raise DtypeError(f"hidden_states for {problem.quant}", got=x.dtype, need=need)
     if x.shape[-1] != problem.hidden or not x.is_contiguous():
         got = f"{tuple(x.shape)}, strides {x.stride()}"
         raise ShapeError("hidden_states", got=got, need=f"(..., {problem.hidden}), contiguous")
-    if not scheme.travels_quantised:
+    if not scheme.travels_quantized:
         if scale is not None:
             raise ShapeError("hidden_states_scale", got=tuple(scale.shape), need="None")
         return

@@ -103,8 +103,8 @@ def fused_multiply_add(x: Array, y: Array, z: Array, storage: Dtype) -> Array:
     error = (product - (total - shifted)) + (addend - shifted)
     even = (total.view(np.int64) & 1) == 0
     to_odd = even & np.isfinite(total) & (error != 0)
-    neighbour = np.nextafter(total, np.copysign(np.inf, error))
-    return convert(np.where(to_odd, neighbour, total), storage)
+    neighbor = np.nextafter(total, np.copysign(np.inf, error))
+    return convert(np.where(to_odd, neighbor, total), storage)
 
 
 def tf32(data: Array) -> Array:

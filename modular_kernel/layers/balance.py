@@ -24,7 +24,7 @@ from modular_kernel.types import dtype_name
 def count(topk_ids: torch.Tensor, experts: int) -> torch.Tensor:
     """Return the pairs of each expert, (experts,) int64, on the device of the ids.
 
-    topk_ids: (T, K) int32 or int64; ids outside [0, experts) are not counted. Nothing synchronises.
+    topk_ids: (T, K) int32 or int64; ids outside [0, experts) are not counted. Nothing synchronizes.
     """
     expect("experts", experts, Experts)
     check_tensor("topk_ids", topk_ids)

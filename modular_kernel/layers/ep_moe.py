@@ -119,7 +119,7 @@ def _router(
         if corrected:
             need = "use_grouped_topk=True with it: plain routers have no bias"
             raise ConfigurationError("correction_bias", got="a tensor", need=need)
-        return RouterSpec(top_k, renormalise=renormalize)
+        return RouterSpec(top_k, renormalize=renormalize)
     number, kept = groups
     if number is None or kept is None:
         need = "both, where use_grouped_topk is set"
@@ -131,7 +131,7 @@ def _router(
         topk_groups=kept,
         group_score="top2" if corrected else "max",
         selection_bias=corrected,
-        renormalise=renormalize,
+        renormalize=renormalize,
     )
 
 

@@ -1,6 +1,6 @@
 """FusedMoE: an nn.Module of a layer's experts, over EP x TP ranks, with its router or without.
 
-    layer = FusedMoE(128, 2048, 768, top_k=8, router=RouterSpec(8, renormalise=True))
+    layer = FusedMoE(128, 2048, 768, top_k=8, router=RouterSpec(8, renormalize=True))
     layer.set_weights(weights)              # or `layer.load(...)`, or `layer.weight_loader(...)`
     y_TH = layer(x_TH, router_logits)
 
@@ -95,7 +95,7 @@ class FusedMoE(ExpertParameters):
     num_experts: E of the model. intermediate_size: I of a whole expert; TP ranks hold I / TP of it.
     layer_id: what `describe` and a checkpoint call the layer. top_k: K; the router's where there is
     one. quant_config: a checkpoint's quantization_config, for `weight_loader`; or a scheme as
-    Problem.quant names it; None for unquantised weights.
+    Problem.quant names it; None for unquantized weights.
     router: a Router of its own, called on x; or a RouterSpec, and forward is given logits; or None,
     and forward is given a routing. selection_bias: (E + zero experts,), where a RouterSpec has one.
     shared_experts: called on x (T, H), and added. Where a prepare/finalize part is asynchronous it
@@ -289,7 +289,7 @@ class FusedMoE(ExpertParameters):
             dtype=self.problem.dtype,
             device=next(self.parameters()).device,
             placement=self.placement,
-            quantise_inputs=self.problem.scheme.scales_by_expert,
+            quantize_inputs=self.problem.scheme.scales_by_expert,
         )
         told = replace(self.problem, **found.problem_fields)
         for field in found.problem_fields:

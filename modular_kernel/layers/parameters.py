@@ -45,12 +45,12 @@ class ExpertParameters(nn.Module):
 
     problem: of this rank. placement: where experts live over EP ranks. device: where parameters are
     made; floats are NaN until they are loaded. loader: of a checkpoint's format; if that is a
-    quantised one, parameters are as the checkpoint has them until
+    quantized one, parameters are as the checkpoint has them until
     `process_weights_after_loading`.
 
     Moves and casts (`to`, `cuda`, `half`, `bfloat16`, `float`): what a scheme stores (codes,
-    scales, zero points, orders) moves and is never cast. Unquantised weights and biases are cast,
-    and problem.dtype becomes their dtype; of a quantised layer it becomes the dtype that the cast
+    scales, zero points, orders) moves and is never cast. Unquantized weights and biases are cast,
+    and problem.dtype becomes their dtype; of a quantized layer it becomes the dtype that the cast
     asks for. Prepared weights of parameters that moved are dropped. DtypeError, before anything
     changes, for a dtype that no layer computes in.
     """
@@ -72,7 +72,7 @@ class ExpertParameters(nn.Module):
             torch.get_default_device() if device is None else device, meta=True
         )
         self.problem, self.placement, self.parallel = problem, placement, parallel
-        self._loader, self._ready = loader, loader is None or not loader.scheme.quantised
+        self._loader, self._ready = loader, loader is None or not loader.scheme.quantized
         if loader is not None:
             loader.create_weights(
                 self, problem.dtype, device=device, weight_loader=self.weight_loader
@@ -160,7 +160,7 @@ class ExpertParameters(nn.Module):
                 delattr(self, name)
         for field in specs:
             parameter = nn.Parameter(tensors[field].detach(), requires_grad=False)
-            if self._loader is not None and not self.problem.scheme.quantised:
+            if self._loader is not None and not self.problem.scheme.quantized:
                 self._loader.mark(parameter, self.weight_loader)  # a checkpoint's shape still
             self.register_parameter(PARAMETERS[field], parameter)
         self._ready, self._bound, self._unloaded = True, None, False
@@ -335,11 +335,11 @@ class ExpertParameters(nn.Module):
         return [(name, tensor) for name, tensor in own if tensor is not None]
 
     def _is_cast(self, name: str) -> bool:
-        """Whether a cast reaches a parameter or buffer: unquantised weights, and biases."""
+        """Whether a cast reaches a parameter or buffer: unquantized weights, and biases."""
         if not self._ready and self._loader is not None:
             own = self._loader.shapes().get(name)
             return own is not None and own[1] is None
-        plain = () if self.problem.scheme.quantised else ("w13_weight", "w2_weight")
+        plain = () if self.problem.scheme.quantized else ("w13_weight", "w2_weight")
         return name in (*plain, "w13_bias", "w2_bias", "_no_bias")
 
     def _dtype_after(self, fn: Callable[..., torch.Tensor]) -> torch.dtype:

@@ -1,6 +1,6 @@
 """Router: a gate and a RouterSpec in one module; and `select_experts`, for logits that are there.
 
-router = Router(RouterSpec(8, renormalise=True), hidden_size=2048, num_experts=128)
+router = Router(RouterSpec(8, renormalize=True), hidden_size=2048, num_experts=128)
 weights, ids, logits = router(x_TH)
 """
 

@@ -55,9 +55,9 @@ def make_expert_params_mapping(
 class ExpertLoader:
     """Parameters of one layer's experts, and what has been loaded into them.
 
-    format: of the checkpoint, as `format_of` names it; None is unquantised. bias: projections have
+    format: of the checkpoint, as `format_of` names it; None is unquantized. bias: projections have
     one; b2 is loaded on the first tensor-parallel rank, the others keep zeros. transposed: of
-    unquantised weights, parameters are (e, H, 2I) and (e, I, H).
+    unquantized weights, parameters are (e, H, 2I) and (e, I, H).
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class ExpertLoader:
         if share.interleaved and numbers:
             need = "gate rows first: one scale of each projection is merged by rows"
             raise ConfigurationError("interleaved", got=str(self.format), need=need)
-        if transposed and self.format.scheme.quantised:
-            raise ConfigurationError("transposed", got=str(self.format), need="no quantisation")
+        if transposed and self.format.scheme.quantized:
+            raise ConfigurationError("transposed", got=str(self.format), need="no quantization")
         if self.format.scheme.act_order or self.format.scheme.scales_by_expert:
             need = "columns in order, inputs in 16 or 8 bits; `load_experts` takes others"
             raise ConfigurationError("quant_config", got=str(self.format), need=need)
@@ -117,7 +117,7 @@ class ExpertLoader:
                 if kept.role == "w" and self.transposed:
                     shape = shape[::-1]
                 # float32 holds every scale as it is.
-                plain = kept.role == "bias" or not self.scheme.quantised
+                plain = kept.role == "bias" or not self.scheme.quantized
                 dtype = None if plain else kept.dtypes[0]
                 found[f"{name}_{kept.name}"] = ((len(share.slots), *shape), dtype)
         return found
@@ -135,7 +135,7 @@ class ExpertLoader:
 
         Each has the attributes `weight_loader` (this loader's, unless another is given) and
         `quant_method`, of a scale "tensor", "channel", "block" or "group", of others "". dtype: of
-        unquantised weights and biases. Scales are 1 until they are loaded, all else is 0.
+        unquantized weights and biases. Scales are 1 until they are loaded, all else is 0.
         """
         expect("layer", layer, torch.nn.Module)
         expect("dtype", dtype, torch.dtype)
@@ -307,7 +307,7 @@ class ExpertLoader:
         tensors = {each.name: _parameter(layer, f"{matrix}_{each.name}") for each in kept}
         if self.transposed:
             tensors = {name: tensor.mT for name, tensor in tensors.items()}
-        plain = tensors["weight"].dtype if not self.scheme.quantised else torch.float32
+        plain = tensors["weight"].dtype if not self.scheme.quantized else torch.float32
         parts = [tensors]
         if self.scheme.granularity == "tensor" and matrix == "w13" and self.share.gated:
             parts = [

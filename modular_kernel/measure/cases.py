@@ -6,7 +6,7 @@ import torch
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.measure.routing import RoutingKind, draw
-from modular_kernel.quant import quantise_weights
+from modular_kernel.quant import quantize_weights
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.static_scales import static_scale
 from modular_kernel.tensors import ExpertWeights, Routing
@@ -27,7 +27,7 @@ _LARGEST = (6.5, 24.0)  # of x and of the activation, for normal x and the weigh
 class LayerCase:
     """One row of the table before it has a layer: a shape by name, its problem, a routing.
 
-    The problem is unquantised: a layer brings its own quantisation.
+    The problem is unquantized: a layer brings its own quantization.
     """
 
     shape: str
@@ -53,7 +53,7 @@ def operands(problem: Problem, scheme: QuantScheme) -> str:
     Layers compete if they are alike in this, whatever their scales cover.
     """
     plain = dtype_name(problem.dtype)
-    if not scheme.quantised:
+    if not scheme.quantized:
         return plain
     return f"{_SHORT[scheme.weight]}/{_SHORT.get(scheme.activation, plain)}"
 
@@ -136,11 +136,11 @@ def make_input(cell: LayerCase, device: torch.device, index: int) -> Input:
     return Input(x_TH.to(problem.dtype), routing)
 
 
-def quantised(weights: ExpertWeights, problem: Problem) -> ExpertWeights:
+def quantized(weights: ExpertWeights, problem: Problem) -> ExpertWeights:
     """`weights` as the problem's scheme stores them."""
-    if not problem.scheme.quantised:
+    if not problem.scheme.quantized:
         return weights
-    return quantise_weights(_with_static_scales(weights, problem), problem)
+    return quantize_weights(_with_static_scales(weights, problem), problem)
 
 
 def _with_static_scales(weights: ExpertWeights, problem: Problem) -> ExpertWeights:

@@ -1,6 +1,6 @@
 """Right before fast: some rows of an output against the float64 oracle.
 
-The reference has unquantised weights, whatever the layer does with them. The bound is a rule: a
+The reference has unquantized weights, whatever the layer does with them. The bound is a rule: a
 layer may be twice as far from it as plain torch that follows the same scheme (`reference.recipe`).
 Both distances are root mean squares over at least 512 values, those of several calls where one has
 fewer: over 32 values plain torch itself is off by anything from half to twice its usual error.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from modular_kernel.measure.cases import Input, LayerCase, quantised
+from modular_kernel.measure.cases import Input, LayerCase, quantized
 from modular_kernel.measure.timing import Call
 from modular_kernel.reference import oracle, recipe
 from modular_kernel.schemes import QuantScheme
@@ -71,7 +71,7 @@ def answer_to(cell: LayerCase, given: Input, weights: ExpertWeights, scheme: Qua
     few, problem = _touched(weights, routing, cell.problem.with_tokens(len(rows)))
     exact = oracle(x_TH, few, routing, problem)
     problem = replace(problem, quant=str(scheme))
-    fair = recipe(x_TH, quantised(few, problem), routing, problem)
+    fair = recipe(x_TH, quantized(few, problem), routing, problem)
     return Answer(rows, exact, float((fair - exact).norm()))
 
 

@@ -69,7 +69,7 @@ def expert_bytes(problem: Problem, scheme: QuantScheme) -> float:
 
 def matrix_bytes(problem: Problem, scheme: QuantScheme) -> tuple[float, float]:
     """`expert_bytes` of w1 and of w2."""
-    if scheme.quantised:
+    if scheme.quantized:
         bits = float(_WEIGHT_BITS[scheme.weight])
         if scheme.granularity == "group":
             bits += _SCALE_BITS[scheme.weight] / scheme.group[0]

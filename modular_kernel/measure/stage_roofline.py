@@ -2,16 +2,16 @@
 
 Per call and rank. T tokens of the rank, R rows that reach it, P pairs computed here, e experts
 touched here; s bytes of a value in the problem's dtype; a bytes of a value of x as the experts get
-it, and b of h as GEMM 2 gets it: s, or where it was quantised 1 and its share of a scale.
+it, and b of h as GEMM 2 gets it: s, or where it was quantized 1 and its share of a scale.
 
     stage                flops   read       weights        written       over links
-    quantise_input       -       T H s      -              T H a         -
+    quantize_input       -       T H s      -              T H a         -
     dispatch             -       T H a      -              R H a         rows to or from others, H a
     sort                 -       ids        -              4 P           -
     permute              -       R H a      -              P H a         -
     shrink               2 P (r H + R' I)  R H s + P I s  A of both  P (r + R') s
     gemm1_activation     2 P N H rows H a   e w1           P I s         -
-    quantise             -       P I s      -              P I b         -
+    quantize             -       P I s      -              P I b         -
     gemm2                2 P I H P I b      e w2           P H s         -
     unpermute            -       P H s      -              P H s         -
     weight_and_reduce    -       P H s      -              R H s         -
@@ -115,11 +115,11 @@ def _table(
 ) -> dict[str, StageWork]:
     hidden, inner, plain = problem.hidden, problem.intermediate, problem.dtype.itemsize
     together = [stages.parts(name) for name in names]
-    # Where the kernel of a product quantises or permutes, its operand comes as it was before.
-    x_quantised = _apart(stages.QUANTISE_INPUT, stages.GEMM1, together)
-    h_quantised = _apart(stages.QUANTISE, stages.GEMM2, together)
-    x_row = hidden * (_quantised_bytes(scheme, hidden) if x_quantised else plain)
-    h_row = inner * (_quantised_bytes(scheme, inner) if h_quantised else plain)
+    # Where the kernel of a product quantizes or permutes, its operand comes as it was before.
+    x_quantized = _apart(stages.QUANTIZE_INPUT, stages.GEMM1, together)
+    h_quantized = _apart(stages.QUANTIZE, stages.GEMM2, together)
+    x_row = hidden * (_quantized_bytes(scheme, hidden) if x_quantized else plain)
+    h_row = inner * (_quantized_bytes(scheme, inner) if h_quantized else plain)
     y_row, raw_row = hidden * plain, inner * plain
     rows = load.pairs if _apart(stages.PERMUTE, stages.GEMM1, together) else load.rows
     w1, w2 = (load.touched * each for each in matrix_bytes(problem, scheme))
@@ -128,7 +128,7 @@ def _table(
     ids = load.tokens * problem.top_k * (problem.ids_dtype.itemsize if problem.ids_dtype else 4.0)
     p, tokens = load.pairs, load.tokens
     return {
-        stages.QUANTISE_INPUT: StageWork(0.0, tokens * y_row, 0.0, tokens * x_row),
+        stages.QUANTIZE_INPUT: StageWork(0.0, tokens * y_row, 0.0, tokens * x_row),
         stages.DISPATCH: StageWork(
             0.0, tokens * x_row, 0.0, load.rows * x_row, load.crossing * x_row
         ),
@@ -146,7 +146,7 @@ def _table(
             w1 + b13.bytes,
             p * raw_row,
         ),
-        stages.QUANTISE: StageWork(0.0, p * raw_row, 0.0, p * h_row),
+        stages.QUANTIZE: StageWork(0.0, p * raw_row, 0.0, p * h_row),
         stages.GEMM2: StageWork(
             2.0 * p * inner * hidden + b2.flops,
             p * h_row + p * u2 * plain,
@@ -175,7 +175,7 @@ def _apart(work: str, product: str, together: Sequence[Sequence[str]]) -> bool:
     return any(work in names and product not in names for names in together)
 
 
-def _quantised_bytes(scheme: QuantScheme, depth: int) -> float:
+def _quantized_bytes(scheme: QuantScheme, depth: int) -> float:
     """Of a value of a row of `depth` 8-bit values, with its share of the row's scales."""
     granularity = scheme.activation_granularity
     if granularity == "token":

@@ -13,7 +13,7 @@ from typing import Any
 from modular_kernel import json_files
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.families import FAMILIES, Family
-from modular_kernel.models.quantised import scheme_of
+from modular_kernel.models.quantized import scheme_of
 
 _MOST_BYTES = 1 << 20
 _MOST = 1 << 20  # of any size
@@ -252,7 +252,7 @@ def _limit(path: Path, config: Config, gate: str) -> float | None:
 
 
 def _dtype(path: Path, config: Config) -> dict[str, object]:
-    """Return the dtype of what is not quantised; nothing where the file does not say it."""
+    """Return the dtype of what is not quantized; nothing where the file does not say it."""
     given = [config[name] for name in ("dtype", "torch_dtype") if config.get(name) is not None]
     if not given:
         return {}

@@ -128,7 +128,7 @@ FAMILIES: dict[str, Family] = {
     "mistral4": _f("mistral4 Mistral4Experts Mistral4TopkRouter", _ROUTED, _SCALED),
     "mistral_large4_text": _f("mistral_large4 MistralLarge4TextExperts MistralLarge4TextTopkRouter", _ROUTED, _SCALED),
     "mixtral": _f("mixtral MixtralExperts", _EITHER, intermediate=_OWN),
-    "muse_spark_text": _no("muse_spark MuseSparkExperts", "each expert's output is normalised before it is weighted"),
+    "muse_spark_text": _no("muse_spark MuseSparkExperts", "each expert's output is normalized before it is weighted"),
     "nemotron_h": _f("nemotron_h NemotronHExperts NemotronHTopkRouter", _ROUTED, _SCALED, latent="moe_latent_size", activation="mlp_hidden_act", gate="ungated"),
     "nllb-moe": _no("nllb_moe NllbMoeExperts", "its experts are ungated with ReLU, and have a capacity"),
     "olmoe": _f("olmoe OlmoeExperts", _EITHER, intermediate=_OWN),

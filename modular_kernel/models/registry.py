@@ -1,6 +1,6 @@
 """Published MoE models by name: the sizes of their layer, as in the config.json of `source`.
 
-Numbers are those of the routed experts; a factor is that on their output. What is quantised is the
+Numbers are those of the routed experts; a factor is that on their output. What is quantized is the
 file's matter: a name stands for the layer without a scheme.
 """
 

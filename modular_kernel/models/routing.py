@@ -22,7 +22,7 @@ class Rule:
     score, order, group_score, bias, eps: as RouterSpec's (bias: its selection_bias), or keys of the
         file: `score_key` names the score, `bias_key` says whether there is a bias, `floor_key` is
         RouterSpec's floor.
-    renormalise: None where the file's norm_topk_prob says it, `unsaid` where it does not.
+    renormalize: None where the file's norm_topk_prob says it, `unsaid` where it does not.
     groups: (n_group, topk_group) of a file that does not say them; None where the code has none.
     method_key: the file's topk_method is "greedy" (no groups, also where unsaid) or
         "group_limited_greedy".
@@ -34,7 +34,7 @@ class Rule:
     group_score: str = "top2"
     bias: bool = False
     eps: float = 0.0
-    renormalise: bool | None = None
+    renormalize: bool | None = None
     unsaid: bool = True
     groups: tuple[int, int] | None = None
     score_key: str = ""
@@ -48,7 +48,7 @@ _SOFTMAX = (("scoring_func", "softmax"),)
 _SIGMOID = (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"))
 
 
-def _renormalised_by_key(*, unsaid: bool) -> Rule:
+def _renormalized_by_key(*, unsaid: bool) -> Rule:
     return Rule(unsaid=unsaid)
 
 
@@ -56,12 +56,12 @@ def _deepseek_v3(groups: tuple[int, int] = (1, 1), *, unsaid: bool = True) -> Ru
     return Rule(score="sigmoid", bias=True, eps=1e-20, unsaid=unsaid, groups=groups, only=_SIGMOID)
 
 
-_ALWAYS, _NEVER = Rule(renormalise=True), Rule(renormalise=False)
-_TOPK_FIRST = Rule(order="topk_first", renormalise=False)
-_BIASED_SIGMOID = Rule(score="sigmoid", bias=True, renormalise=True)
+_ALWAYS, _NEVER = Rule(renormalize=True), Rule(renormalize=False)
+_TOPK_FIRST = Rule(order="topk_first", renormalize=False)
+_BIASED_SIGMOID = Rule(score="sigmoid", bias=True, renormalize=True)
 _DEEPSEEK_V2 = Rule(
     group_score="max",
-    renormalise=False,
+    renormalize=False,
     groups=(1, 1),
     method_key="topk_method",
     only=(("norm_topk_prob", False), *_SOFTMAX),
@@ -77,9 +77,9 @@ RULES: dict[str, Rule] = {
     "deepseek_v3": _deepseek_v3((8, 4)),
     "deepseek_v32": _deepseek_v3((8, 4)),
     "dots1": _deepseek_v3(unsaid=False),
-    "ernie4_5_moe": Rule(bias=True, renormalise=True, floor_key="moe_norm_min"),
+    "ernie4_5_moe": Rule(bias=True, renormalize=True, floor_key="moe_norm_min"),
     "exaone_moe": _deepseek_v3(),
-    "flex_olmo": _renormalised_by_key(unsaid=False),
+    "flex_olmo": _renormalized_by_key(unsaid=False),
     "flint": Rule(score="sigmoid"),
     "glm4_moe": _deepseek_v3(),
     "glm4_moe_lite": _deepseek_v3(),
@@ -96,24 +96,24 @@ RULES: dict[str, Rule] = {
     "kolibri1": Rule(score="sigmoid", order="topk_first", bias=True, unsaid=False),
     "laguna": replace(_BIASED_SIGMOID, only=(("moe_router_logit_softcapping", 0.0),)),
     "lfm2_moe": Rule(score="sigmoid", bias=True, bias_key="use_expert_bias", eps=1e-6),
-    "llama4_text": Rule(score="sigmoid", order="topk_first", renormalise=False),
-    "longcat_flash": Rule(bias=True, renormalise=False),
-    "mellum": _renormalised_by_key(unsaid=True),
+    "llama4_text": Rule(score="sigmoid", order="topk_first", renormalize=False),
+    "longcat_flash": Rule(bias=True, renormalize=False),
+    "mellum": _renormalized_by_key(unsaid=True),
     "mimo_v2_flash": _deepseek_v3(),
     "minimax": _ALWAYS,
     "minimax_m2": _BIASED_SIGMOID,
     "mistral4": Rule(eps=1e-20, groups=(1, 1)),
     "mixtral": _ALWAYS,
     "nemotron_h": _deepseek_v3(),
-    "olmoe": _renormalised_by_key(unsaid=False),
-    "qwen2_moe": _renormalised_by_key(unsaid=False),
+    "olmoe": _renormalized_by_key(unsaid=False),
+    "qwen2_moe": _renormalized_by_key(unsaid=False),
     "qwen3_5_moe_text": _ALWAYS,
-    "qwen3_moe": _renormalised_by_key(unsaid=False),
-    "qwen3_next": _renormalised_by_key(unsaid=True),
-    "qwen3_omni_moe_talker_text": _renormalised_by_key(unsaid=False),
-    "qwen3_omni_moe_text": _renormalised_by_key(unsaid=True),
+    "qwen3_moe": _renormalized_by_key(unsaid=False),
+    "qwen3_next": _renormalized_by_key(unsaid=True),
+    "qwen3_omni_moe_talker_text": _renormalized_by_key(unsaid=False),
+    "qwen3_omni_moe_text": _renormalized_by_key(unsaid=True),
     "qwen3_vl_moe_text": _ALWAYS,
-    "qwen4_exp_text": _renormalised_by_key(unsaid=True),
+    "qwen4_exp_text": _renormalized_by_key(unsaid=True),
     "sarvam_mla": _deepseek_v3((8, 4)),
     "sarvam_moe": _deepseek_v3(),
     "solar_open": _deepseek_v3(),
@@ -138,11 +138,11 @@ def router_of_config(path: Path, config: Config, top_k: int) -> RouterSpec | Non
     if rule.bias_key:
         bias = _flag(path, config, rule.bias_key, unsaid=rule.bias)
     score = _score(path, config, rule)
-    renormalise = rule.renormalise
-    if renormalise is None:
-        renormalise = _flag(path, config, "norm_topk_prob", unsaid=rule.unsaid)
+    renormalize = rule.renormalize
+    if renormalize is None:
+        renormalize = _flag(path, config, "norm_topk_prob", unsaid=rule.unsaid)
     if score == "softmax" and rule.order == "topk_first":
-        renormalise = False  # the weights of a token sum to 1 as they are
+        renormalize = False  # the weights of a token sum to 1 as they are
     groups, topk_groups = _groups(path, config, rule)
     return RouterSpec(
         top_k,
@@ -152,8 +152,8 @@ def router_of_config(path: Path, config: Config, top_k: int) -> RouterSpec | Non
         topk_groups=topk_groups,
         group_score=rule.group_score if groups > 1 else "top2",  # type: ignore[arg-type]
         selection_bias=bias,
-        renormalise=renormalise,
-        eps=rule.eps if renormalise else 0.0,
+        renormalize=renormalize,
+        eps=rule.eps if renormalize else 0.0,
         floor=_floor(path, config, rule),
     )
 
@@ -215,7 +215,7 @@ def _effective(spec: RouterSpec) -> RouterSpec:
     if spec.groups == spec.topk_groups:
         spec = replace(spec, groups=1, topk_groups=1, group_score="top2")
     if spec.order == "topk_first" and spec.score == "softmax":
-        spec = replace(spec, renormalise=False, eps=0.0, floor=0.0)
+        spec = replace(spec, renormalize=False, eps=0.0, floor=0.0)
     return spec
 
 

@@ -1,6 +1,6 @@
-"""Gradients of a call with quantised weights: of x, of router weights, and of biases.
+"""Gradients of a call with quantized weights: of x, of router weights, and of biases.
 
-The weights themselves are frozen. They are dequantised expert by expert, to float32; rounding of
+The weights themselves are frozen. They are dequantized expert by expert, to float32; rounding of
 activations to fewer bits passes gradients on as they are.
 """
 
@@ -69,7 +69,7 @@ def call_gradients(
 
 def _matrix(weights: ExpertWeights, name: str, expert: int, problem: Problem) -> torch.Tensor:
     """Return one expert's values in float32, (N, K)."""
-    if not problem.scheme.quantised:
+    if not problem.scheme.quantized:
         stored: torch.Tensor = getattr(weights, name)[expert]
         return stored.float()
     return values_of(weights, name, problem, slice(expert, expert + 1))[0]

@@ -196,7 +196,7 @@ _PAIRINGS: dict[str, Pairing] = {}
 def pairing_of(text: str) -> Pairing:
     """Return the pairing that `str()` wrote, in this process or another one.
 
-    There, parts of the catalogue are found by their names; any other class has to have been made a
+    There, parts of the catalog are found by their names; any other class has to have been made a
     Pairing: UnknownPartError else.
     """
     found = _PAIRINGS.get(text)
@@ -219,7 +219,7 @@ _DEFAULTS = {
 
 
 def _part_text(part: Part) -> str:
-    """Name a part of the catalogue, and any other class by where it was defined."""
+    """Name a part of the catalog, and any other class by where it was defined."""
     if isinstance(part, str):
         return part
     if part in {known.cls for known in load_catalog().parts}:

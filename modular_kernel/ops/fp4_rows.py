@@ -32,7 +32,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Fp4Rows:
-    """Quantised rows.
+    """Quantized rows.
 
     q_RK: (R, K / 2) uint8, two e2m1 values each, the even one low. scale: (max_tiles, bytes) uint8,
     the e4m3 scales of each tile's rows.
@@ -57,7 +57,7 @@ def take_fp4(workspace: Workspace, prefix: str, rows: int, columns: int, max_til
     return Fp4Rows(*(workspace.take(name, spec.shape) for name, spec in specs.items()))
 
 
-def quantise_tiles(
+def quantize_tiles(
     x: torch.Tensor,
     tiles: torch.Tensor,
     scale_e: torch.Tensor,
@@ -66,7 +66,7 @@ def quantise_tiles(
     source_R: torch.Tensor | None = None,
     act: ActivationSpec | None = None,
 ) -> None:
-    """Quantise the rows of every tile: x[r], x[source_R[r]], or act(x[r]) rounded to x's dtype.
+    """Quantize the rows of every tile: x[r], x[source_R[r]], or act(x[r]) rounded to x's dtype.
 
     x: (T, N) in 16 or 32 bits, values of a row side by side; N is K, or 2 K before a gated act.
     tiles: (3 * max_tiles + 1,) int32. scale_e: (e,) float32, of each expert. source_R: (R,) int32.
@@ -78,16 +78,16 @@ def quantise_tiles(
     if not max_tiles:
         return
     if not use_triton(x):
-        quantise_tiles_ref(x, tiles, scale_e, out=out, source_R=source_R, act=act)
+        quantize_tiles_ref(x, tiles, scale_e, out=out, source_R=source_R, act=act)
         return
-    from modular_kernel.ops.kernels.fp4_rows import quantise_tiles_kernel
+    from modular_kernel.ops.kernels.fp4_rows import quantize_tiles_kernel
 
     constants: dict[str, object] = {"KIND": "identity", "ALPHA": 0.0, "LIMIT": 0.0}
     step, offset = 1, 0
     if act is not None:
         constants, (step, offset) = activation_constants(act), up_rows(act, columns)
     launch(
-        quantise_tiles_kernel,
+        quantize_tiles_kernel,
         (_PARTS * max_tiles, -(-columns // _COLUMNS)),
         x_ptr=x,
         source_ptr=tiles if source_R is None else source_R,
@@ -123,13 +123,13 @@ def _check(
     if columns % nvfp4.GROUP:
         raise ShapeError("columns", got=columns, need=f"a multiple of {nvfp4.GROUP}")
     if x.shape[1] != width:
-        raise ShapeError("rows to quantise", got=tuple(x.shape), need=f"(T, N) with N = {width}")
+        raise ShapeError("rows to quantize", got=tuple(x.shape), need=f"(T, N) with N = {width}")
     if source_R is None and len(x) < rows:
-        raise ShapeError("rows to quantise", got=len(x), need=f"{rows} or more")
+        raise ShapeError("rows to quantize", got=len(x), need=f"{rows} or more")
     if tuple(out.scale.shape) != (max_tiles, size):
         got = tuple(out.scale.shape)
         raise ShapeError("scales of tiles", got=got, need=(max_tiles, size))
-    for name, tensor in (("rows to quantise", x), ("rows", out.q_RK), ("scales", out.scale)):
+    for name, tensor in (("rows to quantize", x), ("rows", out.q_RK), ("scales", out.scale)):
         if tensor.shape[1] > 1 and tensor.stride(1) != 1:
             raise LayoutError(name, got=f"strides {tensor.stride()}", need="values side by side")
     _check_lines(tiles, scale_e, out, source_R)
@@ -158,7 +158,7 @@ def _check_lines(
             raise DtypeError(name, got=dtype_name(tensor.dtype), need=dtype_name(dtype))
 
 
-def quantise_tiles_ref(
+def quantize_tiles_ref(
     x: torch.Tensor,
     tiles: torch.Tensor,
     scale_e: torch.Tensor,
@@ -167,13 +167,13 @@ def quantise_tiles_ref(
     source_R: torch.Tensor | None = None,
     act: ActivationSpec | None = None,
 ) -> None:
-    """Torch twin of `quantise_tiles`: one tile after the other."""
+    """Torch twin of `quantize_tiles`: one tile after the other."""
     for tile, (expert, first, end) in enumerate(named_tiles(tiles)):
         rows = slice(first, min(first + TILE_M, end))
         values = x[rows] if source_R is None else x[source_R[rows].long()]
         if act is not None:
             values = gated_activation_ref(values, act).to(x.dtype)
-        codes, scale = nvfp4.quantise(values, 1 / scale_e[expert])
+        codes, scale = nvfp4.quantize(values, 1 / scale_e[expert])
         out.q_RK[rows] = pack_pairs(codes, 1)
         out.scale[tile] = scale_layout.to_tiles(scale)[0]
 

@@ -8,7 +8,7 @@ import torch
 from modular_kernel import nvfp4, stages
 from modular_kernel.matmul import compact, matmul
 from modular_kernel.ops.activation import gated_activation_ref
-from modular_kernel.ops.quantise import dequantise_rows, quantised
+from modular_kernel.ops.quantize import dequantize_rows, quantized
 from modular_kernel.quant import values_of
 from modular_kernel.roundings import Roundings
 from modular_kernel.tensors import ExpertWeights
@@ -19,10 +19,10 @@ from modular_kernel.types import Problem
 class ExpertTokens:
     """The rows of one local expert.
 
-    x_RH: (R, H) in the problem's dtype, or quantised with scale (R, 1), (R, G) or (1,).
+    x_RH: (R, H) in the problem's dtype, or quantized with scale (R, 1), (R, G) or (1,).
     row_weights_R: (R,) float32, multiplies GEMM 1 before its bias (the router weight on the
     input). slots_R: (R,) slot of each row's adapter, -1 for none; plain_RH: (R, H) rows that
-    adapters read, not quantised. None where no row has one.
+    adapters read, not quantized. None where no row has one.
     """
 
     expert: int
@@ -39,17 +39,17 @@ def expert_mlps(
     """(R, H) rows of each entry of `tokens` through its expert, in the problem's dtype.
 
     Each product, with the router weight and the bias behind it, is rounded once to the problem's
-    dtype or not at all before the activation, which is computed in float32. Schemes that quantise
-    activations quantise h by its rows, or by all rows of `tokens` together; nvfp4_w4a4 quantises x
+    dtype or not at all before the activation, which is computed in float32. Schemes that quantize
+    activations quantize h by its rows, or by all rows of `tokens` together; nvfp4_w4a4 quantizes x
     too. Rows with an adapter have its delta added before a product is rounded; what it reads is not
-    quantised.
+    quantized.
     """
     with stages.stage(stages.GEMM1):
         hidden = [_hidden(rows, weights, problem) for rows in tokens]
     plain = hidden
-    if hidden and problem.scheme.quantises_activations:
-        with stages.stage(stages.QUANTISE):
-            hidden = _as_quantised(tokens, hidden, weights, problem)
+    if hidden and problem.scheme.quantizes_activations:
+        with stages.stage(stages.QUANTIZE):
+            hidden = _as_quantized(tokens, hidden, weights, problem)
     with stages.stage(stages.GEMM2):
         return [
             _output(rows, h_RI, plain_RI, weights, problem)
@@ -60,16 +60,16 @@ def expert_mlps(
 def mlp_roundings(weights: ExpertWeights, problem: Problem, *, row_weights: bool) -> Roundings:
     """Where `expert_mlps` rounds. row_weights: whether rows come with router weights."""
     scheme = problem.scheme
-    halves = not scheme.quantises_activations
+    halves = not scheme.quantizes_activations
     alone = weights.b1 is None and not row_weights
-    return Roundings(weights=scheme.quantised and halves, gate_up=halves and alone)
+    return Roundings(weights=scheme.quantized and halves, gate_up=halves and alone)
 
 
 def _hidden(rows: ExpertTokens, weights: ExpertWeights, problem: Problem) -> torch.Tensor:
     """(R, H) -> (R, I): GEMM 1 and the activation, rounded to the problem's dtype."""
     x_RH = rows.x_RH
     if rows.scale is not None:
-        x_RH = dequantise_rows(x_RH, rows.scale, problem.scheme)
+        x_RH = dequantize_rows(x_RH, rows.scale, problem.scheme)
     elif problem.scheme.scales_by_expert:
         x_RH = _of_expert(x_RH, weights.a1_scale, rows.expert)
     alone = weights.b1 is None and rows.row_weights_R is None
@@ -90,7 +90,7 @@ def _output(
     weights: ExpertWeights,
     problem: Problem,
 ) -> torch.Tensor:
-    """(R, I) -> (R, H): GEMM 2. plain_RI: as h was before it was quantised."""
+    """(R, I) -> (R, H): GEMM 2. plain_RI: as h was before it was quantized."""
     w2_HI = _matrix(weights, "w2", rows.expert, problem)
     deltas = _deltas(rows, plain_RI, weights.lora_a2, weights.lora_b2, problem)
     y_RH = _product(h_RI, w2_HI, deltas, alone=weights.b2 is None)
@@ -103,38 +103,38 @@ def _of_expert(x_RK: torch.Tensor, scale_e: torch.Tensor | None, expert: int) ->
     """Return the values that nvfp4 rows of one expert have, float32."""
     assert scale_e is not None
     whole = scale_e[expert]
-    codes, scale = nvfp4.quantise(x_RK, 1 / whole)
-    return nvfp4.dequantise(codes, scale, whole)
+    codes, scale = nvfp4.quantize(x_RK, 1 / whole)
+    return nvfp4.dequantize(codes, scale, whole)
 
 
-def _as_quantised(
+def _as_quantized(
     tokens: Sequence[ExpertTokens],
     hidden: list[torch.Tensor],
     weights: ExpertWeights,
     problem: Problem,
 ) -> list[torch.Tensor]:
-    """Return the values that h has once it is quantised, float32."""
+    """Return the values that h has once it is quantized, float32."""
     if problem.scheme.scales_by_expert:
         pairs = zip(tokens, hidden, strict=True)
         return [_of_expert(h_RI, weights.a2_scale, rows.expert) for rows, h_RI in pairs]
     all_rows = torch.cat(hidden).float()
     static = weights.a2_scale if problem.scheme.static else None
-    q, scale = quantised(all_rows, problem.scheme, static)
-    values = dequantise_rows(q, scale, problem.scheme)
+    q, scale = quantized(all_rows, problem.scheme, static)
+    values = dequantize_rows(q, scale, problem.scheme)
     return list(torch.split(values, [len(h_RI) for h_RI in hidden]))
 
 
 def _matrix(weights: ExpertWeights, name: str, expert: int, problem: Problem) -> torch.Tensor:
     """One expert's w1 or w2: as it is, or the values it stands for.
 
-    Those are float32 beside quantised activations, and rounded to the problem's dtype otherwise.
+    Those are float32 beside quantized activations, and rounded to the problem's dtype otherwise.
     """
     stored: torch.Tensor = getattr(weights, name)
     scheme = problem.scheme
-    if not scheme.quantised:
+    if not scheme.quantized:
         return stored[expert]
     values = values_of(weights, name, problem, slice(expert, expert + 1))[0]
-    return values if scheme.quantises_activations else values.to(problem.dtype)
+    return values if scheme.quantizes_activations else values.to(problem.dtype)
 
 
 Deltas = list[tuple[torch.Tensor, torch.Tensor]]  # some rows, (r,) bool, and what they add: (r, N)

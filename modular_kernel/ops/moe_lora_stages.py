@@ -47,7 +47,7 @@ class PairBatch:
     def keys(self) -> torch.Tensor:
         """Return slot * E + expert of each pair, (T, K) int64; L E where there is nothing to add.
 
-        It neither synchronises nor depends on values in its shapes.
+        It neither synchronizes nor depends on values in its shapes.
         """
         slots, experts = self.ranks_LE.shape
         slots_T1, ids_TK = self.slots_T[:, None].long(), self.ids_TK.long()

@@ -1,6 +1,6 @@
 """route: logits to K experts of each token and their weights, in one launch.
 
-    routed = route(logits_TE, RouterSpec(8, renormalise=True))
+    routed = route(logits_TE, RouterSpec(8, renormalize=True))
     routed.routing                      # Routing, as every kernel takes it
 
 Computed in float32, whatever the logits' type. See `modular_kernel.routers` for the rules. Under
@@ -194,7 +194,7 @@ def spec_text(spec: RouterSpec) -> str:
         f'"{name}": {"true" if value else "false"}'
         for name, value in (
             ("selection_bias", spec.selection_bias),
-            ("renormalise", spec.renormalise),
+            ("renormalize", spec.renormalize),
             ("table", spec.table),
         )
     ]
@@ -265,7 +265,7 @@ def _launch(
         BY_LOGIT=_by_logit(spec),
         HAS_BIAS=spec.selection_bias,
         TABLE=spec.table,
-        RENORMALISE=spec.renormalise,
+        RENORMALIZE=spec.renormalize,
         ZERO=spec.zero_experts > 0,
         GROUPS=spec.groups,
         SIZE=size,
@@ -315,7 +315,7 @@ def route_ref(
     if not first:
         weights_TK = _scores(weights_TK, chosen_TK, spec)
     weights_TK = weights_TK.masked_fill(~chosen_TK, 0)
-    if spec.renormalise:
+    if spec.renormalize:
         divisor = (weights_TK.sum(1, keepdim=True) + spec.eps).clamp(min=spec.floor)
         weights_TK = weights_TK / torch.where(divisor > 0, divisor, 1)
     if routed.identity_T is not None:

@@ -90,7 +90,7 @@ class Bar:
     name: str
     value: float
     text: str
-    colour: str
+    color: str
     mark: float | None = None
 
 

@@ -52,7 +52,7 @@ def _anchor(heading: Heading) -> str:
 
 
 def _verdict(text: str) -> str:
-    """Return the colour of a cell that says whether something is possible."""
+    """Return the color of a cell that says whether something is possible."""
     first = text.partition(":")[0]
     return {"yes": "yes", "no": "no"}.get(first, "")
 

@@ -1,4 +1,4 @@
-"""What drawings share: scales, ticks, colours and SVG that follows a reader's light or dark page.
+"""What drawings share: scales, ticks, colors and SVG that follows a reader's light or dark page.
 
 Numbers are written with one decimal, so that a drawing has the same bytes everywhere.
 """
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-COLOURS = (
+COLORS = (
     "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e",
     "#8c564b", "#e377c2", "#17becf", "#7f7f7f", "#bcbd22",
 )  # fmt: skip

@@ -39,7 +39,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a part exchanges. rows: see the module. quantised: activations travel as the scheme
+    """What a part exchanges. rows: see the module. quantized: activations travel as the scheme
     stores them. between: of the network's bandwidth. source: where the numbers are from.
 
     A part of somebody else's is known by a class attribute `traffic` of this type.
@@ -49,8 +49,8 @@ class Traffic:
     dispatch: Way
     combine: Way
     source: str
-    quantised: bool = True
-    quantising: float = 0.0  # seconds that it adds to a dispatch
+    quantized: bool = True
+    quantizing: float = 0.0  # seconds that it adds to a dispatch
     between: float = 0.9
     pieces: int | None = None  # "host": in which the two hops overlap, at most; None: row by row
 
@@ -71,10 +71,10 @@ TRAFFIC = {
         Way(4.9e-6, 0.92),
         Way(5.2e-6, 0.83),
         "fitted at 1 and 4096 tokens on two GPUs",
-        quantising=0.7e-6,
+        quantizing=0.7e-6,
     ),
     "TorchAll2AllPrepareAndFinalize": Traffic(
-        "rank", Way(1200e-6, 0.37), Way(280e-6, 0.21), _NCCL, quantising=700e-6
+        "rank", Way(1200e-6, 0.37), Way(280e-6, 0.21), _NCCL, quantizing=700e-6
     ),
     # Its outer hop begins as TorchAll2All's does, its inner one reaches what SymmMem's does.
     "HostThenRankPrepareAndFinalize": Traffic(
@@ -82,11 +82,11 @@ TRAFFIC = {
         Way(1205e-6, 0.92),
         Way(285e-6, 0.83),
         "the two parts above; itself never measured",
-        quantising=700e-6,
+        quantizing=700e-6,
         pieces=4,
     ),
     "AllGatherReduceScatterPrepareAndFinalize": Traffic(
-        "all", Way(1290e-6, 0.50), Way(275e-6, 0.37), _NCCL, quantising=700e-6
+        "all", Way(1290e-6, 0.50), Way(275e-6, 0.37), _NCCL, quantizing=700e-6
     ),
     "ReplicatedEPPrepareAndFinalize": Traffic("sum", Way(645e-6, 1), Way(180e-6, 0.60), _NCCL),
 }
@@ -145,7 +145,7 @@ def row_bytes(problem: Problem, traffic: Traffic) -> float:
     Activations and their scales count; ids and weights are left out.
     """
     scheme: QuantScheme = problem.scheme
-    if not traffic.quantised or not scheme.travels_quantised:
+    if not traffic.quantized or not scheme.travels_quantized:
         return problem.hidden * problem.dtype.itemsize
     groups = -(-problem.hidden // scheme.group[-1]) if scheme.group else 1
     return problem.hidden + groups * _SCALE_BYTES
@@ -167,8 +167,8 @@ def exchange_time(
         return _by_host(problem, traffic, load, cluster)
     rows = _rows(problem, traffic, load)
     there = row_bytes(problem, traffic)
-    quantising = traffic.quantising if there != back else 0.0
-    dispatch = _seconds(rows * there, traffic.dispatch, traffic, cluster, world) + quantising
+    quantizing = traffic.quantizing if there != back else 0.0
+    dispatch = _seconds(rows * there, traffic.dispatch, traffic, cluster, world) + quantizing
     combine = _seconds(rows * back, traffic.combine, traffic, cluster, world)
     return ExchangeTime(dispatch, combine, rows * there, rows * back)
 
@@ -192,8 +192,8 @@ def _by_host(
         hops = max(network, links) + (min(network, links) / pieces if pieces else 0.0)
         return way.start + _latency(cluster.inside, cluster.between) + hops
 
-    quantising = traffic.quantising if there != back else 0.0
-    dispatch = seconds(there, traffic.dispatch) + quantising
+    quantizing = traffic.quantizing if there != back else 0.0
+    dispatch = seconds(there, traffic.dispatch) + quantizing
     return ExchangeTime(dispatch, seconds(back, traffic.combine), outside * there, outside * back)
 
 

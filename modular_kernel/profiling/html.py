@@ -18,7 +18,7 @@ from modular_kernel.pages.document import (
     Tiles,
 )
 from modular_kernel.profiling import words
-from modular_kernel.profiling.lanes import colour, timeline
+from modular_kernel.profiling.lanes import color, timeline
 from modular_kernel.profiling.report import PairProfile, Profile, RankProfile
 
 
@@ -89,7 +89,7 @@ def _bars(rank: RankProfile) -> Bars:
                 words.name_of(row),
                 row.us,
                 f"{words.number(row.us)} us",
-                colour(row.stage),
+                color(row.stage),
                 None if row.floor is None else row.floor.us,
             )
             for row in rank.rows
@@ -111,7 +111,7 @@ def _against(first: RankProfile, second: RankProfile) -> Bars:
                 f"{letter} {name.removeprefix(stages.PREFIX)}",
                 times[letter][name],
                 f"{words.number(times[letter][name])} us",
-                colour(name),
+                color(name),
             )
             for name in dict.fromkeys((*times["A"], *times["B"]))
             for letter in "AB"

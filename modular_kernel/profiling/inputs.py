@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.measure.cases import make_weights, quantised, slots_in_turn
+from modular_kernel.measure.cases import make_weights, quantized, slots_in_turn
 from modular_kernel.measure.routing import RoutingKind, draw, load_of
 from modular_kernel.measure.stage_roofline import RankLoad
 from modular_kernel.placement import near_ranks, pairs_to_slots
@@ -53,7 +53,7 @@ def make_inputs(
         load = load_of_rank(routings, problem, replicated=replicated)
     else:
         load = _load_alone(routings[rank], problem, plain.expert_map)
-    return ProfileInputs(x_TH.to(problem.dtype), quantised(plain, problem), own, load)
+    return ProfileInputs(x_TH.to(problem.dtype), quantized(plain, problem), own, load)
 
 
 def _routing(problem: Problem, kind: RoutingKind, rank: int) -> Routing:

@@ -1,4 +1,4 @@
-"""Colours of stages, and a call drawn on the host and on the device."""
+"""Colors of stages, and a call drawn on the host and on the device."""
 
 from collections.abc import Sequence
 
@@ -10,13 +10,13 @@ from modular_kernel.profiling.words import number
 
 _WIDTH, _LEFT, _RIGHT = 920, 140, 20
 _ROW, _BAR = 18, 15
-_COLOURS = {
-    stages.QUANTISE_INPUT: "#b07aa1",
+_COLORS = {
+    stages.QUANTIZE_INPUT: "#b07aa1",
     stages.DISPATCH: "#f28e2b",
     stages.SORT: "#9c755f",
     stages.PERMUTE: "#edc948",
     stages.GEMM1: "#4e79a7",
-    stages.QUANTISE: "#d37295",
+    stages.QUANTIZE: "#d37295",
     stages.GEMM2: "#59a14f",
     stages.UNPERMUTE: "#86bcb6",
     stages.REDUCE: "#76b7b2",
@@ -26,11 +26,11 @@ _OTHER = "#a0a0a0"
 _MAIN = (stages.GEMM1, stages.GEMM2, stages.DISPATCH, stages.COMBINE)
 
 
-def colour(stage: str) -> str:
-    """Return the colour of a stage; of a fused one that of its product, exchange or first part."""
+def color(stage: str) -> str:
+    """Return the color of a stage; of a fused one that of its product, exchange or first part."""
     names = stages.parts(stage)
     main = next((name for name in names if name in _MAIN), names[0])
-    return _COLOURS.get(main, _OTHER)
+    return _COLORS.get(main, _OTHER)
 
 
 def timeline(call: CallTimes) -> Figure:
@@ -61,7 +61,7 @@ def _lane(shapes: list[str], name: str, spans: Sequence[Span], y: int) -> int:
             title = f"{span.stage} - {title}"
         place = (
             f'x="{_LEFT + scale.at(span.start_us - start):.1f}" y="{y + level * _ROW}" '
-            f'width="{max(scale.at(us), 0.6):.1f}" height="{_BAR}" fill="{colour(span.stage)}"'
+            f'width="{max(scale.at(us), 0.6):.1f}" height="{_BAR}" fill="{color(span.stage)}"'
         )
         shapes.append(titled("rect", place, title))
     return (max(levels, default=0) + 1) * _ROW

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from modular_kernel.bench.tables import label
 from modular_kernel.measure.records import OURS, Report, Row
 from modular_kernel.pages.document import Figure
-from modular_kernel.pages.plots import COLOURS, XMLNS, Scale, line, svg, text, titled
+from modular_kernel.pages.plots import COLORS, XMLNS, Scale, line, svg, text, titled
 from modular_kernel.printable import counted
 
 _ACROSS = 3
@@ -30,12 +30,12 @@ class _Point:
 
 @dataclass(frozen=True)
 class _Curve:
-    """points: by tokens. stroke: attributes of its line. colour: of its dots, if it has some."""
+    """points: by tokens. stroke: attributes of its line. color: of its dots, if it has some."""
 
     name: str
     points: Sequence[_Point]
     stroke: str
-    colour: str
+    color: str
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class _Panel:
 
 
 def figure(name: str, report: Report) -> Figure | None:
-    """Draw one panel for each shape, routing and kind of operands; a colour for each layer.
+    """Draw one panel for each shape, routing and kind of operands; a color for each layer.
 
     None if nothing in the report has a time.
     """
@@ -83,11 +83,11 @@ def _panels(report: Report) -> list[_Panel]:
         if row.competes:
             groups.setdefault((row.shape, row.operands, row.routing), []).append(row)
     names = list(dict.fromkeys(label(row) for rows in groups.values() for row in rows))
-    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
-    return [_panel(", ".join(name), rows, colours) for name, rows in groups.items()]
+    colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(names)}
+    return [_panel(", ".join(name), rows, colors) for name, rows in groups.items()]
 
 
-def _panel(title: str, rows: Sequence[Row], colours: dict[str, str]) -> _Panel:
+def _panel(title: str, rows: Sequence[Row], colors: dict[str, str]) -> _Panel:
     over_floor = all(row.floor_us for row in rows)
     curves = []
     if over_floor:
@@ -97,9 +97,9 @@ def _panel(title: str, rows: Sequence[Row], colours: dict[str, str]) -> _Panel:
     for name in dict.fromkeys(label(row) for row in rows):
         mine = sorted((r for r in rows if label(r) == name), key=lambda r: r.tokens)
         dotted = "" if mine[0].origin == OURS else ' stroke-dasharray="2 3"'
-        stroke = f'stroke="{colours[name]}"{dotted}'
+        stroke = f'stroke="{colors[name]}"{dotted}'
         points = [_point(row, over_floor) for row in mine]
-        curves.append(_Curve(name, points, stroke, colours[name]))
+        curves.append(_Curve(name, points, stroke, colors[name]))
     return _Panel(title, curves, "time / floor" if over_floor else "microseconds")
 
 
@@ -153,12 +153,12 @@ def _curve(curve: _Curve, x: Scale, y: Scale) -> list[str]:
     places = [(x.at(point.tokens), y.at(point.height)) for point in curve.points]
     path = " ".join(f"{left:.1f},{top:.1f}" for left, top in places)
     drawn = f'<polyline points="{path}" fill="none" stroke-width="1.5" {curve.stroke}/>'
-    if not curve.colour:
+    if not curve.color:
         return [drawn]
     dots = [
         titled(
             "circle",
-            f'cx="{left:.1f}" cy="{top:.1f}" r="2.2" fill="{curve.colour}"',
+            f'cx="{left:.1f}" cy="{top:.1f}" r="2.2" fill="{curve.color}"',
             f"{curve.name}, {counted(point.tokens, 'token')}: {point.us:.1f} us",
         )
         for (left, top), point in zip(places, curve.points, strict=True)

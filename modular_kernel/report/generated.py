@@ -60,7 +60,7 @@ def _tiles(matrix: Matrix, records: Sequence[BenchmarkRecord]) -> Tiles:
     tiles = [
         (str(len(parts)), "parts that can be paired"),
         (f"{len(valid)} of {len(matrix.pairs)}", f"pairs valid on {matrix.machine}"),
-        (str(len(matrix.quants)), "quantisation schemes"),
+        (str(len(matrix.quants)), "quantization schemes"),
         *([(str(len(drawn)), "benchmark records")] if drawn else []),
     ]
     if newest is not None and newest.report is not None:

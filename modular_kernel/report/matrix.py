@@ -21,7 +21,7 @@ from modular_kernel.types import Machine, dtype_name
 YES = "yes"
 # Declared properties that a problem can ask for.
 _OPTIONS = (
-    "bias", "interleaved", "up_first", "expert_map", "localises_ids", "weight_on_input",
+    "bias", "interleaved", "up_first", "expert_map", "localizes_ids", "weight_on_input",
     "keep_topk", "chunking", "inplace", "tf32", "graph_capturable", "deterministic",
     "batch_invariant", "asynchronous", "lora",
 )  # fmt: skip
@@ -112,7 +112,7 @@ def _takes(requires: Requirements) -> str:
     words = []
     if requires.dtypes != ALL_DTYPES:
         words.append(numbered(requires.dtypes))
-    for name, what in (("schemes", ""), ("dispatch_schemes", "quantises ")):
+    for name, what in (("schemes", ""), ("dispatch_schemes", "quantizes ")):
         if hasattr(requires, name):
             words.append(f"{what}{_schemes(getattr(requires, name))}")
     activations = getattr(requires, "activations", ALL_ACTIVATIONS)

@@ -63,7 +63,7 @@ def mutation_document(
         Text(
             "Scores are measured on a CPU. Without a GPU no case of `mk test` checks the values of "
             "Gluon kernels, of TMA copies and of the paths that use them (gemv_tma, grouped_tma, "
-            "dequantised, grouped_w4), of kernels in CUTLASS, of launches that overlap (PDL), or "
+            "dequantized, grouped_w4), of kernels in CUTLASS, of launches that overlap (PDL), or "
             "of offsets beyond 32 bits: no case has a tensor of 2^31 elements. These kernels are "
             "compiled for sm_90, and a stand-in or a twin is tested where there is one. "
             "`mk test` says on every machine which paths its cases entered."

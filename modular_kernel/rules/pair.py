@@ -18,23 +18,23 @@ def formats(p: Pairing) -> Violations:
 
 
 def dispatch_quant(p: Pairing) -> Violations:
-    """Someone must quantise the activations: before dispatch, or the experts after it.
+    """Someone must quantize the activations: before dispatch, or the experts after it.
 
     By scales of experts all experts parts do it after it, from rows that came as they are.
     """
-    if not p.problem.scheme.travels_quantised:
+    if not p.problem.scheme.travels_quantized:
         return
-    if p.ex.quantises_input and not p.pf.can_defer_quant:
-        got = f"{p.pf_name} always quantises before dispatch"
-        yield Rejection("dispatch_quant", p.both, got, "unquantised activations")
-    if not p.ex.quantises_input and p.problem.scheme.name not in p.pf.dispatch_schemes:
+    if p.ex.quantizes_input and not p.pf.can_defer_quant:
+        got = f"{p.pf_name} always quantizes before dispatch"
+        yield Rejection("dispatch_quant", p.both, got, "unquantized activations")
+    if not p.ex.quantizes_input and p.problem.scheme.name not in p.pf.dispatch_schemes:
         need = f"a part that dispatches {p.problem.quant}"
         yield Rejection("dispatch_quant", p.both, numbered(p.pf.dispatch_schemes) or "none", need)
 
 
 def scale_layout(p: Pairing) -> Violations:
-    quantised = p.problem.scheme.travels_quantised and not p.ex.quantises_input
-    if quantised and p.pf.scale_layout != p.ex.scale_layout:
+    quantized = p.problem.scheme.travels_quantized and not p.ex.quantizes_input
+    if quantized and p.pf.scale_layout != p.ex.scale_layout:
         yield Rejection("scale_layout", p.both, p.pf.scale_layout, p.ex.scale_layout)
 
 
@@ -96,7 +96,7 @@ def invalid_rows(p: Pairing) -> Violations:
 
 
 def expert_map(p: Pairing) -> Violations:
-    if p.pf.localises_ids:
+    if p.pf.localizes_ids:
         return
     if p.problem.expert_map and not p.ex.expert_map:
         yield Rejection("expert_map", (p.ex_name, "problem"), "an expert_map", "no expert_map")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from modular_kernel.measure.cases import first_here, quantised
+from modular_kernel.measure.cases import first_here, quantized
 from modular_kernel.measure.check import FACTOR
 from modular_kernel.measure.roofline import expert_bytes, work_of
 from modular_kernel.measure.routing import RoutingKind, draw, load_of
@@ -36,9 +36,9 @@ def plain(problem: Problem) -> Problem:
 
 
 def weight_bytes(problem: Problem) -> float:
-    """Return the bytes of this rank's experts, as drawn and as quantised beside that."""
+    """Return the bytes of this rank's experts, as drawn and as quantized beside that."""
     drawn = problem.e * expert_bytes(problem, QuantScheme.parse("none"))
-    if not problem.scheme.quantised:
+    if not problem.scheme.quantized:
         return drawn
     return drawn + problem.e * expert_bytes(problem, problem.scheme)
 
@@ -56,7 +56,7 @@ def make_weights(
     expert_map = first_here(problem, device)
     if world > 1 and problem.expert_map:
         expert_map = problem.placement.expert_map(problem.parallel.rank).to(device)
-    return quantised(replace(drawn, expert_map=expert_map), problem)
+    return quantized(replace(drawn, expert_map=expert_map), problem)
 
 
 def _drawn(
@@ -65,7 +65,7 @@ def _drawn(
     device: torch.device,
     late: Callable[[], bool] | None = None,
 ) -> ExpertWeights:
-    """Draw normal values over the root of the fan-in, unquantised."""
+    """Draw normal values over the root of the fan-in, unquantized."""
     n, h, i, dtype = problem.w1_rows, problem.hidden, problem.intermediate, problem.dtype
     count = len(experts)
     w1 = torch.empty(count, n, h, dtype=dtype, device=device)
@@ -176,5 +176,5 @@ def _truth(problem: Problem, given: Input) -> SelectTruth:
     few = replace(one, tokens=len(rows), expert_map=True, local_experts=len(ids))
     drawn = replace(_drawn(problem, ids, device), expert_map=expert_map)
     exact = oracle(x_TH[rows], drawn, some, replace(few, quant="none"))
-    fair = recipe(x_TH[rows], quantised(drawn, few), some, few)
+    fair = recipe(x_TH[rows], quantized(drawn, few), some, few)
     return SelectTruth(given, rows, exact, float((fair - exact).norm()))

@@ -145,7 +145,7 @@ class ComposedPlan:
 
         Returns how many calls that were.
 
-        tokens: None takes numbers at which kernels are chosen, specialised or sized differently, at
+        tokens: None takes numbers at which kernels are chosen, specialized or sized differently, at
         every scale. Collective over ranks.
         """
         if not isinstance(weights, ExpertWeights):

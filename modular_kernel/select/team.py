@@ -65,7 +65,7 @@ def team_of(problem: Problem, group: object | None) -> Team:
             raise ConfigurationError("group", got="a process group", need="None for one rank")
         return Alone()
     if not dist.is_available() or not dist.is_initialized():
-        need = "torch.distributed, initialised, for a problem of several ranks"
+        need = "torch.distributed, initialized, for a problem of several ranks"
         raise ConfigurationError("group", got="none", need=need)
     team = RankTeam(group if group is not None else dist.group.WORLD)
     if (team.size, team.rank) != (parallel.world_size, parallel.rank):

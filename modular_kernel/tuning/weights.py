@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from modular_kernel.measure.cases import first_here, make_weights, quantised
+from modular_kernel.measure.cases import first_here, make_weights, quantized
 from modular_kernel.quant import SCALE_FIELDS
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem
@@ -20,7 +20,7 @@ def tuning_weights(problem: Problem, device: torch.device) -> ExpertWeights:
     """Draw weights of `problem` in its own scheme."""
     drawn = min(_DRAWN, problem.e)
     few = replace(problem, local_experts=drawn, expert_map=True)
-    made = quantised(make_weights(replace(few, quant="none"), device), few)
+    made = quantized(make_weights(replace(few, quant="none"), device), few)
     copies = torch.arange(problem.e, device=device) % drawn
     tensors = {}
     for name in ("w1", "w2", "b1", "b2", *SCALE_FIELDS):
@@ -29,7 +29,7 @@ def tuning_weights(problem: Problem, device: torch.device) -> ExpertWeights:
             tensors[name] = _copied(drawn_tensor, copies)
     generator = torch.Generator(device).manual_seed(_SEED)
     for name in ("w1", "w2"):
-        scaled = f"{name}_scale" if problem.scheme.quantised else name
+        scaled = f"{name}_scale" if problem.scheme.quantized else name
         if problem.scheme.matrix_scales:
             scaled = f"{name}_global_scale"
         _rescale(tensors[scaled], generator)

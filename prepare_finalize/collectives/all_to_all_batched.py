@@ -8,7 +8,7 @@ import torch
 from modular_kernel.contracts import TopKWeightAndReduce
 from modular_kernel.ops.batch import assign_rows, assign_rows_scratch
 from modular_kernel.ops.permute import permute_tokens
-from modular_kernel.ops.quantise import scale_shape
+from modular_kernel.ops.quantize import scale_shape
 from modular_kernel.quant import STORAGE
 from modular_kernel.tensors import (
     BatchedShape,
@@ -53,7 +53,7 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
         problem, scheme = self.problem, self.problem.scheme
         e, rows, dtype = problem.e, self.dispatch_shape(tokens).capacity, problem.dtype
         specs = dict(super().workspace_shapes(tokens))
-        if scheme.travels_quantised:
+        if scheme.travels_quantized:
             dtype = STORAGE[scheme.activation]
         if problem.adapters is not None:
             specs["batched_adapters"] = BufferSpec((e, rows), torch.int32)
@@ -73,7 +73,7 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
         """Whether each row brings scales of its own."""
         scheme = self.problem.scheme
         one = scheme.static or one_scale_for_all(self.problem)
-        return scheme.travels_quantised and not one
+        return scheme.travels_quantized and not one
 
     def arrange(
         self, tokens: ContiguousTokens, handle: All2AllHandle

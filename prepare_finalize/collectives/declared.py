@@ -7,7 +7,7 @@ from modular_kernel.types import ActivationFormat, Reduce
 CONTIGUOUS = PrepareFinalizeRequirements(
     activation_format=ActivationFormat.STANDARD,
     reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),
-    localises_ids=True,
+    localizes_ids=True,
     dispatch_schemes=ACTIVATION_SCHEMES,
     world_sizes=(2, None),
     lora=True,

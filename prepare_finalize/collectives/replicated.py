@@ -13,7 +13,7 @@ from modular_kernel.workspace import BufferSpec
 from prepare_finalize.collectives.declared import CONTIGUOUS
 from prepare_finalize.common.agreement import Agreement, agree, refuse_unequal_tokens
 from prepare_finalize.common.group_part import AgreeingPart, GroupHandle
-from prepare_finalize.common.tokens import quantise_tokens, token_specs, weight_and_reduce
+from prepare_finalize.common.tokens import quantize_tokens, token_specs, weight_and_reduce
 
 
 class ReplicatedEPPrepareAndFinalize(AgreeingPart):
@@ -46,7 +46,7 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
         self.manager.check_device(x_TH.device)
         with stages.stage(stages.DISPATCH):  # no row travels, but that ranks agree takes time
             agreed, slots_TK, weights_TK = self._agreed(x_TH, routing, call)
-        rows, scale = quantise_tokens(x_TH, self.problem, weights=weights, call=call)
+        rows, scale = quantize_tokens(x_TH, self.problem, weights=weights, call=call)
         left = None if self.problem.apply_router_weight_on_input else weights_TK
         handle = GroupHandle(self, call, agreed, left)
         adapters = () if routing.slots_T is None else (routing.slots_T, x_TH)

@@ -10,7 +10,7 @@ from modular_kernel import stages
 from modular_kernel.contracts import Call, PrepareAndFinalize, Receiver
 from modular_kernel.errors import ConfigurationError, UnsupportedError
 from modular_kernel.ops.expert_slots import Numbering, Pairs
-from modular_kernel.ops.quantise import quantise_rejections
+from modular_kernel.ops.quantize import quantize_rejections
 from modular_kernel.placement import PlacementTables
 from modular_kernel.support import Rejection
 from modular_kernel.tensors import (
@@ -28,7 +28,7 @@ from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.agreement import Agreement, Layer, refuse
 from prepare_finalize.common.packed_rows import RowLayout
 from prepare_finalize.common.row_buffers import RowBuffers
-from prepare_finalize.common.tokens import one_scale_for_all, quantise_tokens, quantises
+from prepare_finalize.common.tokens import one_scale_for_all, quantize_tokens, quantizes
 from prepare_finalize.common.torch_group import TorchGroup
 from prepare_finalize.rendezvous.connect import place_in
 from prepare_finalize.rendezvous.hosts import Hosts, check_hosts
@@ -104,8 +104,8 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        quantise = quantise_rejections(cls.__name__, problem, machine)
-        return quantise + placement_rejections(cls.__name__, problem)
+        quantize = quantize_rejections(cls.__name__, problem, machine)
+        return quantize + placement_rejections(cls.__name__, problem)
 
     def max_num_tokens_per_rank(self) -> int:
         """problem.tokens, which buffers, here and on other ranks, are made for."""
@@ -173,7 +173,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
     ) -> ContiguousTokens:
         """Rows with local ids (int32, -1: not for this rank), as experts take them.
 
-        adapters_R, plain_RH: slots of their adapters, and what these read where x is quantised.
+        adapters_R, plain_RH: slots of their adapters, and what these read where x is quantized.
         """
         routing = DispatchedRouting(
             topk_weights_TK=weights_RK,
@@ -196,7 +196,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
 
     def largest_is_local(self, call: Call) -> bool:
         """Whether no scale depends on other ranks' tokens."""
-        return not (quantises(self.problem, call) and one_scale_for_all(self.problem))
+        return not (quantizes(self.problem, call) and one_scale_for_all(self.problem))
 
     def largest(self, x_TH: torch.Tensor, call: Call) -> torch.Tensor | None:
         """Return this rank's share of what one scale for all ranks' tokens is made from, (1,)."""
@@ -279,7 +279,7 @@ class RowsPart(AgreeingPart):
     def prepare_no_receive(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
     ) -> Receiver:
-        # What is quantised in between has a range of its own inside.
+        # What is quantized in between has a range of its own inside.
         with stages.stage(stages.DISPATCH):
             receive = self.send(x_TH, routing, weights, call)
 
@@ -299,16 +299,16 @@ class RowsPart(AgreeingPart):
         *,
         rows: int,
     ) -> tuple[RowLayout, torch.Tensor, torch.Tensor | None]:
-        """Quantise tokens as the call wants them, and write them and their adapters into rows.
+        """Quantize tokens as the call wants them, and write them and their adapters into rows.
 
         Returns what a row holds, `rows` rows of which the first T are the tokens, and the scales
-        that they were quantised with, if they were. Ids and weights are left to the part.
+        that they were quantized with, if they were. Ids and weights are left to the part.
         """
         largest = None if self.largest_is_local(call) else agreed.largest
-        values, scale = quantise_tokens(
+        values, scale = quantize_tokens(
             x_TH, self.problem, weights=weights, call=call, largest=largest
         )
-        layout = self.rows.layout(quantised=quantises(self.problem, call))
+        layout = self.rows.layout(quantized=quantizes(self.problem, call))
         own = call.workspace.take("packed_own", (rows, layout.nbytes))
         tokens = own[: len(x_TH)]
         layout.put(tokens, "x", values)
@@ -330,7 +330,7 @@ def placement_rejections(part: str, problem: Problem) -> tuple[Rejection, ...]:
     held = len(problem.placement.slots[problem.parallel.rank])
     parties = (part, "problem")
     if problem.expert_map:
-        hint = "ids are localised by Parallel(placement=...)"
+        hint = "ids are localized by Parallel(placement=...)"
         found.append(Rejection("expert_map", parties, "an expert_map", "a placement", hint))
     if problem.e != held:
         need = f"{held}, as the placement says"
@@ -339,10 +339,10 @@ def placement_rejections(part: str, problem: Problem) -> tuple[Rejection, ...]:
 
 
 def adapter_rejections(part: str, problem: Problem) -> tuple[Rejection, ...]:
-    """Why a part whose rows travel quantised could not carry adapters; empty if it can."""
-    if problem.adapters is None or not problem.scheme.travels_quantised:
+    """Why a part whose rows travel quantized could not carry adapters; empty if it can."""
+    if problem.adapters is None or not problem.scheme.travels_quantized:
         return ()
-    got, need = f"rows of {problem.quant}", "rows that are not quantised: adapters read those"
+    got, need = f"rows of {problem.quant}", "rows that are not quantized: adapters read those"
     return (Rejection("lora", (part, "problem"), got, need),)
 
 

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 
 from modular_kernel.contracts import Call
-from modular_kernel.ops.quantise import scale_shape
+from modular_kernel.ops.quantize import scale_shape
 from modular_kernel.quant import STORAGE
 from modular_kernel.tensors import Routing
 from modular_kernel.types import Problem
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.packed_rows import RowLayout
-from prepare_finalize.common.tokens import quantises
+from prepare_finalize.common.tokens import quantizes
 
 
 class RowBuffers:
@@ -25,18 +25,18 @@ class RowBuffers:
         self.problem = problem
         self._layouts: dict[bool, RowLayout] = {}  # every call asks several times
 
-    def layout(self, *, quantised: bool) -> RowLayout:
+    def layout(self, *, quantized: bool) -> RowLayout:
         """Return what a row holds; scales only where each row has its own."""
-        if quantised not in self._layouts:
-            self._layouts[quantised] = self._made(quantised)
-        return self._layouts[quantised]
+        if quantized not in self._layouts:
+            self._layouts[quantized] = self._made(quantized)
+        return self._layouts[quantized]
 
-    def _made(self, quantised: bool) -> RowLayout:
+    def _made(self, quantized: bool) -> RowLayout:
         problem, scales = self.problem, 0
-        if quantised and problem.scheme.activation_granularity != "tensor":
+        if quantized and problem.scheme.activation_granularity != "tensor":
             scales = scale_shape(problem.scheme, 1, problem.hidden)[1]
         return RowLayout.of(
-            x=(problem.hidden, self._dtype(quantised)),
+            x=(problem.hidden, self._dtype(quantized)),
             scale=(scales, torch.float32),
             ids=(problem.top_k, torch.int32),
             weights=(problem.top_k, torch.float32),
@@ -56,11 +56,11 @@ class RowBuffers:
         layout.put(rows_RB[:tokens], "adapters", slots_T[:, None])
 
     def most_bytes(self) -> int:
-        """Of a row, quantised or not."""
-        plain = self.layout(quantised=False).nbytes
-        if not self.problem.scheme.travels_quantised:
+        """Of a row, quantized or not."""
+        plain = self.layout(quantized=False).nbytes
+        if not self.problem.scheme.travels_quantized:
             return plain
-        return max(plain, self.layout(quantised=True).nbytes)
+        return max(plain, self.layout(quantized=True).nbytes)
 
     def specs(self, rows: int) -> dict[str, BufferSpec]:
         """Return the buffers of `unpack`, the experts' sums and the combine, for `rows` rows."""
@@ -74,7 +74,7 @@ class RowBuffers:
             "rows_sum": BufferSpec((rows, hidden), problem.dtype),
             "tokens_sum": BufferSpec((problem.tokens, hidden), torch.float32),
         }
-        if problem.scheme.travels_quantised:
+        if problem.scheme.travels_quantized:
             scales = scale_shape(problem.scheme, rows, hidden)
             specs["rows_scale"] = BufferSpec(scales, torch.float32)
         return specs
@@ -87,10 +87,10 @@ class RowBuffers:
 
     def room(self, call: Call, rows: int) -> "Unpacked":
         """Take the buffers of so many rows' sections."""
-        quantised = quantises(self.problem, call)
-        layout = self.layout(quantised=quantised)
+        quantized = quantizes(self.problem, call)
+        layout = self.layout(quantized=quantized)
         hidden, k = self.problem.hidden, self.problem.top_k
-        dtype = self._dtype(quantised)
+        dtype = self._dtype(quantized)
         x = call.workspace.take("rows_x", (rows, hidden * dtype.itemsize)).view(dtype)
         ids = call.workspace.take("rows_ids", (rows, k))
         weights = call.workspace.take("rows_weights", (rows, k))
@@ -103,7 +103,7 @@ class RowBuffers:
 
     def fill(self, room: "Unpacked", call: Call, blocks: list[torch.Tensor]) -> None:
         """Write the sections of packed rows, one block behind another."""
-        layout = self.layout(quantised=quantises(self.problem, call))
+        layout = self.layout(quantized=quantizes(self.problem, call))
         layout.take(blocks, "x", room.x_RH)
         layout.take(blocks, "ids", room.ids_RK)
         layout.take(blocks, "weights", room.weights_RK)
@@ -112,8 +112,8 @@ class RowBuffers:
         if room.adapters_R is not None:
             layout.take(blocks, "adapters", room.adapters_R[:, None])
 
-    def _dtype(self, quantised: bool) -> torch.dtype:
-        return STORAGE[self.problem.scheme.activation] if quantised else self.problem.dtype
+    def _dtype(self, quantized: bool) -> torch.dtype:
+        return STORAGE[self.problem.scheme.activation] if quantized else self.problem.dtype
 
 
 @dataclass(frozen=True)

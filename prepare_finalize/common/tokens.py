@@ -1,4 +1,4 @@
-"""Shared by the parts that hand over contiguous tokens: quantise before, weight and sum after."""
+"""Shared by the parts that hand over contiguous tokens: quantize before, weight and sum after."""
 
 from dataclasses import replace
 
@@ -7,8 +7,8 @@ import torch
 from modular_kernel import stages
 from modular_kernel.contracts import Call, TopKWeightAndReduce
 from modular_kernel.ops.expert_slots import Pairs, number_pairs
-from modular_kernel.ops.quantise import Quantised, quantise_rows, quantise_specs, take_quantised
-from modular_kernel.ops.slots_and_quantise import number_and_quantise
+from modular_kernel.ops.quantize import Quantized, quantize_rows, quantize_specs, take_quantized
+from modular_kernel.ops.slots_and_quantize import number_and_quantize
 from modular_kernel.quant import LARGEST, MIN_SCALE
 from modular_kernel.tensors import DispatchedRouting, ExpertRows, ExpertWeights
 from modular_kernel.types import Problem, Reduce
@@ -16,29 +16,29 @@ from modular_kernel.workspace import BufferSpec
 from topk_reduce import TopKWeightAndReduceContiguous
 
 
-def quantises(problem: Problem, call: Call) -> bool:
-    """Whether tokens are dispatched quantised in this call."""
-    return problem.scheme.travels_quantised and not call.defer_quant
+def quantizes(problem: Problem, call: Call) -> bool:
+    """Whether tokens are dispatched quantized in this call."""
+    return problem.scheme.travels_quantized and not call.defer_quant
 
 
 def one_scale_for_all(problem: Problem) -> bool:
     """Whether a call's tokens share one scale that is computed from all of them."""
     scheme = problem.scheme
-    computed = scheme.travels_quantised and not scheme.static
+    computed = scheme.travels_quantized and not scheme.static
     return computed and scheme.activation_granularity == "tensor"
 
 
 def token_specs(problem: Problem, tokens: int) -> dict[str, BufferSpec]:
-    """Return the buffers of `quantise_tokens`.
+    """Return the buffers of `quantize_tokens`.
 
     There are none where the scheme leaves activations as they are.
     """
-    if not problem.scheme.travels_quantised:
+    if not problem.scheme.travels_quantized:
         return {}
-    return quantise_specs("x", problem.scheme, tokens, problem.hidden)
+    return quantize_specs("x", problem.scheme, tokens, problem.hidden)
 
 
-def quantise_tokens(
+def quantize_tokens(
     x_TH: torch.Tensor,
     problem: Problem,
     *,
@@ -48,41 +48,41 @@ def quantise_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the tokens as they are dispatched, and their scales.
 
-    Unquantised tokens are returned as they are, with None for scales.
+    Unquantized tokens are returned as they are, with None for scales.
 
     Takes the buffers of `token_specs`. largest: the greatest magnitude among the
     tokens of all ranks, where one scale serves them all.
     """
-    if not quantises(problem, call):
+    if not quantizes(problem, call):
         return x_TH, None
-    with stages.stage(stages.QUANTISE_INPUT):
-        return _quantised(x_TH, problem, weights, call, largest)
+    with stages.stage(stages.QUANTIZE_INPUT):
+        return _quantized(x_TH, problem, weights, call, largest)
 
 
-def number_and_quantise_tokens(
+def number_and_quantize_tokens(
     x_TH: torch.Tensor, problem: Problem, pairs: Pairs, *, weights: ExpertWeights, call: Call
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`quantise_tokens`, and `number_pairs` of their pairs, in one launch.
+    """`quantize_tokens`, and `number_pairs` of their pairs, in one launch.
 
     Not where one scale is computed for all tokens.
     """
-    if not quantises(problem, call):
+    if not quantizes(problem, call):
         number_pairs(pairs)
         return x_TH, None
     out = _room(x_TH, problem, weights, call)
-    with stages.stage(stages.QUANTISE_INPUT):
-        number_and_quantise(x_TH, problem.scheme, pairs, out=out)
+    with stages.stage(stages.QUANTIZE_INPUT):
+        number_and_quantize(x_TH, problem.scheme, pairs, out=out)
     return out.q_RK, out.scale
 
 
-def _room(x_TH: torch.Tensor, problem: Problem, weights: ExpertWeights, call: Call) -> Quantised:
-    """Where the tokens of a call are quantised to, and the static scale if there is one."""
+def _room(x_TH: torch.Tensor, problem: Problem, weights: ExpertWeights, call: Call) -> Quantized:
+    """Where the tokens of a call are quantized to, and the static scale if there is one."""
     scheme, shape = problem.scheme, (x_TH.shape[0], problem.hidden)
     static = weights.a1_scale if scheme.static else None
-    return take_quantised(call.workspace, "x", scheme, shape, static_scale=static)
+    return take_quantized(call.workspace, "x", scheme, shape, static_scale=static)
 
 
-def _quantised(
+def _quantized(
     x_TH: torch.Tensor,
     problem: Problem,
     weights: ExpertWeights,
@@ -92,11 +92,11 @@ def _quantised(
     scheme, out = problem.scheme, _room(x_TH, problem, weights, call)
     if largest is not None:
         amax = out.scale.new_full((1,), largest)
-        # By a tensor, as `quantise_rows` does: one rounding, the same everywhere.
+        # By a tensor, as `quantize_rows` does: one rounding, the same everywhere.
         amax /= amax.new_tensor(LARGEST[scheme.activation])
         out.scale.copy_(amax.clamp_(min=MIN_SCALE))
         scheme = replace(scheme, static=True)
-    quantise_rows(x_TH, scheme, out=out)
+    quantize_rows(x_TH, scheme, out=out)
     return out.q_RK, out.scale
 
 

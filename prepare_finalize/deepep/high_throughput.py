@@ -11,7 +11,7 @@ from modular_kernel.support import PrepareFinalizeRequirements, Rejection
 from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
 from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce, Rows
 from modular_kernel.workspace import BufferSpec
-from prepare_finalize.common.tokens import number_and_quantise_tokens
+from prepare_finalize.common.tokens import number_and_quantize_tokens
 from prepare_finalize.deepep.arguments import PEERS, WORLD_SIZES
 from prepare_finalize.deepep.part import BF16, HOPPER, DeepEPHandle, DeepEPRowsPart
 
@@ -27,7 +27,7 @@ class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
     that stand for no token have only ids of -1, and are undefined besides, their weights too.
     Between hosts, of 8 ranks each, it waits for the numbers of rows, and no call can be captured: a
     row goes once to each host, and from there to its ranks. Activations are
-    quantised before they travel, where the scheme quantises them. T may differ from rank to rank
+    quantized before they travel, where the scheme quantizes them. T may differ from rank to rank
     and be 0.
     """
 
@@ -43,7 +43,7 @@ class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
         graph_capturable=True,
         deterministic=False,
         reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),
-        localises_ids=True,
+        localizes_ids=True,
         padding=Rows.UNDEFINED,
         dispatch_schemes=ACTIVATION_SCHEMES,
         world_sizes=(WORLD_SIZES[0], WORLD_SIZES[-1]),
@@ -101,7 +101,7 @@ class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
         self.manager.check_device(x_TH.device)
         made = self.manager.high_throughput(self.problem.hidden)
         pairs = self.pairs(routing, call, join=False)
-        rows, scale = number_and_quantise_tokens(
+        rows, scale = number_and_quantize_tokens(
             x_TH, self.problem, pairs, weights=weights, call=call
         )
         travels = scale is not None and not self.problem.scheme.static

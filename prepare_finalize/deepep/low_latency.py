@@ -9,10 +9,10 @@ import torch
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
 from modular_kernel.ops.expert_slots import number_pairs
 from modular_kernel.ops.live_rows import BatchedRows
-from modular_kernel.ops.quantise import (
-    quantise_rows,
-    quantise_specs,
-    take_quantised,
+from modular_kernel.ops.quantize import (
+    quantize_rows,
+    quantize_specs,
+    take_quantized,
 )
 from modular_kernel.quant import ACTIVATION_SCHEMES
 from modular_kernel.support import PrepareFinalizeRequirements, Rejection
@@ -26,7 +26,7 @@ from modular_kernel.tensors import (
 )
 from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce, Rows
 from modular_kernel.workspace import BufferSpec
-from prepare_finalize.common.tokens import quantises
+from prepare_finalize.common.tokens import quantizes
 from prepare_finalize.deepep.arguments import PEERS
 from prepare_finalize.deepep.low_latency_buffer import Arrival, LowLatency
 from prepare_finalize.deepep.part import (
@@ -36,7 +36,7 @@ from prepare_finalize.deepep.part import (
     DeepEPPart,
 )
 
-_GROUP = 128  # values that share a scale in what the library quantises
+_GROUP = 128  # values that share a scale in what the library quantizes
 # Rows of all ranks for an expert must be a multiple of 4; so are a rank's then.
 _TOKENS_MULTIPLE = 4
 # The kernels are compiled for these.
@@ -54,8 +54,8 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
     """A row for each pair, in (e, world_size * tokens, H) with those of an expert in front; the
     combine takes all of them back, weights and adds them in float32.
 
-    Where the scheme has a scale for 128 values of float8_e4m3fn, the library quantises on the way
-    (scales of at least 1e-4 / 448); elsewhere rows travel in bfloat16 and are quantised here. The
+    Where the scheme has a scale for 128 values of float8_e4m3fn, the library quantizes on the way
+    (scales of at least 1e-4 / 448); elsewhere rows travel in bfloat16 and are quantized here. The
     host waits for nothing. T may differ from rank to rank and be 0.
     """
 
@@ -71,7 +71,7 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
         graph_capturable=True,
         deterministic=False,
         reduces=frozenset({Reduce.NAIVE_BATCHED, Reduce.DELEGATE}),
-        localises_ids=True,
+        localizes_ids=True,
         padding=Rows.UNDEFINED,
         dispatch_schemes=ACTIVATION_SCHEMES,
         world_sizes=(2, None),
@@ -104,10 +104,10 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, shape = self.problem, self.dispatch_shape(tokens)
         pairs = self.pair_specs(tokens)
-        if problem.scheme.travels_quantised and not quantised_by_library(problem):
+        if problem.scheme.travels_quantized and not quantized_by_library(problem):
             rows = shape.experts * shape.capacity
             scheme, segments = problem.scheme, shape.experts
-            specs = quantise_specs("x", scheme, rows, problem.hidden, segments=segments)
+            specs = quantize_specs("x", scheme, rows, problem.hidden, segments=segments)
             return {**pairs, **specs}
         return pairs
 
@@ -126,10 +126,10 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
         factor = self.problem.routed_scaling_factor
         pairs = self.pairs(routing, call, join=True, factor=factor)
         number_pairs(pairs)
-        ids_TK, by_library = pairs.numbers_TK, quantised_by_library(self.problem)
-        by_library = by_library and quantises(self.problem, call)
+        ids_TK, by_library = pairs.numbers_TK, quantized_by_library(self.problem)
+        by_library = by_library and quantizes(self.problem, call)
         arrival = self._buffer().dispatch(
-            x_TH.contiguous(), ids_TK, quantise=by_library, at_once=at_once
+            x_TH.contiguous(), ids_TK, quantize=by_library, at_once=at_once
         )
 
         def receive() -> tuple[Dispatched, Handle]:
@@ -154,19 +154,19 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
             out.copy_(into)
 
     def _arrived(self, arrival: Arrival, weights: ExpertWeights, call: Call) -> BatchedTokens:
-        """Return the rows as experts take them, quantised if they are to be."""
+        """Return the rows as experts take them, quantized if they are to be."""
         problem, x_eCH, counts_e = self.problem, arrival.x_eCH, arrival.counts_e
         if arrival.scale_eCG is not None:
             return BatchedTokens(x_eCH, counts_e, arrival.scale_eCG)
-        if not quantises(problem, call):
+        if not quantizes(problem, call):
             return BatchedTokens(x_eCH, counts_e)
         scheme, (experts, capacity, hidden) = problem.scheme, x_eCH.shape
         static = weights.a1_scale if scheme.static else None
         shape = experts * capacity, hidden
-        out = take_quantised(
+        out = take_quantized(
             call.workspace, "x", scheme, shape, segments=experts, static_scale=static
         )
-        quantise_rows(x_eCH.flatten(0, 1), scheme, out=out, live=BatchedRows(counts_e))
+        quantize_rows(x_eCH.flatten(0, 1), scheme, out=out, live=BatchedRows(counts_e))
         scale = out.scale if scheme.static else out.scale.view(experts, capacity, -1)
         return BatchedTokens(out.q_RK.view_as(x_eCH), counts_e, scale)
 
@@ -181,7 +181,7 @@ def buffer_tokens(tokens: int) -> int:
     return max(1, math.ceil(tokens / _TOKENS_MULTIPLE)) * _TOKENS_MULTIPLE
 
 
-def quantised_by_library(problem: Problem) -> bool:
+def quantized_by_library(problem: Problem) -> bool:
     """Whether the scheme's activations are what the library makes of bfloat16 rows."""
     scheme = problem.scheme
     grouped = scheme.activation_granularity == "group" and scheme.group[-1] == _GROUP

@@ -45,12 +45,12 @@ class LowLatency:
         self._sent: Arrival | None = None
 
     def dispatch(
-        self, x_TH: torch.Tensor, ids_TK: torch.Tensor, *, quantise: bool, at_once: bool = False
+        self, x_TH: torch.Tensor, ids_TK: torch.Tensor, *, quantize: bool, at_once: bool = False
     ) -> Arrival:
         """Send rows; `.receive()` before anything of the Arrival is read.
 
         x_TH: bfloat16; ids_TK: int64, no expert twice in a row, -1 to skip; both contiguous.
-        quantise: to float8_e4m3fn on the way, with a scale for 128 values. at_once: receive as
+        quantize: to float8_e4m3fn on the way, with a scale for 128 values. at_once: receive as
         well, in the same launch.
         """
         self._settle()
@@ -59,10 +59,10 @@ class LowLatency:
             ids_TK,
             self._tokens,
             self._experts,
-            use_fp8=quantise,
+            use_fp8=quantize,
             return_recv_hook=not at_once,
         )
-        x, scale = rows if quantise else (rows, None)
+        x, scale = rows if quantize else (rows, None)
         arrival = Arrival(x, scale, counts, handle, None if at_once else hook)
         self._sent = None if at_once else arrival
         return arrival
@@ -90,7 +90,7 @@ class LowLatency:
         x_TH = torch.empty(0, hidden, dtype=torch.bfloat16, device=device)
         ids_TK = torch.empty(0, 1, dtype=torch.int64, device=device)
         weights_TK = torch.empty(0, 1, device=device)
-        arrival = self.dispatch(x_TH, ids_TK, quantise=False)
+        arrival = self.dispatch(x_TH, ids_TK, quantize=False)
         arrival.receive()
         self.combine(arrival.x_eCH, ids_TK, weights_TK, arrival.handle, torch.empty_like(x_TH))
         torch.cuda.synchronize(device)

@@ -102,7 +102,7 @@ class DeepEPRowsPart(DeepEPPart):
     makes_output = True
 
     def row_specs(self, tokens: int, rows: int) -> dict[str, BufferSpec]:
-        """Return the buffers of a part that quantises its tokens, and sums the `rows` that come."""
+        """Return the buffers of a part that quantizes its tokens, and sums the `rows` that come."""
         problem = self.problem
         return {
             **token_specs(problem, tokens),

@@ -13,7 +13,7 @@ from modular_kernel.support import PrepareFinalizeRequirements, Rejection
 from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
 from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce, Rows
 from modular_kernel.workspace import BufferSpec
-from prepare_finalize.common.tokens import number_and_quantise_tokens
+from prepare_finalize.common.tokens import number_and_quantize_tokens
 from prepare_finalize.deepep.arguments import PEERS
 from prepare_finalize.deepep.group import load_deepep
 from prepare_finalize.deepep.part import (
@@ -33,8 +33,8 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
     adds up its pairs of the row, and the combine adds the ranks' sums, bfloat16 rows in float32.
 
     The host waits for nothing: a call has the most rows that can come, of which those that stand
-    for no token have only ids of -1 and are never read. Activations are quantised before
-    they travel, where the scheme quantises them. The library compiles its kernels for the layer's
+    for no token have only ids of -1 and are never read. Activations are quantized before
+    they travel, where the scheme quantizes them. The library compiles its kernels for the layer's
     sizes at the first call, for some seconds.
     """
 
@@ -50,7 +50,7 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
         graph_capturable=True,
         deterministic=False,
         reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),
-        localises_ids=True,
+        localizes_ids=True,
         padding=Rows.UNDEFINED,
         dispatch_schemes=ACTIVATION_SCHEMES,
         world_sizes=(2, PEERS * _MOST_HOSTS),
@@ -106,7 +106,7 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
         self.manager.check_device(x_TH.device)
         # The library stops the device at an expert that is twice in a row.
         pairs = self.pairs(routing, call, join=True)
-        rows, scale = number_and_quantise_tokens(
+        rows, scale = number_and_quantize_tokens(
             x_TH, self.problem, pairs, weights=weights, call=call
         )
         travels = scale is not None and not self.problem.scheme.static

@@ -9,7 +9,7 @@ from modular_kernel import stages
 from modular_kernel.contracts import Call, TopKWeightAndReduce
 from modular_kernel.errors import CapacityError, UnsupportedError
 from modular_kernel.ops.expert_slots import slots_of
-from modular_kernel.ops.quantise import scale_shape
+from modular_kernel.ops.quantize import scale_shape
 from modular_kernel.quant import ACTIVATION_SCHEMES
 from modular_kernel.support import PrepareFinalizeRequirements, Rejection
 from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
@@ -17,7 +17,7 @@ from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce, Row
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.group_part import GroupPart, PartHandle
 from prepare_finalize.common.tokens import (
-    number_and_quantise_tokens,
+    number_and_quantize_tokens,
     one_scale_for_all,
     reduced_rows,
     token_specs,
@@ -47,8 +47,8 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
     float32.
 
     Experts see world_size * problem.tokens rows in the library's memory, until the combine; those
-    that nobody sent have ids of -1 and are never read. Activations are quantised before they
-    travel, where the scheme quantises them, unless the experts do that. A token of which a pair is
+    that nobody sent have ids of -1 and are never read. Activations are quantized before they
+    travel, where the scheme quantizes them, unless the experts do that. A token of which a pair is
     skipped is also sent to its own rank, in whose memory it is: the library knows no such pair.
     Nothing waits on the host. The GPU waits for its peers. A captured call uses its workspace in
     every replay, so no other call of that shape may be in flight then.
@@ -63,7 +63,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         hidden_multiple=16,
         reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),
-        localises_ids=True,
+        localizes_ids=True,
         padding=Rows.UNDEFINED,
         dispatch_schemes=ACTIVATION_SCHEMES,
         world_sizes=(2, 8),
@@ -119,7 +119,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
             raise CapacityError("tokens", got=len(x_TH), need=need)
         self.manager.check_device(x_TH.device)
         pairs = self.pairs(routing, call, join=False)
-        rows, scale = number_and_quantise_tokens(
+        rows, scale = number_and_quantize_tokens(
             x_TH, self.problem, pairs, weights=weights, call=call
         )
         payloads = [_dense(rows, call)]
@@ -192,9 +192,9 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
 
 
 def _shape(problem: Problem) -> AlltoAllShape:
-    """Return what workspaces are made for: rows quantised or not, scales, ids and weights."""
+    """Return what workspaces are made for: rows quantized or not, scales, ids and weights."""
     scheme, scales = problem.scheme, 0
-    if scheme.travels_quantised and scheme.activation_granularity != "tensor":
+    if scheme.travels_quantized and scheme.activation_granularity != "tensor":
         scales = 4 * scale_shape(scheme, 1, problem.hidden)[1]
     row = problem.hidden * problem.dtype.itemsize
     return AlltoAllShape(

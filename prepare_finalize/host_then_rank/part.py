@@ -10,7 +10,7 @@ import torch
 from modular_kernel import stages
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
 from modular_kernel.errors import CommunicationError
-from modular_kernel.ops.quantise import Quantised
+from modular_kernel.ops.quantize import Quantized
 from modular_kernel.placement import Placement, PlacementTables, pairs_to_slots
 from modular_kernel.quant import ACTIVATION_SCHEMES
 from modular_kernel.support import PrepareFinalizeRequirements
@@ -20,7 +20,7 @@ from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.agreement import agree, refuse_more_rows
 from prepare_finalize.common.group_part import GroupHandle, RowsPart
 from prepare_finalize.common.tokens import (
-    quantises,
+    quantizes,
     token_specs,
     weight_and_reduce,
 )
@@ -65,7 +65,7 @@ class HostThenRankPrepareAndFinalize(RowsPart):
         triton=True,
         packages=("triton",),
         reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),
-        localises_ids=True,
+        localizes_ids=True,
         dispatch_schemes=ACTIVATION_SCHEMES,
         can_defer_quant=False,
         world_sizes=(2, None),
@@ -230,11 +230,11 @@ class HostThenRankPrepareAndFinalize(RowsPart):
                 places_LN,
             )
             routing = Routing(here.weights_RK, here.ids_RK, here.adapters_R)
-            quantised = None
-            if quantises(self.problem, call):
+            quantized = None
+            if quantizes(self.problem, call):
                 scale = bits if here.scale is None else here.scale
-                quantised = Quantised(here.x_RH, scale)
-            inside.send(here.x_RH, routing, tables, call, quantised=quantised, wait=chunk == last)
+                quantized = Quantized(here.x_RH, scale)
+            inside.send(here.x_RH, routing, tables, call, quantized=quantized, wait=chunk == last)
             passes.append(inside)
             self.manager.check_inside(step, "dispatch", came.nbytes, started)
         return tuple(passes)

@@ -11,14 +11,14 @@ from modular_kernel.errors import UnsupportedError
 from modular_kernel.ops.batch import assign_rows, assign_rows_scratch
 from modular_kernel.ops.live_rows import PairRows
 from modular_kernel.ops.permute import permute_tokens
-from modular_kernel.ops.permute_quantise import permute_and_quantise
-from modular_kernel.ops.quantise import (
-    Quantised,
-    quantise_rejections,
-    quantise_rows,
-    quantise_specs,
+from modular_kernel.ops.permute_quantize import permute_and_quantize
+from modular_kernel.ops.quantize import (
+    Quantized,
+    quantize_rejections,
+    quantize_rows,
+    quantize_specs,
     scale_shape,
-    take_quantised,
+    take_quantized,
 )
 from modular_kernel.quant import ACTIVATION_SCHEMES, STORAGE
 from modular_kernel.schemes import QuantScheme
@@ -52,7 +52,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
     is room for more where the experts want a multiple of something.
 
     Rows keep the order of the tokens. Rows past an expert's count are left undefined. Tokens are
-    quantised on the way; first where one scale is computed for all of them.
+    quantized on the way; first where one scale is computed for all of them.
     """
 
     replayable = True
@@ -60,7 +60,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         activation_format=ActivationFormat.BATCHED_EXPERTS,
         reduces=frozenset({Reduce.NAIVE_BATCHED, Reduce.DELEGATE}),
         keep_topk=True,
-        localises_ids=True,
+        localizes_ids=True,
         multiplies_input=True,
         padding=Rows.UNDEFINED,
         dispatch_schemes=ACTIVATION_SCHEMES,
@@ -73,7 +73,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        return quantise_rejections(cls.__name__, problem, machine)
+        return quantize_rejections(cls.__name__, problem, machine)
 
     def dispatch_shape(self, tokens: int) -> BatchedShape:
         return BatchedShape(self.problem.e, self.rounded(tokens))
@@ -81,21 +81,21 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, scheme = self.problem, self.problem.scheme
         capacity = self.rounded(tokens)
-        rows, quantised = (problem.e, capacity, problem.hidden), dict[str, BufferSpec]()
+        rows, quantized = (problem.e, capacity, problem.hidden), dict[str, BufferSpec]()
         dtype = problem.dtype
-        if scheme.travels_quantised:
+        if scheme.travels_quantized:
             dtype = STORAGE[scheme.activation]
             if _one_scale_for_all(scheme):
-                quantised |= quantise_specs("x", scheme, tokens, problem.hidden)
+                quantized |= quantize_specs("x", scheme, tokens, problem.hidden)
             elif not scheme.static:
                 shape = (problem.e, *scale_shape(scheme, capacity, problem.hidden))
-                quantised["batched_scale"] = BufferSpec(shape, torch.float32)
+                quantized["batched_scale"] = BufferSpec(shape, torch.float32)
         if problem.adapters is not None:
-            quantised["batched_adapters"] = BufferSpec((problem.e, capacity), torch.int32)
-            if scheme.travels_quantised:
-                quantised["batched_plain_x"] = BufferSpec(rows, problem.dtype)
+            quantized["batched_adapters"] = BufferSpec((problem.e, capacity), torch.int32)
+            if scheme.travels_quantized:
+                quantized["batched_plain_x"] = BufferSpec(rows, problem.dtype)
         return {
-            **quantised,
+            **quantized,
             "batched_x": BufferSpec(rows, dtype),
             "row_of_pair": BufferSpec((tokens, problem.top_k), torch.int32),
             "expert_counts": BufferSpec((problem.e,), torch.int32),
@@ -135,45 +135,45 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
                 slots_eC, plain_eCH = _slots(x_TH, slots_T, row_of_pair_TK, input_weights, buffers)
         x_eCH = buffers["batched_x"]
         rows_RH = x_eCH.flatten(0, 1)
-        if not scheme.travels_quantised:
+        if not scheme.travels_quantized:
             with stages.stage(stages.PERMUTE):
                 permute_tokens(x_TH, row_of_pair_TK, input_weights, rows_RH=rows_RH)
             return BatchedTokens(x_eCH, counts_e, None, slots_eC), handle
         scale = buffers.get("batched_scale")
         if _one_scale_for_all(scheme):
-            with stages.stage(stages.QUANTISE_INPUT):
-                quantised = self._quantised(x_TH, dispatched, router_TK, call)
+            with stages.stage(stages.QUANTIZE_INPUT):
+                quantized = self._quantized(x_TH, dispatched, router_TK, call)
             with stages.stage(stages.PERMUTE):
-                permute_tokens(quantised.q_RK, row_of_pair_TK, None, rows_RH=rows_RH)
-            return BatchedTokens(x_eCH, counts_e, quantised.scale, slots_eC, plain_eCH), handle
+                permute_tokens(quantized.q_RK, row_of_pair_TK, None, rows_RH=rows_RH)
+            return BatchedTokens(x_eCH, counts_e, quantized.scale, slots_eC, plain_eCH), handle
         if scale is None:
             scale = weights.a1_scale
         assert scale is not None, "a static scheme's weights have one"
-        out = Quantised(rows_RH, scale if scheme.static else scale.flatten(0, 1))
-        with stages.stage(stages.PERMUTE_QUANTISED):
-            permute_and_quantise(x_TH, row_of_pair_TK, input_weights, scheme, out=out)
+        out = Quantized(rows_RH, scale if scheme.static else scale.flatten(0, 1))
+        with stages.stage(stages.PERMUTE_QUANTIZED):
+            permute_and_quantize(x_TH, row_of_pair_TK, input_weights, scheme, out=out)
         return BatchedTokens(x_eCH, counts_e, scale, slots_eC, plain_eCH), handle
 
-    def _quantised(
+    def _quantized(
         self,
         x_TH: torch.Tensor,
         dispatched: DispatchedRouting,
         router_TK: torch.Tensor,
         call: Call,
-    ) -> Quantised:
-        """Quantise the tokens.
+    ) -> Quantized:
+        """Quantize the tokens.
 
         They are times their router weight first if that goes on the input (K = 1).
         """
         problem, scheme = self.problem, self.problem.scheme
-        out = take_quantised(call.workspace, "x", scheme, (x_TH.shape[0], problem.hidden))
+        out = take_quantized(call.workspace, "x", scheme, (x_TH.shape[0], problem.hidden))
         if problem.apply_router_weight_on_input:
             # The weight of a skipped pair may be anything: its token must not set the scale.
             live = PairRows(dispatched, problem.e)
             row_weights_T = router_TK.flatten()
-            quantise_rows(x_TH, scheme, out=out, live=live, row_weights_R=row_weights_T)
+            quantize_rows(x_TH, scheme, out=out, live=live, row_weights_R=row_weights_T)
         else:
-            quantise_rows(x_TH, scheme, out=out)
+            quantize_rows(x_TH, scheme, out=out)
         return out
 
     def finalize(
@@ -207,7 +207,7 @@ def _slots(
     input_weights: torch.Tensor | None,
     buffers: Mapping[str, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the slots of the rows' adapters, and, where x is quantised, what adapters read."""
+    """Return the slots of the rows' adapters, and, where x is quantized, what adapters read."""
     slots_eC, plain_eCH = buffers["batched_adapters"], buffers.get("batched_plain_x")
     permute_tokens(slots_T[:, None], row_of_pair_TK, None, rows_RH=slots_eC.view(-1, 1))
     if plain_eCH is not None:

@@ -7,7 +7,7 @@ import torch
 
 from modular_kernel.contracts import Call, PrepareAndFinalize, TopKWeightAndReduce
 from modular_kernel.errors import UnsupportedError
-from modular_kernel.ops.quantise import quantise_rejections
+from modular_kernel.ops.quantize import quantize_rejections
 from modular_kernel.quant import ACTIVATION_SCHEMES
 from modular_kernel.support import PrepareFinalizeRequirements, Rejection
 from modular_kernel.tensors import (
@@ -21,7 +21,7 @@ from modular_kernel.tensors import (
 )
 from modular_kernel.types import ActivationFormat, IdSpace, Machine, Problem, Reduce
 from modular_kernel.workspace import BufferSpec
-from prepare_finalize.common.tokens import quantise_tokens, token_specs, weight_and_reduce
+from prepare_finalize.common.tokens import quantize_tokens, token_specs, weight_and_reduce
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class NoEPHandle(Handle):
 
 
 class MoEPrepareAndFinalizeNoEP(PrepareAndFinalize):
-    """Hands the caller's routing to the experts as it is, and the tokens too, or their quantised
-    copy where the scheme has one; unquantised it copies nothing.
+    """Hands the caller's routing to the experts as it is, and the tokens too, or their quantized
+    copy where the scheme has one; unquantized it copies nothing.
     """
 
     replayable = True
@@ -50,7 +50,7 @@ class MoEPrepareAndFinalizeNoEP(PrepareAndFinalize):
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        return quantise_rejections(cls.__name__, problem, machine)
+        return quantize_rejections(cls.__name__, problem, machine)
 
     def dispatch_shape(self, tokens: int) -> ContiguousShape:
         return ContiguousShape(tokens, self.problem.top_k)
@@ -73,7 +73,7 @@ class MoEPrepareAndFinalizeNoEP(PrepareAndFinalize):
         )
         on_input = self.problem.apply_router_weight_on_input
         handle = NoEPHandle(None if on_input else routing.topk_weights_TK, dispatched)
-        rows, scale = quantise_tokens(x_TH, self.problem, weights=weights, call=call)
+        rows, scale = quantize_tokens(x_TH, self.problem, weights=weights, call=call)
         plain_TH = None if slots_T is None else x_TH
         return ContiguousTokens(rows, dispatched, scale, plain_TH), handle
 

@@ -86,7 +86,7 @@ class PplxGroup(ExchangeManager[PplxShape]):
         return pplx_kernels
 
     def _met(self) -> None:
-        _check_neighbours([facts["gpu"] for facts in self._meeting.tell(_whereabouts())], self.rank)
+        _check_neighbors([facts["gpu"] for facts in self._meeting.tell(_whereabouts())], self.rank)
         self._name: Any = f"modular_kernel/{uuid4().hex}"  # unlike any other of this process
         self._communicator = Communicator(self, device="cpu")
         self._connect(self._store, self.deadline_s)
@@ -157,7 +157,7 @@ def _whereabouts() -> Facts:
     return {"gpu": gpu}
 
 
-def _check_neighbours(gpus: list[str], rank: int) -> None:
+def _check_neighbors(gpus: list[str], rank: int) -> None:
     """ConfigurationError unless each rank has a GPU of its own, in reach of the others."""
     if "none" in gpus:
         return

@@ -9,7 +9,7 @@ import torch
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
 from modular_kernel.errors import CapacityError, UnsupportedError
 from modular_kernel.ops.expert_slots import slots_of
-from modular_kernel.ops.quantise import scale_shape
+from modular_kernel.ops.quantize import scale_shape
 from modular_kernel.ops.zero_padding import zero_rows
 from modular_kernel.quant import ACTIVATION_SCHEMES, STORAGE
 from modular_kernel.support import PrepareFinalizeRequirements, Rejection
@@ -25,7 +25,7 @@ from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce, Row
 from modular_kernel.workspace import EXPERT_OUTPUT, BufferSpec
 from prepare_finalize.common.group_part import AtOncePart, PartHandle
 from prepare_finalize.common.tokens import (
-    number_and_quantise_tokens,
+    number_and_quantize_tokens,
     one_scale_for_all,
     token_specs,
 )
@@ -55,7 +55,7 @@ class PplxPrepareAndFinalize(AtOncePart[PplxGroup]):
     """(T, H) tokens -> (e, W * problem.tokens, H) rows, one per token and expert, in any order
     among the rows of an expert; the combine applies the router weights and sums in float32.
 
-    Activations are quantised before they travel where the scheme quantises them. Nothing is read
+    Activations are quantized before they travel where the scheme quantizes them. Nothing is read
     on the host. The GPU waits for its peers: a rank that does not come stops the others for good.
     The library sends exactly K rows for a token, to K places that exist: behind a rank's slots are
     sinks for pairs that are skipped. A captured call uses its buffers in every replay, so no other
@@ -71,7 +71,7 @@ class PplxPrepareAndFinalize(AtOncePart[PplxGroup]):
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         hidden_multiple=8,
         reduces=frozenset({Reduce.NAIVE_BATCHED, Reduce.DELEGATE}),
-        localises_ids=True,
+        localizes_ids=True,
         padding=Rows.UNDEFINED,
         dispatch_schemes=ACTIVATION_SCHEMES,
         can_defer_quant=False,
@@ -117,7 +117,7 @@ class PplxPrepareAndFinalize(AtOncePart[PplxGroup]):
         problem, scheme, shape = self.problem, self.problem.scheme, self.dispatch_shape(tokens)
         rows, dtype = (shape.experts, shape.capacity), problem.dtype
         specs = token_specs(problem, tokens)
-        if scheme.travels_quantised:
+        if scheme.travels_quantized:
             dtype = STORAGE[scheme.activation]
         columns = self._shape.scale_bytes // 4
         if columns:
@@ -146,7 +146,7 @@ class PplxPrepareAndFinalize(AtOncePart[PplxGroup]):
         self.manager.check_device(x_TH.device)
         factor = self.problem.routed_scaling_factor
         pairs = self.pairs(routing, call, join=True, factor=factor, sinks=self._sinks)
-        rows, scale = number_and_quantise_tokens(
+        rows, scale = number_and_quantize_tokens(
             x_TH, self.problem, pairs, weights=weights, call=call
         )
         slots_TK = pairs.numbers_TK.view(torch.uint32)
@@ -220,7 +220,7 @@ class PplxPrepareAndFinalize(AtOncePart[PplxGroup]):
 def _row_bytes(problem: Problem) -> tuple[int, int]:
     """Bytes of a row's activations as they travel, and of its scales in whole units."""
     scheme, itemsize, scales = problem.scheme, problem.dtype.itemsize, 0
-    if scheme.travels_quantised:
+    if scheme.travels_quantized:
         itemsize = STORAGE[scheme.activation].itemsize
         if scheme.activation_granularity != "tensor":
             scales = 4 * scale_shape(scheme, 1, problem.hidden)[1]

@@ -2,7 +2,7 @@
 
 A thread of gloo's frees the tensors of an exchange that is over, and a thread that asked a store
 comes back to Python: for both it takes the GIL. One that asks for the GIL while the interpreter is
-being finalised is ended in the midst of C++, which aborts the process or leaves a lock held for
+being finalized is ended in the midst of C++, which aborts the process or leaves a lock held for
 good. So they end in an exit hook, before that.
 """
 

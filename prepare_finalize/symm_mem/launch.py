@@ -11,7 +11,7 @@ from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.launch.pdl import overlap
 from modular_kernel.ops.launch.runtime import use_triton
-from modular_kernel.ops.quantise import Quantised, scale_shape
+from modular_kernel.ops.quantize import Quantized, scale_shape
 from modular_kernel.placement import PlacementTables
 from modular_kernel.quant import LARGEST, MIN_SCALE, STORAGE
 from modular_kernel.schemes import QuantScheme
@@ -82,24 +82,24 @@ def sections(problem: Problem, rows: int | None = None) -> dict[str, Section]:
     scheme, world = problem.scheme, problem.parallel.world_size
     hidden, k = problem.hidden, problem.top_k
     rows = world * problem.tokens if rows is None else rows
-    quantised = scheme.travels_quantised
+    quantized = scheme.travels_quantized
     found = {
-        "x_RH": Section((rows, hidden), STORAGE[scheme.activation] if quantised else problem.dtype),
+        "x_RH": Section((rows, hidden), STORAGE[scheme.activation] if quantized else problem.dtype),
         "ids_RK": Section((rows, k), torch.int32),
         "weights_RK": Section((rows, k), torch.float32),
         "y_RH": Section((rows, hidden), problem.dtype),
         "arrived_W": Section((world,), torch.int32),
         "summed_W": Section((world,), torch.int32),
     }
-    if quantised and scheme.activation_granularity != "tensor":
+    if quantized and scheme.activation_granularity != "tensor":
         found["scale_RG"] = Section(scale_shape(scheme, rows, hidden), torch.float32)
     if problem.adapters is not None:
         found["adapters_R"] = Section((rows,), torch.int32)
     return found
 
 
-def quantises_on_the_way(scheme: QuantScheme, hidden: int) -> bool:
-    """Whether the dispatch itself quantises: a scale a token, or a group that divides a block."""
+def quantizes_on_the_way(scheme: QuantScheme, hidden: int) -> bool:
+    """Whether the dispatch itself quantizes: a scale a token, or a group that divides a block."""
     if scheme.activation_granularity == "token":
         return True
     if scheme.activation_granularity != "group":
@@ -156,19 +156,19 @@ class SymmetricExchange:
         tables: PlacementTables,
         call: Call,
         *,
-        quantised: Quantised | None,
+        quantized: Quantized | None,
         wait: bool,
     ) -> None:
         """Write rows, slots and weights to the ranks that need them, and raise the flag there.
 
-        quantised: the tokens where `quantises_on_the_way` says no. wait: until those of all other
+        quantized: the tokens where `quantizes_on_the_way` says no. wait: until those of all other
         ranks are here.
         """
         from prepare_finalize.symm_mem.kernels.dispatch import dispatch_kernel
 
         problem, slot = self.problem, self.slot
         use_triton(x_TH)  # the interpreter's numbers are made honest at the first call
-        rows = x_TH if quantised is None else quantised.q_RK
+        rows = x_TH if quantized is None else quantized.q_RK
         shape = _shape(problem, _DISPATCH)
         chunk = shape.block
         if shape.whole_rows:
@@ -202,21 +202,21 @@ class SymmetricExchange:
             BLOCK=shape.block,
             num_warps=shape.warps,
             **_for_programs(shape.programs),
-            **self._scales(quantised),
+            **self._scales(quantized),
             **self._adapters(routing),
             **self._places(),
             **self._arguments(slot.arrived_W, slot.dispatches),
         )
 
-    def _scales(self, quantised: Quantised | None) -> dict[str, object]:
+    def _scales(self, quantized: Quantized | None) -> dict[str, object]:
         scheme, there = self.problem.scheme, self.slot.scale_RG
         kind, scales = "none", 1
-        if quantised is not None and there is not None:
+        if quantized is not None and there is not None:
             kind, scales = "scaled", there.shape[1]
-        elif quantised is None and scheme.travels_quantised:
+        elif quantized is None and scheme.travels_quantized:
             kind = scheme.activation_granularity
         return {
-            "scale_ptr": self.sent_T if quantised is None else quantised.scale,
+            "scale_ptr": self.sent_T if quantized is None else quantized.scale,
             "scale_there_ptr": self.slot.weights_RK if there is None else there,
             "QUANT": kind,
             "GROUP": scheme.group[-1] if kind == "group" else _LEAST_BLOCK,

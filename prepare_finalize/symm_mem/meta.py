@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from modular_kernel.contracts import Call
-from modular_kernel.ops.quantise import Quantised
+from modular_kernel.ops.quantize import Quantized
 from modular_kernel.placement import Placement
 from modular_kernel.tensors import Routing
 from modular_kernel.types import Parallel, Problem
 from modular_kernel.workspace import Workspace
-from prepare_finalize.symm_mem.launch import Slot, SymmetricExchange, quantises_on_the_way, sections
+from prepare_finalize.symm_mem.launch import Slot, SymmetricExchange, quantizes_on_the_way, sections
 
 META = torch.device("meta")
 _BASE = Problem(64, 7168, 2048, experts=8, top_k=8, parallel=Parallel(2, rank=1))
@@ -55,18 +55,18 @@ def launch_all(problem: Problem) -> None:
         _empty(tokens, problem.top_k, dtype=torch.float32), _empty(tokens, problem.top_k)
     )
     tables, call = problem.placement.tables(META), Call(Workspace({}, META), _empty(1))
-    quantised = None
-    if problem.scheme.travels_quantised and not quantises_on_the_way(
+    quantized = None
+    if problem.scheme.travels_quantized and not quantizes_on_the_way(
         problem.scheme, problem.hidden
     ):
         scale = _empty(1, dtype=torch.float32)
         if slot.scale_RG is not None:
             scale = _empty(tokens, slot.scale_RG.shape[1], dtype=torch.float32)
-        quantised = Quantised(_empty(tokens, problem.hidden, dtype=slot.x_RH.dtype), scale)
-    exchange.send(x, routing, tables, call, quantised=quantised, wait=True)
+        quantized = Quantized(_empty(tokens, problem.hidden, dtype=slot.x_RH.dtype), scale)
+    exchange.send(x, routing, tables, call, quantized=quantized, wait=True)
     if slot.adapters_R is not None:
         routing = replace(routing, adapters_T=_empty(tokens))
-    exchange.send(x, routing, tables, call, quantised=quantised, wait=False)
+    exchange.send(x, routing, tables, call, quantized=quantized, wait=False)
     exchange.receive()
     exchange.combine(x)
 

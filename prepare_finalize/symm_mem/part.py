@@ -11,7 +11,7 @@ import torch
 from modular_kernel import stages
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
 from modular_kernel.errors import UnsupportedError
-from modular_kernel.ops.quantise import Quantised, quantise_rows, quantise_specs, take_quantised
+from modular_kernel.ops.quantize import Quantized, quantize_rows, quantize_specs, take_quantized
 from modular_kernel.quant import ACTIVATION_SCHEMES
 from modular_kernel.support import PrepareFinalizeRequirements, Rejection
 from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
@@ -20,7 +20,7 @@ from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.group_part import GroupPart, PartHandle, adapter_rejections
 from prepare_finalize.common.tokens import one_scale_for_all, weight_and_reduce
 from prepare_finalize.symm_mem.group import Heap, SymmetricGroup, aligned
-from prepare_finalize.symm_mem.launch import Slot, SymmetricExchange, quantises_on_the_way, sections
+from prepare_finalize.symm_mem.launch import Slot, SymmetricExchange, quantizes_on_the_way, sections
 
 _IN_FLIGHT = 2  # calls between start and finish
 
@@ -35,7 +35,7 @@ class SymmMemHandle(PartHandle):
 
 
 class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
-    """A token's row goes once to each rank that holds one of its experts, quantised on the way; a
+    """A token's row goes once to each rank that holds one of its experts, quantized on the way; a
     rank adds up its pairs of a row, and the owner reads those sums and adds them in float32 in the
     order of ranks. One launch each, nothing waits on the host.
 
@@ -54,7 +54,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         triton=True,
         packages=("triton",),
         reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),
-        localises_ids=True,
+        localizes_ids=True,
         padding=Rows.UNDEFINED,
         dispatch_schemes=ACTIVATION_SCHEMES,
         can_defer_quant=False,
@@ -104,18 +104,18 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, scheme = self.problem, self.problem.scheme
         specs = {"sent": BufferSpec((problem.tokens,), torch.int32)}
-        if self._quantises_before():
-            specs |= quantise_specs("x", scheme, problem.tokens, problem.hidden)
+        if self._quantizes_before():
+            specs |= quantize_specs("x", scheme, problem.tokens, problem.hidden)
         return specs
 
     def check(self) -> None:
         """Wait for the device; CommunicationError if a call since the last one was not whole."""
         self.manager.check()
 
-    def _quantises_before(self) -> bool:
+    def _quantizes_before(self) -> bool:
         scheme = self.problem.scheme
-        on_the_way = quantises_on_the_way(scheme, self.problem.hidden)
-        return scheme.travels_quantised and not on_the_way
+        on_the_way = quantizes_on_the_way(scheme, self.problem.hidden)
+        return scheme.travels_quantized and not on_the_way
 
     def prepare(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
@@ -154,14 +154,14 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         sent_T = call.workspace.take("sent", (problem.tokens,))
         tokens = x_TH.shape[0]
         exchange = SymmetricExchange(manager, problem, slot, self._heap.deltas_W, sent_T, tokens)
-        quantised = self._quantised(x_TH, weights, call) if self._quantises_before() else None
+        quantized = self._quantized(x_TH, weights, call) if self._quantizes_before() else None
         manager.last_calls.end(manager.last_calls.begin(step, "dispatch", x_TH.nbytes), "launched")
         tables = self.tables(x_TH.device)
-        on_the_way = quantises_on_the_way(problem.scheme, problem.hidden)
-        with stages.stage(stages.QUANTISE_DISPATCH if on_the_way else stages.DISPATCH):
-            exchange.send(x_TH, routing, tables, call, quantised=quantised, wait=wait)
+        on_the_way = quantizes_on_the_way(problem.scheme, problem.hidden)
+        with stages.stage(stages.QUANTIZE_DISPATCH if on_the_way else stages.DISPATCH):
+            exchange.send(x_TH, routing, tables, call, quantized=quantized, wait=wait)
         left = None if problem.apply_router_weight_on_input else slot.weights_RK
-        one = problem.scheme.travels_quantised and problem.scheme.static
+        one = problem.scheme.travels_quantized and problem.scheme.static
         scale = weights.a1_scale if one else slot.scale_RG
         rows = slot.x_RH, scale, slot.ids_RK, slot.weights_RK, slot.adapters_R
         arrived = self.local_tokens(call, *rows)
@@ -174,13 +174,13 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
     def _release(self, place: int) -> None:
         self._free = sorted((*self._free, place))
 
-    def _quantised(self, x_TH: torch.Tensor, weights: ExpertWeights, call: Call) -> Quantised:
+    def _quantized(self, x_TH: torch.Tensor, weights: ExpertWeights, call: Call) -> Quantized:
         scheme = self.problem.scheme
         static = weights.a1_scale if scheme.static else None
         shape = (x_TH.shape[0], self.problem.hidden)
-        out = take_quantised(call.workspace, "x", scheme, shape, static_scale=static)
-        with stages.stage(stages.QUANTISE_INPUT):
-            quantise_rows(x_TH, scheme, out=out)
+        out = take_quantized(call.workspace, "x", scheme, shape, static_scale=static)
+        with stages.stage(stages.QUANTIZE_INPUT):
+            quantize_rows(x_TH, scheme, out=out)
         return out
 
     def expert_output(self, handle: Handle) -> torch.Tensor:

@@ -62,11 +62,11 @@ def test_every_kernel_is_launched_or_left_out_for_a_reason(target: str) -> None:
     seen = {row.record.kernel for row in done.rows}
     left_out = {kernel.kernel: kernel.reason for kernel in done.left_out}
     assert seen | set(left_out) == set(defined_kernels())
-    alone = {"dequantise_kernel", "shrink_tiles_kernel", "tiles_of_experts_kernel"}
+    alone = {"dequantize_kernel", "shrink_tiles_kernel", "tiles_of_experts_kernel"}
     alone |= {"grouped_gemm_w4_tma_kernel", "tile_weights_kernel"}
     reason, hopper = "for sm_90 alone", {*GLUON, *alone}
     expected = {} if target == "sm_90" else dict.fromkeys(hopper, reason)
-    if target == "sm_90":  # tests/compile/test_dequantised_compile.py compiles it
+    if target == "sm_90":  # tests/compile/test_dequantized_compile.py compiles it
         expected["tiles_of_experts_kernel"] = "launched for weights of more than 1 GiB alone"
     if target == "sm_80":
         expected["amax_kernel"] = "for fp8 alone, from sm_89 on"

@@ -181,15 +181,15 @@ def test_instructions_are_counted_when_read_and_by_nothing_else():
 
 
 @triton.jit
-def specialised_kernel(x_ptr, y_ptr, one, sixteen, odd, scale, BLOCK: tl.constexpr):
+def specialized_kernel(x_ptr, y_ptr, one, sixteen, odd, scale, BLOCK: tl.constexpr):
     offs = tl.arange(0, BLOCK)
     tl.store(y_ptr + offs * one, tl.load(x_ptr + offs * sixteen + odd) * scale)
 
 
-def test_pointers_and_numbers_specialise_as_on_a_gpu():
+def test_pointers_and_numbers_specialize_as_on_a_gpu():
     x, y = torch.empty(4096, device="meta"), torch.empty(4096)[1:]
     with record_compiles():
-        kernel = specialised_kernel[(1,)](x, y, 1, 32, 33, 0.5, BLOCK=128)
+        kernel = specialized_kernel[(1,)](x, y, 1, 32, 33, 0.5, BLOCK=128)
     signature = kernel.src.signature
     assert signature["one"] == "constexpr"
     assert (signature["sixteen"], signature["scale"]) == ("i32", "fp32")
@@ -203,7 +203,7 @@ def test_pointers_and_numbers_specialise_as_on_a_gpu():
 def test_fake_tensors_count_as_aligned():
     with FakeTensorMode(), record_compiles() as records:
         x = torch.empty(4096, dtype=torch.float16, device="cuda")
-        kernel = specialised_kernel[(1,)](x, x, 1, 32, 33, 0.5, BLOCK=128)
+        kernel = specialized_kernel[(1,)](x, x, 1, 32, 33, 0.5, BLOCK=128)
     assert records[0].dtypes == {"x_ptr": "fp16", "y_ptr": "fp16"}
     assert [["tt.divisibility", 16]] == kernel.src.attrs[(0,)] == kernel.src.attrs[(1,)]
 
@@ -248,7 +248,7 @@ def test_driver_and_launch_come_back_whatever_happens():
 
 
 CONFIGS = [triton.Config({"BLOCK": block}) for block in (64, 128)]
-tuned_kernel = triton.autotune(configs=CONFIGS, key=[])(specialised_kernel)
+tuned_kernel = triton.autotune(configs=CONFIGS, key=[])(specialized_kernel)
 
 
 def test_misuse_is_refused_with_what_is_needed():

@@ -1,6 +1,6 @@
 """The kernel of CutlassExpertsFP8 compiles for sm_90a without a GPU, to the instructions it needs.
 
-Skipped without nvidia-cutlass-dsl: `pip install '.[cutlass]'` brings it, 330 MB, NVIDIA's licence.
+Skipped without nvidia-cutlass-dsl: `pip install '.[cutlass]'` brings it, 330 MB, NVIDIA's license.
 """
 
 import re

@@ -4,7 +4,7 @@ No GPU of the kind was at hand, so this is what is known of its code: instructio
 products and the stores, the order of tensor memory, bytes that a barrier waits for, and that the
 layout of scales in `modular_kernel.scale_layout` is the one that the DSL's own helper makes.
 
-Skipped without nvidia-cutlass-dsl: `pip install '.[cutlass]'` brings it, 330 MB, NVIDIA's licence.
+Skipped without nvidia-cutlass-dsl: `pip install '.[cutlass]'` brings it, 330 MB, NVIDIA's license.
 """
 
 import re

@@ -1,7 +1,7 @@
 """The path of weights in registers compiles for sm_90: nothing is stored on the way to a product.
 
 Of the product's loop: its left operand comes from registers, words and scales are loaded as whole
-vectors, nothing is stored to shared memory, and the assembler serialises no products.
+vectors, nothing is stored to shared memory, and the assembler serializes no products.
 """
 
 import re

@@ -5,8 +5,8 @@ import torch
 
 from modular_kernel.ops.expert_slots import Numbering, Pairs, number_pairs
 from modular_kernel.ops.mask_unwritten import live_pairs
-from modular_kernel.ops.quantise import quantise_specs, take_quantised
-from modular_kernel.ops.slots_and_quantise import number_and_quantise
+from modular_kernel.ops.quantize import quantize_specs, take_quantized
+from modular_kernel.ops.slots_and_quantize import number_and_quantize
 from modular_kernel.ops.zero_padding import zero_rows
 from modular_kernel.placement import Placement, PlacementTables
 from modular_kernel.schemes import QuantScheme
@@ -66,13 +66,13 @@ def test_it_compiles_without_spills(
 )
 def test_both_in_one_compile_without_spills(text: str, sinks: int) -> None:
     scheme, hidden = QuantScheme.parse(text), 7168
-    workspace = Workspace(quantise_specs("x", scheme, 16, hidden), torch.device("meta"))
+    workspace = Workspace(quantize_specs("x", scheme, 16, hidden), torch.device("meta"))
     static = empty(1) if scheme.static else None
-    out = take_quantised(workspace, "x", scheme, (16, hidden), static_scale=static)
+    out = take_quantized(workspace, "x", scheme, (16, hidden), static_scale=static)
     pairs = pairs_of(LINEAR, 8, join=True, ids_dtype=torch.int32, sinks=sinks)
     with record_compiles("sm_90") as records:
-        number_and_quantise(empty(16, hidden, dtype=torch.bfloat16), scheme, pairs, out=out)
-    assert_clean(records, "number_and_quantise_kernel")
+        number_and_quantize(empty(16, hidden, dtype=torch.bfloat16), scheme, pairs, out=out)
+    assert_clean(records, "number_and_quantize_kernel")
 
 
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])

@@ -13,7 +13,7 @@ from experts.triton.grouped_tma import config as grouped_tma_config
 from experts.triton.grouped_tma.path import GroupedTmaPath
 from experts.triton.launch_config import Device, LaunchConfig, MoEConfig
 from modular_kernel import Problem
-from modular_kernel.ops.quantise import quantise_rows, quantise_specs, take_quantised
+from modular_kernel.ops.quantize import quantize_rows, quantize_specs, take_quantized
 from modular_kernel.testing.compile.report import CompileRecord, check, record_compiles
 from modular_kernel.types import Combine
 from modular_kernel.workspace import Workspace
@@ -23,16 +23,16 @@ DEVICE = Device("sm_90", tma=True)
 
 
 def compiled(problem: Problem, tiles: MoEConfig) -> list[CompileRecord]:
-    """Everything a call launches, and what quantises its tokens before."""
+    """Everything a call launches, and what quantizes its tokens before."""
     assert grouped_tma_config.serves(problem, DEVICE)
     path, scheme = GroupedTmaPath(problem), problem.scheme
-    if not scheme.quantised:
+    if not scheme.quantized:
         return launches_of(path, problem, tiles)
     x_TH = torch.empty(problem.tokens, problem.hidden, dtype=problem.dtype, device=META)
-    workspace = Workspace(quantise_specs("x", scheme, *x_TH.shape), META)
-    out = take_quantised(workspace, "x", scheme, tuple(x_TH.shape))
+    workspace = Workspace(quantize_specs("x", scheme, *x_TH.shape), META)
+    out = take_quantized(workspace, "x", scheme, tuple(x_TH.shape))
     with record_compiles("sm_90") as records:
-        quantise_rows(x_TH, scheme, out=out)
+        quantize_rows(x_TH, scheme, out=out)
     return records + launches_of(path, problem, tiles, x_TH=out.q_RK, scale=out.scale)
 
 
@@ -66,14 +66,14 @@ def compiled(problem: Problem, tiles: MoEConfig) -> list[CompileRecord]:
 )
 def test_every_launch_is_clean(change: dict[str, object]) -> None:
     problem = replace(BASE, **change)
-    quantised = problem.scheme.quantised
+    quantized = problem.scheme.quantized
     records = compiled(problem, grouped_tma_config.default(problem))
     products = [r for r in records if r.kernel == "grouped_gemm_tma_kernel"]
     assert len(products) == 2
     for record in records:
         assert check(record) == ()
     for record in products:
-        assert check(record, "QGMMA" if quantised else "HGMMA") == ()
+        assert check(record, "QGMMA" if quantized else "HGMMA") == ()
     gathers = grouped_tma_config.gathers(problem)
     moved = [r for r in records if r.kernel == "permute_tokens_kernel"]
     assert len(moved) == (not gathers)

@@ -7,14 +7,14 @@ from modular_kernel.ops.route import RouterTensors, route
 from modular_kernel.routers import RouterSpec
 from modular_kernel.testing.compile.report import check, record_compiles
 
-DEEPSEEK = {"groups": 8, "topk_groups": 4, "selection_bias": True, "renormalise": True}
+DEEPSEEK = {"groups": 8, "topk_groups": 4, "selection_bias": True, "renormalize": True}
 FORMS = (
     (RouterSpec(2), 8),
-    (RouterSpec(8, renormalise=True, eps=1e-20, floor=1e-12), 128),
+    (RouterSpec(8, renormalize=True, eps=1e-20, floor=1e-12), 128),
     (RouterSpec(4, order="topk_first"), 32),
     (RouterSpec(8, "sigmoid", **DEEPSEEK), 256),
     (RouterSpec(6, groups=8, topk_groups=3, group_score="max"), 160),
-    (RouterSpec(6, "sqrtsoftplus", table=True, renormalise=True), 256),
+    (RouterSpec(6, "sqrtsoftplus", table=True, renormalize=True), 256),
     (RouterSpec(16, "sqrtsoftplus", selection_bias=True), 512),
     (RouterSpec(12, selection_bias=True, zero_experts=256), 512),
     (RouterSpec(16, "sigmoid", zero_experts=512), 512),

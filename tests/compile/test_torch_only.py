@@ -28,7 +28,7 @@ PAIRS = [(v.prepare_finalize, v.experts) for v in check_all(BASE, MACHINE) if v.
 SMOKE = [case for pair in PAIRS for case in cases_for(*pair, MACHINE, "smoke").cases]
 FULL = [case for pair in PAIRS for case in cases_for(*pair, MACHINE, "full").cases]
 # Of a pairing and a scheme the first two.
-QUANTISED = [
+QUANTIZED = [
     case
     for (*_, quant), cases in groupby(sorted(FULL, key=_kind), key=_kind)
     if quant != "none"
@@ -38,7 +38,7 @@ QUANTISED = [
 
 def test_no_kernel_is_interpreted() -> None:
     assert not MACHINE.interpreter
-    assert {case.problem.scheme.name for case in QUANTISED} == SCHEMES - {"none"}
+    assert {case.problem.scheme.name for case in QUANTIZED} == SCHEMES - {"none"}
     assert not use_triton(torch.ones(1))
     assert ("MoEPrepareAndFinalizeNoEP", "TorchExperts") in PAIRS
     assert ("BatchedPrepareAndFinalize", "NaiveBatchedExperts") in PAIRS
@@ -51,7 +51,7 @@ def test_smoke_cases(case: Case) -> None:
 
 
 @pytest.mark.share(6)
-@pytest.mark.parametrize("case", QUANTISED, ids=str)
+@pytest.mark.parametrize("case", QUANTIZED, ids=str)
 def test_every_scheme(case: Case) -> None:
     proof = prove(case, MACHINE)
     assert proof.passed, str(proof)
@@ -69,7 +69,7 @@ def test_full_cases(case: Case) -> None:
 @pytest.mark.parametrize("quant", sorted(SCHEMES))
 @pytest.mark.parametrize(("pf", "experts"), PAIRS, ids="+".join)
 def test_every_pair_is_skipped(pf: str, experts: str, quant: str, combine: Combine) -> None:
-    """Then there are no rows to quantise."""
+    """Then there are no rows to quantize."""
     problem = replace(BASE, quant=quant, combine=combine)
     x_TH, weights, routing = random_inputs(problem, torch.device("cpu"))
     nowhere = Routing(routing.topk_weights_TK, torch.full_like(routing.topk_ids_TK, -1))

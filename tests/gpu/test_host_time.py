@@ -147,7 +147,7 @@ def test_replays_equal_what_they_replay(pair: tuple[str, str], quant: str) -> No
 
 
 def _other_experts(w: torch.Tensor) -> torch.Tensor:
-    """Each expert with its neighbour's weights; by bytes, whatever their dtype."""
+    """Each expert with its neighbor's weights; by bytes, whatever their dtype."""
     return w.view(torch.uint8).roll(1, 0).view(w.dtype)
 
 

@@ -14,7 +14,7 @@ from experts.triton.configs.select import override_config, this_store
 from experts.triton.grouped_tma import config as grouped_tma_config
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.lists import BASE, axes
-from modular_kernel.testing.cases.quantised import quantised
+from modular_kernel.testing.cases.quantized import quantized
 from modular_kernel.types import Machine, Problem
 
 SMALL = replace(BASE, dtype=torch.bfloat16, hidden=144, intermediate=208)
@@ -23,10 +23,10 @@ LARGE = replace(SMALL, tokens=391, hidden=320, intermediate=400)
 
 
 def variants() -> list[tuple[Problem, str]]:
-    """Every axis in bf16; each quantised case of the harness. Not every axis times every scheme:
+    """Every axis in bf16; each quantized case of the harness. Not every axis times every scheme:
     a rounding step of few values is too large for the harness's bounds, whoever computes."""
     blocks = replace(LARGE, intermediate=448)
-    found = [*axes(SMALL), *axes(LARGE), *quantised(BASE)]
+    found = [*axes(SMALL), *axes(LARGE), *quantized(BASE)]
     for routing in ("uniform", "zipf", "skips", "out_of_range", "empty_experts"):
         found += [
             (replace(blocks, quant="fp8_w8a8_block"), routing),

@@ -16,12 +16,12 @@ from experts.triton.launch_config import Device, LaunchConfig
 from experts.triton.operands import first_product, second_product
 from modular_kernel.composer import random_inputs
 from modular_kernel.ops.activation import gated_activation_ref
-from modular_kernel.ops.quantise import dequantise_rows, quantised
+from modular_kernel.ops.quantize import dequantize_rows, quantized
 from modular_kernel.ops.sort import Sorted
-from modular_kernel.quant import dequantise
+from modular_kernel.quant import dequantize
 from modular_kernel.types import Problem
 
-# Rows of the experts: none, one, a tile's half and its neighbours, whole tiles, and more.
+# Rows of the experts: none, one, a tile's half and its neighbors, whole tiles, and more.
 ROWS = (0, 1, 63, 64, 65, 128, 0, 129, 300)
 HERE = Device("sm_90", tma=True)
 
@@ -94,8 +94,8 @@ def test_gathered_rows_give_the_same_bits(change: dict[str, object], stages: int
     values = wide[:, 32 : 32 + problem.hidden]
     values.normal_(generator=generator)
     x, scale = values, None
-    if problem.scheme.quantised:
-        x, scale = quantised(values.float(), problem.scheme)
+    if problem.scheme.quantized:
+        x, scale = quantized(values.float(), problem.scheme)
     tokens = torch.randint(0, 40, (sum(ROWS),), device="cuda", generator=generator)
     moved = Rows(x[tokens].contiguous(), None if scale is None else scale[tokens].contiguous())
     # Behind the last row tokens are anything.
@@ -123,16 +123,16 @@ def test_rows_are_those_of_float64(case: tuple[str, str, int, int, bool], which:
     values = torch.randn(sum(ROWS) + 2, depth, device="cuda", generator=generator)
     values = values.to(torch.bfloat16)
     a, scale, exact = values, None, values.double()
-    if problem.scheme.quantised:
-        a, scale = quantised(values.float(), problem.scheme)
-        exact = dequantise_rows(a, scale, problem.scheme).double()
+    if problem.scheme.quantized:
+        a, scale = quantized(values.float(), problem.scheme)
+        exact = dequantize_rows(a, scale, problem.scheme).double()
     out = torch.full((len(values), product.columns), float("nan"), device="cuda").bfloat16()
     pair = grouped_tma_config.default(problem)
     tile: LaunchConfig = pair.gemm1 if which == 1 else pair.gemm2
     GroupedTmaPath(problem).multiply(Rows(a, scale), product, tile, sorted_rows(ROWS), out)
     w, b = product.w, product.bias
     if product.scale is not None:
-        w = dequantise(w, product.scale, None, problem.scheme)
+        w = dequantize(w, product.scale, None, problem.scheme)
     start = 0
     for expert, count in enumerate(ROWS):
         if not count:
@@ -146,7 +146,7 @@ def test_rows_are_those_of_float64(case: tuple[str, str, int, int, bool], which:
             want = gated_activation_ref(want, problem.act).double()
             spread = spread.max() * want.abs().clamp(min=1.0)
         # One rounding to bf16, and sums whose every addition may lose 2^-13 (fp8) or 2^-22.
-        loose = 2.0**-11 if problem.scheme.quantised else 2.0**-18
+        loose = 2.0**-11 if problem.scheme.quantized else 2.0**-18
         bound = want.abs() * 2.0**-8 + spread * loose + 1e-6
         assert bool(((out[rows].double() - want).abs() <= bound).all()), expert
         start += count

@@ -17,7 +17,7 @@ from experts.triton.gemv_tma import config as gemv_tma_config
 from experts.triton.launch_config import LaunchConfig, MoEConfig
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.lists import BASE, axes
-from modular_kernel.testing.cases.quantised import quantised
+from modular_kernel.testing.cases.quantized import quantized
 from modular_kernel.types import Machine, Problem
 
 SMALL = replace(BASE, dtype=torch.bfloat16, hidden=144, intermediate=224)
@@ -28,8 +28,8 @@ ROUTINGS = ("uniform", "zipf", "skips", "out_of_range", "empty_experts")
 
 
 def variants() -> list[tuple[Problem, str]]:
-    """Every axis and each quantised case of the harness, and few tokens of many experts."""
-    found = [*quantised(BASE)]
+    """Every axis and each quantized case of the harness, and few tokens of many experts."""
+    found = [*quantized(BASE)]
     for quant in QUANTS:
         found += [(replace(p, quant=quant), routing) for p, routing in axes(LARGE)]
         for base in (SMALL, LARGE):

@@ -43,7 +43,7 @@ def saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def hard_values(dtype: torch.dtype) -> torch.Tensor:
-    """8192 float32: all magnitudes, ties of `dtype` and their neighbours, overflow, inf, NaN."""
+    """8192 float32: all magnitudes, ties of `dtype` and their neighbors, overflow, inf, NaN."""
     exact = random_bits(1024, dtype, seed=1).float()
     step = (exact.abs() * torch.finfo(dtype).eps / 2).nan_to_num(0, 0, 0)
     ties = torch.cat([exact + step, exact - step])
@@ -147,7 +147,7 @@ ELEMENTWISE = {
     "add": operator.add,
     "sub": operator.sub,
     "mul": operator.mul,
-    # In float64, as the conversion quiets NaN: fmin on a CPU returns a signalling one, a GPU none.
+    # In float64, as the conversion quiets NaN: fmin on a CPU returns a signaling one, a GPU none.
     "min": lambda x, y: torch.fmin(x.double(), y.double()).to(x.dtype),
     "max": lambda x, y: torch.fmax(x.double(), y.double()).to(x.dtype),
     "where": lambda x, y: torch.where(x < y, x, y * 2.5),

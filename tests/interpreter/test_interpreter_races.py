@@ -50,19 +50,19 @@ def test_two_that_write_one_place():
 
 
 @triton.jit
-def neighbour_kernel(y_ptr, step):
+def neighbor_kernel(y_ptr, step):
     at = tl.program_id(0) + 1
     tl.store(y_ptr + at, tl.load(y_ptr + at + step))
 
 
 def test_one_that_reads_what_another_writes():
     y = zeros()
-    before = "neighbour_kernel: a program reads what another one writes, in y_ptr"
-    after = "neighbour_kernel: a program writes what another one reads, in y_ptr"
-    assert races(neighbour_kernel, y, -1) == [before]
-    assert races(neighbour_kernel, y, 1) == [after]
-    assert races(neighbour_kernel, y, 0) == []
-    assert races(neighbour_kernel, y, 4) == []
+    before = "neighbor_kernel: a program reads what another one writes, in y_ptr"
+    after = "neighbor_kernel: a program writes what another one reads, in y_ptr"
+    assert races(neighbor_kernel, y, -1) == [before]
+    assert races(neighbor_kernel, y, 1) == [after]
+    assert races(neighbor_kernel, y, 0) == []
+    assert races(neighbor_kernel, y, 4) == []
 
 
 @triton.jit

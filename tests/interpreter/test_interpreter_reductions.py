@@ -117,7 +117,7 @@ def rearrange_kernel(x_ptr, index_ptr, y_ptr, BLOCK: tl.constexpr):
     offs = tl.arange(0, BLOCK)
     x = tl.gather(tl.load(x_ptr + offs), tl.load(index_ptr + offs), axis=0)
     low, high = tl.split(tl.reshape(x, (BLOCK // 2, 2)))
-    both = tl.join(high, low)  # swaps neighbours
+    both = tl.join(high, low)  # swaps neighbors
     tl.store(y_ptr + offs, tl.reshape(tl.trans(tl.trans(both)), (BLOCK,)))
 
 

@@ -24,7 +24,7 @@ from experts.triton.path import Path, PathCall
 from modular_kernel.composer import random_inputs
 from modular_kernel.interpreter.access_log import watch
 from modular_kernel.interpreter.races import Access
-from modular_kernel.ops.quantise import quantise_rows, quantise_specs, take_quantised
+from modular_kernel.ops.quantize import quantize_rows, quantize_specs, take_quantized
 from modular_kernel.tensors import ContiguousShape, ContiguousTokens, DispatchedRouting
 from modular_kernel.types import Combine, IdSpace, Machine, Problem
 from modular_kernel.workspace import BufferSpec, Workspace, workspace_bytes
@@ -77,13 +77,13 @@ def follow(kind: Any, problem: Problem, monkeypatch: pytest.MonkeyPatch) -> Foll
     assert tiles.path == name
     x_TH, weights, routing = random_inputs(problem, CPU)
     scale = None
-    if problem.scheme.quantises_activations:
-        given = Workspace(quantise_specs("x", problem.scheme, *x_TH.shape), CPU)
-        quantised = take_quantised(
+    if problem.scheme.quantizes_activations:
+        given = Workspace(quantize_specs("x", problem.scheme, *x_TH.shape), CPU)
+        quantized = take_quantized(
             given, "x", problem.scheme, tuple(x_TH.shape), static_scale=weights.a1_scale
         )
-        quantise_rows(x_TH, problem.scheme, out=quantised)
-        x_TH, scale = quantised.q_RK, quantised.scale
+        quantize_rows(x_TH, problem.scheme, out=quantized)
+        x_TH, scale = quantized.q_RK, quantized.scale
     specs = path.specs(problem.tokens, tiles.gemm1.block_m)
     workspace = Workspace({n: replace(s, over=()) for n, s in specs.items()}, CPU)
     spans = {n: workspace.take(n, s.shape).data_ptr() for n, s in specs.items()}

@@ -142,7 +142,7 @@ MXFP4 = {"quant_method": "mxfp4"}
 
 
 def _torchao_mx(dtype: torch.dtype, mode: str, weight: torch.Tensor, g: torch.Generator) -> Packed:
-    """Pack by torchao; transformers' reader of gpt-oss's files is a second dequantiser."""
+    """Pack by torchao; transformers' reader of gpt-oss's files is a second dequantizer."""
     module = loaded("torchao.prototype.mx_formats.mx_tensor")
     given = weight.to(dtype)
     made = module.MXTensor.to_mx(

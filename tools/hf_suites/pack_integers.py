@@ -77,7 +77,7 @@ def _gptq_config(options: Any, **more: Any) -> dict[str, Any]:
 
 
 def _auto_gptq(which: str, options: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
-    """Pack by AutoGPTQ, in float16; its forward of a unit matrix is its dequantiser."""
+    """Pack by AutoGPTQ, in float16; its forward of a unit matrix is its dequantizer."""
     drawn = draw(weight, g, dtype=torch.float16, **options)
     rows, depth = weight.shape
     cls = loaded(f"auto_gptq.nn_modules.qlinear.{which}").QuantLinear
@@ -122,7 +122,7 @@ def _gptqmodel(version: int, options: Any, weight: torch.Tensor, g: torch.Genera
 
 
 def _auto_round(which: str, options: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
-    """Pack by AutoRound; its forward of a unit matrix is its dequantiser."""
+    """Pack by AutoRound; its forward of a unit matrix is its dequantizer."""
     drawn = draw(weight, g, dtype=torch.float16, **options)
     rows, depth = weight.shape
     cls = loaded(f"auto_round_extension.torch.{which}").QuantLinear

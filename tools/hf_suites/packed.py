@@ -1,4 +1,4 @@
-"""What a real packer made of matrices, imported by us and compared with its own dequantiser.
+"""What a real packer made of matrices, imported by us and compared with its own dequantizer.
 
 The truth is float64: of what the packer was given where it only packs, else of the codes it wrote.
 """
@@ -21,7 +21,7 @@ from hf_suites.outcomes import Case, Outcome, reason
 from modular_kernel.errors import IncompatibleError, InputError
 from modular_kernel.importers import Matrix, format_of, merge
 from modular_kernel.importers.formats import Format
-from modular_kernel.quant import dequantise
+from modular_kernel.quant import dequantize
 
 Tensors = dict[str, torch.Tensor]
 EXPERTS, TOP_K = 2, 2
@@ -37,7 +37,7 @@ NEAR = 0.35
 class Packed:
     """One matrix of a packer. tensors: by their names in files. truth: (N, K) float64.
 
-    theirs: what their dequantiser makes of the tensors. given: what they packed. rounds: dividing
+    theirs: what their dequantizer makes of the tensors. given: what they packed. rounds: dividing
     by a stored number, ours may differ from the truth in the last bit of float32.
     """
 
@@ -122,7 +122,7 @@ def values(format: Format, matrix: Matrix) -> torch.Tensor:
     """Return float32 (N, K) of a matrix as a layer holds it, its columns where they were."""
     assert matrix.scale is not None
     zero = None if matrix.zero_point is None else matrix.zero_point[None]
-    found = dequantise(matrix.w[None], matrix.scale[None], zero, format.scheme)[0]
+    found = dequantize(matrix.w[None], matrix.scale[None], zero, format.scheme)[0]
     if matrix.global_scale is not None:
         found = found * matrix.global_scale.float()
     return found if matrix.order is None else found[:, matrix.order.long().argsort()]
@@ -138,7 +138,7 @@ def _same_matrix(format: Format, packed: Packed) -> tuple[Outcome, str]:
     theirs = packed.theirs
     off = ~_close(theirs, packed.truth, 2 * torch.finfo(theirs.dtype).eps)
     if bool(off.any()):
-        return Outcome.THEIRS, f"its dequantiser is off in some values ({theirs.dtype})"
+        return Outcome.THEIRS, f"its dequantizer is off in some values ({theirs.dtype})"
     distance = float((packed.truth - packed.given).norm() / packed.given.double().norm())
     if not distance < NEAR:
         return Outcome.THEIRS, "what it packed is not what it was given"
@@ -173,7 +173,7 @@ def _same_layer(
         ours = kernel(x, held.weights, routing)
     want = _layer([packed.truth for packed in matrices], x.double(), routing)
     error = float((ours.double() - want).norm() / want.norm())
-    rounded = held.format.scheme.quantises_activations
+    rounded = held.format.scheme.quantizes_activations
     bound = ROUNDED_BOUND if rounded else LAYER_BOUND
     return (Outcome.AGREE, "") if error <= bound else (Outcome.OURS, f"layer's error {error:.2e}")
 

@@ -110,7 +110,7 @@ class _Cutlass:
             activation = "gelu_tanh"
         layer = Layer(p["batch_size"], p["hidden_size"], p["intermediate_size"],
                       p["num_experts"], p["top_k"], self._dtype, self._quant, activation,
-                      renormalise=True, multiple=32, scale=_scale(p),
+                      renormalize=True, multiple=32, scale=_scale(p),
                       representable="wtype" in p)  # fmt: skip
         reference = partial(_experts, self._source, options)
         check = self._checks.setdefault(str(options), LayerCheck(reference, self._tolerance))
@@ -175,7 +175,7 @@ def _plain(given: Given, name: str) -> torch.Tensor:
 def _shared(source: Source, p: Any) -> Ending:
     layer = Layer(p["batch_size"], p["hidden_size"], p["intermediate_size"], p["num_experts"],
                   p["top_k"], torch.float16, activation="silu", ep_size=2,
-                  renormalise=True, scale=(0.2, 0.2, 0.2))  # fmt: skip
+                  renormalize=True, scale=(0.2, 0.2, 0.2))  # fmt: skip
 
     def reference(layer: Layer, given: Given) -> torch.Tensor:
         assert given.weights.expert_map is not None
@@ -206,7 +206,7 @@ def _mono_reference(source: Source) -> Callable[[Layer, Given], torch.Tensor]:
 
 def _mono(check: LayerCheck, p: Any) -> Ending:
     return check(Layer(p["m"], 2048, 512, 256, p["top_k"], quant="fp8_w8a8_block:block=128x128",
-                       renormalise=True, multiple=128, scale=(1.0, 0.1, 0.1)))  # fmt: skip
+                       renormalize=True, multiple=128, scale=(1.0, 0.1, 0.1)))  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------- routers
@@ -236,8 +236,8 @@ def _routers(root: Path) -> list[Suite]:
 
 _METHODS = {
     "Default": {}, "Renormalize": {"order": "topk_first"},
-    "RenormalizeNaive": {"renormalise": True},
-    "SigmoidRenorm": {"score": "sigmoid", "renormalise": True}, "Sigmoid": {"score": "sigmoid"},
+    "RenormalizeNaive": {"renormalize": True},
+    "SigmoidRenorm": {"score": "sigmoid", "renormalize": True}, "Sigmoid": {"score": "sigmoid"},
 }  # fmt: skip
 
 
@@ -270,14 +270,14 @@ def _deepseek(noaux: Any, p: Any) -> Ending:
     if p["num_experts"] > 256 and p["logits_dtype"] is torch.bfloat16:
         raise SkippedError("logits of bfloat16 for more than 256 experts")
     spec = spec_of(p["top_k"], score="sigmoid", groups=p["n_group"], topk_groups=p["topk_group"],
-                   selection_bias=True, renormalise=True, eps=1e-20)  # fmt: skip
+                   selection_bias=True, renormalize=True, eps=1e-20)  # fmt: skip
     case = Router(spec, p["num_experts"], p["num_tokens"], p["logits_dtype"], p["bias_dtype"], 2.5,
                   1e-2, 2e-2)  # fmt: skip
     return check_router(case, _noaux(noaux, p["n_group"], p["topk_group"], p["top_k"], 2.5))
 
 
 def _minimax(reference: Any, p: Any) -> Ending:
-    spec = spec_of(p["top_k"], score="sigmoid", selection_bias=True, renormalise=True, eps=1e-20)
+    spec = spec_of(p["top_k"], score="sigmoid", selection_bias=True, renormalize=True, eps=1e-20)
     case = Router(spec, p["num_experts"], p["num_tokens"], p["logits_dtype"], torch.bfloat16,
                   atol=1e-2, rtol=2e-2)  # fmt: skip
 
@@ -297,7 +297,7 @@ def _dsv3(noaux: Any, p: Any) -> Ending:
     if groups > 1 and (size > 32 or size * best > 128):
         raise SkippedError("limits of their kernel")
     spec = spec_of(top_k, score="sigmoid", groups=groups, topk_groups=best, selection_bias=True,
-                   renormalise=True, eps=1e-20)  # fmt: skip
+                   renormalize=True, eps=1e-20)  # fmt: skip
     tolerance = {torch.bfloat16: 0.1, torch.float16: 0.05, torch.float32: 0.01}[p["data_type"]]
     case = Router(spec, experts, p["num_tokens"], p["data_type"], p["bias_type"], 1.0, tolerance,
                   tolerance)  # fmt: skip
@@ -314,7 +314,7 @@ def _hashed(reference: Any, p: Any) -> Ending:
     table = torch.rand(1024, experts, generator=g).topk(top_k)[1].int()
     other = theirs(reference, logits, words, table, 0, 1.0)
     assert isinstance(other, tuple)
-    spec = spec_of(top_k, score="sqrtsoftplus", table=True, renormalise=True)
+    spec = spec_of(top_k, score="sqrtsoftplus", table=True, renormalize=True)
     few = slice(0, 8)
     found = route(logits[few], spec, RouterTensors(None, table), token_ids_T=words[few]).routing
     score = torch.log1p(torch.exp(logits.double())).sqrt().gather(1, table[words].long())

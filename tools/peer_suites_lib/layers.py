@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from modular_kernel.catalog import make_kernel
-from modular_kernel.quant import LARGEST, STORAGE, quantise_weights, weight_specs
+from modular_kernel.quant import LARGEST, STORAGE, quantize_weights, weight_specs
 from modular_kernel.reference import oracle, recipe
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import Problem
@@ -65,7 +65,7 @@ class Layer:
     bias: bool = False
     ep_size: int = 1
     on_input: bool = False
-    renormalise: bool = False
+    renormalize: bool = False
     padded: bool = False
     stored: str = "rounded"
     multiple: int = 1
@@ -144,9 +144,9 @@ def make(layer: Layer, stored: Weights | None = None) -> Given:
     elif layer.stored == "codes":
         weights = _codes(problem, weights, g)
     elif layer.quant != "none":
-        weights = quantise_weights(weights, problem)
+        weights = quantize_weights(weights, problem)
     share, ids = score.float().softmax(-1).topk(layer.top_k)
-    if layer.renormalise:
+    if layer.renormalize:
         share = share / share.sum(-1, keepdim=True)
     return Given(problem, x, weights, Routing(share, ids.int()), score)
 

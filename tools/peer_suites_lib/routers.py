@@ -131,7 +131,7 @@ class Exact:
         score = self.scores[rows].gather(1, ids)
         if self.spec.order == "topk_first":
             score = self._score(self.logits[rows].gather(1, ids))
-        if self.spec.renormalise:
+        if self.spec.renormalize:
             score = score / score.sum(1, keepdim=True)
         score = score * scaling
         error = (weights.double() - score).abs()

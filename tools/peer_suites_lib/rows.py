@@ -1,4 +1,4 @@
-"""Quantisers, activations and alignment of ours against theirs."""
+"""Quantizers, activations and alignment of ours against theirs."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import torch
 
 from modular_kernel.ops.activation import gated_activation, gated_activation_ref
 from modular_kernel.ops.align import moe_align_block_size
-from modular_kernel.ops.quantise import Quantised, dequantise_rows, quantise_rows, quantised
+from modular_kernel.ops.quantize import Quantized, dequantize_rows, quantize_rows, quantized
 from modular_kernel.quant import LARGEST, MIN_SCALE
 from modular_kernel.reference import activation as exact_activation
 from modular_kernel.schemes import QuantScheme
@@ -17,7 +17,7 @@ ROWS, COLUMNS, KERNEL_ROWS = 64, 2048, 2
 ALIGNED_TOKENS = 256
 # One rounding to the type, which is all that an activation does.
 _ROUNDING = {torch.float32: 1e-6, torch.float16: 6e-4, torch.bfloat16: 2.5e-3}
-Quantiser = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Quantizer = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def shrink_rows(rows: int, columns: int, multiple: int = 1) -> tuple[int, int, str]:
@@ -33,8 +33,8 @@ def numbers(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(rows, columns, generator=g).to(dtype)
 
 
-def check_quantiser(
-    x: torch.Tensor, quant: str, reference: Quantiser, shrunk: str, rtol: float = 1e-5
+def check_quantizer(
+    x: torch.Tensor, quant: str, reference: Quantizer, shrunk: str, rtol: float = 1e-5
 ) -> Ending:
     """Compare what rows become, as numbers: theirs, the twin's and, of a few rows, the kernel's.
 
@@ -42,24 +42,24 @@ def check_quantiser(
     """
     scheme = QuantScheme.parse(quant)
     endings = {}
-    for name, part in (("quantiser's twin", x), ("quantiser's kernel", x[:KERNEL_ROWS])):
+    for name, part in (("quantizer's twin", x), ("quantizer's kernel", x[:KERNEL_ROWS])):
         other = theirs(reference, part.clone())
         assert isinstance(other, tuple)
         if name.endswith("twin"):
-            q, scale = quantised(part.float(), scheme)
+            q, scale = quantized(part.float(), scheme)
         else:
             out = _room(part, scheme)
-            quantise_rows(part, scheme, out=out)
+            quantize_rows(part, scheme, out=out)
             q, scale = out.q_RK, out.scale
         endings[name] = _codes(part, (q, scale), other, scheme, rtol)
     return worst(endings, shrunk, (x.shape, x.dtype, quant))
 
 
-def _room(x: torch.Tensor, scheme: QuantScheme) -> Quantised:
-    q, scale = quantised(x.float(), scheme)
+def _room(x: torch.Tensor, scheme: QuantScheme) -> Quantized:
+    q, scale = quantized(x.float(), scheme)
     whole = scheme.activation_granularity == "tensor"
     partials = torch.zeros(1024) if whole else None
-    return Quantised(torch.empty_like(q), torch.empty_like(scale), partials)
+    return Quantized(torch.empty_like(q), torch.empty_like(scale), partials)
 
 
 def _codes(
@@ -77,13 +77,13 @@ def _codes(
     step = torch.ones(()) if q.dtype is torch.int8 else (codes.abs() / 8).clamp(min=2.0**-9)
     apart = (codes - their_codes).abs()
     close = bool((apart <= step * 1.01).all())
-    worst_step = _error(dequantise_rows(q, scale, scheme), exact, scale, q.dtype)
+    worst_step = _error(dequantize_rows(q, scale, scheme), exact, scale, q.dtype)
     if not worst_step <= 0.501:
         return Ending(OURS, f"{worst_step:.3f} steps from the value")
     wanted = _scale(exact, scale.shape, scheme)
     if not bool(((scale - wanted).abs() <= 1e-5 * wanted).all()):  # its steps are other ones
         return Ending(OURS, "another scale than the largest value's")
-    their_numbers = dequantise_rows(their_q.view_as(q), their_scale, scheme)
+    their_numbers = dequantize_rows(their_q.view_as(q), their_scale, scheme)
     their_step = _error(their_numbers, exact, their_scale, q.dtype)
     if near and close:
         one_apart = "ties" if their_step < 0.501 else "truncation of theirs"

@@ -1,4 +1,4 @@
-"""SGLang's grids and torch references: layers, routers, quantisers, activations, alignment."""
+"""SGLang's grids and torch references: layers, routers, quantizers, activations, alignment."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,7 +13,7 @@ from peer_suites_lib.checkout import Params, Source
 from peer_suites_lib.endings import Ending, MissingError, Suite, Tolerance
 from peer_suites_lib.layers import Given, Layer, LayerCheck
 from peer_suites_lib.routers import Router, check_router, spec_of
-from peer_suites_lib.rows import check_activation, check_quantiser, numbers, shrink_rows
+from peer_suites_lib.rows import check_activation, check_quantizer, numbers, shrink_rows
 
 _FP8 = torch.float8_e4m3fn
 
@@ -67,7 +67,7 @@ def _layers(root: Path) -> list[Suite]:
     )
 
     def int8_by_row(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantise as their kernel of that name, which needs a GPU: to the nearest."""
+        """Quantize as their kernel of that name, which needs a GPU: to the nearest."""
         scale = x.float().abs().amax(1, keepdim=True).clamp(min=1e-10) / 127
         return (x.float() / scale).round().to(torch.int8), scale
 
@@ -148,12 +148,12 @@ def _cpu(root: Path, utils: Source) -> list[Suite]:
     tolerance = Tolerance(1e-2, 1e-2)
     check = LayerCheck(
         lambda layer, given: naive(given.x, given.weights.w1, given.weights.w2, given.score,
-                                   layer.top_k, layer.renormalise),
+                                   layer.top_k, layer.renormalize),
         tolerance,
     )  # fmt: skip
 
     def case(p: Any) -> Ending:
-        return check(Layer(p["M"], p["K"], p["N"], p["E"], p["topk"], renormalise=p["renormalize"]))
+        return check(Layer(p["M"], p["K"], p["N"], p["E"], p["topk"], renormalize=p["renormalize"]))
 
     names = ("M", "N", "K", "E", "topk", "renormalize")
     return [_suite(source, "TestFusedExperts", case, *names)]
@@ -179,7 +179,7 @@ def _naive(root: Path, nothing: dict[str, Any]) -> Suite:
 
     def case(p: Any) -> Ending:
         if p["fp8_modes"]:
-            raise MissingError("fp8 tensors whose activations are not quantised but scaled")
+            raise MissingError("fp8 tensors whose activations are not quantized but scaled")
         # Numbers of 0.01, as theirs: the norm of the error counts, their tolerance hides it.
         layer = Layer(p["m_values"], p["k_values"], p["n_values"], p["NUM_EXPERTS"], p["TOP_KS"],
                       p["dtypes"], scale=(0.1, 0.1, 0.1))  # fmt: skip
@@ -209,12 +209,12 @@ def _routers(root: Path) -> list[Suite]:
         _suite(softmax, "test_topkfast_softmax", plain),
         _suite(softmax, "test_topk_softmax", plain),
         _suite(softmax, "test_topk_softmax_dtype_regression", plain),
-        _suite(softmax, "test_topk_softmax_renormalize", partial(plain, renormalise=True)),
+        _suite(softmax, "test_topk_softmax_renormalize", partial(plain, renormalize=True)),
         _suite(sigmoid, "test_topk_sigmoid", logistic),
         _suite(sigmoid, "test_topk_sigmoid_dtype_regression", logistic),
-        _suite(sigmoid, "test_topk_sigmoid_renormalize", partial(logistic, renormalise=True)),
+        _suite(sigmoid, "test_topk_sigmoid_renormalize", partial(logistic, renormalize=True)),
         _suite(sigmoid, "test_topk_sigmoid_renormalize_correction_bias",
-               partial(logistic, renormalise=True, bias=True)),
+               partial(logistic, renormalize=True, bias=True)),
         _suite(gate, "test_moe_fused_gate_combined",
                partial(_gate, topk.space["biased_grouped_topk_impl"])),
         _suite(kimi, "test_kimi_k2_moe_fused_gate",
@@ -223,12 +223,12 @@ def _routers(root: Path) -> list[Suite]:
 
 
 def _plain(
-    native: Any, score: str, p: Any, *, renormalise: bool = False, bias: bool = False
+    native: Any, score: str, p: Any, *, renormalize: bool = False, bias: bool = False
 ) -> Ending:
-    spec = spec_of(p["topk"], score=score, renormalise=renormalise, selection_bias=bias)
+    spec = spec_of(p["topk"], score=score, renormalize=renormalize, selection_bias=bias)
     case = Router(spec, p["num_experts"], p["num_tokens"], p.get("dtype", torch.float32),
                   atol=1e-3, rtol=1e-3)  # fmt: skip
-    return check_router(case, lambda x, b: native(x, x, p["topk"], renormalise, b, score))
+    return check_router(case, lambda x, b: native(x, x, p["topk"], renormalize, b, score))
 
 
 def _gate(reference: Any, p: Any) -> Ending:
@@ -237,7 +237,7 @@ def _gate(reference: Any, p: Any) -> Ending:
     experts, groups, best, top_k = p["params"]
     factor = 2.5 if p["apply_routed_scaling_factor_on_output"] else 1.0
     spec = spec_of(top_k, score="sigmoid", groups=groups, topk_groups=best, selection_bias=True,
-                   renormalise=True)  # fmt: skip
+                   renormalize=True)  # fmt: skip
     case = Router(spec, experts, p["seq_length"], scaling=factor, atol=1e-3)
     return check_router(
         case,
@@ -250,7 +250,7 @@ def _gate(reference: Any, p: Any) -> Ending:
 
 def _kimi(reference: Any, p: Any) -> Ending:
     on_output = p["apply_routed_scaling_factor_on_output"]
-    spec = spec_of(p["topk"], score="sigmoid", selection_bias=True, renormalise=True)
+    spec = spec_of(p["topk"], score="sigmoid", selection_bias=True, renormalize=True)
     case = Router(spec, 384, p["seq_length"], p["dtype"], scaling=2.872 if on_output else 1.0,
                   atol=1e-3)  # fmt: skip
     return check_router(
@@ -294,7 +294,7 @@ def _by_group(reference: Any, p: Any) -> Ending:
     rows, columns, done = shrink_rows(p["NUM_TOKENS"], p["D"], group)
     x = numbers(rows, columns, p["DTYPES"])
     quant = f"fp8_w8a8_block:block={group}x{group}"
-    return check_quantiser(x, quant, lambda part: reference(part, group), done)
+    return check_quantizer(x, quant, lambda part: reference(part, group), done)
 
 
 def _by_row(reference: Any, p: Any) -> Ending:
@@ -302,11 +302,11 @@ def _by_row(reference: Any, p: Any) -> Ending:
     rows, columns, done = shrink_rows(p["num_tokens"], p["hidden_dim"])
     x = numbers(rows, columns, torch.float16)
 
-    def quantise(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantize(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scale = part.float().abs().amax(1, keepdim=True) / 448
         return reference(part, scale), scale
 
-    return check_quantiser(x, "fp8_w8a8_channel", quantise, done)
+    return check_quantizer(x, "fp8_w8a8_channel", quantize, done)
 
 
 def _act(reference: Any, kind: str, p: Any) -> Ending:

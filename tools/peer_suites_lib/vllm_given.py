@@ -18,7 +18,7 @@ Pair = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class VllmReferences:
-    """References of whole layers, quantisers and activations, out of one checkout."""
+    """References of whole layers, quantizers and activations, out of one checkout."""
 
     def __init__(self, root: Path) -> None:
         platform = SimpleNamespace(
@@ -87,26 +87,26 @@ class VllmReferences:
         state = SimpleNamespace(alpha=alpha, beta=beta, swiglu_limit=limit, limit=limit)
         return lambda x: native(state, x)
 
-    # ---------------------------------------------------------------------------- quantisers
+    # ---------------------------------------------------------------------------- quantizers
 
     def fp8_rows(self, x: torch.Tensor) -> Any:
-        """Quantise by rows."""
+        """Quantize by rows."""
         return self._of("ref_dynamic_per_token_quant")(x, _FP8)
 
     def int8_rows(self, x: torch.Tensor) -> Any:
-        """Quantise by rows."""
+        """Quantize by rows."""
         return self._of("ref_dynamic_per_token_quant")(x, torch.int8)
 
     def fp8_whole(self, x: torch.Tensor) -> Any:
-        """Quantise with one scale."""
+        """Quantize with one scale."""
         return self._of("ref_dynamic_per_tensor_fp8_quant")(x)
 
     def fp8_groups(self, x: torch.Tensor, group: int) -> Any:
-        """Quantise by groups of columns."""
+        """Quantize by groups of columns."""
         return self._of("native_per_token_group_quant_fp8")(x.contiguous(), group)
 
     def int8_groups(self, x: torch.Tensor, group: int) -> Any:
-        """Quantise by groups of columns, by truncation as their kernel does."""
+        """Quantize by groups of columns, by truncation as their kernel does."""
         native = self._of("native_per_token_group_quant_int8")
         return native(x.contiguous(), group, round_to_nearest=False)
 
@@ -128,13 +128,13 @@ class VllmReferences:
     # -------------------------------------------------------------------------------- layers
 
     def torch_moe(self, layer: Layer, given: Given) -> torch.Tensor:
-        """Compute with weights that they dequantised."""
-        w1, w2 = self._dequantised[layer]
+        """Compute with weights that they dequantized."""
+        w1, w2 = self._dequantized[layer]
         return self._call(self._utils, "torch_moe", given.x, w1, w2, given.score, layer.top_k,
                           expert_map=given.weights.expert_map)  # fmt: skip
 
     def torch_experts(self, layer: Layer, given: Given) -> torch.Tensor:
-        """Compute with activations quantised as the layer says."""
+        """Compute with activations quantized as the layer says."""
         w, plain = given.weights, layer.quant == "none"
         scales = {}
         block = [128, 128] if "block" in layer.quant else None
@@ -187,13 +187,13 @@ class VllmReferences:
 
     # ------------------------------------------------------------- weights of 4 and 8 bits
 
-    _dequantised: dict[Layer, tuple[torch.Tensor, torch.Tensor]] = {}  # noqa: RUF012 (one layer)
+    _dequantized: dict[Layer, tuple[torch.Tensor, torch.Tensor]] = {}  # noqa: RUF012 (one layer)
 
     def store_groups(self, layer: Layer, weights: ExpertWeights) -> ExpertWeights:
-        """Store weights by their quantiser, packed as their test packs them for their kernel."""
+        """Store weights by their quantizer, packed as their test packs them for their kernel."""
         four, zeros = layer.quant.startswith("int4"), "zero_points" in layer.quant
         kind = _Integers(4 if four else 8, signed=not zeros)
-        quantise: Any = self._packing.space["quantize_weights"]
+        quantize: Any = self._packing.space["quantize_weights"]
         fields: dict[str, torch.Tensor] = {}
         plain = []
         for name in ("w1", "w2"):
@@ -203,8 +203,8 @@ class VllmReferences:
             def of_experts(values: torch.Tensor, e: int = e, rows: int = rows) -> torch.Tensor:
                 return values.T.reshape(e, rows, -1).contiguous()
 
-            # Columns are quantised apart, so all experts' at once.
-            w, q, s, z = quantise(numbers.flatten(0, 1).T, kind, layer.multiple, zeros, False)
+            # Columns are quantized apart, so all experts' at once.
+            w, q, s, z = quantize(numbers.flatten(0, 1).T, kind, layer.multiple, zeros, False)
             q = of_experts(q).to(torch.uint8)
             z = of_experts(z).to(torch.uint8) if zeros else q
             if four:
@@ -213,8 +213,8 @@ class VllmReferences:
             fields |= {name: q.contiguous(), f"{name}_scale": of_experts(s).to(layer.dtype)}
             if zeros:
                 fields[f"{name}_zero_point"] = z.contiguous()
-        self._dequantised.clear()
-        self._dequantised[layer] = plain[0], plain[1]
+        self._dequantized.clear()
+        self._dequantized[layer] = plain[0], plain[1]
         return replace(weights, **fields)
 
 
@@ -229,7 +229,7 @@ class _Layer:
 
 
 class _Integers:
-    """The facts of their ScalarType that their quantiser asks for."""
+    """The facts of their ScalarType that their quantizer asks for."""
 
     def __init__(self, bits: int, *, signed: bool) -> None:
         self._bits, self._biased = bits, signed

@@ -1,4 +1,4 @@
-"""vLLM's grids and torch references: layers, routers, quantisers, activations, alignment."""
+"""vLLM's grids and torch references: layers, routers, quantizers, activations, alignment."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,7 +17,7 @@ from peer_suites_lib.rows import (
     ALIGNED_TOKENS,
     check_activation,
     check_align,
-    check_quantiser,
+    check_quantizer,
     numbers,
     shrink_rows,
 )
@@ -127,14 +127,14 @@ def _groups(check: LayerCheck, p: Any) -> Ending:
 
 
 def _batched(check: LayerCheck, p: Any) -> Ending:
-    by_row, block, quantised = p["per_act_token_quant"], p["block_shape"], p["dtype"] is _FP8
-    if (by_row or block) and not quantised:
-        raise SkippedError("a block or a row of what is not quantised")
+    by_row, block, quantized = p["per_act_token_quant"], p["block_shape"], p["dtype"] is _FP8
+    if (by_row or block) and not quantized:
+        raise SkippedError("a block or a row of what is not quantized")
     if by_row and block:
         raise SkippedError("blocks and rows at once")
     quant = "fp8_w8a8_block:block=128x128" if block else "fp8_w8a8_channel"
     if not by_row and not block:
-        quant = "fp8_w8a8_tensor" if quantised else "none"
+        quant = "fp8_w8a8_tensor" if quantized else "none"
     return check(
         Layer(p["m"], p["k"], p["n"], p["e"], p["topk"], quant=quant, multiple=128 if block else 1)
     )
@@ -204,7 +204,7 @@ def _routers(root: Path) -> list[Suite]:
 
 
 def _topk(reference: Any, p: Any, *, bias: bool) -> Ending:
-    spec = spec_of(p["topk"], score=p["scoring_func"], renormalise=p["renormalize"],
+    spec = spec_of(p["topk"], score=p["scoring_func"], renormalize=p["renormalize"],
                    selection_bias=bias)  # fmt: skip
     case = Router(spec, p["num_experts"], p["num_tokens"], p["dtype"])
     return check_router(
@@ -217,7 +217,7 @@ def _grouped(reference: Any, p: Any) -> Ending:
     experts = p.get("n_expert", p.get("global_num_experts"))
     spec = spec_of(k, score=p["scoring_func"], groups=p["num_expert_group"],
                    topk_groups=p["topk_group"], selection_bias=True,
-                   renormalise=p["renormalize"])  # fmt: skip
+                   renormalize=p["renormalize"])  # fmt: skip
     case = Router(spec, experts, p.get("n_token", p.get("m")), p.get("input_dtype", torch.float32),
                   scaling=p["routed_scaling_factor"])  # fmt: skip
     return check_router(
@@ -229,7 +229,7 @@ def _grouped(reference: Any, p: Any) -> Ending:
 
 def _single(reference: Any, p: Any) -> Ending:
     spec = spec_of(p["topk"], score=p["scoring_func"], selection_bias=True,
-                   renormalise=p["renormalize"])  # fmt: skip
+                   renormalize=p["renormalize"])  # fmt: skip
     case = Router(spec, p["num_experts"], 33, p["input_dtype"], p["bias_dtype"],
                   p["routed_scaling_factor"])  # fmt: skip
     return check_router(
@@ -241,13 +241,13 @@ def _single(reference: Any, p: Any) -> Ending:
 
 
 def _baseline(reference: Any, p: Any) -> Ending:
-    case = Router(spec_of(p["top_k"], renormalise=p["renormalize"]), p["global_num_experts"],
+    case = Router(spec_of(p["top_k"], renormalize=p["renormalize"]), p["global_num_experts"],
                   p["m"], atol=1e-3, rtol=1e-3)  # fmt: skip
     return check_router(case, lambda x, _: reference(x, p["top_k"], p["renormalize"]))
 
 
 def _biased(reference: Any, p: Any) -> Ending:
-    spec = spec_of(p["top_k"], renormalise=p["renormalize"], selection_bias=True)
+    spec = spec_of(p["top_k"], renormalize=p["renormalize"], selection_bias=True)
     factor = p["routed_scaling_factor"]
     case = Router(spec, p["global_num_experts"], p["m"], scaling=factor, atol=1e-3, rtol=1e-3)
     return check_router(case, lambda x, b: reference(x, p["top_k"], p["renormalize"], b, factor))
@@ -261,7 +261,7 @@ def _llama4(reference: Any, p: Any) -> Ending:
 
 def _root(reference: Any, p: Any) -> Ending:
     spec = spec_of(p["topk"], score="sqrtsoftplus", selection_bias=True,
-                   renormalise=p["renormalize"])  # fmt: skip
+                   renormalize=p["renormalize"])  # fmt: skip
     factor = p["routed_scaling_factor"]
     case = Router(spec, p["num_experts"], p["num_tokens"], p["dtype"], scaling=factor, atol=2e-2)
     return check_router(case, lambda x, b: reference(x, p["topk"], p["renormalize"], factor, b))
@@ -284,11 +284,11 @@ def _rows(root: Path, references: VllmReferences) -> list[Suite]:
     of = references
     return [
         fp8.suite("test_dynamic_per_token_fp8_quant",
-                  partial(_quantiser, "fp8_w8a8_channel", of.fp8_rows), ("seed",)),
+                  partial(_quantizer, "fp8_w8a8_channel", of.fp8_rows), ("seed",)),
         fp8.suite("test_dynamic_per_tensor_fp8_quant",
-                  partial(_quantiser, "fp8_w8a8_tensor", of.fp8_whole), ("seed",)),
+                  partial(_quantizer, "fp8_w8a8_tensor", of.fp8_whole), ("seed",)),
         int8.suite("test_dynamic_scaled_int8_quant",
-                   partial(_quantiser, "int8_w8a8_channel", of.int8_rows), ("seed",)),
+                   partial(_quantizer, "int8_w8a8_channel", of.int8_rows), ("seed",)),
         group.suite("test_per_token_group_quant_fp8", partial(_by_group, "fp8", of.fp8_groups),
                     ("column_major", "tma_aligned")),
         group.suite("test_per_token_group_quant_int8", partial(_by_group, "int8", of.int8_groups)),
@@ -309,11 +309,11 @@ class _TorchWithOps:
         return getattr(torch, name)
 
 
-def _quantiser(quant: str, reference: Any, p: Any) -> Ending:
+def _quantizer(quant: str, reference: Any, p: Any) -> Ending:
     if p.get("do_scale_ub"):
         raise MissingError("an upper bound of computed activation scales")
     rows, columns, done = shrink_rows(p["num_tokens"], p["hidden_size"])
-    return check_quantiser(numbers(rows, columns, p["dtype"]) * 8, quant, reference, done)
+    return check_quantizer(numbers(rows, columns, p["dtype"]) * 8, quant, reference, done)
 
 
 def _by_group(kind: str, reference: Any, p: Any) -> Ending:
@@ -323,7 +323,7 @@ def _by_group(kind: str, reference: Any, p: Any) -> Ending:
     rows, columns, done = shrink_rows(rows, columns, group)
     x = numbers(rows, columns, p["dtype"]) * 8
     quant = f"{kind}_w8a8_block:block={group}x{group}"
-    return check_quantiser(x, quant, lambda part: reference(part, group), done)
+    return check_quantizer(x, quant, lambda part: reference(part, group), done)
 
 
 _GATED = {

@@ -1,4 +1,4 @@
-"""Rows of a range of experts, quantised by one scale an expert: moved there, or activated there."""
+"""Rows of a range of experts, quantized by one scale an expert: moved there, or activated there."""
 
 import triton
 import triton.language as tl

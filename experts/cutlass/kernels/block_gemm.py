@@ -1,7 +1,7 @@
 """Grouped fp8 product with a scale for each 128 by 128 block, for sm_90a: TMA, wgmma, clusters.
 
 Rows lie in the order of experts. A tile is 128 rows by 256 weight rows: two parts of 128, side by
-side, or gate rows and up rows. Two blocks of a cluster compute neighbouring tiles of the same rows:
+side, or gate rows and up rows. Two blocks of a cluster compute neighboring tiles of the same rows:
 each loads half of the rows' values and sends them to both. In a block one warp loads values by TMA
 into a ring of shared memory, another one scales; two warpgroups multiply 64 rows each.
 

@@ -167,7 +167,7 @@ def maximum(a, b):
 
 
 def divide(a, b):
-    """Round to nearest, as modular_kernel.ops.kernels.quantise does."""
+    """Round to nearest, as modular_kernel.ops.kernels.quantize does."""
     return assembled("div.rn.f32 {$w0}, {$r0}, {$r1};", F32, a, b)
 
 

@@ -72,7 +72,7 @@ _W8A8_BLOCK: ByBlock = {
         (128, 128, 8, 3, 8), (128, 128, 8, 3, 32),
     ),
 }  # fmt: skip
-# Weights that are dequantised on the way: they take registers, so that tall blocks are narrow.
+# Weights that are dequantized on the way: they take registers, so that tall blocks are narrow.
 _WEIGHT_ONLY: ByBlock = {
     16: (
         (64, 64, 4, 4), (64, 128, 4, 3), (64, 128, 4, 4), (32, 128, 4, 4), (128, 64, 4, 4),
@@ -111,9 +111,9 @@ def entries(problem: Problem) -> ByBlock:
     scheme = problem.scheme
     if problem.dtype is torch.float32:
         return {}
-    if scheme.quantises_activations:
+    if scheme.quantizes_activations:
         return _W8A8_BLOCK if scheme.granularity == "block" else _W8A8
     if scheme.packed:
         known = _MXFP4 if scheme.weight == "float4_e2m1" else _WEIGHT_ONLY
         return {block_m: rows for block_m, rows in known.items() if block_m > _SHORT}
-    return _WEIGHT_ONLY if scheme.quantised else _HALF
+    return _WEIGHT_ONLY if scheme.quantized else _HALF

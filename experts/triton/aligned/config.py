@@ -62,7 +62,7 @@ _W8A8_BLOCK: tuple[_Row, ...] = (
     (300, 64, (64, 128, 4, 4), (128, 128, 4, 3), 16),
     (None, 128, (64, 128, 8, 4), (128, 128, 8, 3), 16),
 )
-# Weights that are dequantised on the way need registers for it; e2m1's groups of 32 bound a step,
+# Weights that are dequantized on the way need registers for it; e2m1's groups of 32 bound a step,
 # so more of them are kept in flight.
 _W8A16: tuple[_Row, ...] = (
     (10, 16, (32, 128, 4, 4), (64, 128, 4, 4), 1),
@@ -93,14 +93,14 @@ def _table(problem: Problem) -> tuple[_Row, ...]:
     if not starts_on_16(problem):
         return _UNALIGNED
     scheme = problem.scheme
-    if scheme.quantises_activations:
+    if scheme.quantizes_activations:
         return {"block": _W8A8_BLOCK, "tensor": _W8A8_TENSOR}.get(scheme.granularity, _W8A8)
     if scheme.weight == "float4_e2m1":
         return _MXFP4
     if scheme.packed:
         even = all(gemm.depth % _W4A16_STEP == 0 for gemm in gemms(problem))
         return _W4A16 if even else _W4A16_UNEVEN
-    if scheme.quantised:
+    if scheme.quantized:
         return _W8A16
     return _HALF
 

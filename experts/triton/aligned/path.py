@@ -25,7 +25,7 @@ from modular_kernel.ops.align import Aligned, align, align_specs
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.launch.pdl import overlap
 from modular_kernel.ops.live_rows import PairRows
-from modular_kernel.ops.quantise import quantise_rows, quantise_specs, take_quantised
+from modular_kernel.ops.quantize import quantize_rows, quantize_specs, take_quantized
 from modular_kernel.ops.reduce import weight_and_sum
 from modular_kernel.roundings import Roundings
 from modular_kernel.tensors import ExpertWeights
@@ -89,15 +89,15 @@ class AlignedPath(Path):
             **align_specs(pairs, block_m, problem.e),
         }
         if self._sums:
-            # GEMM 2 reads GEMM 1's results unless they were quantised, into other memory.
-            over = ("workspace13",) if problem.scheme.quantises_activations else ()
+            # GEMM 2 reads GEMM 1's results unless they were quantized, into other memory.
+            over = ("workspace13",) if problem.scheme.quantizes_activations else ()
             specs["workspace2"] = BufferSpec((pairs, problem.hidden), problem.dtype, over)
-        if problem.scheme.quantises_activations:
-            specs |= quantise_specs("h", problem.scheme, pairs, problem.intermediate)
+        if problem.scheme.quantizes_activations:
+            specs |= quantize_specs("h", problem.scheme, pairs, problem.intermediate)
         return specs | adapter_specs(problem, pairs)
 
     def run(self, call: PathCall) -> None:
-        """Align, multiply, quantise, multiply, sum."""
+        """Align, multiply, quantize, multiply, sum."""
         self.write(self.rows(self.aligned(call), call), call)
 
     def aligned(self, call: PathCall) -> Aligned:
@@ -124,7 +124,7 @@ class AlignedPath(Path):
             rows = (call.tokens.x_TH, call.tokens.scale)
             self.multiply(rows, product, call.config.gemm1, aligned, h_PI, on_input, u13)
         u2 = None if adapters is None else adapters.of_w2(h_PI)
-        h_rows = self._quantised(h_PI, call)
+        h_rows = self._quantized(h_PI, call)
         rows_PH = call.output
         if self._sums:
             rows_PH = workspace.take("workspace2", (pairs, problem.hidden))
@@ -155,19 +155,19 @@ class AlignedPath(Path):
             return None
         return PairAdapters(call, self.problem, aligned, slots_T)
 
-    def _quantised(
+    def _quantized(
         self, h_PI: torch.Tensor, call: PathCall
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """GEMM 2's rows and their scales; h_PI itself where activations are not quantised."""
+        """GEMM 2's rows and their scales; h_PI itself where activations are not quantized."""
         scheme = self.problem.scheme
-        if not scheme.quantises_activations:
+        if not scheme.quantizes_activations:
             return h_PI, None
-        with stages.stage(stages.QUANTISE):
+        with stages.stage(stages.QUANTIZE):
             shape = (h_PI.shape[0], h_PI.shape[1])
             static = call.weights.a2_scale
-            out = take_quantised(call.workspace, "h", scheme, shape, static_scale=static)
+            out = take_quantized(call.workspace, "h", scheme, shape, static_scale=static)
             live = PairRows(call.tokens.routing, self.problem.e)
-            quantise_rows(h_PI, scheme, out=out, live=live)
+            quantize_rows(h_PI, scheme, out=out, live=live)
         return out.q_RK, out.scale
 
     def multiply(

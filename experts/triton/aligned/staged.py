@@ -70,7 +70,7 @@ class TritonRunnerOutput(RunnerOutput):
 
 @register_core(BACKEND)
 class TritonRunnerCore(MoeRunnerCore[NoState]):
-    """Both products with the activation and, where the scheme has it, quantisation between."""
+    """Both products with the activation and, where the scheme has it, quantization between."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)

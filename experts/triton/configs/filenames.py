@@ -86,7 +86,7 @@ class ConfigKey:
         """Return the name under which tiles for `problem` are kept; of prepared weights another."""
         scheme = problem.scheme
         dtype = "float32" if problem.dtype is torch.float32 else ""
-        if scheme.quantised:
+        if scheme.quantized:
             dtype = re.sub("_(tensor|channel|block|group)$", "", scheme.name)
         block = None
         if scheme.group:
@@ -97,7 +97,7 @@ class ConfigKey:
             device=device_key(device_name),
             dtype=dtype,
             block_shape=block,
-            per_channel=scheme.granularity == "channel" and scheme.quantises_activations,
+            per_channel=scheme.granularity == "channel" and scheme.quantizes_activations,
             prepared=prepared,
         )
 

@@ -48,13 +48,13 @@ def most_tokens(problem: Problem) -> int:
     Tokens read the weights of an expert they share once each, so that it pays while few do; the
     aligned path's products of 8 bits catch up sooner.
     """
-    most, share = (4, 4) if problem.scheme.quantised else (8, 2)
+    most, share = (4, 4) if problem.scheme.quantized else (8, 2)
     return min(most, max(1, problem.experts // (share * problem.top_k)))
 
 
 def default(problem: Problem, tokens: int = 1) -> MoEConfig:
     """Return the launches without a tuned file: the same for every number of tokens."""
-    narrow = problem.scheme.quantised
+    narrow = problem.scheme.quantized
     rows = next(row for most, row in (_BYTES if narrow else _HALF) if problem.intermediate <= most)
     first = (32 if narrow and problem.hidden > _WIDE else 16, 512, 8)
     if problem.scheme.activation_granularity == "group":

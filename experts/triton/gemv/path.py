@@ -2,7 +2,7 @@
 
 GEMM 1 has a program for each routed pair, GEMM 2 one for each token, which weights and sums its
 pairs itself. Both multiply without tensor cores: the weights of a few tokens are read once, and
-nothing else takes time. Activations are quantised where they are used.
+nothing else takes time. Activations are quantized where they are used.
 
 What a tile means here: see config.
 """
@@ -58,7 +58,7 @@ class GemvPath(Path):
     name = config.NAME
     refuses = False
     former_names = ("single",)
-    quantises_input = True
+    quantizes_input = True
 
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
@@ -170,14 +170,14 @@ class GemvPath(Path):
         return _adapter_arguments(shrunk, None if first else self.problem.top_k)
 
     def _first_stage(self, call: PathCall) -> str:
-        """Name what GEMM 1's launch does: x that comes unquantised is quantised in it."""
-        quantises = self.problem.scheme.quantises_activations and call.tokens.scale is None
-        return stages.fused(stages.QUANTISE_INPUT, stages.GEMM1) if quantises else stages.GEMM1
+        """Name what GEMM 1's launch does: x that comes unquantized is quantized in it."""
+        quantizes = self.problem.scheme.quantizes_activations and call.tokens.scale is None
+        return stages.fused(stages.QUANTIZE_INPUT, stages.GEMM1) if quantizes else stages.GEMM1
 
     @cached_property
     def _second_stage(self) -> str:
-        """What GEMM 2's launch does: h is quantised in it, rows are weighted and summed."""
-        before = (stages.QUANTISE,) if self.problem.scheme.quantises_activations else ()
+        """What GEMM 2's launch does: h is quantized in it, rows are weighted and summed."""
+        before = (stages.QUANTIZE,) if self.problem.scheme.quantizes_activations else ()
         return stages.fused(*before, stages.GEMM2, *((stages.REDUCE,) if self._sums else ()))
 
     def _up_arguments(self, call: PathCall, tile: LaunchConfig) -> dict[str, object]:
@@ -257,7 +257,7 @@ def _arguments(product: Product, tile: LaunchConfig, columns: int) -> dict[str, 
         "LARGEST": LARGEST.get(kind, 1.0),
         "ROUND": kind == "int8",
         "MIN_SCALE": MIN_SCALE,
-        "SCALED": scheme.quantised,
+        "SCALED": scheme.quantized,
         "MIDDLE": 0 if product.zero_point is not None else MIDDLE.get(scheme.weight, 0),
         "HAS_ZERO": product.zero_point is not None,
         "GROUP_N": group_n,

@@ -40,7 +40,7 @@ class GemvTmaPath(Path):
 
     name = config.NAME
     former_names = ("streamed",)
-    quantises_input = True
+    quantizes_input = True
     lends = False
 
     @classmethod
@@ -132,7 +132,7 @@ class GemvTmaPath(Path):
                 **common,
             )
         tokens, slots = len(call.output), next_power_of_2(problem.top_k)
-        with stages.stage(stages.fused(stages.QUANTISE, stages.GEMM2, stages.REDUCE)):
+        with stages.stage(stages.fused(stages.QUANTIZE, stages.GEMM2, stages.REDUCE)):
             launch(
                 gemv_tma_down_kernel,
                 (min(most, tokens * -(-problem.hidden // (ROWS // slots))),),
@@ -145,9 +145,9 @@ class GemvTmaPath(Path):
             )
 
     def _first_stage(self, call: PathCall) -> str:
-        """Name what GEMM 1's launch does: x that comes unquantised is quantised in it."""
+        """Name what GEMM 1's launch does: x that comes unquantized is quantized in it."""
         given = call.tokens.scale is not None
-        return stages.GEMM1 if given else stages.fused(stages.QUANTISE_INPUT, stages.GEMM1)
+        return stages.GEMM1 if given else stages.fused(stages.QUANTIZE_INPUT, stages.GEMM1)
 
     def _ids(self, call: PathCall) -> dict[str, object]:
         return id_arguments(call.tokens.routing, self.problem.e)

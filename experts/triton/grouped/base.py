@@ -1,6 +1,6 @@
 """Two products over rows in the order of experts, rows summed: the common steps.
 
-Launches: count, scan, place; [permute]; GEMM 1 + activation; [quantise]; GEMM 2; sum.
+Launches: count, scan, place; [permute]; GEMM 1 + activation; [quantize]; GEMM 2; sum.
 """
 
 from abc import ABC, abstractmethod
@@ -15,11 +15,11 @@ from experts.triton.path import PathCall
 from modular_kernel import stages
 from modular_kernel.ops.live_rows import BatchedRows
 from modular_kernel.ops.permute import permute_tokens
-from modular_kernel.ops.quantise import (
-    quantise_rows,
-    quantise_specs,
+from modular_kernel.ops.quantize import (
+    quantize_rows,
+    quantize_specs,
     scale_shape,
-    take_quantised,
+    take_quantized,
 )
 from modular_kernel.ops.reduce import gather_rows, gather_weight_and_sum
 from modular_kernel.ops.sort import Sorted, sort_pairs, sort_specs
@@ -31,7 +31,7 @@ from modular_kernel.workspace import BufferSpec
 class Rows(NamedTuple):
     """Left operand of a product: (P, K) values, the first of them in use.
 
-    scale: of quantised values, (1,) or a row of scales each. weights: (P, 1) router weights that
+    scale: of quantized values, (1,) or a row of scales each. weights: (P, 1) router weights that
     multiply the product before its bias, or None. tokens: (P,) int32, where row r is in values and
     scale, which then have a row a token; None if it is row r. shrunk: what adapters add.
     """
@@ -47,8 +47,8 @@ class ExpertSortedGemms(ABC):
     """Row r of both products' inputs and results is sorted row r; see ops.sort.
 
     The buffers have room for every pair; as many rows as pairs have an expert here are used.
-    skips_unused: quantise no more than those. Without it the rows behind them, which hold
-    anything, are quantised too: that costs time with many of them, and spoils a scale of all rows.
+    skips_unused: quantize no more than those. Without it the rows behind them, which hold
+    anything, are quantized too: that costs time with many of them, and spoils a scale of all rows.
     moves_tokens: a launch moves them into the order of experts; otherwise GEMM 1 finds them.
     adapters_class: what adapters add to both products, as their kernels take it.
     """
@@ -82,10 +82,10 @@ class ExpertSortedGemms(ABC):
         """Return the buffers of a call of `tokens` tokens in tiles of block_m rows."""
         problem, pairs = self.problem, tokens * self.problem.top_k
         scheme = problem.scheme
-        stored = STORAGE[scheme.activation] if scheme.quantises_activations else problem.dtype
-        # GEMM 2 writes where GEMM 1's rows were, and its results once they are quantised.
+        stored = STORAGE[scheme.activation] if scheme.quantizes_activations else problem.dtype
+        # GEMM 2 writes where GEMM 1's rows were, and its results once they are quantized.
         over: tuple[str, ...] = ("permuted_x", "permuted_scale") if self.moves_tokens else ()
-        if scheme.quantises_activations:
+        if scheme.quantizes_activations:
             over += ("workspace13",)
         specs = {
             "workspace13": BufferSpec((pairs, problem.intermediate), problem.dtype),
@@ -94,11 +94,11 @@ class ExpertSortedGemms(ABC):
         }
         if problem.apply_router_weight_on_input:
             specs["permuted_weights"] = BufferSpec((pairs, 1), torch.float32)
-        if scheme.quantises_activations:
-            specs |= quantise_specs("h", scheme, pairs, problem.intermediate)
+        if scheme.quantizes_activations:
+            specs |= quantize_specs("h", scheme, pairs, problem.intermediate)
         if self.moves_tokens:
             specs["permuted_x"] = BufferSpec((pairs, problem.hidden), stored)
-            if scheme.quantises_activations and scheme.activation_granularity != "tensor":
+            if scheme.quantizes_activations and scheme.activation_granularity != "tensor":
                 shape = scale_shape(scheme, pairs, problem.hidden)
                 specs["permuted_scale"] = BufferSpec(shape, torch.float32)
         return specs | adapter_specs(problem, pairs)
@@ -125,7 +125,7 @@ class ExpertSortedGemms(ABC):
             self._unpermute(rows_RH, order, call)
 
     def hidden_rows(self, x: Rows, tile: LaunchConfig, order: Sorted, call: PathCall) -> Rows:
-        """GEMM 1 with its activation: GEMM 2's rows, quantised where the scheme says so."""
+        """GEMM 1 with its activation: GEMM 2's rows, quantized where the scheme says so."""
         pairs = order.row_of_pair_TK.numel()
         h_RI = call.workspace.take("workspace13", (pairs, self.problem.intermediate))
         adapters = self._adapters(tile, order, call)
@@ -134,7 +134,7 @@ class ExpertSortedGemms(ABC):
                 x = x._replace(shrunk=adapters.of_w1(call.tokens.plain_TH, call.weights))
             product = first_product(call.weights, self.problem)
             self.products(x, product, tile, order, h_RI, call)
-        h = self._quantised(h_RI, order, call)
+        h = self._quantized(h_RI, order, call)
         if adapters is None:
             return h
         with stages.stage(stages.GEMM2):
@@ -180,17 +180,17 @@ class ExpertSortedGemms(ABC):
         permute_tokens(weights_TK.view(-1, 1), row_of_pair_P1, None, rows_RH=weights_R1)
         return weights_R1
 
-    def _quantised(self, h_RI: torch.Tensor, order: Sorted, call: PathCall) -> Rows:
-        """GEMM 2's rows and their scales; h_RI itself where activations are not quantised."""
+    def _quantized(self, h_RI: torch.Tensor, order: Sorted, call: PathCall) -> Rows:
+        """GEMM 2's rows and their scales; h_RI itself where activations are not quantized."""
         scheme = self.problem.scheme
-        if not scheme.quantises_activations:
+        if not scheme.quantizes_activations:
             return Rows(h_RI)
-        with stages.stage(stages.QUANTISE):
+        with stages.stage(stages.QUANTIZE):
             shape = (h_RI.shape[0], h_RI.shape[1])
             static = call.weights.a2_scale
-            out = take_quantised(call.workspace, "h", scheme, shape, static_scale=static)
+            out = take_quantized(call.workspace, "h", scheme, shape, static_scale=static)
             live = BatchedRows(order.starts[-1:]) if self.skips_unused else None
-            quantise_rows(h_RI, scheme, out=out, live=live)
+            quantize_rows(h_RI, scheme, out=out, live=live)
         return Rows(out.q_RK, out.scale)
 
     def _unpermute(self, rows_RH: torch.Tensor, order: Sorted, call: PathCall) -> None:

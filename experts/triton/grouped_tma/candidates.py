@@ -20,6 +20,6 @@ _BLOCK: ByBlock = {
 def candidates(problem: Problem, tokens: int, rows: Rows = _ROWS) -> Groups:
     """Return launches worth timing with so many tokens."""
     scheme, known = problem.scheme, _HALF
-    if scheme.quantised:
+    if scheme.quantized:
         known = _BLOCK if scheme.granularity == "block" else _W8A8
     return groups(worth(rows, problem, tokens), (known, known), problem)

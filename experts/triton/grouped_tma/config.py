@@ -34,7 +34,7 @@ def serves(problem: Problem, device: Device) -> bool:
         return False
     if problem.adapters is not None and not _takes_adapters(problem):
         return False
-    itemsize = 1 if problem.scheme.quantised else problem.dtype.itemsize
+    itemsize = 1 if problem.scheme.quantized else problem.dtype.itemsize
     widths = (problem.hidden, problem.intermediate)
     return not problem.apply_router_weight_on_input and all(
         width * itemsize % TMA_BYTES == 0 for width in widths
@@ -77,7 +77,7 @@ def gathers(problem: Problem) -> bool:
 
     It runs ahead into the next tile, but not past it: a tile needs as many steps as it is ahead.
     """
-    itemsize = 1 if problem.scheme.quantised else problem.dtype.itemsize
+    itemsize = 1 if problem.scheme.quantized else problem.dtype.itemsize
     steps = -(-problem.hidden * itemsize // BOX_BYTES)
     if problem.adapters is not None:  # u lies in the order of experts
         return False
@@ -130,7 +130,7 @@ def default(problem: Problem, tokens: int | None = None) -> MoEConfig:
     half, num_stages = (64, 6) if mode == "block" else (128, 4)
     if mode == "plain" and tokens is not None and tokens <= narrow_tokens(problem):
         half, num_stages = 64, 5
-    block_k = BOX_BYTES // (1 if problem.scheme.quantised else problem.dtype.itemsize)
+    block_k = BOX_BYTES // (1 if problem.scheme.quantized else problem.dtype.itemsize)
     first = half if problem.act.gated else 2 * half
     one, two = (LaunchConfig(BLOCK_M, n, block_k, 8, 4, num_stages) for n in (first, 2 * half))
     return MoEConfig(one, two, NAME)

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 
 from experts.triton.candidates import ByBlock, Groups, Rows, groups, worth
-from experts.triton.dequantised import config as dequantised
-from experts.triton.dequantised.config import plain
+from experts.triton.dequantized import config as dequantized
+from experts.triton.dequantized.config import plain
 from experts.triton.grouped_w4.layout import (
     BLOCK,
     BLOCKS,
@@ -69,7 +69,7 @@ _ENTRIES: ByBlock = {
 def serves(problem: Problem, device: Device) -> bool:
     """Whether the kernels of this path can compute `problem` on `device`: 4 bits in bf16."""
     scheme, depths = problem.scheme, (problem.hidden, problem.intermediate)
-    if scheme.name not in _SCHEMES or not dequantised.serves(problem, device):
+    if scheme.name not in _SCHEMES or not dequantized.serves(problem, device):
         return False
     groups = (0,) if scheme.matrix_scales else (scale_group(scheme, k)[1] for k in depths)
     return all(k % GROUP == 0 for k in (*depths, *groups))

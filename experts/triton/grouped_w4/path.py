@@ -1,6 +1,6 @@
 """The path of weights in registers: 4-bit weights are put in order, then grouped GEMMs unpack them.
 
-As the dequantised path, but that a launch rewrites four bits a weight rather than sixteen, and the
+As the dequantized path, but that a launch rewrites four bits a weight rather than sixteen, and the
 products read so many.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from experts.triton.candidates import Groups
-from experts.triton.dequantised.path import DequantisedPath
+from experts.triton.dequantized.path import DequantizedPath
 from experts.triton.grouped.base import Rows
 from experts.triton.grouped_w4 import config
 from experts.triton.grouped_w4.config import short_rows, violations
@@ -31,7 +31,7 @@ from modular_kernel.types import Problem
 from modular_kernel.workspace import BufferSpec, Workspace
 
 
-class GroupedW4Path(DequantisedPath):
+class GroupedW4Path(DequantizedPath):
     """Serves what config.serves says."""
 
     name = config.NAME
@@ -121,7 +121,7 @@ class GroupedW4Path(DequantisedPath):
 
     def specs_of_prepared(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
         """Return the buffers of grouped GEMMs alone: all weights are in order."""
-        return super(DequantisedPath, self).specs(tokens, block_m)
+        return super(DequantizedPath, self).specs(tokens, block_m)
 
     def prepare(self, weights: ExpertWeights, out: Mapping[str, torch.Tensor]) -> None:
         """Put all weights in order, some experts' at a time."""

@@ -25,7 +25,7 @@ def product_tile(
     a_ptrs (BLOCK_M, 1) and a_scale_ptrs (BLOCK_M,) point at each row's start; b_ptr, b_scale_ptr
     and zero_ptr at the expert's. row (BLOCK_N,): the weight row of each column; up_row: how many
     rows further its up values are, up_offset: how many elements.
-    MODE "plain": no scales. "w8a8": both operands 8 bits. "weight_only": weights are dequantised.
+    MODE "plain": no scales. "w8a8": both operands 8 bits. "weight_only": weights are dequantized.
     One weight scale covers GROUP_N rows and GROUP_K of the depth (0: all of it); ONE_SCALE: every
     gate row of a tile has the same, and every up row. FORMAT "nvfp4": zero_ptr points at the
     float32 scale of the gate matrix (or of the only one), and up's behind it. HAS_ORDER: column k

@@ -145,7 +145,7 @@ def multiply_tile_weight_only(
     HAS_ORDER: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """As multiply_tile, for weights that are dequantised on the way; float32 (gate, up).
+    """As multiply_tile, for weights that are dequantized on the way; float32 (gate, up).
 
     Those of nvfp4 still lack the scales of matrices.
 

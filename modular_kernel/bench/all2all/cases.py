@@ -60,13 +60,13 @@ class ExchangeCase:
     @property
     def bound(self) -> float:
         """What a row may be away from x, relative to x."""
-        return FP8_BOUND if self.scheme.quantises_activations else BF16_BOUND
+        return FP8_BOUND if self.scheme.quantizes_activations else BF16_BOUND
 
     @property
     def row_bytes(self) -> int:
         """Of a row on its way to the experts, scales included."""
         scheme = self.scheme
-        if not scheme.quantises_activations:
+        if not scheme.quantizes_activations:
             return 2 * self.hidden
         group = scheme.group[-1] if scheme.activation_granularity == "group" else self.hidden
         return self.hidden + 4 * -(-self.hidden // group)
@@ -211,7 +211,7 @@ def distance(out: torch.Tensor, x_TH: torch.Tensor) -> float:
     return float(away_T.max())
 
 
-def dequantised(rows: torch.Tensor, scale: torch.Tensor | None, group: int) -> torch.Tensor:
+def dequantized(rows: torch.Tensor, scale: torch.Tensor | None, group: int) -> torch.Tensor:
     """rows (..., H) times its scales, bfloat16.
 
     scale: None, float32 (1,), or (..., G) for one of each `group` values of a row (G = 1: of all).

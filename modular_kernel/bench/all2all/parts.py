@@ -10,7 +10,7 @@ from modular_kernel.bench.all2all.cases import (
     ExchangeInputs,
     Place,
     Transport,
-    dequantised,
+    dequantized,
 )
 from modular_kernel.catalog import check, load_catalog
 from modular_kernel.contracts import Call, PrepareAndFinalize, TopKWeightAndReduce
@@ -109,7 +109,7 @@ class PartTransport(Transport):
         tokens: Dispatched = self.arrived[0]
         group = self._given.cell.scheme.group[-1] if self._given.cell.scheme.group else 1
         if isinstance(tokens, BatchedTokens):
-            made = dequantised(tokens.x_eCH, tokens.scale, group)
+            made = dequantized(tokens.x_eCH, tokens.scale, group)
         else:
             made = _standard(tokens, group, self._kind)
         # At one address, where a captured combine reads.
@@ -144,7 +144,7 @@ class PartTransport(Transport):
 
 
 def _reducer(cls: type[PrepareAndFinalize]) -> tuple[Reduce, TopKWeightAndReduce]:
-    """Return what identity experts leave to this part, and the catalogue's reducer of that kind."""
+    """Return what identity experts leave to this part, and the catalog's reducer of that kind."""
     kind = next((kind for kind in _PREFERRED if kind in cls.requires.reduces), Reduce.DELEGATE)
     made: list[Any] = [part.cls for part in load_catalog().parts if part.kind == "topk_reduce"]
     for reducer in made:
@@ -158,7 +158,7 @@ def _standard(tokens: ContiguousTokens, group: int, kind: Reduce) -> torch.Tenso
     here_RK = _here(tokens.routing)
     any_R1 = here_RK.any(1, keepdim=True)
     # Rows without a pair here may hold anything.
-    x_RH = torch.where(any_R1, dequantised(tokens.x_TH, tokens.scale, group), 0)
+    x_RH = torch.where(any_R1, dequantized(tokens.x_TH, tokens.scale, group), 0)
     if kind is not Reduce.NOOP:
         return torch.where(here_RK[..., None], x_RH[:, None], 0).contiguous()
     weights_RK = tokens.routing.topk_weights_TK

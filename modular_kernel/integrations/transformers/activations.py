@@ -24,7 +24,7 @@ def activation_of(module: torch.nn.Module) -> ActivationSpec:
     """Find what the module computes between its projections, by comparing it with every rule.
 
     The module's own `_apply_gate`, or `act_fn` if it has no gate, is called once with float32
-    values from 0 to +-10000, close around its limits too. Synchronises with the device.
+    values from 0 to +-10000, close around its limits too. Synchronizes with the device.
     """
     with _disable_current_modes():  # while somebody traces, the values are needed all the same
         return _activation_of(module)

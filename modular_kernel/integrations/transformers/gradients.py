@@ -17,6 +17,6 @@ def gradients_are_needed(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def grouped_mm(module: torch.nn.Module, call: Call) -> torch.Tensor:
-    """Run a call of unquantised experts by transformers' own grouped matmuls."""
+    """Run a call of unquantized experts by transformers' own grouped matmuls."""
     found: torch.Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, *call)
     return found

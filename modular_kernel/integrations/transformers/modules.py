@@ -15,7 +15,7 @@ from modular_kernel.schemes import QuantScheme
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem
 
-# A module that was loaded quantised says here what its tensors are.
+# A module that was loaded quantized says here what its tensors are.
 FIELDS, QUANT, INTERLEAVED = "_mk_fields", "_mk_quant", "_mk_interleaved"
 
 _NUMBER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
@@ -93,7 +93,7 @@ def layer_of(name: str) -> int | None:
     return None if found is None else int(found[1])
 
 
-def is_quantised(module: torch.nn.Module) -> bool:
+def is_quantized(module: torch.nn.Module) -> bool:
     """Tell whether its weights are anything but plain numbers."""
     scaled = hasattr(module, f"{first_of(module)}_scale_inv")
     return scaled or getattr(module, QUANT, "none") != "none"
@@ -116,11 +116,11 @@ def weights_of(module: torch.nn.Module) -> ExpertWeights:
 def tensor_of(module: torch.nn.Module, name: str) -> torch.Tensor:
     """Return an attribute that has to be a tensor whose values are what its shape says."""
     tensor: object = getattr(module, name, None)
-    # A subclass of Tensor may be sharded or quantised: its values are not what its shape says.
+    # A subclass of Tensor may be sharded or quantized: its values are not what its shape says.
     if isinstance(tensor, torch.Tensor) and type(tensor) in _PLAIN:
         return tensor
     got = f"{name} of type {type(tensor).__name__}"
-    raise unsupported(module, got, "a plain tensor, neither sharded nor quantised")
+    raise unsupported(module, got, "a plain tensor, neither sharded nor quantized")
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
@@ -169,7 +169,7 @@ def _fp8(
             raise unsupported(module, f"float4 with scales of {scale.dtype}", "float8_e8m0fnu")
         return Layout("w1:bytes,w2:bytes,w1_scale:bytes,w2_scale:bytes", "mxfp4_w4a16")
     if w1.dtype is not torch.float8_e4m3fn:
-        raise unsupported(module, f"quantised weights of {w1.dtype}", "float8_e4m3fn")
+        raise unsupported(module, f"quantized weights of {w1.dtype}", "float8_e4m3fn")
     rows, hidden = w2.shape[2], w2.shape[1]
     block: Sequence[int] | None = getattr(module, "block_size", None)
     if block is None:

@@ -18,7 +18,7 @@ from modular_kernel.integrations.transformers.modules import (
     Layout,
     dispatched,
     first_of,
-    is_quantised,
+    is_quantized,
     layout_of,
     names_of,
     problem_of,
@@ -143,7 +143,7 @@ def _run(wrapper: Any, call: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) ->
 def adapted(wrapper: Any) -> Adapted | None:
     """Read what PEFT has wrapped; None where one adapter's factors are not all there is."""
     module, factors = wrapper.get_base_layer(), dict[str, Factors]()
-    if is_quantised(module):
+    if is_quantized(module):
         return None
     for each in _chain(wrapper):
         active = [name for name in each.active_adapters if name in each.lora_A]

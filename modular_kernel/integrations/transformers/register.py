@@ -22,7 +22,7 @@ from modular_kernel.integrations.transformers.activations import (
 from modular_kernel.integrations.transformers.gradients import gradients_are_needed, grouped_mm
 from modular_kernel.integrations.transformers.modules import (
     flags_of,
-    is_quantised,
+    is_quantized,
     layout_of,
     names_of,
     problem_of,
@@ -150,7 +150,7 @@ class Registration:
             raise unsupported(module, "a call that needs gradients", "torch.no_grad()")
         # Checkpointing of a module that trains runs a forward twice, the first time without.
         if self.gradients == "fallback" and (needed or module.training):
-            if not _quantised(module):
+            if not _quantized(module):
                 return grouped_mm(module, call)
             return self.forward(module, call, names, tensors, as_operator=True)
         return self.forward(module, call, names, tensors)
@@ -286,8 +286,8 @@ def _names(module: torch.nn.Module, _flags: tuple[object, ...]) -> tuple[tuple[s
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
-def _quantised(module: torch.nn.Module) -> bool:
-    return is_quantised(module)
+def _quantized(module: torch.nn.Module) -> bool:
+    return is_quantized(module)
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]

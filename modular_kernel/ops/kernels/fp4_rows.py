@@ -40,7 +40,7 @@ def _e2m1_code(value):
 
 
 @triton.jit
-def quantise_tiles_kernel(
+def quantize_tiles_kernel(
     x_ptr, source_ptr, tiles_ptr, factor_ptr, q_ptr, scale_ptr,
     num_columns, max_tiles, stride_x, stride_q, stride_scale, up_offset,
     HAS_SOURCE: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,

@@ -86,7 +86,7 @@ def route_kernel(
     logits_ptr, bias_ptr, table_ptr, tokens_ptr, weights_ptr, ids_ptr, identity_ptr,
     num_tokens, num_experts, num_columns, vocabulary, stride_logits, eps, floor,
     TOP_K: tl.constexpr, SCORE: tl.constexpr, TOPK_FIRST: tl.constexpr, BY_LOGIT: tl.constexpr,
-    HAS_BIAS: tl.constexpr, TABLE: tl.constexpr, RENORMALISE: tl.constexpr, ZERO: tl.constexpr,
+    HAS_BIAS: tl.constexpr, TABLE: tl.constexpr, RENORMALIZE: tl.constexpr, ZERO: tl.constexpr,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -157,7 +157,7 @@ def route_kernel(
     else:
         weight = _score(logit_k, SCORE)
     weight = tl.where(chosen, weight, 0.0)
-    if RENORMALISE:
+    if RENORMALIZE:
         # NaN-free: weights are finite
         divisor = tl.maximum(tl.sum(weight, axis=1) + eps, floor)[:, None]
         weight = weight / tl.where(divisor > 0.0, divisor, 1.0)

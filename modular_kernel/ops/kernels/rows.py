@@ -70,7 +70,7 @@ def weight_and_sum_kernel(
 
     Rows of skipped pairs are not read, whatever they hold. Unrolled, so that the rows of a token
     are on their way together. Grid (tokens * ceil(hidden / BLOCK_H),): programs of one token are
-    neighbours, so that rows are read whole.
+    neighbors, so that rows are read whole.
     """
     after_predecessor(OVERLAP)
     shares = tl.cdiv(hidden, BLOCK_H)

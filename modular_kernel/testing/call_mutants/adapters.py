@@ -27,7 +27,7 @@ def other_slot(args: Arguments) -> Arguments:
     return _named(args, torch.where((slots_T == 0) | (slots_T == 1), 1 - slots_T, slots_T))
 
 
-def slot_of_neighbour(args: Arguments) -> Arguments:
+def slot_of_neighbor(args: Arguments) -> Arguments:
     return _named(args, _slots(args).roll(1))
 
 
@@ -76,7 +76,7 @@ def one_a(args: Arguments) -> Arguments:
 
 
 def next_expert_s(args: Arguments) -> Arguments:
-    """Give each expert its neighbour's A of the second product."""
+    """Give each expert its neighbor's A of the second product."""
     return _changed(args, "lora_a2", lambda a: a.roll(1, 1))
 
 
@@ -100,10 +100,10 @@ _two_a = when.both(
 ADAPTER_MUTANTS = (
     CallMutant("adapter_wrong", "slots 0 and 1 are exchanged", _several, arguments=other_slot),
     CallMutant(
-        "adapter_of_neighbour",
+        "adapter_of_neighbor",
         "token t has the adapter of t - 1",
         _several,
-        arguments=slot_of_neighbour,
+        arguments=slot_of_neighbor,
     ),
     CallMutant("adapter_lost", "no token has an adapter", _adapted, arguments=lost_slots),
     CallMutant("adapter_wraps", "-1 is the last slot", _adapted, arguments=wrapped_slots),
@@ -128,7 +128,7 @@ ADAPTER_MUTANTS = (
     CallMutant("adapter_one_a", "A of gate serves up", _two_a, arguments=one_a),
     CallMutant(
         "adapter_expert",
-        "an expert's adapter is its neighbour's",
+        "an expert's adapter is its neighbor's",
         when.both(_adapted, lambda p: p.e > 1),
         arguments=next_expert_s,
     ),

@@ -88,13 +88,13 @@ class CallMutant:
     receive: Callable[[Arrival, Memory], Callable[[], Arrival]] | None = None
     started: Callable[[Started], None] | None = None
     finished: Callable[[Started], torch.Tensor | None] | None = None
-    quantised: bool = False
+    quantized: bool = False
 
     def occurs(self, case: Case, machine: Machine) -> bool:
         """Whether this defect can occur in the case's pairing, and must show in this case."""
         catalog = load_catalog()
         pf, experts = catalog.prepare_finalize(case.prepare_finalize), catalog.experts(case.experts)
-        if case.problem.scheme.quantised is not self.quantised:
+        if case.problem.scheme.quantized is not self.quantized:
             return False  # coarse rounding hides a fine defect; those of scales need scales
         if self.device not in (None, machine.device) or not self.applies(
             case.problem, case.routing

@@ -245,7 +245,7 @@ def allocate(args: Arguments) -> Arguments:
     return args
 
 
-def synchronise(args: Arguments) -> Arguments:
+def synchronize(args: Arguments) -> Arguments:
     bool(args.routing.topk_ids_TK.any())
     return args
 
@@ -258,7 +258,7 @@ def freeze_routing(args: Arguments) -> Arguments:
 
 
 def shift_scales(args: Arguments, dim: int) -> Arguments:
-    """Each scale of both matrices is its neighbour's: of experts (0), rows (1) or groups (2)."""
+    """Each scale of both matrices is its neighbor's: of experts (0), rows (1) or groups (2)."""
     for name in ("w1_scale", "w2_scale"):
         args = _replace_weight(args, name, getattr(args.weights, name).roll(1, dim))
     return args

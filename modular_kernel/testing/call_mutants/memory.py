@@ -142,10 +142,10 @@ MEMORY_MUTANTS: tuple[CallMutant, ...] = (
         arguments=given.allocate,
     ),
     _on_gpu(
-        "synchronises",
+        "synchronizes",
         "a planned call waits for the device",
         when.has_tokens,
-        arguments=given.synchronise,
+        arguments=given.synchronize,
     ),
     _on_gpu(
         "graph_keeps_routing",

@@ -66,7 +66,7 @@ def _spread_out(case: RankCase) -> bool:
     """Many pairs, of every rank, and no rounding that could hide a small change."""
     problem = case.problem
     busy = case.routing in ("uniform", "zipf", "duplicates") and problem.top_k > 1
-    return busy and sum(case.tokens) >= 4 and not problem.scheme.quantised
+    return busy and sum(case.tokens) >= 4 and not problem.scheme.quantized
 
 
 def _busy(case: RankCase) -> bool:
@@ -163,7 +163,7 @@ def _swap_counts(problem: Problem) -> dict[str, Any]:
 
 
 def _roll_counts(tokens: Dispatched) -> Dispatched:
-    """Where rows come by expert: each expert's count is its neighbour's."""
+    """Where rows come by expert: each expert's count is its neighbor's."""
     if not isinstance(tokens, BatchedTokens):
         return tokens
     return replace(tokens, counts_e=tokens.counts_e.roll(1))

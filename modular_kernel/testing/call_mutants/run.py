@@ -11,7 +11,7 @@ from modular_kernel.testing.call_mutants.adapters import ADAPTER_MUTANTS
 from modular_kernel.testing.call_mutants.effect import Effect, take, why_nothing
 from modular_kernel.testing.call_mutants.inject import CallMutant
 from modular_kernel.testing.call_mutants.operators import MUTANTS as PLAIN_MUTANTS
-from modular_kernel.testing.call_mutants.quantised import SCALE_MUTANTS
+from modular_kernel.testing.call_mutants.quantized import SCALE_MUTANTS
 from modular_kernel.testing.call_mutants.roundings import ROUNDING_MUTANTS
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.lists import cases_by_axes, cases_for

@@ -20,7 +20,7 @@ from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.covering import Array, Axis, Row, Space, covering_array
 from modular_kernel.testing.cases.hostile import NOT_DRAWN, VALUES, why_impossible
 from modular_kernel.testing.cases.inputs import LAYOUTS, ROUTINGS, Manner, some_routed
-from modular_kernel.testing.cases.quantised import SCHEMES
+from modular_kernel.testing.cases.quantized import SCHEMES
 from modular_kernel.testing.cases.row_order import in_row_order
 from modular_kernel.types import UNGATED, ActivationSpec, Combine, Machine, Parallel, Problem
 
@@ -167,7 +167,7 @@ def _harness_reasons(problem: Problem, row: dict[str, Any]) -> tuple[str, ...]:
         reasons.append("[routing] beyond_int32: int32 ids hold no such values")
     if row["own_scales"]:
         dtypes: tuple[torch.dtype, ...] = ()
-        if problem.scheme.quantised:
+        if problem.scheme.quantized:
             dtypes = weight_specs(problem)["w1_scale"].dtypes
         if problem.dtype is _FP32 or problem.dtype not in dtypes:
             reasons.append(f"[own_scales] {problem.quant}: scales have no such dtype")

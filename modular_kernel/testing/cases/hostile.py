@@ -16,7 +16,7 @@ VALUES = (
     "inf_token",  # one token holds an infinity
     "peaks",  # each token has a value far above the rest, later tokens a larger and earlier one
     "faint",  # values so small that the least scale of eight bits counts
-    "ties",  # values in the middle between two that the quantised type holds: a rule of rounding
+    "ties",  # values in the middle between two that the quantized type holds: a rule of rounding
 )
 NOT_DRAWN = ("peaks", "faint", "ties")  # of cases chosen by hand alone
 
@@ -91,8 +91,8 @@ def why_impossible(problem: Problem, values: str) -> str | None:
     one_for_all = problem.scheme.activation_granularity == "tensor"
     if one_for_all and values in ("large", "nan_token", "inf_token"):
         return f"[values] {values}: one activation scale is for all tokens, so none is apart"
-    if values == "ties" and not problem.scheme.quantises_activations:
-        return "[values] ties: activations are not quantised"
+    if values == "ties" and not problem.scheme.quantizes_activations:
+        return "[values] ties: activations are not quantized"
     if values == "faint" and problem.dtype is torch.float16:
         return "[values] faint: float16 holds no such values"
     return None

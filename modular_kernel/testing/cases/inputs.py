@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.quant import quantise_weights
+from modular_kernel.quant import quantize_weights
 from modular_kernel.reference import activation
 from modular_kernel.static_scales import static_scale
 from modular_kernel.tensors import ExpertWeights, Routing
@@ -32,7 +32,7 @@ from modular_kernel.testing.cases.hostile import (
     hostile_x,
 )
 from modular_kernel.testing.cases.nan import holders, names_of, put_nan, routed_apart, x_with_nan
-from modular_kernel.testing.cases.quantised import short_scales
+from modular_kernel.testing.cases.quantized import short_scales
 from modular_kernel.types import ActivationSpec, Problem
 from modular_kernel.workspace import FILLS, Fill, poison_tensor
 
@@ -249,8 +249,8 @@ def _expert_weights(
     strided: bool,
     manner: Manner,
 ) -> ExpertWeights:
-    """Weights of the problem's scheme. Quantised ones lie as `manner` says, strided or not."""
-    if not problem.scheme.quantised:
+    """Weights of the problem's scheme. Quantized ones lie as `manner` says, strided or not."""
+    if not problem.scheme.quantized:
         layout = "transposed" if strided else manner.layout
         return _weights(problem, expert_map, generator, place, strided=strided, layout=layout)
     plain = replace(problem, quant="none", dtype=torch.float32)
@@ -266,12 +266,12 @@ def _expert_weights(
     biases = {name: getattr(weights, name) for name in ("b1", "b2")}
     if strided:
         biases = {n: b if b is None else b.to(problem.dtype) for n, b in biases.items()}
-    quantised = quantise_weights(
+    quantized = quantize_weights(
         replace(weights, **uneven, **scales, **biases),
         problem,
         scale_dtype=short_scales(problem) if manner.own_scales else torch.float32,
     )
-    tensors = {f.name: getattr(quantised, f.name) for f in fields(quantised)}
+    tensors = {f.name: getattr(quantized, f.name) for f in fields(quantized)}
     placed: dict[str, Any] = {n: t if t is None else place(t) for n, t in tensors.items()}
     for name in ("w1", "w2"):
         placed[name] = _laid(tensors[name], manner.layout, place)

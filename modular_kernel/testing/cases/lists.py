@@ -24,7 +24,7 @@ from modular_kernel.testing.cases.covering import has_row
 from modular_kernel.testing.cases.drawn import draw, space_of
 from modular_kernel.testing.cases.inputs import ROUTINGS
 from modular_kernel.testing.cases.invariant import batch_invariant
-from modular_kernel.testing.cases.quantised import quantised
+from modular_kernel.testing.cases.quantized import quantized
 from modular_kernel.testing.cases.row_order import in_row_order
 from modular_kernel.testing.cases.smoke import smoke
 from modular_kernel.types import Combine, Machine, Problem
@@ -153,7 +153,7 @@ def axes(base: Problem) -> tuple[Variant, ...]:
         _chunks(base),
         _routings(base),
         _shapes(base),
-        quantised(base),
+        quantized(base),
         batch_invariant(base),
         _adapters(base),
     )

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.testing.cases.quantised import SCHEMES
+from modular_kernel.testing.cases.quantized import SCHEMES
 from modular_kernel.types import ActivationSpec, Combine, Problem
 from modular_kernel.validate import ADAPTER_TENSORS
 
@@ -36,7 +36,7 @@ def holders(problem: Problem) -> tuple[str, ...]:
         found += ["w1", "w2"]
     if problem.bias:
         found += ["b1", "b2"]
-    if scheme.quantised:
+    if scheme.quantized:
         found += ["w1_scale", "w2_scale"]
     if scheme.matrix_scales:
         found += ["w1_global_scale", "w2_global_scale"]
@@ -172,7 +172,7 @@ def nan_problems() -> Iterator[Chosen]:
         for nan in groups(problem):
             yield many(problem, nan)
         yield few(problem)
-        if problem.scheme.travels_quantised:
+        if problem.scheme.travels_quantized:
             yield two_tokens(problem)
     for activation in (_CLAMPED, ActivationSpec.parse("relu2")):
         problem = replace(_BASE, activation=activation)

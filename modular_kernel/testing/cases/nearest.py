@@ -44,7 +44,7 @@ AXES = {
 }
 
 
-def neighbours(variant: Case, verdict: Verdict, world_size: int) -> Iterator[Case]:
+def neighbors(variant: Case, verdict: Verdict, world_size: int) -> Iterator[Case]:
     """Variants that differ where `verdict` objects, small changes first; none if it objects to
     anything that is no matter of shape."""
     rules = {rejection.rule for rejection in verdict.rejections}

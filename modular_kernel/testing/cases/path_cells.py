@@ -19,7 +19,7 @@ from modular_kernel.schemes import QuantScheme
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import LAYOUTS, Manner, make_inputs
-from modular_kernel.testing.cases.quantised import SCHEMES, short_scales
+from modular_kernel.testing.cases.quantized import SCHEMES, short_scales
 from modular_kernel.types import Machine, Problem, dtype_name
 
 # Numbers of tokens by which paths are told apart; a case of the first that leads to a path is the
@@ -127,7 +127,7 @@ def _probes() -> Iterator[tuple[Problem, Manner]]:
             yield problem, Manner(layout=layout)
         for change in changes:
             yield replace(problem, **change), Manner()
-        if problem.scheme.quantised and short_scales(problem) in scale_dtypes(problem):
+        if problem.scheme.quantized and short_scales(problem) in scale_dtypes(problem):
             yield problem, Manner(own_scales=True)
 
 
@@ -155,7 +155,7 @@ def path_cases(experts: str) -> Iterator[tuple[Problem, str, Manner]]:
         for layout, bias, dtype, activation in rows[:2] if scheme.packed else rows:
             changes: dict[str, Any] = {"bias": bias, "dtype": dtype, "activation": activation}
             one = replace(_BASE, tokens=1, quant=quant, **changes)
-            own = scheme.quantised and layout == "plain" and short_scales(one) in scale_dtypes(one)
+            own = scheme.quantized and layout == "plain" and short_scales(one) in scale_dtypes(one)
             manner = Manner(layout=layout, own_scales=own)
             yield one, "uniform", manner
             if scheme.packed:  # words of weights have a path of their own for some tokens more

@@ -19,14 +19,14 @@ from modular_kernel.testing.cases import rank_pairs
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import ORDINARY, Manner
 from modular_kernel.testing.cases.lists import BASE
-from modular_kernel.testing.cases.nearest import neighbours
+from modular_kernel.testing.cases.nearest import neighbors
 from modular_kernel.testing.cases.row_order import in_row_order
 from modular_kernel.testing.cases.scenes import SCENES, has_scenes
 from modular_kernel.types import ActivationSpec, Combine, Machine, Parallel, Problem
 
 Level = Literal["smoke", "full"]
 _FP16, _BF16 = torch.float16, torch.bfloat16
-_LONG_ROWS = 16400  # more values than a program quantises at once
+_LONG_ROWS = 16400  # more values than a program quantizes at once
 _OAI = "swiglu_oai:alpha=1.702,limit=1.0,interleaved=true"
 
 
@@ -218,7 +218,7 @@ def rank_cases_for(
         found: RankCase | None = case
         if not verdict.ok:
             refused.append((case, verdict))
-            near = neighbours(variant, verdict, world_size)
+            near = neighbors(variant, verdict, world_size)
             fits = (each.case(prepare_finalize, experts, world_size) for each in near)
             found = next((fit for fit in fits if fit.verdict(machine).ok), None)
             if found is not None:
@@ -349,11 +349,11 @@ def _full(base: Problem, world_size: int) -> Iterator[Variant]:
     yield from _adapters(base, world_size)
     for fault in SCENES:
         yield Variant(base, "linear", UNEVEN, "uniform", fault)
-    yield from _quantised(replace(base, dtype=_BF16), world_size)
+    yield from _quantized(replace(base, dtype=_BF16), world_size)
     block = "fp8_w8a8_block:block=48x64"
     yield _variant(wide, "skips", quant=block, placement="copies", top_k=3, bias=True)
     yield _variant(wide, "zipf", quant=block, placement="round_robin", tokens=(0, 17))
-    # More rows than one program quantises; and the groups divide I, but not H.
+    # More rows than one program quantizes; and the groups divide I, but not H.
     yield _variant(wide, intermediate=128, quant=block, tokens=(35, 2))
 
 
@@ -378,7 +378,7 @@ def _adapters(base: Problem, world_size: int) -> Iterator[Variant]:
     yield _variant(block, dtype=_BF16)
 
 
-def _quantised(base: Problem, world_size: int) -> Iterator[Variant]:
+def _quantized(base: Problem, world_size: int) -> Iterator[Variant]:
     """Rows whose groups are no power of two, and that no program holds at once; scales of all
     ranks' tokens by a value that one of them has; values below those that a scale follows."""
     few = replace(base, experts=2 * world_size, top_k=1)

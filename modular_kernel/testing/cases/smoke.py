@@ -24,7 +24,7 @@ def smoke(base: Problem) -> tuple[Variant, ...]:
         "skips",
         Manner(values="signed"),
     )
-    return (*_plain(base), *_quantised(base), *_adapters(base), *_invariant(base), signed)
+    return (*_plain(base), *_quantized(base), *_adapters(base), *_invariant(base), signed)
 
 
 def _plain(base: Problem) -> Iterator[Variant]:
@@ -42,10 +42,10 @@ def _plain(base: Problem) -> Iterator[Variant]:
     yield replace(base, fp32_precision="tf32", tokens=7), "beyond_int32", ORDINARY
 
 
-def _quantised(base: Problem) -> Iterator[Variant]:
+def _quantized(base: Problem) -> Iterator[Variant]:
     """Each with something that meets its scales: chunks, alternating rows, ragged ends, biases.
 
-    Where activations are quantised x holds ties of their type, which alone show how they round.
+    Where activations are quantized x holds ties of their type, which alone show how they round.
     """
     few = replace(base, tokens=7, dtype=_BF16)
     chunked = replace(few, chunk_tokens=4)

@@ -24,9 +24,9 @@ from modular_kernel.machine import importable
 from modular_kernel.ops.activation import gated_activation
 from modular_kernel.ops.expert_slots import Numbering, Pairs, number_pairs
 from modular_kernel.ops.mask_unwritten import live_pairs
-from modular_kernel.ops.quantise import quantise_specs, take_quantised
+from modular_kernel.ops.quantize import quantize_specs, take_quantized
 from modular_kernel.ops.route import RouterTensors, route
-from modular_kernel.ops.slots_and_quantise import number_and_quantise
+from modular_kernel.ops.slots_and_quantize import number_and_quantize
 from modular_kernel.ops.zero_padding import zero_rows
 from modular_kernel.placement import Placement, PlacementTables
 from modular_kernel.routers import RouterSpec
@@ -123,11 +123,11 @@ def problems() -> tuple[Problem, ...]:
     # Paths that ask for more than the base has: words of 4 bits and one token; a piece of 1024.
     packed = [replace(_BASE, tokens=1, quant=quant) for quant in _PACKED]
     wide = replace(_BASE, tokens=1, intermediate=1024, quant="fp8_w8a8_block")
-    quantised = [replace(_BASE, tokens=t, quant=q) for q in _QUANT for t in (4, 512)]
-    # Many rows an expert: mxfp4 weights are dequantised first.
-    quantised += [replace(_BASE, tokens=2048, quant=quant) for quant in _PACKED[1:]]
+    quantized = [replace(_BASE, tokens=t, quant=q) for q in _QUANT for t in (4, 512)]
+    # Many rows an expert: mxfp4 weights are dequantized first.
+    quantized += [replace(_BASE, tokens=2048, quant=quant) for quant in _PACKED[1:]]
     flags = [replace(large, **change) for change in changes]  # type: ignore[arg-type]
-    return (*half, *fp32, *flags, *quantised, *packed, wide, *adapted)
+    return (*half, *fp32, *flags, *quantized, *packed, wide, *adapted)
 
 
 def compile_all(
@@ -302,15 +302,15 @@ def _pairs(top_k: int) -> Pairs:
 
 
 def _number() -> None:
-    """Launch the numbering of a library's rows, whose parts need ranks; also with quantisation."""
+    """Launch the numbering of a library's rows, whose parts need ranks; also with quantization."""
     for top_k in (1, 3, 8):
         number_pairs(_pairs(top_k))
     x = torch.empty(4, _BASE.hidden, dtype=_BASE.dtype, device=_META)
     for text in ("fp8_w8a8_channel", "fp8_w8a8_block"):
         scheme = QuantScheme.parse(text)
-        workspace = Workspace(quantise_specs("x", scheme, *x.shape), _META)
-        out = take_quantised(workspace, "x", scheme, (4, _BASE.hidden), static_scale=None)
-        number_and_quantise(x, scheme, _pairs(8), out=out)
+        workspace = Workspace(quantize_specs("x", scheme, *x.shape), _META)
+        out = take_quantized(workspace, "x", scheme, (4, _BASE.hidden), static_scale=None)
+        number_and_quantize(x, scheme, _pairs(8), out=out)
 
 
 def _live_pairs() -> None:
@@ -337,8 +337,8 @@ def _route() -> None:
     for spec, experts in (
         (RouterSpec(2), 8),
         (RouterSpec(4, order="topk_first"), 128),
-        (RouterSpec(8, "sigmoid", groups=8, topk_groups=4, renormalise=True), 256),
-        (RouterSpec(6, "sqrtsoftplus", table=True, renormalise=True), 256),
+        (RouterSpec(8, "sigmoid", groups=8, topk_groups=4, renormalize=True), 256),
+        (RouterSpec(6, "sqrtsoftplus", table=True, renormalize=True), 256),
         (RouterSpec(12, zero_experts=256), 512),
     ):
         logits = torch.empty(4, spec.columns(experts), device=_META)

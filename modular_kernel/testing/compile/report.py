@@ -162,7 +162,7 @@ def record_compiles(
 
 
 class NoDevice:
-    """A triton driver for a GPU that is not there: enough to specialise and compile for it."""
+    """A triton driver for a GPU that is not there: enough to specialize and compile for it."""
 
     launcher_cls = None
 
@@ -235,7 +235,7 @@ def _of_wanted(
 def _stand_in(arg: Foreign) -> Foreign:
     """`arg`, or an aligned pointer in place of a tensor that has no memory.
 
-    Numbers stay as they are, so that they specialise (equal to 1, divisible by 16) as on a GPU.
+    Numbers stay as they are, so that they specialize (equal to 1, divisible by 16) as on a GPU.
     """
     if isinstance(arg, tuple):
         members = [_stand_in(member) for member in arg]

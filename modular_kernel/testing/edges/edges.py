@@ -162,7 +162,7 @@ def _start(requires: ExpertsRequirements) -> Problem:
 def _around(
     base: EdgeSituation, found: Edges, sites: dict[int, Site], *, far: bool
 ) -> list[EdgeSituation]:
-    """Note the edges around `base`, and those far along its lines; return the valid neighbours."""
+    """Note the edges around `base`, and those far along its lines; return the valid neighbors."""
     valid = list[EdgeSituation]()
 
     for name, other in choices(base):

@@ -129,7 +129,7 @@ def duration(source: Source, node: ast.expr) -> Edits:
 
 
 def name(source: Source, node: ast.AST) -> Edits:
-    """Yield an operand's neighbour: w2 for w1, I for H; an accumulator or an offset of fewer
+    """Yield an operand's neighbor: w2 for w1, I for H; an accumulator or an offset of fewer
     bits.
     """
     if isinstance(node, ast.Attribute):

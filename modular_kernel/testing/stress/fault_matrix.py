@@ -94,7 +94,7 @@ def scenarios(part: str, backend: Backend) -> tuple[Scenario, ...]:
 
 
 def parts_to_try(world_size: int, backend: Backend) -> tuple[str, ...]:
-    """Parts of the catalogue that serve the scenarios' layer over so many ranks here, but for those
+    """Parts of the catalog that serve the scenarios' layer over so many ranks here, but for those
     of libraries: what a library does when a rank is lost is its own affair."""
     catalog = load_catalog()
     machine = this_machine(device="cuda" if backend == "nccl" else "cpu")

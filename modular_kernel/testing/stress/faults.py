@@ -150,7 +150,7 @@ class Stage:
         return part_of(made, rows, problem, Place(device), strided=False)
 
     def experts(self, problem: Problem) -> str:
-        """Return the scenario's, or the first in the catalogue that pair."""
+        """Return the scenario's, or the first in the catalog that pair."""
         if self.scenario.experts is not None:
             return self.scenario.experts
         plain = ("TorchExperts", "NaiveBatchedExperts")

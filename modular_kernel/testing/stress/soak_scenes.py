@@ -104,7 +104,7 @@ class Scenes:
 
 def judged(scene: Scene, out: torch.Tensor, problem: Problem) -> tuple[float, str]:
     """Error over bound of this rank's rows (T, H), by the oracle of all ranks' tokens; and what is
-    wrong, "" if nothing. Synchronises."""
+    wrong, "" if nothing. Synchronizes."""
     world, tokens = scene.world, len(scene.world.x_TH)
     if not tokens:
         return 0.0, ""

@@ -115,7 +115,7 @@ def by_turns(trial: Trial) -> Findings:
     """Kernels of two problems share nothing: each computes what it does alone."""
     if not trial.case.by_turns:
         return
-    kernel, sample = trial.neighbour
+    kernel, sample = trial.neighbor
     pending = start(trial.kernel, trial.first)
     got = call(kernel, sample)
     yield from same(trial, trial.first, pending.finish().clone(), trial.eager)

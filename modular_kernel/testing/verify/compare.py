@@ -62,7 +62,7 @@ def compare(
     Rows that are zero in `exact` (every pair skipped) must be zero bit for bit, but for the sign.
     fair: the recipe's relative error over more tokens of the same layer, where `out` is of a few;
     the larger one counts. fair_row, fair_value: of its worst row and value among those, for
-    quantised problems.
+    quantized problems.
     """
     wrong = _wrong_kind(out, exact, problem)
     if wrong:
@@ -77,7 +77,7 @@ def compare(
     if not bool(live.any()):
         return Comparison(0.0, EPS)
     index = live.nonzero().flatten()
-    least = fair_row if problem.scheme.quantised else None
+    least = fair_row if problem.scheme.quantized else None
     given = ours[live], exact[live], recipe[live], index
     return _compare_rows(*given, fair, least, fair_value)
 
@@ -119,10 +119,10 @@ def _compare_rows(
     fair_row: float | None,
     fair_value: float,
 ) -> Comparison:
-    """Rows that are nowhere all zero; `index` is where each stood. fair_row: None unless quantised.
+    """Rows that are nowhere all zero; `index` is where each stood. fair_row: None unless quantized.
 
     One large activation makes the steps of its whole group coarse, and one beyond a static scale
-    is cut off, in the recipe as in a part: where activations or weights are quantised, a row may be
+    is cut off, in the recipe as in a part: where activations or weights are quantized, a row may be
     a quarter farther off than the recipe's own, and a value twice as far as the recipe's worst one.
     """
     size = exact.norm()

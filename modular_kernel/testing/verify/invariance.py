@@ -30,7 +30,7 @@ def reversed_order(tokens: int) -> list[torch.Tensor]:
 
 
 def doubling_calls(tokens: int, most: int | None = None) -> list[torch.Tensor]:
-    """Call on 1, 2, 4, ... tokens, all of them once: each has other neighbours, another number.
+    """Call on 1, 2, 4, ... tokens, all of them once: each has other neighbors, another number.
 
     most: of any rank, so that all ranks make as many calls; the last ones may have no tokens.
     """

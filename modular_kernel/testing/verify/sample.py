@@ -23,7 +23,7 @@ class Sample:
     """One call's inputs, and what has to come out.
 
     `inputs` may be harmed by a faulty part; `exact`, `recipe` and `pristine` are made apart.
-    input_weighted: router weights that go on the input multiply x itself, before it is quantised.
+    input_weighted: router weights that go on the input multiply x itself, before it is quantized.
     """
 
     def __init__(

@@ -137,7 +137,7 @@ class Trial:
         return call(self.plan, self.other)
 
     @cached_property
-    def neighbour(self) -> tuple[FusedMoEModularKernel, Sample]:
+    def neighbor(self) -> tuple[FusedMoEModularKernel, Sample]:
         """A kernel of another problem, if the parts take it, and a call of it."""
         case, problem = self.case, self.case.problem
         tokens = problem.tokens // 2 + 3

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from modular_kernel.ops.kernels.extrema import max_nan, maximum_nan
 from modular_kernel.ops.kernels.pdl import after_predecessor
-from modular_kernel.ops.kernels.quantise import quantised_values, scale_of
+from modular_kernel.ops.kernels.quantize import quantized_values, scale_of
 from prepare_finalize.symm_mem.kernels.signals import (
     last_of_program,
     of_rank,
@@ -90,10 +90,10 @@ def _send_columns(
     if QUANT == "group":
         groups = tl.reshape(value.to(tl.float32), (BLOCK // GROUP, GROUP))
         scale = scale_of(max_nan(tl.abs(groups), 1), LARGEST, MIN_SCALE)
-        q = quantised_values(groups, tl.div_rn(1.0, scale)[:, None], LARGEST, ROUND)
+        q = quantized_values(groups, tl.div_rn(1.0, scale)[:, None], LARGEST, ROUND)
         value = tl.reshape(q, (BLOCK,))
     elif QUANT == "token":
-        value = quantised_values(value, inverse, LARGEST, ROUND)  # inverse is float32
+        value = quantized_values(value, inverse, LARGEST, ROUND)  # inverse is float32
     value = value.to(TYPE)
     for to in tl.static_range(WORLD):
         if (sent >> to) & 1 != 0:
@@ -152,7 +152,7 @@ def dispatch_kernel(
     layout all ranks share: rows (WORLD * capacity, HIDDEN), scales, slots int32, weights float32.
     sent (capacity,) int32: the ranks that got a row, as bits. Any grid (programs,); CHUNK columns
     of a row at a time, a multiple of BLOCK.
-    QUANT: "none" copies rows, "scaled" their SCALES scales as well; "group" and "token" quantise
+    QUANT: "none" copies rows, "scaled" their SCALES scales as well; "group" and "token" quantize
     them on the way, GROUP columns or a row with one scale.
     PLACED: the row of token t at rank r is places[r, t] instead, (WORLD, tokens) int32, -1 where it
     is not sent; no other row is written.

@@ -45,9 +45,9 @@ class ElasticBuffer:
         each = topk_idx.masked_fill(topk_idx < 0, num_experts).sort(1).values
         twice = (each[:, 1:] == each[:, :-1]) & (each[:, 1:] < num_experts)
         assert not twice.any(), "an expert twice in a row stops the device"
-        quantised, number = isinstance(x, tuple), self.most * dist.get_world_size()
+        quantized, number = isinstance(x, tuple), self.most * dist.get_world_size()
         rows, ids, weights, places = rows_by_rank(x, topk_idx, topk_weights, num_experts)
-        padded = [worst(part, number) for part in (rows if quantised else (rows,))]
+        padded = [worst(part, number) for part in (rows if quantized else (rows,))]
         counts = [sum(source <= rank for source, _ in places) for rank in self._ranks()]
         handle = SimpleNamespace(
             places=places,
@@ -56,7 +56,7 @@ class ElasticBuffer:
             told=topk_idx.clone(),
             psum_num_recv_tokens_per_scaleup_rank=torch.tensor(counts, dtype=torch.int32),
         )
-        received = tuple(padded) if quantised else padded[0]
+        received = tuple(padded) if quantized else padded[0]
         event = Event(async_with_compute_stream)
         return received, worst(ids, number), worst(weights, number), handle, event
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from modular_kernel.ops.kernels.extrema import max_nan
-from modular_kernel.ops.kernels.quantise import quantised_values, scale_of
+from modular_kernel.ops.kernels.quantize import quantized_values, scale_of
 
 
 @triton.jit
@@ -49,14 +49,14 @@ def step_sums(
 
 
 @triton.jit
-def quantised_groups(
+def quantized_groups(
     x, LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, TYPE: tl.constexpr,
     GROUP: tl.constexpr, S: tl.constexpr, K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """x (S, K) quantised with one scale for each GROUP columns, as float32; scales (S, K / VEC)."""
+    """x (S, K) quantized with one scale for each GROUP columns, as float32; scales (S, K / VEC)."""
     groups = tl.reshape(x, (S, K // GROUP, GROUP))
     scale = scale_of(max_nan(tl.abs(groups), 2), LARGEST, MIN_SCALE)
-    q = requantised(groups, scale[:, :, None], LARGEST, ROUND, TYPE)
+    q = requantized(groups, scale[:, :, None], LARGEST, ROUND, TYPE)
     scales = tl.broadcast_to(scale[:, :, None], (S, K // GROUP, GROUP // VEC))
     return tl.reshape(q, (S, K)), tl.reshape(scales, (S, K // VEC))
 
@@ -75,7 +75,7 @@ def adapter_sums(
 
 
 @triton.jit
-def requantised(x, scale, LARGEST: tl.constexpr, ROUND: tl.constexpr, TYPE: tl.constexpr):
-    """Float32 x as `quantise_rows` would store it with this scale, as float32 again."""
-    q = quantised_values(x, tl.div_rn(1.0, scale), LARGEST, ROUND)
+def requantized(x, scale, LARGEST: tl.constexpr, ROUND: tl.constexpr, TYPE: tl.constexpr):
+    """Float32 x as `quantize_rows` would store it with this scale, as float32 again."""
+    q = quantized_values(x, tl.div_rn(1.0, scale), LARGEST, ROUND)
     return q.to(TYPE).to(tl.float32)

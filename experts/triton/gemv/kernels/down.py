@@ -6,13 +6,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from experts.triton.gemv.kernels.common import (
     adapter_sums,
-    quantised_groups,
-    requantised,
+    quantized_groups,
+    requantized,
     step_sums,
 )
 from modular_kernel.ops.kernels.extrema import max_nan, maximum_nan
 from modular_kernel.ops.kernels.ids import load_local_ids
-from modular_kernel.ops.kernels.quantise import scale_of
+from modular_kernel.ops.kernels.quantize import scale_of
 
 
 @triton.jit
@@ -55,11 +55,11 @@ def _add_step(
     h = h.to(tl.float32)
     scales = tl.zeros((S, BLOCK_K // VEC), tl.float32)
     if QUANT == "group":
-        h, scales = quantised_groups(
+        h, scales = quantized_groups(
             h, LARGEST, ROUND, MIN_SCALE, TYPE, GROUP_K, S, BLOCK_K, VEC
         )  # fmt: skip
     elif QUANT != "none":
-        h = requantised(h, h_scale[:, None], LARGEST, ROUND, TYPE)
+        h = requantized(h, h_scale[:, None], LARGEST, ROUND, TYPE)
     else:
         scales += 1.0
     vector = start + tl.arange(0, BLOCK_K // VEC) * VEC
@@ -96,7 +96,7 @@ def gemv_down_kernel(
     (num_pairs // SLOTS, hidden), both contiguous; with SLOTS = 1 every pair keeps a row, zero if
     skipped. w is (e, hidden, depth). Grid (num_pairs // SLOTS * blocks of BLOCK_N columns,), tokens
     side by side. S slots are held at once.
-    QUANT: how h is quantised, as in gemv_gate_up_kernel; `blocks` largest values of each pair are
+    QUANT: how h is quantized, as in gemv_gate_up_kernel; `blocks` largest values of each pair are
     at largest_ptr. LORA: B[slot of the pair's token, expert] @ u[p] is added before the bias.
     """
     TYPE: tl.constexpr = b_ptr.dtype.element_ty

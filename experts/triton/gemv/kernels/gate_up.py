@@ -5,15 +5,15 @@ import triton.language as tl
 
 from experts.triton.gemv.kernels.common import (
     adapter_sums,
-    quantised_groups,
-    requantised,
+    quantized_groups,
+    requantized,
     step_sums,
 )
 from experts.triton.kernels.gemm_tile import finish_tile
 from modular_kernel.ops.kernels.extrema import max_nan, maximum_nan
 from modular_kernel.ops.kernels.ids import count_invalid_ids, load_local_ids
 from modular_kernel.ops.kernels.pdl import after_predecessor
-from modular_kernel.ops.kernels.quantise import scale_of
+from modular_kernel.ops.kernels.quantize import scale_of
 
 
 @triton.jit
@@ -36,12 +36,12 @@ def _step_input(
     QUANT: tl.constexpr, LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
     TYPE: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """x (BLOCK_K,) as (1, BLOCK_K) float32, quantised already or here, and its scales
+    """x (BLOCK_K,) as (1, BLOCK_K) float32, quantized already or here, and its scales
     (1, BLOCK_K / VEC)."""
     x = x.to(tl.float32)[None, :]
     scales = tl.zeros((1, BLOCK_K // VEC), tl.float32)
     if QUANT == "group":
-        x, scales = quantised_groups(
+        x, scales = quantized_groups(
             x, LARGEST, ROUND, MIN_SCALE, TYPE, GROUP_K, 1, BLOCK_K, VEC
         )  # fmt: skip
     elif QUANT == "given":
@@ -50,7 +50,7 @@ def _step_input(
             scale_ptrs = x_scale_ptr + (vector // GROUP_K) * stride_xsk
             scales = tl.load(scale_ptrs, mask=vector < hidden, other=0.0)[None, :]
     elif QUANT != "none":
-        x = requantised(x, scale, LARGEST, ROUND, TYPE)
+        x = requantized(x, scale, LARGEST, ROUND, TYPE)
     if QUANT == "none":
         scales += 1.0
     return x, scales
@@ -112,7 +112,7 @@ def gemv_gate_up_kernel(
     (num_pairs, intermediate), contiguous; rows of skipped pairs are not written. Grid
     (num_pairs, blocks of BLOCK_N columns + 1); the first program behind all blocks counts invalid
     ids.
-    QUANT: how x is quantised: "none", "given" with its scales, or here, with one scale a "token",
+    QUANT: how x is quantized: "none", "given" with its scales, or here, with one scale a "token",
     a "group", a "tensor", or the "static" one at x_scale_ptr. SCALED: weights have scales, one for
     GROUP_N rows and GROUP_K of the depth (0: all); SCALE_ROWS: 1 if one serves all BLOCK_N rows.
     KEEP_LARGEST: largest[p, block] = largest magnitude of the program's values.

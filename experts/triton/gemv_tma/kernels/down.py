@@ -25,7 +25,7 @@ from experts.triton.gemv_tma.kernels.pipeline import (
 )
 from modular_kernel.ops.kernels.extrema import max_nan
 from modular_kernel.ops.kernels.ids import load_local_ids
-from modular_kernel.ops.kernels.quantise import scale_of
+from modular_kernel.ops.kernels.quantize import scale_of
 from modular_kernel.ops.launch.triton_versions import load_box
 
 _OUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
@@ -184,7 +184,7 @@ def gemv_tma_down_kernel(
     w_desc: (experts * hidden, depth) fp8 in boxes of 128 bytes and 64 / SLOTS rows; SLOTS is TOP_K
     or the next power of two, at most 8. h (num_tokens * TOP_K, depth) and out (num_tokens, hidden),
     contiguous. Skipped pairs are not read. Any number of programs.
-    h is quantised here: with GROUPED, scales of 128 values, otherwise one for each pair from its
+    h is quantized here: with GROUPED, scales of 128 values, otherwise one for each pair from its
     largest_blocks largest values.
     """
     ring, full, empty = make_ring(w_desc.dtype, STAGES, EACH)

@@ -27,7 +27,7 @@ from experts.triton.gemv_tma.kernels.pipeline import (
 from experts.triton.kernels.gluon_epilogue import activate
 from modular_kernel.ops.kernels.extrema import max_nan
 from modular_kernel.ops.kernels.ids import load_local_ids
-from modular_kernel.ops.kernels.quantise import scale_of
+from modular_kernel.ops.kernels.quantize import scale_of
 from modular_kernel.ops.launch.triton_versions import load_box
 
 _COLUMNS = gl.constexpr(32)  # of a tile: gate and up rows
@@ -218,7 +218,7 @@ def gemv_tma_gate_up_kernel(
     which HELD tokens, a power of two up to 8, are held at once.
     h (num_pairs, intermediate), contiguous; rows of skipped pairs are not written. Any number of
     programs; the first counts invalid ids.
-    QUANT: x is fp8 "given" with its scales, or quantised here with one scale a "token" or a
+    QUANT: x is fp8 "given" with its scales, or quantized here with one scale a "token" or a
     "group" of 128. GROUPED: weights have scales (experts, scale_rows, scale_groups) of 128 by 128,
     otherwise (experts, w_rows), and largest[p, block] = largest magnitude of 32 values of h.
     """

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from experts.triton.kernels.gluon_ring import barriers
 from modular_kernel.ops.kernels.extrema import max_nan, maximum_nan
-from modular_kernel.ops.kernels.quantise import quantised_values, scale_of
+from modular_kernel.ops.kernels.quantize import quantized_values, scale_of
 from modular_kernel.ops.launch.triton_versions import reinterpret
 
 ROWS = gl.constexpr(64)  # of weights in a tile
@@ -112,17 +112,17 @@ def _hold_piece(
     vectors, scales, piece, values, inverse,
     QUANT: gl.constexpr, LARGEST: gl.constexpr, MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
-    """Quantise values (R, 1024) as hold_vectors says and write them."""
+    """Quantize values (R, 1024) as hold_vectors says and write them."""
     ROWS_HELD: gl.constexpr = values.shape[0]
     if QUANT == "group":
         groups = values.to(gl.float32).reshape((ROWS_HELD, PANELS, PANEL))
         scale = scale_of(max_nan(gl.abs(groups), 2), LARGEST, MIN_SCALE)
         inverse_of_groups = gl.expand_dims(tl.div_rn(1.0, scale), 2)
-        groups = quantised_values(groups, inverse_of_groups, LARGEST, False)
+        groups = quantized_values(groups, inverse_of_groups, LARGEST, False)
         values = groups.reshape((ROWS_HELD, PIECE))
         scales.index(piece).store(spread(scale).permute((1, 0)))
     elif QUANT == "token":
-        values = quantised_values(values.to(gl.float32), inverse[:, None], LARGEST, False)
+        values = quantized_values(values.to(gl.float32), inverse[:, None], LARGEST, False)
     vectors.index(piece).store(spread(values.to(vectors.dtype)))
 
 

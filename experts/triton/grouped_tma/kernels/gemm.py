@@ -1,4 +1,4 @@
-"""Grouped GEMM over rows sorted by expert, for sm_90: TMA, wgmma, specialised warps, one wave.
+"""Grouped GEMM over rows sorted by expert, for sm_90: TMA, wgmma, specialized warps, one wave.
 
 One warp loads: tiles of weights, and of rows that lie in order, arrive in a ring of shared memory
 by TMA. Two warpgroups multiply 64 rows each by the same weights, and finish their tile while the

@@ -78,7 +78,7 @@ def _multiply(
         acc0 = warpgroup_mma(w0, x, acc0, is_async=True)
         w1 = unpack(words.slice((2 * PART + 1) * LINES, LINES, 0), scales1, OPERAND, FORM)
         acc1 = warpgroup_mma(w1, x, acc1, is_async=True)
-        # Nothing in flight goes to the next iteration: the assembler would serialise all products.
+        # Nothing in flight goes to the next iteration: the assembler would serialize all products.
         acc0, acc1, w0, w1 = warpgroup_mma_wait(num_outstanding=0, deps=(acc0, acc1, w0, w1))
         mbarrier.arrive(empty.index(place))
         turn += 1

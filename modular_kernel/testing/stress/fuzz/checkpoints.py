@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save
 
 from modular_kernel.placement import Placement
-from modular_kernel.quant import check_weights_quantised, quantise_weights, values_of
+from modular_kernel.quant import check_weights_quantized, quantize_weights, values_of
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.stress.fuzz.draw import generator_of
 from modular_kernel.testing.stress.fuzz.files import changed, hurt_text
@@ -102,7 +102,7 @@ def _weights(problem: Problem, rng: Random) -> ExpertWeights:
     e, hidden, width = problem.experts, problem.hidden, problem.intermediate
     w1, w2 = (torch.randn(e, *s, generator=g) for s in ((2 * width, hidden), (hidden, width)))
     plain = ExpertWeights(w1, w2)
-    return quantise_weights(plain, problem) if problem.scheme.quantised else plain
+    return quantize_weights(plain, problem) if problem.scheme.quantized else plain
 
 
 def _tensors(weights: ExpertWeights, problem: Problem, stored: Callable[..., Tensors]) -> Tensors:
@@ -217,8 +217,8 @@ def _header_changed(rng: Random, content: bytes) -> bytes:
 def _fault(found: Any, whole: ExpertWeights | None, problem: Problem) -> str:
     """Return what is wrong with loaded weights. whole: all of them, where nothing was changed."""
     own, weights = found.partial(1)
-    if own.scheme.quantised:
-        check_weights_quantised(weights, own, weights.w1.device)
+    if own.scheme.quantized:
+        check_weights_quantized(weights, own, weights.w1.device)
     if weights.w1.shape != (own.e, own.w1_rows, own.hidden // (2 if own.scheme.packed else 1)):
         return f"w1 {tuple(weights.w1.shape)}"
     if whole is None:
@@ -235,6 +235,6 @@ def _fault(found: Any, whole: ExpertWeights | None, problem: Problem) -> str:
 
 
 def _numbers(weights: ExpertWeights, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
-    if not problem.scheme.quantised:
+    if not problem.scheme.quantized:
         return weights.w1, weights.w2
     return values_of(weights, "w1", problem), values_of(weights, "w2", problem)

@@ -6,7 +6,7 @@ from random import Random
 import torch
 
 from modular_kernel.machine import current_machine
-from modular_kernel.quant import quantise_weights
+from modular_kernel.quant import quantize_weights
 from modular_kernel.static_scales import static_scale
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import ActivationSpec, Combine, Problem
@@ -93,8 +93,8 @@ def draw_inputs(problem: Problem, rng: Random) -> Given:
         return (torch.randn(shape, generator=generator) * std).to(dtype)
 
     e, h, i = problem.e, problem.hidden, problem.intermediate
-    quantised = problem.scheme.quantised
-    stored = torch.float32 if quantised else problem.dtype
+    quantized = problem.scheme.quantized
+    stored = torch.float32 if quantized else problem.dtype
     weights = ExpertWeights(
         w1=normal(e, problem.w1_rows, h, std=h**-0.5, dtype=stored),
         w2=normal(e, h, i, std=i**-0.5, dtype=stored),
@@ -105,8 +105,8 @@ def draw_inputs(problem: Problem, rng: Random) -> Given:
     if problem.scheme.static:
         scale = static_scale(problem, 28.0)
         weights = replace(weights, a1_scale=scale, a2_scale=scale.clone())
-    if quantised:
-        weights = quantise_weights(weights, problem)
+    if quantized:
+        weights = quantize_weights(weights, problem)
     elif rng.random() < 0.2:
         weights = replace(weights, w1=_by_columns(weights.w1), w2=_by_columns(weights.w2))
     tokens = rng.randint(0, problem.tokens) if rng.random() < 0.3 else problem.tokens

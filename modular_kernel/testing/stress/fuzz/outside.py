@@ -101,7 +101,7 @@ def _fused_problem(rng: Random) -> Problem:
 
 def _options(problem: Problem) -> dict[str, Any]:
     scheme = problem.scheme
-    if not scheme.quantised:
+    if not scheme.quantized:
         return {}
     options: dict[str, Any] = {f"use_{scheme.name.rsplit('_', 1)[0]}": True}
     if scheme.granularity == "channel":

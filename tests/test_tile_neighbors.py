@@ -136,7 +136,7 @@ def test_a_call_takes_the_nearest_number_of_tokens() -> None:
     assert {t: steps.choose(t).gemm1.block_m for t in wanted} == wanted
 
 
-def test_neighbours_come_after_files_and_before_heuristics(tmp_path: Path) -> None:
+def test_neighbors_come_after_files_and_before_heuristics(tmp_path: Path) -> None:
     user, shipped = tmp_path / "user", tmp_path / "shipped"
     here = store(user, shipped)
     packaged(shipped, QWEN, t1=16, t4096=128)
@@ -164,7 +164,7 @@ def test_neighbours_come_after_files_and_before_heuristics(tmp_path: Path) -> No
     assert here.source(MIXTRAL).steps.choose(1) != heuristics(MIXTRAL, H200).choose(1)
 
 
-def test_rows_decide_which_path_and_block_of_a_neighbour_are_taken(tmp_path: Path) -> None:
+def test_rows_decide_which_path_and_block_of_a_neighbor_are_taken(tmp_path: Path) -> None:
     """Blocks of 32 rows tuned for 16 rows an expert are not for 32, nor aligned tiles for 64."""
     layer = replace(MIXTRAL, experts=64, top_k=8, intermediate=2048)
     packaged(tmp_path, replace(layer, intermediate=2560), t128=32, t256=32, t512=64)
@@ -190,7 +190,7 @@ def test_a_packaged_file_says_what_it_was_tuned_for(tmp_path: Path) -> None:
         store(tmp_path / "none", tmp_path).source(MIXTRAL)
 
 
-def test_explain_names_the_neighbour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_names_the_neighbor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packaged(tmp_path, replace(MIXTRAL, hidden=6144, intermediate=16384), t1=16, t8=64)
     monkeypatch.setattr(
         "experts.triton.configs.select._machine_s_store", lambda: store(tmp_path / "u", tmp_path)

@@ -1,4 +1,4 @@
-"""The dequantised path's launches compile for sm_90: wide loads and stores, no spills."""
+"""The dequantized path's launches compile for sm_90: wide loads and stores, no spills."""
 
 from dataclasses import replace
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from path_calls import launches_of
 
-from experts.triton.dequantised import config as dequantised_config
-from experts.triton.dequantised.path import DequantisedPath
+from experts.triton.dequantized import config as dequantized_config
+from experts.triton.dequantized.path import DequantizedPath
 from experts.triton.launch_config import Device
 from modular_kernel import Problem
 from modular_kernel.testing.compile.report import check
@@ -39,13 +39,13 @@ def test_every_launch_is_clean(
     change: dict[str, object], at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = replace(BASE, **change)
-    assert dequantised_config.serves(problem, DEVICE)
-    monkeypatch.setattr(dequantised_config, "experts_at_once", lambda p: at_once)
-    path, tiles = DequantisedPath(problem), dequantised_config.default(problem)
+    assert dequantized_config.serves(problem, DEVICE)
+    monkeypatch.setattr(dequantized_config, "experts_at_once", lambda p: at_once)
+    path, tiles = DequantizedPath(problem), dequantized_config.default(problem)
     records = launches_of(path, problem, tiles)
     parts = -(-4 // at_once)
     names = [record.kernel for record in records]
-    assert names.count("dequantise_kernel") == 2 * parts
+    assert names.count("dequantize_kernel") == 2 * parts
     assert ("tiles_of_experts_kernel" in names) == (parts > 1)
     for record in records:
         assert check(record) == ()

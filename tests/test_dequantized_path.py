@@ -1,6 +1,6 @@
-"""The dequantised path without a GPU: its own launches, interpreted; products by a torch stand-in.
+"""The dequantized path without a GPU: its own launches, interpreted; products by a torch stand-in.
 
-What the products compute is proven in tests/gpu/test_dequantised_on_gpu.py.
+What the products compute is proven in tests/gpu/test_dequantized_on_gpu.py.
 """
 
 from dataclasses import replace
@@ -12,8 +12,8 @@ from grouped_products import H200, OAI, multiply_tiles, products_by
 
 from experts.triton.configs.heuristics import heuristics
 from experts.triton.configs.select import choose_config, override_config
-from experts.triton.dequantised import config as dequantised_config
-from experts.triton.dequantised.path import DequantisedPath
+from experts.triton.dequantized import config as dequantized_config
+from experts.triton.dequantized.path import DequantizedPath
 from experts.triton.grouped.base import Rows
 from experts.triton.grouped_tma.path import GroupedTmaPath
 from experts.triton.launch_config import Device, LaunchConfig, gemms
@@ -88,26 +88,26 @@ def test_proven(
     """All experts at once, and three at a time, the last ones fewer."""
     problem = replace(_BASE, **changes)
     monkeypatch.setattr(
-        dequantised_config, "experts_at_once", lambda problem: min(at_once, problem.e)
+        dequantized_config, "experts_at_once", lambda problem: min(at_once, problem.e)
     )
-    with override_config(dequantised_config.default(problem)):
-        assert choose_config(problem, 1, ("aligned", "dequantised")).path == "dequantised"
+    with override_config(dequantized_config.default(problem)):
+        assert choose_config(problem, 1, ("aligned", "dequantized")).path == "dequantized"
         proof = prove(Case(_NO_EP, "TritonExperts", problem, routing), machine)
     assert proof.passed, str(proof)
 
 
 def test_experts_go_in_equal_parts_of_a_bounded_buffer() -> None:
     layer = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=_INT4)
-    assert dequantised_config.experts_at_once(layer) == 4
-    assert dequantised_config.values_at_once(layer) == 4 * 28672 * 4096
+    assert dequantized_config.experts_at_once(layer) == 4
+    assert dequantized_config.values_at_once(layer) == 4 * 28672 * 4096
     small = replace(layer, hidden=2048, intermediate=768, experts=128, top_k=8)
-    assert dequantised_config.experts_at_once(small) == 128
+    assert dequantized_config.experts_at_once(small) == 128
     huge = replace(layer, intermediate=1 << 17)
-    assert dequantised_config.experts_at_once(huge) == 1
-    specs = DequantisedPath(layer).specs(4096, 128)
-    assert specs["dequantised"].nbytes <= 1 << 30
-    assert "dequantised_tiles" in specs
-    assert "dequantised_tiles" not in DequantisedPath(small).specs(4096, 128)
+    assert dequantized_config.experts_at_once(huge) == 1
+    specs = DequantizedPath(layer).specs(4096, 128)
+    assert specs["dequantized"].nbytes <= 1 << 30
+    assert "dequantized_tiles" in specs
+    assert "dequantized_tiles" not in DequantizedPath(small).specs(4096, 128)
 
 
 @pytest.mark.parametrize(
@@ -123,18 +123,18 @@ def test_experts_go_in_equal_parts_of_a_bounded_buffer() -> None:
 )
 def test_it_does_not_serve(changes: dict[str, Any]) -> None:
     given = {key: "none" if value is None else value for key, value in changes.items()}
-    assert dequantised_config.serves(_BASE, H200)
-    assert not dequantised_config.serves(replace(_BASE, **given), H200)
+    assert dequantized_config.serves(_BASE, H200)
+    assert not dequantized_config.serves(replace(_BASE, **given), H200)
 
 
 def test_it_does_not_serve_another_gpu() -> None:
-    assert not dequantised_config.serves(_BASE, Device("NVIDIA A100"))
+    assert not dequantized_config.serves(_BASE, Device("NVIDIA A100"))
 
 
 def test_weights_that_lie_otherwise_take_another_path() -> None:
     problem = replace(_BASE, quant=f"{_INT4}:group=32,zero_points=true")
     x_TH, weights, _ = random_inputs(problem, torch.device("cpu"))
-    path = DequantisedPath(problem)
+    path = DequantizedPath(problem)
     assert path.takes(weights, x_TH)
     for name in ("w1", "w2", "w1_scale", "w2_zero_point"):
         tensor = getattr(weights, name)
@@ -145,13 +145,13 @@ def test_weights_that_lie_otherwise_take_another_path() -> None:
 @pytest.mark.parametrize("quant", [_INT4, _MXFP4, f"{_MXFP4}:repacked=true", "int8_w8a16_channel"])
 def test_regimes_take_it_from_many_rows_an_expert(quant: str) -> None:
     layer = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=quant)
-    least = dequantised_config.least_rows(layer) * 8 // 2
-    steps = heuristics(layer, H200, ("aligned", "dequantised"))
-    assert steps.choose(least - 1).path != "dequantised"
+    least = dequantized_config.least_rows(layer) * 8 // 2
+    steps = heuristics(layer, H200, ("aligned", "dequantized"))
+    assert steps.choose(least - 1).path != "dequantized"
     pair = steps.choose(least)
-    assert pair == dequantised_config.default(layer)
+    assert pair == dequantized_config.default(layer)
     for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(layer), strict=True):
-        assert not list(dequantised_config.violations(tile, gemm, layer, H200))
+        assert not list(dequantized_config.violations(tile, gemm, layer, H200))
         wrong = replace(tile, block_k=32)
-        (violation,) = dequantised_config.violations(wrong, gemm, layer, H200)
-        assert "dequantised" in violation.need
+        (violation,) = dequantized_config.violations(wrong, gemm, layer, H200)
+        assert "dequantized" in violation.need

@@ -1,7 +1,7 @@
 """Stored 4- and 8-bit weights to bf16, for experts that have rows; and their tiles, by themselves.
 
 A call with many rows an expert reads each weight many times: writing it once as a value is cheaper
-than unpacking it in every product (experts.triton.dequantised.path).
+than unpacking it in every product (experts.triton.dequantized.path).
 """
 
 import triton
@@ -44,7 +44,7 @@ def _values(codes, FORMAT: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def dequantise_kernel(
+def dequantize_kernel(
     w_ptr, scale_ptr, zero_ptr, starts_ptr, out_ptr, first_expert, rows, depth, scale_groups,
     scale_rows, FORMAT: tl.constexpr, PACKED: tl.constexpr, HAS_ZERO: tl.constexpr,
     MIDDLE: tl.constexpr, MATRICES: tl.constexpr, UP_ROW: tl.constexpr, GROUP_N: tl.constexpr,

@@ -1,4 +1,4 @@
-"""Quantised models from disk: their experts run packed, and as the checkpoint's numbers say."""
+"""Quantized models from disk: their experts run packed, and as the checkpoint's numbers say."""
 
 import copy
 import json
@@ -72,7 +72,7 @@ class Written:
 
 
 def write(folder: Path, name: str, kind: str, change=None) -> Written:
-    """A whole small model: experts and attention quantised. change: of the tensors in the file."""
+    """A whole small model: experts and attention quantized. change: of the tensors in the file."""
     experts, layers = MODELS[name]
     sizes = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
     if name in ("qwen3_moe", "deepseek_v3"):
@@ -157,7 +157,7 @@ def test_experts_are_what_the_checkpoint_says(name, kind, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "fp32"])
-def test_unquantised_experts_are_too(kind, tmp_path) -> None:
+def test_unquantized_experts_are_too(kind, tmp_path) -> None:
     written = write(tmp_path, "mixtral", kind)
     model = from_pretrained(tmp_path, experts_implementation=register(), device=DEVICE)
     assert worst(model, written.exact) <= written.bound
@@ -367,7 +367,7 @@ def test_what_a_caller_gives_counts_and_stays_as_it_is(tmp_path) -> None:
         assert torch.equal(kept(ids).logits, model(ids).logits)
 
 
-def test_a_config_that_is_given_is_that_of_an_unquantised_model(tmp_path) -> None:
+def test_a_config_that_is_given_is_that_of_an_unquantized_model(tmp_path) -> None:
     small_model("mixtral", "float32", "cpu").save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
     config.num_experts_per_tok = 1

@@ -1,14 +1,14 @@
-"""The dequantised path on a GPU: its launches are forced, whatever the heuristics say.
+"""The dequantized path on a GPU: its launches are forced, whatever the heuristics say.
 
-Every way in which weights alone are quantised, tails of groups and depths, experts of no, few and
+Every way in which weights alone are quantized, tails of groups and depths, experts of no, few and
 many tiles, all experts at once and a few at a time.
 """
 
 import pytest
-from forced_cases import CHANGES, LARGE, cases_on, of_quantised_weights
+from forced_cases import CHANGES, LARGE, cases_on, of_quantized_weights
 
 from experts.triton.configs.select import override_config, this_store
-from experts.triton.dequantised import config as dequantised_config
+from experts.triton.dequantized import config as dequantized_config
 from modular_kernel.testing import Case, prove
 from modular_kernel.types import Machine
 
@@ -28,7 +28,7 @@ ALL_CHANGES: tuple[dict[str, object], ...] = (
     {"chunk_tokens": 100},
 )
 # Of few rows one may happen to lie on the far side of every rounding.
-CASES = cases_on("dequantised", of_quantised_weights(QUANTS, ALL_CHANGES, [(LARGE, "zipf")]))
+CASES = cases_on("dequantized", of_quantized_weights(QUANTS, ALL_CHANGES, [(LARGE, "zipf")]))
 
 
 def test_there_are_cases_where_the_path_runs() -> None:
@@ -40,7 +40,7 @@ def test_there_are_cases_where_the_path_runs() -> None:
 def test_proven(
     case: Case, at_once: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dequantised_config, "experts_at_once", lambda p: min(at_once, p.e))
-    with override_config(dequantised_config.default(case.problem)):
+    monkeypatch.setattr(dequantized_config, "experts_at_once", lambda p: min(at_once, p.e))
+    with override_config(dequantized_config.default(case.problem)):
         proof = prove(case, machine)
     assert proof.passed, str(proof)

@@ -5,7 +5,7 @@
     register()
     model = from_pretrained("checkpoint/", device="cuda")
 
-Experts are read by `load_experts` and run on our parts; what else is quantised is dequantised once.
+Experts are read by `load_experts` and run on our parts; what else is quantized is dequantized once.
 No library of a packer is needed. The modules of the model are the ones that transformers makes:
 their routers, names and dispatch stay.
 """
@@ -46,7 +46,7 @@ from modular_kernel.integrations.transformers.modules import (
     layer_of,
 )
 from modular_kernel.integrations.transformers.register import Registration, registration
-from modular_kernel.quant import dequantise
+from modular_kernel.quant import dequantize
 from modular_kernel.types import ActivationSpec, parse_dtype
 
 METHOD = "modular_kernel"
@@ -65,10 +65,10 @@ def from_pretrained(
     device: torch.device | str | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Load a model whose experts are quantised, or are not, as `auto_class.from_pretrained` does.
+    """Load a model whose experts are quantized, or are not, as `auto_class.from_pretrained` does.
 
     name: a folder, or a model's name on the hub. experts_implementation: a name given to
-    `register`. dtype: of what is not quantised; "auto" is the config.json's, or bfloat16. device:
+    `register`. dtype: of what is not quantized; "auto" is the config.json's, or bfloat16. device:
     where all of it goes, experts at once; transformers' device_map needs accelerate. kwargs: more
     of from_pretrained; `revision`, `token`, `cache_dir` and `local_files_only` for the hub.
     Formats: those of `load_experts`.
@@ -97,11 +97,11 @@ def from_pretrained(
     for option in ("quantization_config", "output_loading_info"):
         if kwargs.pop(option, None):
             need = "none: the format is the checkpoint's own, and what returns is a model alone"
-            raise UnsupportedError("quantised experts", got=option, need=need)
+            raise UnsupportedError("quantized experts", got=option, need=need)
     shared = [name for name in _SHARING if kwargs.get(name) is not None]
     if shared:
-        need = "a model in one process: register() and plain from_pretrained share unquantised ones"
-        raise UnsupportedError("quantised experts", got=", ".join(shared), need=need)
+        need = "a model in one process: register() and plain from_pretrained share unquantized ones"
+        raise UnsupportedError("quantized experts", got=", ".join(shared), need=need)
     wanted = getattr(config, "dtype", None) if dtype in ("auto", None) else dtype
     layer_dtype = parse_dtype(torch.bfloat16 if wanted is None else wanted)
     original = given if isinstance(given, dict) else given.to_dict()
@@ -204,12 +204,12 @@ def _quantization_of(config: Any) -> Any:
 
 
 def _rest(files: Tensors, found: Examined, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return every tensor that is none of an expert, dequantised, by its name in the files."""
+    """Return every tensor that is none of an expert, dequantized, by its name in the files."""
     own = set(_expert_keys(found))
     names, made = files.names - own, dict[str, torch.Tensor]()
     consumed = set[str]()
-    for base, keys in _quantised(found.format, names):
-        made[f"{base}.weight"] = _dequantised(files, found.format, keys, dtype)
+    for base, keys in _quantized(found.format, names):
+        made[f"{base}.weight"] = _dequantized(files, found.format, keys, dtype)
         consumed |= set(keys.values())
     return made | {name: files.read(name, ()) for name in names - consumed}
 
@@ -223,8 +223,8 @@ def _expert_keys(found: Examined) -> Iterator[str]:
             yield from (key for key in keys if key is not None)
 
 
-def _quantised(format: Format, names: frozenset[str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield modules whose weight is quantised, and the key of each tensor by its stored name."""
+def _quantized(format: Format, names: frozenset[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield modules whose weight is quantized, and the key of each tensor by its stored name."""
     weight, *others = format.stored
     for name in sorted(names):
         base, _, last = name.rpartition(".")
@@ -240,14 +240,14 @@ def _quantised(format: Format, names: frozenset[str]) -> Iterator[tuple[str, dic
             yield base, keys
 
 
-def _dequantised(
+def _dequantized(
     files: Tensors, format: Format, keys: Mapping[str, str], dtype: torch.dtype
 ) -> torch.Tensor:
     """(N, K) of one module's weight."""
     matrix = merge(format, [{name: files.read(key, ()) for name, key in keys.items()}], dtype)
     assert matrix.scale is not None
     zero = None if matrix.zero_point is None else matrix.zero_point[None]
-    values = dequantise(matrix.w[None], matrix.scale[None], zero, format.scheme)[0]
+    values = dequantize(matrix.w[None], matrix.scale[None], zero, format.scheme)[0]
     if matrix.global_scale is not None:
         values = values * matrix.global_scale
     if matrix.order is not None:
@@ -296,7 +296,7 @@ class Quantizer(HfQuantizer):
         for module in modules.values():
             for name in list(module._parameters):
                 module.register_parameter(name, None)
-            module._is_hf_initialized = True  # there is nothing to initialise
+            module._is_hf_initialized = True  # there is nothing to initialize
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:

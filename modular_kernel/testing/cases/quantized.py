@@ -1,4 +1,4 @@
-"""The axis of quantisation: every scheme, with the tails and options that meet its scales."""
+"""The axis of quantization: every scheme, with the tails and options that meet its scales."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -38,7 +38,7 @@ SCHEMES = (
 )
 
 
-def quantised(base: Problem) -> Iterator[Variant]:
+def quantized(base: Problem) -> Iterator[Variant]:
     """Each scheme in bf16; then one scheme of each kind with what its scales depend on."""
     wide = replace(base, hidden=160, intermediate=96, dtype=torch.bfloat16)
 

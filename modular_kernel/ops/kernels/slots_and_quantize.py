@@ -1,15 +1,15 @@
-"""Number the pairs of tokens and quantise the tokens, side by side."""
+"""Number the pairs of tokens and quantize the tokens, side by side."""
 
 import triton
 import triton.language as tl
 
 from modular_kernel.ops.kernels.expert_slots import number_pairs
 from modular_kernel.ops.kernels.pdl import after_predecessor
-from modular_kernel.ops.kernels.quantise import quantise_part
+from modular_kernel.ops.kernels.quantize import quantize_part
 
 
 @triton.jit
-def number_and_quantise_kernel(
+def number_and_quantize_kernel(
     ids_ptr, weights_ptr, homes_ptr, copies_ptr, numbers_ptr, out_weights_ptr, invalid_ptr,
     x_ptr, q_ptr, scale_ptr,
     num_tokens, num_experts, first_token, world_size, slots, each, most_copies, factor,
@@ -22,9 +22,9 @@ def number_and_quantise_kernel(
     BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """See `number_pairs`, whose programs come first, and `quantise_part`: all rows are tokens.
+    """See `number_pairs`, whose programs come first, and `quantize_part`: all rows are tokens.
 
-    Grid (pair_programs + those of quantise_part,).
+    Grid (pair_programs + those of quantize_part,).
     """
     after_predecessor(OVERLAP)
     program = tl.program_id(0)
@@ -36,7 +36,7 @@ def number_and_quantise_kernel(
             TOP_K, JOIN, SINKS, PLAIN, BLOCK_T, BLOCK_K,
         )  # fmt: skip
     else:
-        quantise_part(
+        quantize_part(
             program - pair_programs, x_ptr, x_ptr, x_ptr, x_ptr, q_ptr, scale_ptr, scale_ptr,
             num_columns, group, num_groups, stride_x, 0, capacity, parts, 0, 0, 0,
             SCALE, "all", False, False, "identity", 0.0, 0.0, 1, LARGEST, ROUND, MIN_SCALE, WHOLE,

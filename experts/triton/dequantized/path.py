@@ -1,7 +1,7 @@
-"""The dequantised path: weights of 4 or 8 bits become bf16, then grouped GEMMs multiply them.
+"""The dequantized path: weights of 4 or 8 bits become bf16, then grouped GEMMs multiply them.
 
-For many rows an expert. Experts go a few at a time, so that the buffer of dequantised weights stays
-small (config); only those that have rows are dequantised.
+For many rows an expert. Experts go a few at a time, so that the buffer of dequantized weights stays
+small (config); only those that have rows are dequantized.
 """
 
 import math
@@ -12,8 +12,8 @@ from typing import ClassVar
 import torch
 
 from experts.triton.candidates import Groups
-from experts.triton.dequantised import config
-from experts.triton.dequantised.config import violations
+from experts.triton.dequantized import config
+from experts.triton.dequantized.config import violations
 from experts.triton.grouped.base import Rows
 from experts.triton.grouped_tma.path import GroupedTmaPath
 from experts.triton.launch_config import Device, Gemm, Launch, LaunchConfig, MoEConfig, Violation
@@ -35,7 +35,7 @@ _WIDEST_STEP = 128  # of the depth, with one scale
 _FILL = 64  # tiles that a program copies
 
 
-class DequantisedPath(GroupedTmaPath):
+class DequantizedPath(GroupedTmaPath):
     """Serves what config.serves says."""
 
     name = config.NAME
@@ -44,7 +44,7 @@ class DequantisedPath(GroupedTmaPath):
 
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
-        """Return whether weights alone are quantised, and grouped GEMMs serve the rest."""
+        """Return whether weights alone are quantized, and grouped GEMMs serve the rest."""
         return problem.adapters is None and config.serves(problem, device)
 
     @classmethod
@@ -54,20 +54,20 @@ class DequantisedPath(GroupedTmaPath):
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
-        """Return the launches for unquantised weights."""
+        """Return the launches for unquantized weights."""
         return config.default(problem)
 
     @classmethod
     def violations(
         cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
     ) -> Iterator[Violation]:
-        """Yield what forbids a launch for unquantised weights."""
+        """Yield what forbids a launch for unquantized weights."""
         assert isinstance(config, LaunchConfig)
         return violations(config, gemm, problem, device)
 
     @classmethod
     def candidates(cls, problem: Problem, tokens: int) -> Groups:
-        """Return the launches for unquantised weights."""
+        """Return the launches for unquantized weights."""
         return config.candidates(problem, tokens)
 
     def __init__(self, problem: Problem) -> None:
@@ -77,16 +77,16 @@ class DequantisedPath(GroupedTmaPath):
         self._values = config.values_at_once(problem)
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
-        """Return buffers of grouped GEMMs, of dequantised weights, and of some experts' tiles."""
+        """Return buffers of grouped GEMMs, of dequantized weights, and of some experts' tiles."""
         specs = super().specs(tokens, block_m) | self.weight_buffers()
         if self._at_once < self.problem.e:
             tiles = most_tiles(tokens * self.problem.top_k, block_m, self.problem.e)
-            specs["dequantised_tiles"] = BufferSpec((3 * tiles + 1,), torch.int32)
+            specs["dequantized_tiles"] = BufferSpec((3 * tiles + 1,), torch.int32)
         return specs
 
     def weight_buffers(self) -> dict[str, BufferSpec]:
         """Return the buffer of the weights that are multiplied at a time."""
-        return {"dequantised": BufferSpec((self._values,), self.problem.dtype)}
+        return {"dequantized": BufferSpec((self._values,), self.problem.dtype)}
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Whether x lies as TMA wants it, and what is beside it as it is read."""
@@ -104,11 +104,11 @@ class DequantisedPath(GroupedTmaPath):
         call: PathCall,
     ) -> None:
         """One product, some experts at a time."""
-        quantised = replace(product, scheme=self._scheme)
+        quantized = replace(product, scheme=self._scheme)
         for first in range(0, self.problem.e, self._at_once):
             count = min(self._at_once, self.problem.e - first)
             bias = None if product.bias is None else product.bias[first : first + count]
-            some = self.ready(replace(quantised, bias=bias), first, count, order, call.workspace)
+            some = self.ready(replace(quantized, bias=bias), first, count, order, call.workspace)
             tiles = self._tiles_of(first, count, order, tile.block_m, call.workspace)
             self.multiply(rows, some, tile, tiles, out)
 
@@ -119,17 +119,17 @@ class DequantisedPath(GroupedTmaPath):
 
         Weights are undefined where experts have no rows.
         """
-        w_eNK = self._dequantised(product, first, count, order, workspace)
+        w_eNK = self._dequantized(product, first, count, order, workspace)
         return replace(product, w=w_eNK, scale=None, zero_point=None, scheme=self.problem.scheme)
 
-    def _dequantised(
+    def _dequantized(
         self, product: Product, first: int, count: int, order: Sorted, workspace: Workspace
     ) -> torch.Tensor:
         """(count, N, K) bf16 of experts `first` and on; undefined where they have no rows."""
-        from experts.triton.dequantised.kernels.dequantise import dequantise_kernel
+        from experts.triton.dequantized.kernels.dequantize import dequantize_kernel
 
         rows, depth = product.w.shape[1], product.depth
-        values = workspace.take("dequantised", (self._values,))[: count * rows * depth]
+        values = workspace.take("dequantized", (self._values,))[: count * rows * depth]
         w_eNK = values.view(count, rows, depth)
         group_n, group = scale_group(product.scheme, depth)
         step = math.gcd(group, _WIDEST_STEP) if group else _WIDEST_STEP
@@ -141,7 +141,7 @@ class DequantisedPath(GroupedTmaPath):
         beside = zero if whole is None else whole
         assert scale is not None
         launch(
-            dequantise_kernel,
+            dequantize_kernel,
             (-(-rows // block_rows), -(-depth // (step * steps)), count),
             w_ptr=product.w.view(torch.int32) if words else product.w,
             scale_ptr=scale,
@@ -172,11 +172,11 @@ class DequantisedPath(GroupedTmaPath):
         self, first: int, count: int, order: Sorted, block_m: int, workspace: Workspace
     ) -> Sorted:
         """`order` with the tiles of experts `first` to first + count, numbered from 0."""
-        from experts.triton.dequantised.kernels.dequantise import tiles_of_experts_kernel
+        from experts.triton.dequantized.kernels.dequantize import tiles_of_experts_kernel
 
         if count == self.problem.e:
             return order
-        tiles = workspace.take("dequantised_tiles", order.tiles.shape)
+        tiles = workspace.take("dequantized_tiles", order.tiles.shape)
         launch(
             tiles_of_experts_kernel,
             (-(-order.max_tiles // _FILL),),

@@ -1,4 +1,4 @@
-"""Mutants of scales, zero points and packing; each shows only in quantised cases."""
+"""Mutants of scales, zero points and packing; each shows only in quantized cases."""
 
 from functools import partial
 
@@ -20,70 +20,70 @@ def _several_groups(problem: Problem) -> bool:
 
 _several_experts = when.both(when.all_routed, lambda p: p.e > 1 and p.tokens > 1)
 
-_quantised = partial(CallMutant, quantised=True)
+_quantized = partial(CallMutant, quantized=True)
 
 SCALE_MUTANTS: tuple[CallMutant, ...] = (
-    _quantised(
+    _quantized(
         "scale_of_next_expert",
-        "every expert has its neighbour's scales",
+        "every expert has its neighbor's scales",
         _several_experts,
         arguments=partial(given.shift_scales, dim=0),
     ),
-    _quantised(
+    _quantized(
         "scale_of_next_row",
-        "every row (or row of blocks) has its neighbour's scales: a wrong stride",
+        "every row (or row of blocks) has its neighbor's scales: a wrong stride",
         when.both(when.routed, _scales_per_row),
         arguments=partial(given.shift_scales, dim=1),
     ),
-    _quantised(
+    _quantized(
         "scale_of_next_group",
-        "every group along the depth has its neighbour's scale: a wrong block",
+        "every group along the depth has its neighbor's scale: a wrong block",
         when.both(when.routed, _several_groups),
         arguments=partial(given.shift_scales, dim=2),
     ),
-    _quantised(
+    _quantized(
         "zero_point_of_next_row",
-        "every row has its neighbour's zero points",
+        "every row has its neighbor's zero points",
         when.both(when.routed, lambda p: p.scheme.zero_points),
         arguments=given.shift_zero_points,
     ),
-    _quantised(
+    _quantized(
         "zero_points_swapped",
         "the zero points of even and odd rows are exchanged",
         when.both(when.routed, lambda p: p.scheme.zero_points and p.scheme.packed),
         arguments=partial(given.swap_nibbles, names=("w1_zero_point", "w2_zero_point")),
     ),
-    _quantised(
+    _quantized(
         "nibbles_swapped",
         "the weights of even and odd k are exchanged",
         when.both(when.routed, lambda p: p.scheme.packed),
         arguments=partial(given.swap_nibbles, names=("w1", "w2")),
     ),
-    _quantised(
+    _quantized(
         "matrix_scales_swapped",
         "the scales of the gate and the up matrix are exchanged",
         when.both(when.routed, lambda p: p.scheme.matrix_scales and p.act.gated),
         arguments=given.swap_matrix_scales,
     ),
-    _quantised(
+    _quantized(
         "matrix_scale_of_next_expert",
         "each expert's second matrix has the scale of another one's",
         when.both(when.routed, lambda p: p.scheme.matrix_scales and p.e > 1),
         arguments=given.shift_matrix_scales,
     ),
-    _quantised(
+    _quantized(
         "order_ignored",
         "columns of w1 multiply columns of x as they lie",
         when.both(when.routed, lambda p: p.scheme.act_order),
         arguments=given.ignore_order,
     ),
-    _quantised(
+    _quantized(
         "order_of_next_expert",
         "each expert has the order of columns of another one",
         when.both(when.routed, lambda p: p.scheme.act_order and p.e > 1),
         arguments=given.shift_order,
     ),
-    _quantised(
+    _quantized(
         "given_scale_wrong",
         "a static activation scale is far too small",
         when.both(when.routed, lambda p: p.scheme.static),

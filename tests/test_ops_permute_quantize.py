@@ -1,14 +1,14 @@
-"""permute_and_quantise: bit for bit what quantise_rows and permute_tokens give in turn."""
+"""permute_and_quantize: bit for bit what quantize_rows and permute_tokens give in turn."""
 
 import pytest
 import torch
 from ops_samples import DEVICE, kernel_and_twin, random
 
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
-from modular_kernel.ops import permute, permute_quantise, quantise
+from modular_kernel.ops import permute, permute_quantize, quantize
 from modular_kernel.ops.permute import permute_tokens
-from modular_kernel.ops.permute_quantise import permute_and_quantise
-from modular_kernel.ops.quantise import Quantised, quantise_rows, scale_shape
+from modular_kernel.ops.permute_quantize import permute_and_quantize
+from modular_kernel.ops.quantize import Quantized, quantize_rows, scale_shape
 from modular_kernel.quant import STORAGE
 from modular_kernel.schemes import QuantScheme
 
@@ -27,30 +27,30 @@ PLACES = torch.tensor([[3, -1, 0], [7, 7, 11], [-1, -1, -1], [1, 2, 4], [-1, 10,
 UNNAMED = [6, 8, 9]
 
 
-path = kernel_and_twin(permute_quantise, permute, quantise)
+path = kernel_and_twin(permute_quantize, permute, quantize)
 
 
-def buffers(scheme: QuantScheme, rows: int, columns: int) -> Quantised:
+def buffers(scheme: QuantScheme, rows: int, columns: int) -> Quantized:
     """Filled with what must survive in rows that no pair names."""
     q = torch.full((rows, columns), 0x55, dtype=torch.uint8, device=DEVICE)
     shape = scale_shape(scheme, rows, columns)
     scale = torch.full(shape, STATIC if scheme.static else -3.0, device=DEVICE)
-    return Quantised(q.view(STORAGE[scheme.activation]), scale)
+    return Quantized(q.view(STORAGE[scheme.activation]), scale)
 
 
 def in_turn(
     x_TH: torch.Tensor, places_TK: torch.Tensor, scheme: QuantScheme, rows: int
-) -> Quantised:
-    """Each token quantised, then moved with its scales."""
+) -> Quantized:
+    """Each token quantized, then moved with its scales."""
     one, out = buffers(scheme, *x_TH.shape), buffers(scheme, rows, x_TH.shape[1])
-    quantise_rows(x_TH, scheme, out=one)
+    quantize_rows(x_TH, scheme, out=one)
     scales = {} if scheme.static else {"scale_TG": one.scale, "scale_rows_RG": out.scale}
     rows_RH = out.q_RK.view(torch.uint8)
     permute_tokens(one.q_RK.view(torch.uint8), places_TK, None, rows_RH=rows_RH, **scales)
     return out
 
 
-def assert_same(got: Quantised, want: Quantised) -> None:
+def assert_same(got: Quantized, want: Quantized) -> None:
     assert torch.equal(got.q_RK.view(torch.uint8), want.q_RK.view(torch.uint8))
     assert torch.equal(got.scale, want.scale)
 
@@ -64,7 +64,7 @@ def test_it_is_both_in_turn(text: str, columns: int, dtype: torch.dtype) -> None
     x_TH = random(5, columns, dtype=dtype)
     x_TH[2] = 1e4  # of no pair: it must set no scale
     out = buffers(scheme, ROWS, columns)
-    permute_and_quantise(x_TH, places, None, scheme, out=out)
+    permute_and_quantize(x_TH, places, None, scheme, out=out)
     assert_same(out, in_turn(x_TH, places, scheme, ROWS))
     untouched = out.q_RK.view(torch.uint8)[UNNAMED]
     assert bool((untouched == 0x55).all())
@@ -76,12 +76,12 @@ def test_it_is_both_in_turn(text: str, columns: int, dtype: torch.dtype) -> None
 @each_scheme
 def test_long_groups_are_read_in_pieces(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scheme, places = QuantScheme.parse(text), PLACES.int().to(DEVICE)
-    monkeypatch.setattr(permute_quantise, "_MAX_BLOCK", 16)
-    monkeypatch.setattr(permute_quantise, "_TILE", 16)
+    monkeypatch.setattr(permute_quantize, "_MAX_BLOCK", 16)
+    monkeypatch.setattr(permute_quantize, "_TILE", 16)
     x_TH = random(5, 77)
     x_TH[:, 70] = 9.0  # the largest lies in the last piece
     out, weights = buffers(scheme, ROWS, 77), torch.ones(5, 3, device=DEVICE)
-    permute_and_quantise(x_TH, places, weights, scheme, out=out)
+    permute_and_quantize(x_TH, places, weights, scheme, out=out)
     assert_same(out, in_turn(x_TH, places, scheme, ROWS))
 
 
@@ -90,10 +90,10 @@ def test_long_groups_are_read_in_pieces(text: str, monkeypatch: pytest.MonkeyPat
 def test_several_groups_a_program(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the last program has fewer than it could take."""
     scheme, places = QuantScheme.parse(text), PLACES.int().to(DEVICE)
-    monkeypatch.setattr(permute_quantise, "_TILE", 64)
+    monkeypatch.setattr(permute_quantize, "_TILE", 64)
     x_TH = random(5, 24 * 5)
     out = buffers(scheme, ROWS, 24 * 5)
-    permute_and_quantise(x_TH, places, None, scheme, out=out)
+    permute_and_quantize(x_TH, places, None, scheme, out=out)
     assert_same(out, in_turn(x_TH, places, scheme, ROWS))
 
 
@@ -105,7 +105,7 @@ def test_every_pair_has_its_weight(text: str) -> None:
     places = torch.tensor([[0, 2, -1], [-1, 3, 5]], dtype=torch.int32, device=DEVICE)
     weights = torch.tensor([[0.3, -2.7, NAN], [1e30, 0.01, 1.0]], device=DEVICE)
     x_TH, out = random(2, 45, dtype=torch.bfloat16), buffers(scheme, 6, 45)
-    permute_and_quantise(x_TH, places, weights, scheme, out=out)
+    permute_and_quantize(x_TH, places, weights, scheme, out=out)
     want = buffers(scheme, 6, 45)
     for token, slot, row in ((0, 0, 0), (0, 1, 2), (1, 1, 3), (1, 2, 5)):
         weighted = x_TH[token].float()[None] * weights[token, slot]
@@ -121,8 +121,8 @@ def test_rows_may_lie_apart() -> None:
     scheme, places = QuantScheme.parse(SCHEMES[2]), PLACES.int().to(DEVICE)
     wide = random(5, 90)
     out, same = buffers(scheme, ROWS, 45), buffers(scheme, ROWS, 45)
-    permute_and_quantise(wide[:, :45], places, None, scheme, out=out)
-    permute_and_quantise(wide[:, :45].contiguous(), places, None, scheme, out=same)
+    permute_and_quantize(wide[:, :45], places, None, scheme, out=out)
+    permute_and_quantize(wide[:, :45].contiguous(), places, None, scheme, out=same)
     assert_same(out, same)
 
 
@@ -132,36 +132,36 @@ def test_bad_input_and_no_tokens() -> None:
     places = PLACES.int().to(DEVICE)
     for text in ("fp8_w8a8_tensor", "none", "int8_w8a16_channel"):
         bad, out = QuantScheme.parse(text), buffers(scheme, ROWS, 45)
-        with pytest.raises(ConfigurationError, match="need quantised activations with a scale per"):
-            permute_and_quantise(x_TH, places, None, bad, out=out)
-    with pytest.raises(ShapeError, match=r"quantised rows: got \(12, 44\), need \(12, 45\)"):
-        permute_and_quantise(x_TH, places, None, scheme, out=buffers(scheme, ROWS, 44))
+        with pytest.raises(ConfigurationError, match="need quantized activations with a scale per"):
+            permute_and_quantize(x_TH, places, None, bad, out=out)
+    with pytest.raises(ShapeError, match=r"quantized rows: got \(12, 44\), need \(12, 45\)"):
+        permute_and_quantize(x_TH, places, None, scheme, out=buffers(scheme, ROWS, 44))
     block = QuantScheme.parse("fp8_w8a8_block")
-    with pytest.raises(ShapeError, match="scales of quantised rows"):
-        permute_and_quantise(random(5, 200), places, None, block, out=buffers(scheme, ROWS, 200))
+    with pytest.raises(ShapeError, match="scales of quantized rows"):
+        permute_and_quantize(random(5, 200), places, None, block, out=buffers(scheme, ROWS, 200))
     eight = buffers(QuantScheme.parse("int8_w8a8_channel"), ROWS, 45)
-    with pytest.raises(DtypeError, match="quantised rows: got int8, need float8_e4m3fn"):
-        permute_and_quantise(x_TH, places, None, scheme, out=eight)
+    with pytest.raises(DtypeError, match="quantized rows: got int8, need float8_e4m3fn"):
+        permute_and_quantize(x_TH, places, None, scheme, out=eight)
     out = buffers(scheme, ROWS, 45)
-    permute_and_quantise(x_TH[:0], places[:0], None, scheme, out=out)
+    permute_and_quantize(x_TH[:0], places[:0], None, scheme, out=out)
     assert_same(out, buffers(scheme, ROWS, 45))
 
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("columns", [32, 100])
 def test_scales_along_rows(columns: int) -> None:
-    """Of tokens quantised on the way, and of those that come quantised: the same places."""
+    """Of tokens quantized on the way, and of those that come quantized: the same places."""
     scheme, places = QuantScheme.parse("fp8_w8a8_block:block=8x32"), PLACES.int().to(DEVICE)
     x_TH = random(5, columns, dtype=torch.bfloat16)
     want, plain = in_turn(x_TH, places, scheme, ROWS), buffers(scheme, ROWS, columns)
     groups = want.scale.shape[1]
-    out = Quantised(plain.q_RK, torch.full((1, groups, ROWS), -3.0, device=DEVICE), None, True)
-    permute_and_quantise(x_TH, places, None, scheme, out=out)
+    out = Quantized(plain.q_RK, torch.full((1, groups, ROWS), -3.0, device=DEVICE), None, True)
+    permute_and_quantize(x_TH, places, None, scheme, out=out)
     assert out.scale_of_rows.stride() == (1, ROWS)
     assert torch.equal(out.scale_of_rows, want.scale)
     assert torch.equal(out.q_RK.view(torch.uint8), want.q_RK.view(torch.uint8))
     one = buffers(scheme, 5, columns)
-    quantise_rows(x_TH, scheme, out=one)
+    quantize_rows(x_TH, scheme, out=one)
     moved = torch.full((groups, ROWS), -3.0, device=DEVICE).T
     rows, bytes_TH = out.q_RK.view(torch.uint8), one.q_RK.view(torch.uint8)
     permute_tokens(bytes_TH, places, None, rows_RH=rows, scale_TG=one.scale, scale_rows_RG=moved)
@@ -171,6 +171,6 @@ def test_scales_along_rows(columns: int) -> None:
 def test_scales_along_the_rows_of_two_segments_are_refused() -> None:
     scheme, places = QuantScheme.parse("fp8_w8a8_block:block=8x32"), PLACES.int().to(DEVICE)
     out = buffers(scheme, ROWS, 64)
-    out = Quantised(out.q_RK, out.scale.view(2, 2, ROWS // 2), None, True)
+    out = Quantized(out.q_RK, out.scale.view(2, 2, ROWS // 2), None, True)
     with pytest.raises(ShapeError, match="segments of scales: got 2, need 1"):
-        permute_and_quantise(random(5, 64), places, None, scheme, out=out)
+        permute_and_quantize(random(5, 64), places, None, scheme, out=out)

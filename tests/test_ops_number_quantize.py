@@ -1,4 +1,4 @@
-"""number_and_quantise: bit for bit what number_pairs and quantise_rows give in turn."""
+"""number_and_quantize: bit for bit what number_pairs and quantize_rows give in turn."""
 
 import pytest
 import torch
@@ -6,11 +6,11 @@ from ops_samples import DEVICE, kernel_and_twin, random
 
 from modular_kernel.errors import ConfigurationError, ShapeError
 from modular_kernel.ops import expert_slots as numbers
-from modular_kernel.ops import quantise
-from modular_kernel.ops import slots_and_quantise as number_quantise
+from modular_kernel.ops import quantize
+from modular_kernel.ops import slots_and_quantize as number_quantize
 from modular_kernel.ops.expert_slots import Numbering, Pairs, number_pairs
-from modular_kernel.ops.quantise import Quantised, quantise_rows, scale_shape
-from modular_kernel.ops.slots_and_quantise import number_and_quantise
+from modular_kernel.ops.quantize import Quantized, quantize_rows, scale_shape
+from modular_kernel.ops.slots_and_quantize import number_and_quantize
 from modular_kernel.placement import Placement
 from modular_kernel.quant import STORAGE
 from modular_kernel.schemes import QuantScheme
@@ -25,7 +25,7 @@ SCHEMES = (
 BLOCKS, COPIES = Placement.linear(8, 2), Placement.linear(7, 2).with_copies({0: (1,)})
 COLUMNS = 100
 
-path = kernel_and_twin(number_quantise, numbers, quantise)
+path = kernel_and_twin(number_quantize, numbers, quantize)
 
 
 class Made:
@@ -47,7 +47,7 @@ class Made:
         q = torch.full((tokens, COLUMNS), 0x55, dtype=torch.uint8, device=DEVICE)
         scales = scale_shape(scheme, tokens, COLUMNS)
         scale = torch.full(scales, 0.0123 if scheme.static else -3.0, device=DEVICE)
-        self.rows = Quantised(q.view(STORAGE[scheme.activation]), scale)
+        self.rows = Quantized(q.view(STORAGE[scheme.activation]), scale)
 
     def values(self) -> list[torch.Tensor]:
         pairs, rows = self.pairs, self.rows
@@ -71,9 +71,9 @@ def test_it_is_both_in_one(tokens: int, placement: Placement, sinks: int, text: 
     x_TH = random(tokens, COLUMNS + 8, dtype=torch.bfloat16)[:, :COLUMNS]
     numbering = Numbering.of(placement, DEVICE, 1, sinks=sinks)
     got, want = (Made(routing, numbering, scheme, tokens, join=True) for _ in range(2))
-    number_and_quantise(x_TH, scheme, got.pairs, out=got.rows)
+    number_and_quantize(x_TH, scheme, got.pairs, out=got.rows)
     number_pairs(want.pairs)
-    quantise_rows(x_TH, scheme, out=want.rows)
+    quantize_rows(x_TH, scheme, out=want.rows)
     assert all(map(torch.equal, got.values(), want.values()))
 
 
@@ -81,7 +81,7 @@ def refused(text: str, ids: int, join: bool = True) -> None:
     scheme, numbering = QuantScheme.parse(text), Numbering.of(BLOCKS, DEVICE, sinks=2)
     made = Made(drawn(ids, 3), numbering, scheme, 4, join)
     x_TH = random(4, COLUMNS, dtype=torch.bfloat16)
-    number_and_quantise(x_TH, scheme, made.pairs, out=made.rows)
+    number_and_quantize(x_TH, scheme, made.pairs, out=made.rows)
 
 
 def test_what_cannot_be_done_at_once_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""number_and_quantise: what libraries are told of a call, ids and rows, in one launch."""
+"""number_and_quantize: what libraries are told of a call, ids and rows, in one launch."""
 
 import torch
 
@@ -7,40 +7,40 @@ from modular_kernel.ops.expert_slots import Pairs, check_pairs, number_pairs, pa
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.launch.pdl import overlap
 from modular_kernel.ops.launch.runtime import use_triton
-from modular_kernel.ops.quantise import Quantised, check_quantised, quantise_rows, tile_arguments
+from modular_kernel.ops.quantize import Quantized, check_quantized, quantize_rows, tile_arguments
 from modular_kernel.schemes import QuantScheme
 
 
-def number_and_quantise(
-    x_TH: torch.Tensor, scheme: QuantScheme, pairs: Pairs, *, out: Quantised
+def number_and_quantize(
+    x_TH: torch.Tensor, scheme: QuantScheme, pairs: Pairs, *, out: Quantized
 ) -> None:
-    """`number_pairs` of x's tokens, and `quantise_rows` of x_TH (T, H) into `out`.
+    """`number_pairs` of x's tokens, and `quantize_rows` of x_TH (T, H) into `out`.
 
     Not for a computed scale per tensor, which needs every value before it can round the first.
     One launch on a GPU; none for T = 0.
     """
     if scheme.activation_granularity == "tensor" and not scheme.static:
         need = "a scale per token, per group, or static"
-        raise ConfigurationError("number_and_quantise", got=str(scheme), need=need)
+        raise ConfigurationError("number_and_quantize", got=str(scheme), need=need)
     tokens = len(pairs.routing.topk_ids_TK)
     if len(x_TH) != tokens:
         raise ShapeError("tokens", got=len(x_TH), need=f"{tokens}, as many as rows of ids")
     check_pairs(pairs)
-    check_quantised(tokens, x_TH.shape[1], scheme, out)
+    check_quantized(tokens, x_TH.shape[1], scheme, out)
     if tokens == 0:
         return
     if not use_triton(x_TH):
         number_pairs(pairs)
-        quantise_rows(x_TH, scheme, out=out)
+        quantize_rows(x_TH, scheme, out=out)
         return
-    from modular_kernel.ops.kernels.slots_and_quantise import number_and_quantise_kernel
+    from modular_kernel.ops.kernels.slots_and_quantize import number_and_quantize_kernel
 
     tiles, parts = tile_arguments(scheme, out, None)
     warps = tiles["num_warps"]
     assert isinstance(warps, int)
     numbers, programs = pair_arguments(pairs, warps)
     launch(
-        number_and_quantise_kernel,
+        number_and_quantize_kernel,
         (programs + parts,),
         x_ptr=x_TH,
         stride_x=x_TH.stride(0),

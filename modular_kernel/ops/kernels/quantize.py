@@ -1,4 +1,4 @@
-"""Quantise rows: one scale a row, a group of a row or a tensor; with the activation before it.
+"""Quantize rows: one scale a row, a group of a row or a tensor; with the activation before it.
 
 Rows come in segments of `capacity`: one segment, or one for each expert of the batched format.
 `parts` programs share the rows of a segment, BLOCK_R at a time.
@@ -23,7 +23,7 @@ def scale_of(amax, LARGEST: tl.constexpr, MIN_SCALE: tl.constexpr):
 
 
 @triton.jit
-def quantised_values(
+def quantized_values(
     value, inverse, LARGEST: tl.constexpr, ROUND: tl.constexpr, SATURATE: tl.constexpr = True
 ):
     """value * inverse, saturated; to the nearest integer, ties to even, if ROUND. NaN stays NaN.
@@ -123,7 +123,7 @@ def amax_kernel(
 
 
 @triton.jit
-def quantise_part(
+def quantize_part(
     program, x_ptr, weights_ptr, live_ptr, map_ptr, q_ptr, scale_ptr, partials_ptr,
     num_columns, group, num_groups, stride_x, up_offset, capacity, parts, num_partials,
     num_experts, num_local,
@@ -192,7 +192,7 @@ def quantise_part(
             tl.store(scale_ptrs, scale, mask=live & (which < num_groups))
         inverse = tl.div_rn(1.0, scale)[:, None]
         q_ptrs = q_ptr + rows[:, None] * num_columns
-        q = quantised_values(value, inverse, LARGEST, ROUND, SCALE != "computed")
+        q = quantized_values(value, inverse, LARGEST, ROUND, SCALE != "computed")
         mask = live[:, None] & (columns < end)
         tl.store(q_ptrs + columns, q.to(q_ptr.dtype.element_ty), mask=mask)
         if not WHOLE:
@@ -201,13 +201,13 @@ def quantise_part(
                     x_ptr, weights_ptr, rows, columns + more, live, end,
                     stride_x, up_offset, HAS_WEIGHTS, KIND, ALPHA, LIMIT, STEP,
                 )  # fmt: skip
-                q = quantised_values(other, inverse, LARGEST, ROUND, SCALE != "computed")
+                q = quantized_values(other, inverse, LARGEST, ROUND, SCALE != "computed")
                 mask = live[:, None] & (columns + more < end)
                 tl.store(q_ptrs + columns + more, q.to(q_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def quantise_rows_kernel(
+def quantize_rows_kernel(
     x_ptr, weights_ptr, live_ptr, map_ptr, q_ptr, scale_ptr, partials_ptr,
     num_columns, group, num_groups, stride_x, up_offset, capacity, parts, num_partials,
     num_experts, num_local,
@@ -218,9 +218,9 @@ def quantise_rows_kernel(
     BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """See `quantise_part`, whose programs are all there are."""
+    """See `quantize_part`, whose programs are all there are."""
     after_predecessor(OVERLAP)
-    quantise_part(
+    quantize_part(
         tl.program_id(0), x_ptr, weights_ptr, live_ptr, map_ptr, q_ptr, scale_ptr, partials_ptr,
         num_columns, group, num_groups, stride_x, up_offset, capacity, parts, num_partials,
         num_experts, num_local, SCALE, SOURCE, HAS_MAP, HAS_WEIGHTS, KIND, ALPHA, LIMIT, STEP,

@@ -1,4 +1,4 @@
-"""The dequantised path: which problems it serves, and how many experts go at once.
+"""The dequantized path: which problems it serves, and how many experts go at once.
 
 Its products are grouped GEMMs of weights that a launch has written as bf16 before.
 """
@@ -15,7 +15,7 @@ from experts.triton.grouped_tma.candidates import candidates as plain_candidates
 from experts.triton.launch_config import Device, Gemm, LaunchConfig, MoEConfig, Violation, gemms
 from modular_kernel.types import Problem
 
-NAME = "dequantised"
+NAME = "dequantized"
 
 _TRIED: Rows = {128: (32, 1 << 62)}
 # Mean rows of an expert from which the path pays, by how slowly the aligned path unpacks. Measured
@@ -33,23 +33,23 @@ _LEAST_ROWS = {
     "fp8_w8a16_channel": 128,
     "fp8_w8a16_block": 128,
 }
-_MOST_BYTES = 1 << 30  # of dequantised weights at a time, unless one expert has more
+_MOST_BYTES = 1 << 30  # of dequantized weights at a time, unless one expert has more
 
 
 @lru_cache(maxsize=1 << 10)
 def plain(problem: Problem) -> Problem:
-    """Return the same layer with unquantised weights."""
+    """Return the same layer with unquantized weights."""
     return replace(problem, quant="none")
 
 
 def serves(problem: Problem, device: Device) -> bool:
     """Whether the kernels of this path can compute `problem` on `device`.
 
-    Weights alone are quantised, and their columns lie as x has them. fp16 has too few exponents for
+    Weights alone are quantized, and their columns lie as x has them. fp16 has too few exponents for
     every weight that a scale gives.
     """
     scheme = problem.scheme
-    weights_alone = scheme.quantised and not scheme.quantises_activations
+    weights_alone = scheme.quantized and not scheme.quantizes_activations
     if not weights_alone or scheme.act_order or problem.dtype is not torch.bfloat16:
         return False
     return grouped.serves(plain(problem), device)
@@ -59,8 +59,8 @@ def violations(
     tile: LaunchConfig, gemm: Gemm, problem: Problem, device: Device
 ) -> Iterator[Violation]:
     """Every reason not to launch `tile` for this GEMM of `problem` on this path."""
-    unquantised = gemms(plain(problem))[gemm.index - 1]
-    for violation in grouped.violations(tile, unquantised, "plain", device):
+    unquantized = gemms(plain(problem))[gemm.index - 1]
+    for violation in grouped.violations(tile, unquantized, "plain", device):
         yield replace(
             violation, need=violation.need.replace(f"{grouped.NAME} path", f"{NAME} path")
         )
@@ -79,7 +79,7 @@ def least_tokens(problem: Problem) -> int:
 
 
 def experts_at_once(problem: Problem) -> int:
-    """How many experts' matrices are dequantised and multiplied before the next ones are."""
+    """How many experts' matrices are dequantized and multiplied before the next ones are."""
     largest = max(problem.w1_rows, problem.intermediate) * problem.hidden * problem.dtype.itemsize
     groups = -(-problem.e // max(1, _MOST_BYTES // largest))
     return -(-problem.e // groups)
@@ -91,7 +91,7 @@ def values_at_once(problem: Problem) -> int:
 
 
 def default(problem: Problem) -> MoEConfig:
-    """Return the launches without a tuned file: those for unquantised weights."""
+    """Return the launches without a tuned file: those for unquantized weights."""
     return replace(grouped.default(plain(problem)), path=NAME)
 
 

@@ -1,7 +1,7 @@
 """The scheme that a config.json's quantization_config means for the experts' weights.
 
 Every value that decides the scheme must be stated and known; a method, an algorithm or a layout
-that no scheme of this toolkit is, is a ConfigurationError, and so are experts left unquantised and
+that no scheme of this toolkit is, is a ConfigurationError, and so are experts left unquantized and
 keys that could change numbers and that nothing here reads (`quantization_keys`).
 """
 
@@ -55,7 +55,7 @@ Given = dict[str, Any]
 
 
 def scheme_of(path: str, config: Given, *, depth: int | None = None) -> str | None:
-    """Name the scheme of `config`, an object of a config.json; None for an unquantised model.
+    """Name the scheme of `config`, an object of a config.json; None for an unquantized model.
 
     path: of the file, for messages. depth: the most columns of a matrix, which a group of -1 or a
     channel of 4 bits spans. ConfigurationError if no scheme of this toolkit is meant.
@@ -116,7 +116,7 @@ def _is_minus_one(value: object) -> bool:
     return type(value) is int and value == -1
 
 
-def quantises_inputs(given: Mapping[str, Any]) -> bool:
+def quantizes_inputs(given: Mapping[str, Any]) -> bool:
     """Tell whether a quantization_config that `scheme_of` knows rounds experts' inputs too."""
     if given["quant_method"] != "compressed-tensors":
         return str(given.get("quant_algo")) == "NVFP4"
@@ -328,7 +328,7 @@ def _check_left_out(path: str, given: Given) -> None:
             raise _bad(path, f"{key} = {_short(names)}", "a list")
         for name in names or []:
             if _names_experts(path, name):
-                need = "experts that are all quantised; otherwise give sizes and --quant by hand"
+                need = "experts that are all quantized; otherwise give sizes and --quant by hand"
                 raise _bad(path, f"{key} has {_short(name)}", need)
 
 
@@ -340,7 +340,7 @@ def _refuse_first(path: str, mismatches: Iterator[Mismatch]) -> None:
 def _check_overrides(path: str, given: Given) -> None:
     """Raise the error of options of single modules that are experts of some layer.
 
-    GPTQModel's `dynamic` has patterns: "-:" before those that are not quantised, "+:" or nothing
+    GPTQModel's `dynamic` has patterns: "-:" before those that are not quantized, "+:" or nothing
     before those with other options. auto-round's `extra_config` has names of modules.
     """
     for key in ("dynamic", "extra_config"):

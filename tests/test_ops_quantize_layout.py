@@ -1,4 +1,4 @@
-"""Where the quantising operations put scales, and the tiles of large layers."""
+"""Where the quantizing operations put scales, and the tiles of large layers."""
 
 from dataclasses import replace
 
@@ -7,28 +7,28 @@ import torch
 from ops_samples import DEVICE, kernel_and_twin, random
 
 from modular_kernel.errors import ShapeError
-from modular_kernel.ops import activation, quantise, quantise_tiles
+from modular_kernel.ops import activation, quantize, quantize_tiles
 from modular_kernel.ops.live_rows import BatchedRows
-from modular_kernel.ops.quantise import (
-    Quantised,
-    activation_and_quantise,
-    quantise_rows,
-    quantise_specs,
-    take_quantised,
+from modular_kernel.ops.quantize import (
+    Quantized,
+    activation_and_quantize,
+    quantize_rows,
+    quantize_specs,
+    take_quantized,
 )
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.types import ActivationSpec
 from modular_kernel.workspace import Workspace
 
-path = kernel_and_twin(quantise, activation)
+path = kernel_and_twin(quantize, activation)
 
 
 def zeros(
     scheme: QuantScheme, rows: int, columns: int, segments: int, along_rows: bool
-) -> Quantised:
-    specs = quantise_specs("a", scheme, rows, columns, segments=segments)
+) -> Quantized:
+    specs = quantize_specs("a", scheme, rows, columns, segments=segments)
     workspace, shape = Workspace(specs, torch.device(DEVICE)), (rows, columns)
-    out = take_quantised(workspace, "a", scheme, shape, segments=segments, along_rows=along_rows)
+    out = take_quantized(workspace, "a", scheme, shape, segments=segments, along_rows=along_rows)
     out.q_RK.view(torch.uint8).zero_()
     out.scale.zero_()
     return out
@@ -45,9 +45,9 @@ def test_scales_along_rows_and_streamed_tiles(
 
     Groups are of 32: one, three, which are no power of two, four at once, and a short one.
     """
-    monkeypatch.setattr(quantise_tiles, "_STREAM_COLUMNS", 128)
-    monkeypatch.setattr(quantise_tiles, "_STREAM_PROGRAMS", 3)
-    monkeypatch.setattr(quantise_tiles, "_TILE", 256)
+    monkeypatch.setattr(quantize_tiles, "_STREAM_COLUMNS", 128)
+    monkeypatch.setattr(quantize_tiles, "_STREAM_PROGRAMS", 3)
+    monkeypatch.setattr(quantize_tiles, "_TILE", 256)
     scheme = QuantScheme.parse("fp8_w8a8_block:block=8x32")
     spec = ActivationSpec("silu")
     counts = [7, 0, 11] if streamed else [25]
@@ -61,11 +61,11 @@ def test_scales_along_rows_and_streamed_tiles(
     for along_rows in (False, True):
         out = zeros(scheme, 33, columns, segments, along_rows)
         with monkeypatch.context() as within:
-            within.setattr(quantise_tiles, "_STREAMED", streamed if along_rows else 1 << 23)
+            within.setattr(quantize_tiles, "_STREAMED", streamed if along_rows else 1 << 23)
             if act == "none":
-                quantise_rows(x, scheme, out=out, live=BatchedRows(counts_e))
+                quantize_rows(x, scheme, out=out, live=BatchedRows(counts_e))
             else:
-                activation_and_quantise(x, spec, scheme, out=out, live=BatchedRows(counts_e))
+                activation_and_quantize(x, spec, scheme, out=out, live=BatchedRows(counts_e))
         made.append(out)
     plain, along = made
     assert torch.equal(along.q_RK.view(torch.uint8), plain.q_RK.view(torch.uint8))
@@ -79,10 +79,10 @@ def test_segments_of_scales_along_rows_are_those_of_the_rows() -> None:
     scheme, counts = QuantScheme.parse("fp8_w8a8_channel"), torch.ones(2, dtype=torch.int32)
     out = zeros(scheme, 6, 8, 1, True)
     with pytest.raises(ShapeError, match="segments of scales: got 1, need 2"):
-        quantise_rows(random(6, 8), scheme, out=out, live=BatchedRows(counts.to(DEVICE)))
+        quantize_rows(random(6, 8), scheme, out=out, live=BatchedRows(counts.to(DEVICE)))
     bad = replace(out, scale=out.scale.view(2, 3, 1))
     with pytest.raises(ShapeError, match=r"need \(2, 1, 3\)"):
-        quantise_rows(random(6, 8), scheme, out=bad)
+        quantize_rows(random(6, 8), scheme, out=bad)
 
 
 def test_tiles_of_large_layers() -> None:
@@ -100,6 +100,6 @@ def test_tiles_of_large_layers() -> None:
     assert (odd.block_r, odd.block_g, odd.stages) == (16, 1, 3)
 
 
-def large(rows: int, columns: int, segments: int = 1) -> quantise_tiles.Tiles:
-    plain = quantise_tiles.row_tiles(segments, rows, 128, 8192)
-    return quantise_tiles.group_tiles(plain, columns, 128)
+def large(rows: int, columns: int, segments: int = 1) -> quantize_tiles.Tiles:
+    plain = quantize_tiles.row_tiles(segments, rows, 128, 8192)
+    return quantize_tiles.group_tiles(plain, columns, 128)

@@ -1,4 +1,4 @@
-"""How the quantising kernels cut rows into tiles, and share these among programs."""
+"""How the quantizing kernels cut rows into tiles, and share these among programs."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from modular_kernel.ops.count import next_power_of_2
 _TILE = 2048  # values a program holds, unless one group has more
 _WARP_TILE = 512  # values of a warp
 _MAX_BLOCK = 16384  # columns a program holds; a longer group is read twice
-# Many values are streamed: tiles of a few rows' neighbouring groups, by as many programs as an
+# Many values are streamed: tiles of a few rows' neighboring groups, by as many programs as an
 # H200 holds at a time, each of which fetches its next tiles while it computes one.
 _STREAMED = 1 << 23  # values, from which on
 _STREAM_COLUMNS = 1024  # of a row, in a tile

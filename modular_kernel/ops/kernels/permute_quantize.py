@@ -1,11 +1,11 @@
-"""Quantise a token and write it to the rows of its pairs."""
+"""Quantize a token and write it to the rows of its pairs."""
 
 import triton
 import triton.language as tl
 
 from modular_kernel.ops.kernels.extrema import max_nan, maximum_nan
 from modular_kernel.ops.kernels.pdl import after_predecessor
-from modular_kernel.ops.kernels.quantise import quantised_values, scale_of
+from modular_kernel.ops.kernels.quantize import quantized_values, scale_of
 
 
 @triton.jit
@@ -17,7 +17,7 @@ def _load_tile(x_row_ptr, columns, inside, num_columns):
 
 
 @triton.jit
-def permute_and_quantise_kernel(
+def permute_and_quantize_kernel(
     x_ptr, row_of_pair_ptr, weights_ptr, q_ptr, scale_ptr,
     num_columns, group, num_groups, stride_x, stride_scale,
     TOP_K: tl.constexpr, HAS_WEIGHTS: tl.constexpr, COMPUTED: tl.constexpr,
@@ -27,10 +27,10 @@ def permute_and_quantise_kernel(
 ):  # fmt: skip
     """q[row of (t, k)] = (weight of (t, k) *) x[t] / scale.
 
-    Grid (tokens * ceil(groups / BLOCK_G),): programs of one token are neighbours.
+    Grid (tokens * ceil(groups / BLOCK_G),): programs of one token are neighbors.
     A program takes BLOCK_G groups of `group` columns and reads them once, unless one is longer
     than BLOCK_C (not WHOLE; BLOCK_G is 1 then). COMPUTED: each row and group has a scale of its
-    own, stored: stride_scale apart are those of one row's neighbours, or with ALONG_ROWS those of
+    own, stored: stride_scale apart are those of one row's neighbors, or with ALONG_ROWS those of
     one group's; otherwise the one at scale_ptr is read.
     """
     after_predecessor(OVERLAP)
@@ -74,6 +74,6 @@ def permute_and_quantise_kernel(
             moved = value
             if not WHOLE:
                 moved = _load_tile(x_row_ptr, columns + start, inside, num_columns)
-            q = quantised_values(moved * weight, inverse, LARGEST, ROUND, not COMPUTED)
+            q = quantized_values(moved * weight, inverse, LARGEST, ROUND, not COMPUTED)
             mask = inside & (columns + start < num_columns) & (row >= 0)
             tl.store(q_row_ptr + columns + start, q.to(q_ptr.dtype.element_ty), mask=mask)

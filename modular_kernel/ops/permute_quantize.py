@@ -1,4 +1,4 @@
-"""permute_and_quantise: quantise each token and write it to the rows of its pairs."""
+"""permute_and_quantize: quantize each token and write it to the rows of its pairs."""
 
 import torch
 
@@ -8,7 +8,7 @@ from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.launch.pdl import overlap
 from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.ops.permute import permute_tokens_ref
-from modular_kernel.ops.quantise import Quantised, check_quantised, quantised
+from modular_kernel.ops.quantize import Quantized, check_quantized, quantized
 from modular_kernel.quant import LARGEST, MIN_SCALE
 from modular_kernel.schemes import QuantScheme
 
@@ -16,15 +16,15 @@ _TILE = 2048  # columns a program holds, unless one group has more
 _MAX_BLOCK = 8192  # columns a program holds; a longer group is read again for each pair
 
 
-def permute_and_quantise(
+def permute_and_quantize(
     x_TH: torch.Tensor,
     row_of_pair_TK: torch.Tensor,
     weights_TK: torch.Tensor | None,
     scheme: QuantScheme,
     *,
-    out: Quantised,
+    out: Quantized,
 ) -> None:
-    """`quantise_rows` of x_TH and `permute_tokens` of the result to out's rows, in one launch.
+    """`quantize_rows` of x_TH and `permute_tokens` of the result to out's rows, in one launch.
 
     x_TH (T, H) with hidden values side by side; row_of_pair_TK (T, K) int32, -1 to skip.
     weights_TK (T, K) float32 multiplies x first, in float32; pairs that share a row must have one
@@ -35,18 +35,18 @@ def permute_and_quantise(
     if scheme.activation_granularity == "none" or (
         scheme.activation_granularity == "tensor" and not scheme.static
     ):
-        need = "quantised activations with a scale per token, per group, or static"
-        raise ConfigurationError("permute_and_quantise", got=str(scheme), need=need)
+        need = "quantized activations with a scale per token, per group, or static"
+        raise ConfigurationError("permute_and_quantize", got=str(scheme), need=need)
     tokens, hidden = x_TH.shape
-    check_quantised(out.q_RK.shape[0], hidden, scheme, out)
+    check_quantized(out.q_RK.shape[0], hidden, scheme, out)
     if out.along_rows and len(out.scale) != 1:
         raise ShapeError("segments of scales", got=len(out.scale), need=1)
     if tokens == 0:
         return
     if not use_triton(x_TH):
-        permute_and_quantise_ref(x_TH, row_of_pair_TK, weights_TK, scheme, out=out)
+        permute_and_quantize_ref(x_TH, row_of_pair_TK, weights_TK, scheme, out=out)
         return
-    from modular_kernel.ops.kernels.permute_quantise import permute_and_quantise_kernel
+    from modular_kernel.ops.kernels.permute_quantize import permute_and_quantize_kernel
 
     computed = not scheme.static
     group = min(hidden, scheme.group[-1] if scheme.group else hidden)
@@ -54,7 +54,7 @@ def permute_and_quantise(
     groups = -(-hidden // group)
     per_program = min(next_power_of_2(groups), max(1, _TILE // block))
     launch(
-        permute_and_quantise_kernel,
+        permute_and_quantize_kernel,
         (tokens * -(-groups // per_program),),
         x_ptr=x_TH,
         row_of_pair_ptr=row_of_pair_TK,
@@ -82,20 +82,20 @@ def permute_and_quantise(
     )
 
 
-def permute_and_quantise_ref(
+def permute_and_quantize_ref(
     x_TH: torch.Tensor,
     row_of_pair_TK: torch.Tensor,
     weights_TK: torch.Tensor | None,
     scheme: QuantScheme,
     *,
-    out: Quantised,
+    out: Quantized,
 ) -> None:
-    """Torch twin of `permute_and_quantise`: a row for each pair, then quantised, then moved."""
+    """Torch twin of `permute_and_quantize`: a row for each pair, then quantized, then moved."""
     token, slot = (row_of_pair_TK >= 0).nonzero(as_tuple=True)
     values = x_TH[token].float()
     if weights_TK is not None:
         values = values * weights_TK[token, slot, None]
-    q, scale = quantised(values, scheme, out.scale if scheme.static else None)
+    q, scale = quantized(values, scheme, out.scale if scheme.static else None)
     row_of_pair = row_of_pair_TK[token, slot][:, None]
     # As bytes: torch cannot put float8 values by index.
     bytes_RH = out.q_RK.view(torch.uint8)

@@ -1,4 +1,4 @@
-"""quantise_rows: activations to float8_e4m3fn or int8, with one scale a row, a group or a tensor.
+"""quantize_rows: activations to float8_e4m3fn or int8, with one scale a row, a group or a tensor.
 
     scale = max(amax / L, 2^-33)        q = x * (1 / scale), saturated at L, to nearest even
 
@@ -23,7 +23,7 @@ from modular_kernel.ops.live_rows import (
     segments_of,
     source_arguments,
 )
-from modular_kernel.ops.quantise_tiles import group_tiles, row_tiles
+from modular_kernel.ops.quantize_tiles import group_tiles, row_tiles
 from modular_kernel.quant import LARGEST, MIN_SCALE, STORAGE
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.support import Rejection
@@ -37,8 +37,8 @@ _MAX_PROGRAMS = 8192  # programs over batched rows, of which most may be empty; 
 
 
 @dataclass(frozen=True)
-class Quantised:
-    """Quantised rows, all contiguous.
+class Quantized:
+    """Quantized rows, all contiguous.
 
     q_RK: (R, K) float8_e4m3fn or int8, written. scale: float32; per token (R, 1), per group of g
     columns (R, G), G = ceil(K / g), per tensor (1,); read if the scheme is static, written
@@ -59,8 +59,8 @@ class Quantised:
         return self.scale[0].T if len(self.scale) == 1 else self.scale.mT
 
 
-def quantise_rejections(part: str, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-    """Say why `quantise_rows` could not serve `part` there; empty if it can."""
+def quantize_rejections(part: str, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+    """Say why `quantize_rows` could not serve `part` there; empty if it can."""
     fp8 = problem.scheme.activation == "float8_e4m3fn"
     if not fp8 or machine.arch is None or machine.arch >= (8, 9):
         return ()
@@ -68,10 +68,10 @@ def quantise_rejections(part: str, problem: Problem, machine: Machine) -> tuple[
     return (Rejection("arch", (part, "machine"), got, ">= 8.9 to convert to float8"),)
 
 
-def quantise_specs(
+def quantize_specs(
     prefix: str, scheme: QuantScheme, rows: int, columns: int, *, segments: int = 1
 ) -> dict[str, BufferSpec]:
-    """Return the workspace buffers that `take_quantised` takes; monotone in rows and segments.
+    """Return the workspace buffers that `take_quantized` takes; monotone in rows and segments.
 
     segments: the experts e of batched rows, else 1.
     """
@@ -94,7 +94,7 @@ def scale_shape(scheme: QuantScheme, rows: int, columns: int) -> tuple[int, ...]
     return (rows, -(-columns // _group(scheme, columns)))
 
 
-def take_quantised(
+def take_quantized(
     workspace: Workspace,
     prefix: str,
     scheme: QuantScheme,
@@ -103,59 +103,59 @@ def take_quantised(
     segments: int = 1,
     static_scale: torch.Tensor | None = None,
     along_rows: bool = False,
-) -> Quantised:
-    """Take views of buffers declared by `quantise_specs`, for rows and columns `shape`.
+) -> Quantized:
+    """Take views of buffers declared by `quantize_specs`, for rows and columns `shape`.
 
-    static_scale: (1,) float32, given exactly if the scheme is static. along_rows: as `Quantised`
+    static_scale: (1,) float32, given exactly if the scheme is static. along_rows: as `Quantized`
     has it, of scales per row or group.
     """
     assert (static_scale is not None) == scheme.static
-    specs = quantise_specs(prefix, scheme, *shape, segments=segments)
+    specs = quantize_specs(prefix, scheme, *shape, segments=segments)
     taken = {name: workspace.take(name, spec.shape) for name, spec in specs.items()}
     scale = taken[f"{prefix}_scale"] if static_scale is None else static_scale
     along_rows = along_rows and scale.dim() == 2
     if along_rows:
         scale = scale.view(segments, -1, shape[0] // segments)
-    return Quantised(taken[f"{prefix}_q"], scale, taken.get(f"{prefix}_partials"), along_rows)
+    return Quantized(taken[f"{prefix}_q"], scale, taken.get(f"{prefix}_partials"), along_rows)
 
 
-def quantise_rows(
+def quantize_rows(
     x_RK: torch.Tensor,
     scheme: QuantScheme,
     *,
-    out: Quantised,
+    out: Quantized,
     live: Live = None,
     row_weights_R: torch.Tensor | None = None,
 ) -> None:
-    """Quantise x_RK (R, K), values of a row side by side, as `scheme` says, into `out`.
+    """Quantize x_RK (R, K), values of a row side by side, as `scheme` says, into `out`.
 
     live: which rows stand for a token, None for all; others are not read, and neither q nor
     scales of them are written. row_weights_R: (R,) float32, multiplies x first, in float32.
     One launch on a GPU, two for a computed scale per tensor. Zero rows launch nothing.
     """
-    check_quantised(x_RK.shape[0], x_RK.shape[1], scheme, out)
+    check_quantized(x_RK.shape[0], x_RK.shape[1], scheme, out)
     if x_RK.numel() == 0:
         return
     if not use_triton(x_RK):
-        quantise_rows_ref(x_RK, scheme, out=out, live=live, row_weights_R=row_weights_R)
+        quantize_rows_ref(x_RK, scheme, out=out, live=live, row_weights_R=row_weights_R)
         return
     identity = {"KIND": "identity", "ALPHA": 0.0, "LIMIT": 0.0, "STEP": 1, "up_offset": 0}
     source = source_arguments(x_RK, live, row_weights_R)
     num_partials = 0
     if _needs_partials(scheme):
         num_partials = _launch_amax(x_RK, out, live, source)
-    _launch_quantise(x_RK, scheme, out, live, num_partials, source | identity)
+    _launch_quantize(x_RK, scheme, out, live, num_partials, source | identity)
 
 
-def activation_and_quantise(
+def activation_and_quantize(
     x_RN: torch.Tensor,
     spec: ActivationSpec,
     scheme: QuantScheme,
     *,
-    out: Quantised,
+    out: Quantized,
     live: Live = None,
 ) -> None:
-    """`gated_activation` into x's dtype and `quantise_rows` behind it, in one launch.
+    """`gated_activation` into x's dtype and `quantize_rows` behind it, in one launch.
 
     x_RN: (R, N), N twice the columns of `out` if gated. Bit for bit what the two would give. Not
     for a computed scale per tensor, which needs every value before it can round the first.
@@ -163,42 +163,42 @@ def activation_and_quantise(
     rows, intermediate = out.q_RK.shape
     if _needs_partials(scheme):
         need = "a scale per token, per group, or static"
-        raise ConfigurationError("activation_and_quantise", got=str(scheme), need=need)
+        raise ConfigurationError("activation_and_quantize", got=str(scheme), need=need)
     width = intermediate * (2 if spec.gated else 1)
     if tuple(x_RN.shape) != (rows, width):
         raise ShapeError("activation input", got=tuple(x_RN.shape), need=(rows, width))
-    check_quantised(rows, intermediate, scheme, out)
+    check_quantized(rows, intermediate, scheme, out)
     if out.q_RK.numel() == 0:
         return
     if not use_triton(x_RN):
-        activation_and_quantise_ref(x_RN, spec, scheme, out=out, live=live)
+        activation_and_quantize_ref(x_RN, spec, scheme, out=out, live=live)
         return
     step, offset = up_rows(spec, intermediate)
     constants = {**activation_constants(spec), "STEP": step, "up_offset": offset}
     source = source_arguments(x_RN, live, None)
-    _launch_quantise(x_RN, scheme, out, live, 0, source | constants)
+    _launch_quantize(x_RN, scheme, out, live, 0, source | constants)
 
 
 def _other_scheme(scheme: QuantScheme) -> ConfigurationError:
     need = f"a scheme with {' or '.join(_ACTIVATIONS)} activations"
-    return ConfigurationError("activation quantisation", got=str(scheme), need=need)
+    return ConfigurationError("activation quantization", got=str(scheme), need=need)
 
 
-def check_quantised(rows: int, columns: int, scheme: QuantScheme, out: Quantised) -> None:
+def check_quantized(rows: int, columns: int, scheme: QuantScheme, out: Quantized) -> None:
     """Raise the InputError of an `out` that is not for (rows, columns) values."""
     if scheme.activation not in _ACTIVATIONS:
         raise _other_scheme(scheme)
     if tuple(out.q_RK.shape) != (rows, columns):
-        raise ShapeError("quantised rows", got=tuple(out.q_RK.shape), need=(rows, columns))
+        raise ShapeError("quantized rows", got=tuple(out.q_RK.shape), need=(rows, columns))
     need = scale_shape(scheme, rows, columns)
     if out.along_rows:
         segments = len(out.scale)
         need = (segments, need[-1], rows // max(1, segments))
     if tuple(out.scale.shape) != need:
-        raise ShapeError("scales of quantised rows", got=tuple(out.scale.shape), need=need)
+        raise ShapeError("scales of quantized rows", got=tuple(out.scale.shape), need=need)
     if out.q_RK.dtype is not STORAGE[scheme.activation]:
         got = dtype_name(out.q_RK.dtype)
-        raise DtypeError("quantised rows", got=got, need=scheme.activation)
+        raise DtypeError("quantized rows", got=got, need=scheme.activation)
 
 
 def _needs_partials(scheme: QuantScheme) -> bool:
@@ -210,9 +210,9 @@ def _group(scheme: QuantScheme, columns: int) -> int:
     return scheme.group[-1] if scheme.activation_granularity == "group" else columns
 
 
-def _launch_amax(x_RK: torch.Tensor, out: Quantised, live: Live, source: dict[str, object]) -> int:
+def _launch_amax(x_RK: torch.Tensor, out: Quantized, live: Live, source: dict[str, object]) -> int:
     """Write partial maxima; returns how many."""
-    from modular_kernel.ops.kernels.quantise import amax_kernel
+    from modular_kernel.ops.kernels.quantize import amax_kernel
 
     rows, columns = x_RK.shape
     assert out.partials is not None
@@ -224,21 +224,21 @@ def _launch_amax(x_RK: torch.Tensor, out: Quantised, live: Live, source: dict[st
     return programs
 
 
-def _launch_quantise(
+def _launch_quantize(
     x: torch.Tensor,
     scheme: QuantScheme,
-    out: Quantised,
+    out: Quantized,
     live: Live,
     num_partials: int,
     arguments: dict[str, object],
 ) -> None:
     # Only such rows are copied asynchronously, and leave a multiprocessor room for 8 programs.
-    from modular_kernel.ops.kernels.quantise import quantise_rows_kernel
+    from modular_kernel.ops.kernels.quantize import quantize_rows_kernel
 
     streams = arguments["STEP"] == 1 and x.element_size() == 2 and x.stride(0) % 8 == 0
     tiles, programs = tile_arguments(scheme, out, live, streams=streams)
     launch(
-        quantise_rows_kernel,
+        quantize_rows_kernel,
         (programs,),
         partials_ptr=out.scale if out.partials is None else out.partials,
         num_partials=num_partials,
@@ -250,7 +250,7 @@ def _launch_quantise(
 
 
 def tile_arguments(
-    scheme: QuantScheme, out: Quantised, live: Live, *, streams: bool = False
+    scheme: QuantScheme, out: Quantized, live: Live, *, streams: bool = False
 ) -> tuple[dict[str, object], int]:
     """Kernel arguments that say where to and in what tiles, num_warps among them; and programs.
 
@@ -290,18 +290,18 @@ def tile_arguments(
 # ------------------------------------------------------------------------------ in plain torch
 
 
-def dequantise_rows(q_RK: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """Return float32 (R, K): q * scale, with scales as in `Quantised`."""
+def dequantize_rows(q_RK: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+    """Return float32 (R, K): q * scale, with scales as in `Quantized`."""
     if scheme.activation_granularity == "group":
         columns = q_RK.shape[1]
         scale = scale.repeat_interleave(min(_group(scheme, columns), columns), 1)[:, :columns]
     return q_RK.float() * scale
 
 
-def quantised(
+def quantized(
     values_RK: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q (R, K) and scales, as in `Quantised`, of float32 values, all of which count."""
+    """q (R, K) and scales, as in `Quantized`, of float32 values, all of which count."""
     if scheme.activation not in _ACTIVATIONS:
         raise _other_scheme(scheme)
     rows, columns = values_RK.shape
@@ -328,15 +328,15 @@ def quantised(
     return values.to(STORAGE[scheme.activation]), scale
 
 
-def quantise_rows_ref(
+def quantize_rows_ref(
     x_RK: torch.Tensor,
     scheme: QuantScheme,
     *,
-    out: Quantised,
+    out: Quantized,
     live: Live = None,
     row_weights_R: torch.Tensor | None = None,
 ) -> None:
-    """Torch twin of `quantise_rows`."""
+    """Torch twin of `quantize_rows`."""
     keep = live_rows(x_RK, live)
     values = x_RK[keep].float()
     if row_weights_R is not None:
@@ -344,22 +344,22 @@ def quantise_rows_ref(
     _put(values, keep, scheme, out)
 
 
-def activation_and_quantise_ref(
+def activation_and_quantize_ref(
     x_RN: torch.Tensor,
     spec: ActivationSpec,
     scheme: QuantScheme,
     *,
-    out: Quantised,
+    out: Quantized,
     live: Live = None,
 ) -> None:
-    """Torch twin of `activation_and_quantise`."""
+    """Torch twin of `activation_and_quantize`."""
     keep = live_rows(x_RN, live)
     values = gated_activation_ref(x_RN[keep], spec).to(x_RN.dtype).float()
     _put(values, keep, scheme, out)
 
 
-def _put(values: torch.Tensor, keep: torch.Tensor, scheme: QuantScheme, out: Quantised) -> None:
-    q, scale = quantised(values, scheme, out.scale if scheme.static else None)
+def _put(values: torch.Tensor, keep: torch.Tensor, scheme: QuantScheme, out: Quantized) -> None:
+    q, scale = quantized(values, scheme, out.scale if scheme.static else None)
     # As bytes: torch cannot put one float8 value by a mask.
     out.q_RK.view(torch.uint8)[keep] = q.view(torch.uint8)
     if scheme.activation_granularity == "tensor" and not scheme.static:

@@ -1,4 +1,4 @@
-"""quantise_rows and activation_and_quantise: Triton and torch twin, bit for bit, against a loop."""
+"""quantize_rows and activation_and_quantize: Triton and torch twin, bit for bit, against a loop."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -10,14 +10,14 @@ import torch
 from ops_samples import DEVICE, kernel_and_twin, random
 
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
-from modular_kernel.ops import activation, permute, quantise, quantise_tiles
+from modular_kernel.ops import activation, permute, quantize, quantize_tiles
 from modular_kernel.ops.live_rows import BatchedRows, PairRows
-from modular_kernel.ops.quantise import (
-    Quantised,
-    activation_and_quantise,
-    quantise_rows,
-    quantise_specs,
-    take_quantised,
+from modular_kernel.ops.quantize import (
+    Quantized,
+    activation_and_quantize,
+    quantize_rows,
+    quantize_specs,
+    take_quantized,
 )
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.tensors import DispatchedRouting
@@ -39,7 +39,7 @@ each_scheme = pytest.mark.parametrize("text", SCHEMES)
 UNTOUCHED = {"q": 0x55, "scale": -3.0}  # what buffers hold before: not NaN, so it can be compared
 
 
-path = kernel_and_twin(quantise, activation, permute)
+path = kernel_and_twin(quantize, activation, permute)
 
 
 # ------------------------------------------------------------------------------------- the loop
@@ -108,12 +108,12 @@ def loop(rows: dict[int, list[np.float32]], scheme: QuantScheme) -> Expected:
     return Expected(q, scales)
 
 
-def buffers(scheme: QuantScheme, rows: int, columns: int, segments: int = 1) -> Quantised:
+def buffers(scheme: QuantScheme, rows: int, columns: int, segments: int = 1) -> Quantized:
     """Outputs in a workspace with red zones, holding UNTOUCHED."""
     static = torch.tensor([STATIC], device=DEVICE) if scheme.static else None
-    specs = quantise_specs("a", scheme, rows, columns, segments=segments)
+    specs = quantize_specs("a", scheme, rows, columns, segments=segments)
     workspace = Workspace(specs, torch.device(DEVICE), poison=True)
-    out = take_quantised(
+    out = take_quantized(
         workspace, "a", scheme, (rows, columns), segments=segments, static_scale=static
     )
     out.q_RK.view(torch.uint8).fill_(UNTOUCHED["q"])
@@ -131,7 +131,7 @@ def as_rows(values: torch.Tensor, live: list[int] | None = None) -> dict[int, li
     return {r: list(table[r]) for r in (range(len(table)) if live is None else live)}
 
 
-def assert_is(out: Quantised, want: Expected, scheme: QuantScheme) -> None:
+def assert_is(out: Quantized, want: Expected, scheme: QuantScheme) -> None:
     """Every byte of live rows as the loop has it, every other one untouched."""
     WORKSPACES.pop(id(out.q_RK)).check_red_zones()
     q = out.q_RK.view(torch.uint8).cpu()
@@ -150,7 +150,7 @@ def assert_is(out: Quantised, want: Expected, scheme: QuantScheme) -> None:
 
 def assert_rows_are_the_loops(x: torch.Tensor, scheme: QuantScheme) -> None:
     out = buffers(scheme, *x.shape)
-    quantise_rows(x, scheme, out=out)
+    quantize_rows(x, scheme, out=out)
     assert_is(out, loop(as_rows(x), scheme), scheme)
 
 
@@ -170,8 +170,8 @@ def test_rows_are_the_loops(text: str, dtype: torch.dtype, shape: tuple[int, int
 @each_scheme
 def test_long_rows_are_read_in_pieces(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More columns in a scale's group than a program holds."""
-    monkeypatch.setattr(quantise_tiles, "_MAX_BLOCK", 16)
-    monkeypatch.setattr(quantise, "_CHUNK", 16)
+    monkeypatch.setattr(quantize_tiles, "_MAX_BLOCK", 16)
+    monkeypatch.setattr(quantize, "_CHUNK", 16)
     scheme, x = QuantScheme.parse(text), random(7, 91)
     assert_rows_are_the_loops(x, scheme)
 
@@ -180,8 +180,8 @@ def test_long_rows_are_read_in_pieces(text: str, monkeypatch: pytest.MonkeyPatch
 @each_scheme
 def test_few_programs_share_many_rows(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each looks for the largest value in several blocks of rows."""
-    monkeypatch.setattr(quantise, "_MAX_PARTIALS", 3)
-    monkeypatch.setattr(quantise_tiles, "_TILE", 64)
+    monkeypatch.setattr(quantize, "_MAX_PARTIALS", 3)
+    monkeypatch.setattr(quantize_tiles, "_TILE", 64)
     scheme, x = QuantScheme.parse(text), random(29, 30)
     x[27, 29] = 9.0  # in the last block of all
     assert_rows_are_the_loops(x, scheme)
@@ -203,7 +203,7 @@ def test_ties_and_extremes(text: str) -> None:
 def test_static_scales_saturate(text: str) -> None:
     scheme, x = QuantScheme.parse(text), torch.tensor([[5.6, -5.6, 1e30, -1e30]], device=DEVICE)
     out = buffers(scheme, 1, 4)
-    quantise_rows(x, scheme, out=out)
+    quantize_rows(x, scheme, out=out)
     assert out.q_RK.float().tolist() == [[448.0, -448.0, 448.0, -448.0]]
 
 
@@ -214,7 +214,7 @@ def test_rows_may_lie_apart(text: str) -> None:
     x = wide[:, :33]
     x.copy_(random(6, 33))
     out = buffers(scheme, 6, 33)
-    quantise_rows(x, scheme, out=out)
+    quantize_rows(x, scheme, out=out)
     assert_is(out, loop(as_rows(x), scheme), scheme)
 
 
@@ -223,9 +223,9 @@ def test_rows_may_lie_apart(text: str) -> None:
 def test_no_rows(text: str) -> None:
     scheme = QuantScheme.parse(text)
     out = buffers(scheme, 0, 8)
-    quantise_rows(random(0, 8), scheme, out=out)
+    quantize_rows(random(0, 8), scheme, out=out)
     counts = torch.zeros(3, dtype=torch.int32, device=DEVICE)
-    quantise_rows(random(0, 8), scheme, out=out, live=BatchedRows(counts))
+    quantize_rows(random(0, 8), scheme, out=out, live=BatchedRows(counts))
 
 
 # ---------------------------------------------------------------------------- rows without a token
@@ -254,13 +254,13 @@ def poisoned(rows: int, columns: int, live: list[int], dtype: torch.dtype) -> to
 def test_skipped_pairs_are_neither_read_nor_written(
     text: str, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantise_tiles, "_TILE", tile)
+    monkeypatch.setattr(quantize_tiles, "_TILE", tile)
     scheme = QuantScheme.parse(text)
     routing = pairs([[0, -1, 2], [3, 9, 1], [-1, -1, -1], [1, 1, -7], [0, 3, 2]], 4, [1, -1, 0, 5])
     live = [0, 2, 12, 14]  # global 0 and 2 are here, as locals 1 and 0; 3's local is too large
     x = poisoned(15, 50, live, torch.bfloat16)
     out = buffers(scheme, 15, 50)
-    quantise_rows(x, scheme, out=out, live=PairRows(routing, 2))
+    quantize_rows(x, scheme, out=out, live=PairRows(routing, 2))
     assert_is(out, loop(as_rows(x, live), scheme), scheme)
     assert int(routing.invalid_ids) == 0, "ids are counted where pairs are sorted"
 
@@ -271,16 +271,16 @@ def test_skipped_pairs_are_neither_read_nor_written(
 def test_rows_past_a_count_are_neither_read_nor_written(
     text: str, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantise, "_MAX_PROGRAMS", programs)
-    monkeypatch.setattr(quantise, "_MAX_PARTIALS", programs)
-    monkeypatch.setattr(quantise_tiles, "_TILE", 128)
+    monkeypatch.setattr(quantize, "_MAX_PROGRAMS", programs)
+    monkeypatch.setattr(quantize, "_MAX_PARTIALS", programs)
+    monkeypatch.setattr(quantize_tiles, "_TILE", 128)
     scheme = QuantScheme.parse(text)
     counts, capacity = [3, 0, 11, 1, 10], 11
     live = [i * capacity + c for i, count in enumerate(counts) for c in range(count)]
     x = poisoned(5 * capacity, 40, live, torch.float16)
     out = buffers(scheme, 5 * capacity, 40, segments=5)
     counts_e = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
-    quantise_rows(x, scheme, out=out, live=BatchedRows(counts_e))
+    quantize_rows(x, scheme, out=out, live=BatchedRows(counts_e))
     assert_is(out, loop(as_rows(x, live), scheme), scheme)
 
 
@@ -292,7 +292,7 @@ def test_row_weights_multiply_first(text: str) -> None:
     weights = torch.tensor([0.3, NAN, 2.7, 1e9, 0.01], device=DEVICE)
     out = buffers(scheme, 5, 30)
     live = PairRows(pairs([[0], [-1], [1], [-1], [0]], 2), 2)
-    quantise_rows(x, scheme, out=out, live=live, row_weights_R=weights)
+    quantize_rows(x, scheme, out=out, live=live, row_weights_R=weights)
     assert_is(out, loop(as_rows(x.float() * weights[:, None], [0, 2, 4]), scheme), scheme)
 
 
@@ -305,7 +305,7 @@ ACTIVATIONS = ("silu", "gelu", "swiglu_oai", "relu2", "silu:interleaved=true")
 @pytest.mark.parametrize("text", SCHEMES[1:])
 @pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_activation_and_quantise_is_both_in_turn(text: str, act: str, dtype: torch.dtype) -> None:
+def test_activation_and_quantize_is_both_in_turn(text: str, act: str, dtype: torch.dtype) -> None:
     scheme, spec = QuantScheme.parse(text), ActivationSpec.parse(act)
     columns, live = 45, PairRows(pairs([[0, 1], [-1, 0], [1, -1]], 2), 2)
     x = random(6, columns * (2 if spec.gated else 1), dtype=dtype)
@@ -313,43 +313,43 @@ def test_activation_and_quantise_is_both_in_turn(text: str, act: str, dtype: tor
     activation.gated_activation(x, spec, h)
     x[[2, 5]] = NAN
     two, one = buffers(scheme, 6, columns), buffers(scheme, 6, columns)
-    quantise_rows(h, scheme, out=two, live=live)
-    activation_and_quantise(x, spec, scheme, out=one, live=live)
+    quantize_rows(h, scheme, out=two, live=live)
+    activation_and_quantize(x, spec, scheme, out=one, live=live)
     assert torch.equal(one.q_RK.view(torch.uint8), two.q_RK.view(torch.uint8))
     assert torch.equal(one.scale, two.scale)
     assert_is(two, loop(as_rows(h, [0, 1, 3, 4]), scheme), scheme)
 
 
-def test_activation_and_quantise_refuses() -> None:
+def test_activation_and_quantize_refuses() -> None:
     spec, scheme = ActivationSpec("silu"), QuantScheme.parse("fp8_w8a8_tensor")
     with pytest.raises(ConfigurationError, match="need a scale per token, per group, or static"):
-        activation_and_quantise(random(2, 8), spec, scheme, out=buffers(scheme, 2, 4))
+        activation_and_quantize(random(2, 8), spec, scheme, out=buffers(scheme, 2, 4))
     scheme = QuantScheme.parse("fp8_w8a8_channel")
     with pytest.raises(ShapeError, match="activation input"):
-        activation_and_quantise(random(2, 4), spec, scheme, out=buffers(scheme, 2, 4))
+        activation_and_quantize(random(2, 4), spec, scheme, out=buffers(scheme, 2, 4))
     out = buffers(scheme, 0, 4)
-    activation_and_quantise(random(0, 8), spec, scheme, out=out)
+    activation_and_quantize(random(0, 8), spec, scheme, out=out)
 
 
 def test_buffers_that_do_not_fit_are_refused() -> None:
     token, tensor = (QuantScheme.parse(f"fp8_w8a8_{g}") for g in ("channel", "tensor"))
     out, x = buffers(token, 3, 8), random(3, 8)
-    with pytest.raises(ShapeError, match="quantised rows"):
-        quantise_rows(random(3, 9), token, out=out)
-    with pytest.raises(ShapeError, match="scales of quantised rows"):
-        quantise_rows(x, tensor, out=out)
-    with pytest.raises(DtypeError, match="quantised rows: got float8_e4m3fn, need int8"):
-        quantise_rows(x, QuantScheme.parse("int8_w8a8_channel"), out=out)
+    with pytest.raises(ShapeError, match="quantized rows"):
+        quantize_rows(random(3, 9), token, out=out)
+    with pytest.raises(ShapeError, match="scales of quantized rows"):
+        quantize_rows(x, tensor, out=out)
+    with pytest.raises(DtypeError, match="quantized rows: got float8_e4m3fn, need int8"):
+        quantize_rows(x, QuantScheme.parse("int8_w8a8_channel"), out=out)
     for text in ("none", "int8_w8a16_channel", "nvfp4_w4a4"):
-        with pytest.raises(ConfigurationError, match="activation quantisation"):
-            quantise_specs("a", QuantScheme.parse(text), 3, 8)
+        with pytest.raises(ConfigurationError, match="activation quantization"):
+            quantize_specs("a", QuantScheme.parse(text), 3, 8)
 
 
 @each_scheme
 def test_specs_grow_with_rows(text: str) -> None:
     scheme, least = QuantScheme.parse(text), dict[str, int]()
     for rows in (0, 1, 2, 7, 64, 3000):
-        specs = {n: s.numel for n, s in quantise_specs("a", scheme, rows, 40).items()}
+        specs = {n: s.numel for n, s in quantize_specs("a", scheme, rows, 40).items()}
         assert all(numel >= least.get(name, 0) for name, numel in specs.items())
         least = specs
-    assert quantise_specs("a", scheme, 1, 40, segments=5000).keys() == least.keys()
+    assert quantize_specs("a", scheme, 1, 40, segments=5000).keys() == least.keys()
