@@ -12,7 +12,7 @@ from modular_kernel.layers.balance import count, rank_loads, rebalance
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.parallel import LayerParallel
 from modular_kernel.layers.router import RouterSpec, select_experts
-from modular_kernel.placement import Placement
+from modular_kernel.spec.placement import Placement
 
 TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, RANKS = 64, 64, 96, 8, 2
 ROUTER = RouterSpec(2, "sigmoid", renormalize=True)

@@ -21,7 +21,7 @@ from experts.triton.aligned.staged import StagedTritonExperts
 from experts.triton.batched import BatchedTritonExperts
 from experts.triton.contiguous import TritonExperts
 from experts.triton_kernels import TritonKernelsExperts
-from modular_kernel.support import Planned
+from modular_kernel.compatibility.support import Planned
 
 # StagedTritonExperts is none of them: calls reach it as the staged twin of TritonExperts.
 COMPONENTS = (

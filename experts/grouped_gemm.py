@@ -10,13 +10,14 @@ from functools import partial
 
 import torch
 
+from experts.triton.base import OwnProductsExperts
 from experts.triton.configs.select import choose_config, kinds_up_to
 from experts.triton.grouped.segments import MGroupedGemms
-from experts.triton.own_products import OwnProductsExperts
 from experts.triton.path import PathCall, Rooms
 from modular_kernel.contracts import TopKWeightAndReduce
-from modular_kernel.quant import ACTIVATION_SCHEMES
-from modular_kernel.roundings import Roundings
+from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
+from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import (
     ContiguousShape,
     ContiguousTokens,
@@ -24,7 +25,6 @@ from modular_kernel.tensors import (
     DispatchShape,
     ExpertWeights,
 )
-from modular_kernel.types import Problem
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNoOp, unless_kept
 
@@ -51,7 +51,7 @@ class GroupedGemmExperts(OwnProductsExperts):
     @classmethod
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
         """Return the steps of experts.compat.ep_moe, whose products are these."""
-        from experts.compat.ep_moe_meta import FORMS, launch_all
+        from experts.compat.ep_moe_compile_cases import FORMS, launch_all
 
         return {
             f"EPMoE {dtype}, {tokens} tokens, block {block}": partial(

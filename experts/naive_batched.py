@@ -2,12 +2,13 @@
 
 import torch
 
-from modular_kernel import stages
+from modular_kernel.compatibility.support import ExpertsRequirements
 from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
 from modular_kernel.ops.mlp import ExpertTokens, expert_mlps, mlp_roundings
-from modular_kernel.quant import SCHEMES
-from modular_kernel.roundings import Roundings
-from modular_kernel.support import ExpertsRequirements
+from modular_kernel.quant.quantized_weights import SCHEMES
+from modular_kernel.replay import stages
+from modular_kernel.spec.problem import ActivationFormat, Reduce
+from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import (
     BatchedShape,
     BatchedTokens,
@@ -15,7 +16,6 @@ from modular_kernel.tensors import (
     DispatchShape,
     ExpertWeights,
 )
-from modular_kernel.types import ActivationFormat, Reduce
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNaiveBatched, unless_kept
 

@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from modular_kernel.catalog import check, check_all, make_kernel
+    from modular_kernel.checkpoints.loading import load_experts
+    from modular_kernel.compatibility.support import Rejection, Verdict
     from modular_kernel.contracts import (
         PermuteExpertsUnpermute,
         PrepareAndFinalize,
         TopKWeightAndReduce,
     )
     from modular_kernel.errors import IncompatibleError, ModularKernelError
-    from modular_kernel.importers.checkpoint import load_experts
     from modular_kernel.kernel import FusedMoEModularKernel
-    from modular_kernel.select.choosing import compose
-    from modular_kernel.support import Rejection, Verdict
-    from modular_kernel.tensors import ExpertWeights, Routing
-    from modular_kernel.types import (
+    from modular_kernel.select.autotune import compose
+    from modular_kernel.spec.problem import (
         ActivationFormat,
         ActivationSpec,
         Combine,
@@ -27,29 +26,30 @@ if TYPE_CHECKING:
         Parallel,
         Problem,
     )
+    from modular_kernel.tensors import ExpertWeights, Routing
 
 _HOME = {
     "check": "catalog",
     "check_all": "catalog",
     "make_kernel": "catalog",
-    "compose": "select.choosing",
-    "load_experts": "importers.checkpoint",
+    "compose": "select.autotune",
+    "load_experts": "checkpoints.loading",
     "PermuteExpertsUnpermute": "contracts",
     "PrepareAndFinalize": "contracts",
     "TopKWeightAndReduce": "contracts",
     "IncompatibleError": "errors",
     "ModularKernelError": "errors",
     "FusedMoEModularKernel": "kernel",
-    "Rejection": "support",
-    "Verdict": "support",
+    "Rejection": "compatibility.support",
+    "Verdict": "compatibility.support",
     "ExpertWeights": "tensors",
     "Routing": "tensors",
-    "ActivationFormat": "types",
-    "ActivationSpec": "types",
-    "Combine": "types",
-    "Machine": "types",
-    "Parallel": "types",
-    "Problem": "types",
+    "ActivationFormat": "spec.problem",
+    "ActivationSpec": "spec.problem",
+    "Combine": "spec.problem",
+    "Machine": "spec.problem",
+    "Parallel": "spec.problem",
+    "Problem": "spec.problem",
 }
 
 __all__ = [  # noqa: RUF022 (in the order of the table above)

@@ -12,7 +12,15 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Literal, TypeVar
 
-from modular_kernel import states
+from modular_kernel import process_status
+from modular_kernel.compatibility.rules import judge
+from modular_kernel.compatibility.support import (
+    ExpertsRequirements,
+    Planned,
+    PrepareFinalizeRequirements,
+    Verdict,
+)
+from modular_kernel.compatibility.verdicts import Verdicts
 from modular_kernel.contracts import (
     PermuteExpertsUnpermute,
     PrepareAndFinalize,
@@ -25,26 +33,24 @@ from modular_kernel.errors import (
     IncompatibleError,
     UnknownPartError,
 )
-from modular_kernel.fields import check_fields, expect
-from modular_kernel.foreign import OWN_PACKAGES, loaded_within, reason, require_own, shadow_of
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.machine import current_machine
-from modular_kernel.printable import printable
-from modular_kernel.providers import Provider
-from modular_kernel.rules import judge
 from modular_kernel.runner import missing_halves
 from modular_kernel.settings import read_settings
-from modular_kernel.support import (
-    ExpertsRequirements,
-    Planned,
-    PrepareFinalizeRequirements,
-    Verdict,
+from modular_kernel.spec.problem import Machine, Problem, Reduce
+from modular_kernel.text import printable
+from modular_kernel.utils.argument_checks import check_fields, expect
+from modular_kernel.utils.optional_imports import (
+    OWN_PACKAGES,
+    loaded_within,
+    reason,
+    require_own,
+    shadow_of,
 )
-from modular_kernel.types import Machine, Problem, Reduce
-from modular_kernel.verdicts import Verdicts
+from modular_kernel.utils.package_probes import Provider
 
 GROUP = "modular_kernel.parts"
-PLANNED_GROUP = "modular_kernel.planned"
+PLANNED_GROUP = "modular_kernel.operators.kernel_cache"
 Kind = Literal["prepare_finalize", "experts", "topk_reduce"]
 _BASES: dict[Kind, type] = {
     "prepare_finalize": PrepareAndFinalize,
@@ -358,7 +364,7 @@ def make_kernel(
     """
     expect("checked", checked, bool)
     expect("poison", poison, bool)
-    states.tell(states.without_compiling())
+    process_status.tell(process_status.without_compiling())
     machine = this_machine() if machine is None else machine
     verdict = check(prepare_finalize, experts, problem, machine)
     if not verdict.ok:  # before a constructor may touch a vendor library

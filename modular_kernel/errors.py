@@ -6,7 +6,7 @@ and what it needs, before anything is launched. `assert` is left for our own inv
 
 from collections.abc import Sequence
 
-from modular_kernel.printable import counted, printable
+from modular_kernel.text import counted, printable
 
 
 class ModularKernelError(Exception):

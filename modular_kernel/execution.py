@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from modular_kernel import forks, modes, prepared, replay, stages, validate
+from modular_kernel import validate
 from modular_kernel.contracts import (
     Call,
     PermuteExpertsUnpermute,
@@ -22,7 +22,9 @@ from modular_kernel.contracts import (
     TopKWeightAndReduce,
 )
 from modular_kernel.errors import ConfigurationError, StateError
-from modular_kernel.fields import shown
+from modular_kernel.quant import prepared
+from modular_kernel.replay import modes, recording, stages
+from modular_kernel.spec.problem import ActivationFormat, Combine, Machine, Problem, Reduce
 from modular_kernel.tensors import (
     BatchedShape,
     ContiguousShape,
@@ -33,7 +35,8 @@ from modular_kernel.tensors import (
     Handle,
     Routing,
 )
-from modular_kernel.types import ActivationFormat, Combine, Machine, Problem, Reduce
+from modular_kernel.utils import forks
+from modular_kernel.utils.argument_checks import shown
 from modular_kernel.workspace import (
     EXPERT_OUTPUT,
     BufferSpec,
@@ -87,7 +90,7 @@ class Execution:
         self._invalid_ids: torch.Tensor | None = None
         self._counter: dict[str, torch.Tensor] = {}
         self._told_invalid_ids = False
-        self.known_weights = replay.KnownWeights()
+        self.known_weights = recording.KnownWeights()
         self._reader = prepared.reader(type(experts), self.problem)
         forks.on_fork(self)
 
@@ -139,7 +142,7 @@ class Execution:
         self.check_weights(weights, x_TH)
         self.check_call(x_TH, weights, routing, out)
 
-    def check_weights(self, weights: ExpertWeights, x_TH: torch.Tensor) -> replay.CheckedWeights:
+    def check_weights(self, weights: ExpertWeights, x_TH: torch.Tensor) -> recording.CheckedWeights:
         """Check weights at their first call, and again where a tensor's memory was exchanged."""
         known = self.known_weights.bound(weights, x_TH.device)
         if known is None:

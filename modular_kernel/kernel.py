@@ -11,8 +11,7 @@ from functools import partial
 
 import torch
 
-from modular_kernel import modes, prepared
-from modular_kernel.call_plans import CallPlans
+from modular_kernel.compatibility.rules import judge
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.errors import (
     CapacityError,
@@ -21,13 +20,14 @@ from modular_kernel.errors import (
     IncompatibleError,
 )
 from modular_kernel.execution import Execution, Pending
-from modular_kernel.fields import Count, expect
 from modular_kernel.machine import current_machine
-from modular_kernel.plan import Plan
-from modular_kernel.printable import notebook_html
-from modular_kernel.rules import judge
+from modular_kernel.plan import CallPlans, Plan
+from modular_kernel.quant import prepared
+from modular_kernel.replay import modes
+from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing, check_weight_tensors
-from modular_kernel.types import Machine, Problem
+from modular_kernel.text import notebook_html
+from modular_kernel.utils.argument_checks import Count, expect
 from modular_kernel.workspace import Workspace
 
 __all__ = ["FusedMoEModularKernel", "Pending", "Plan"]
@@ -128,7 +128,7 @@ class FusedMoEModularKernel(Execution):
 
         The output is a new tensor, `out` if that is given, or x itself if the problem is inplace.
         Calls of up to 2,048 tokens on one CUDA stream share a workspace that is kept between
-        calls (`modular_kernel.call_plans.held_bytes`); larger ones, calls captured in a CUDA
+        calls (`modular_kernel.plan.held_bytes`); larger ones, calls captured in a CUDA
         graph, and calls of a kernel with `checked` or `poison` allocate their own.
 
         x_TH: (T, H), T <= problem.tokens, unchanged unless inplace. out: (T, H) or (T, K, H).

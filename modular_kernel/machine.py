@@ -9,9 +9,9 @@ from typing import Literal
 
 import torch
 
-from modular_kernel.providers import Provider, sort_out
 from modular_kernel.settings import read_settings
-from modular_kernel.types import Machine
+from modular_kernel.spec.problem import Machine
+from modular_kernel.utils.package_probes import Provider, sort_out
 
 _twins: ContextVar[bool] = ContextVar("torch_twins", default=False)
 

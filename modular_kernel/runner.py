@@ -7,7 +7,7 @@
     @register_post_permute("toy", "standard")
     def toy_to_standard(result: ToyOutput, call: RunnerCall[ToyState]) -> None: ...
 
-`experts.assembled.experts_of("ToyExperts", "toy", "standard", ...)` makes an experts part of them;
+`experts.staged.experts_of("ToyExperts", "toy", "standard", ...)` makes an experts part of them;
 a package offers that part as any other, and registers nothing else anywhere. A fused operation
 computes what the stages do in one go: it names the part that it replaces (its twin), and is
 verified to equal it.
@@ -22,10 +22,10 @@ import torch
 
 from modular_kernel.contracts import PermuteExpertsUnpermute
 from modular_kernel.errors import ConfigurationError, DuplicatePartError, UnknownPartError
-from modular_kernel.fields import expect
-from modular_kernel.fields import shown as shown_value
+from modular_kernel.spec.problem import ActivationFormat, Problem
 from modular_kernel.tensors import Dispatched, DispatchShape, ExpertWeights
-from modular_kernel.types import ActivationFormat, Problem
+from modular_kernel.utils.argument_checks import expect
+from modular_kernel.utils.argument_checks import shown as shown_value
 from modular_kernel.workspace import BufferSpec, Workspace
 
 # How a dispatch leaves tokens, in the field's names, and what that is here. "deepep_normal" are

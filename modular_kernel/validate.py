@@ -6,7 +6,6 @@ values and is for checked mode.
 
 import torch
 
-from modular_kernel.adapters import NO_ADAPTERS
 from modular_kernel.errors import (
     CapacityError,
     ConfigurationError,
@@ -17,16 +16,17 @@ from modular_kernel.errors import (
     ShapeError,
     WeightsError,
 )
-from modular_kernel.printable import counted
-from modular_kernel.quant import SCALE_FIELDS, check_weights_quantized
-from modular_kernel.tensor_checks import (
+from modular_kernel.quant.quantized_weights import SCALE_FIELDS, check_weights_quantized
+from modular_kernel.spec.lora import NO_ADAPTERS
+from modular_kernel.spec.problem import Combine, Problem, dtype_name
+from modular_kernel.tensors import ExpertWeights, Routing, check_divisors
+from modular_kernel.text import counted
+from modular_kernel.utils.tensor_checks import (
     check_held,
     check_no_gradients,
     check_strided,
     overlap,
 )
-from modular_kernel.tensors import ExpertWeights, Routing, check_divisors
-from modular_kernel.types import Combine, Problem, dtype_name
 
 _ID_DTYPES = (torch.int32, torch.int64)
 # Of each tensor of adapters, its shape in the letters of `modular_kernel.tensors`.
@@ -237,7 +237,7 @@ def _outside(values: torch.Tensor, least: int, end: int, what: str, at: str = "a
 def check_weights(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem) -> None:
     """Check w1, w2, scales, biases and expert_map to be exactly as the problem declares.
 
-    Unquantized w1 is (e, N, H) and w2 (e, H, I); `modular_kernel.quant` knows the other schemes.
+    Unquantized w1 is (e, N, H) and w2 (e, H, I); `modular_kernel.quant.quantized_weights` knows the other schemes.
     """
     if not isinstance(weights, ExpertWeights):
         raise WeightsError("weights", got=type(weights).__name__, need="ExpertWeights")

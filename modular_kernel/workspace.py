@@ -11,8 +11,8 @@ from functools import cached_property
 
 import torch
 
-from modular_kernel import replay
 from modular_kernel.errors import ConfigurationError, CorruptionError
+from modular_kernel.replay import recording
 
 # The buffer that the experts write and finalize reads, sized for the part's dispatch_shape. What
 # came in a call may need less: its output is then the first elements of the buffer.
@@ -264,7 +264,7 @@ class _Shared:
         later = self._under.get(name)
         ends, begins = ((later,), self._over[later]) if later else (self._over[name], (name,))
         self._dead = (self._dead | set(ends)) - set(begins)
-        with replay.unrecorded():
+        with recording.unrecorded():
             for other in ends:
                 self._kept[other].copy_(self._gaps[other])
                 poison_tensor(self._buffers[other], self.fill)

@@ -4,7 +4,7 @@ Managers (`TorchGroup`, `SymmetricGroup`, `DeepEPGroup` and others) belong to a 
 are made, kept and destroyed in one place.
 """
 
-from modular_kernel.support import Planned
+from modular_kernel.compatibility.support import Planned
 from prepare_finalize.collectives.all_gather import AllGatherReduceScatterPrepareAndFinalize
 from prepare_finalize.collectives.all_to_all import TorchAll2AllPrepareAndFinalize
 from prepare_finalize.collectives.all_to_all_batched import TorchAll2AllBatchedPrepareAndFinalize

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from experts import TorchExperts
-from modular_kernel.composer import random_inputs
 from modular_kernel.errors import (
     CapacityError,
     ConfigurationError,
@@ -24,8 +23,9 @@ from modular_kernel.errors import (
     WeightsError,
 )
 from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.spec.problem import Combine, Machine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.types import Combine, Machine, Problem
+from modular_kernel.testing.random_inputs import random_inputs
 from prepare_finalize import MoEPrepareAndFinalizeNoEP
 
 PROBLEM = Problem(tokens=16, hidden=64, intermediate=32, experts=8, top_k=2)

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from modular_kernel.settings import enable_interpreter, read_settings
-from modular_kernel.types import Machine
+from modular_kernel.spec.problem import Machine
 
 if TYPE_CHECKING:
     from modular_kernel.testing.ranks.pool import RankPool

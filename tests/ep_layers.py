@@ -5,12 +5,12 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 
 from modular_kernel.catalog import make_kernel
-from modular_kernel.placement import Placement
 from modular_kernel.reference import oracle, recipe
+from modular_kernel.spec.placement import Placement
+from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases.inputs import Inputs, invalid_count, make_inputs
 from modular_kernel.testing.verify.compare import Comparison, compare
-from modular_kernel.types import Parallel, Problem
 
 REPLICATED = "ReplicatedEPPrepareAndFinalize"
 GATHERED = "AllGatherReduceScatterPrepareAndFinalize"

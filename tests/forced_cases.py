@@ -9,9 +9,9 @@ from experts.triton.configs.select import choose_config, override_config
 from experts.triton.contiguous import paths_of
 from experts.triton.launch_config import MoEConfig
 from modular_kernel import check
+from modular_kernel.spec.problem import Combine, Machine, Problem
 from modular_kernel.testing import Case, Proof, prove
 from modular_kernel.testing.cases.lists import BASE
-from modular_kernel.types import Combine, Machine, Problem
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 OAI = "swiglu_oai:alpha=1.702,limit=1.2,interleaved=true"

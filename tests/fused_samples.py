@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from modular_kernel.integrations.fused_moe import MoeRunnerConfig, fused_experts
-from modular_kernel.quant import quantize_weights
+from modular_kernel.quant.quantized_weights import quantize_weights
+from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.types import Problem
 
 T, H, I, E, K = 5, 64, 32, 4, 2  # noqa: E741 (intermediate)
 BASE = Problem(T, H, I, E, K, dtype=torch.float32)

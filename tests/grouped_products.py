@@ -9,9 +9,9 @@ import torch
 
 from experts.triton.configs.select import on_device
 from experts.triton.grouped.base import Rows
+from experts.triton.grouped_w4.bitwise_reference import untiled
+from experts.triton.grouped_w4.grouped_w4_path import GroupedW4Path
 from experts.triton.grouped_w4.layout import Tiled, form_of, rows_of_tiles
-from experts.triton.grouped_w4.path import GroupedW4Path
-from experts.triton.grouped_w4.twin import untiled
 from experts.triton.launch_config import Device, LaunchConfig
 from experts.triton.operands import Product
 from modular_kernel.ops.activation import activation_constants

@@ -10,30 +10,30 @@ from public_recipes import ADAPTED, GROUP, PROBLEM, kernel
 
 import modular_kernel as mk
 from experts.compat.ep_moe import GroupedGemmRunner
-from modular_kernel import importers
-from modular_kernel.adapter_pool import AdapterPool
-from modular_kernel.adapters import AdapterSpec
-from modular_kernel.importers.formats import Format, fit, format_of
-from modular_kernel.importers.peft import load_adapter
+from modular_kernel import checkpoints
+from modular_kernel.checkpoints.formats import Format, fit, format_of
+from modular_kernel.checkpoints.peft import load_adapter
 from modular_kernel.integrations.fused_moe_method import (
     init_prepare_finalize,
     maybe_make_prepare_finalize,
     select_gemm_impl,
 )
 from modular_kernel.integrations.moe_runner import MoeRunner, MoeRunnerConfig
+from modular_kernel.layers.adapter_pool import AdapterPool
 from modular_kernel.layers.balance import moves, rank_loads, rebalance
 from modular_kernel.layers.ep_moe import EPMoE
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.lora import LoRAManager
 from modular_kernel.layers.parallel import LayerParallel
+from modular_kernel.layers.rank_share import Share, destination
 from modular_kernel.layers.router import Router
-from modular_kernel.layers.share import Share, destination
 from modular_kernel.layers.weight_loading import ExpertLoader, make_expert_params_mapping
 from modular_kernel.ops.moe_lora import should_use_fused_kernel
-from modular_kernel.placement import Placement
-from modular_kernel.quant import weight_specs
-from modular_kernel.routers import RouterSpec
-from modular_kernel.types import ActivationSpec, Machine, Parallel, Problem
+from modular_kernel.quant.quantized_weights import weight_specs
+from modular_kernel.spec.lora import AdapterSpec
+from modular_kernel.spec.placement import Placement
+from modular_kernel.spec.problem import ActivationSpec, Machine, Parallel, Problem
+from modular_kernel.spec.router import RouterSpec
 
 CPU = Machine("cpu")
 PARTS = {"prepare_finalize": "MoEPrepareAndFinalizeNoEP", "experts": "TorchExperts"}
@@ -149,7 +149,7 @@ JUNK_RECIPES: Mapping[str, Callable[[], Call]] = {
     "fit": lambda: Call(fit, {"format": INT4, "intermediate": 64, "world": 2, "gated": True}),
     "Format.with_scheme": lambda: Call(INT4.with_scheme, {"scheme": INT4.scheme}),
     "Format": lambda: Call(Format, {"method": "none", "scheme": INT4.scheme, "minus_one": True}),
-    "fit_group": lambda: Call(importers.fit_group, {"group": 128, "columns": 64}),
+    "fit_group": lambda: Call(checkpoints.fit_group, {"group": 128, "columns": 64}),
     "Share": lambda: Call(
         Share,
         {"experts": E, "hidden": H, "intermediate": I, "ep": (0, 1), "tp": (0, 1)}
@@ -200,7 +200,7 @@ JUNK_RECIPES: Mapping[str, Callable[[], Call]] = {
 
 def importers_inspect() -> Callable[..., object]:
     """Return `inspect`, whose name here would be the standard library's."""
-    from modular_kernel.importers.examine import inspect
+    from modular_kernel.checkpoints.inspection import inspect
 
     return inspect
 

@@ -17,10 +17,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from experts.triton.kernels.tma_descriptors import tma_descriptor
-from modular_kernel import replay
-from modular_kernel.ops.launch import triton_versions as compat
-from modular_kernel.ops.launch.launch import launch
-from modular_kernel.ops.launch.triton_versions import load_box
+from modular_kernel.replay import recording
+from modular_kernel.replay.launch import triton_versions as compat
+from modular_kernel.replay.launch.launch import launch
+from modular_kernel.replay.launch.triton_versions import load_box
 from modular_kernel.testing.compile.report import NoDevice
 
 stand_in = ctypes.CDLL("libcuda.so.1")
@@ -102,7 +102,7 @@ def last() -> dict[str, Any]:
 def both(first: list[torch.Tensor], second: list[torch.Tensor], call: Any) -> dict[str, Any]:
     """A call with each of two sets of inputs by triton, then the first again and the second by
     the replayer of a recording of the first; reason: why it was refused."""
-    with replay.recording(first) as recorder:
+    with recording.recording(first) as recorder:
         call(*first)
     before = last()["number"] - 1
     triton_first = last()

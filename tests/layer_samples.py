@@ -8,12 +8,12 @@ import torch
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.parallel import LayerParallel
 from modular_kernel.ops.route import RouterTensors, route
-from modular_kernel.placement import Placement
-from modular_kernel.quant import quantize_weights
+from modular_kernel.quant.quantized_weights import quantize_weights
 from modular_kernel.reference import oracle
-from modular_kernel.routers import RouterSpec
+from modular_kernel.spec.placement import Placement
+from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.router import RouterSpec
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.types import Problem
 
 H, I, E, K, T = 32, 48, 8, 3, 7  # noqa: E741 (intermediate)
 SPLITS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1))

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from modular_kernel.providers import forget
+from modular_kernel.utils.package_probes import forget
 
 
 @contextmanager

@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
-from modular_kernel.adapters import Adapter
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.lora import ForwardBatch, FusedMoEWithLoRA, LoRAManager, MoELoRALayer
-from modular_kernel.routers import RouterSpec
+from modular_kernel.spec.lora import Adapter
+from modular_kernel.spec.router import RouterSpec
 
 E, K, H, I, R = 6, 2, 32, 24, 5  # noqa: E741
 STARTS = torch.tensor([0, 4, 9, 12])

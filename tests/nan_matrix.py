@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from modular_kernel.catalog import check, load_catalog, make_kernel, this_machine
+from modular_kernel.spec.problem import Combine, Machine, Problem
 from modular_kernel.testing.cases.case import Case, command
 from modular_kernel.testing.cases.inputs import Manner
 from modular_kernel.testing.cases.nan import holders
@@ -17,7 +18,6 @@ from modular_kernel.testing.cases.quantized import SCHEMES
 from modular_kernel.testing.cases.row_order import in_row_order
 from modular_kernel.testing.verify.sample import Sample
 from modular_kernel.testing.verify.trial import call
-from modular_kernel.types import Combine, Machine, Problem
 
 LOCAL = ("MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize")
 SCHEME_NAMES = ("none", *SCHEMES)

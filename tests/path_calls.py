@@ -4,10 +4,10 @@ import torch
 
 from experts.triton.launch_config import MoEConfig
 from experts.triton.path import Path, PathCall
+from modular_kernel.spec.problem import IdSpace, Problem
 from modular_kernel.tensors import ContiguousTokens, DispatchedRouting
 from modular_kernel.testing.compile.report import CompileRecord, record_compiles
-from modular_kernel.tuning.compiled import meta_inputs
-from modular_kernel.types import IdSpace, Problem
+from modular_kernel.tuning.compilation import meta_inputs
 from modular_kernel.workspace import BufferSpec, Workspace
 
 META = torch.device("meta")

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import modular_kernel as mk
-from modular_kernel.adapters import Adapter
-from modular_kernel.importers.peft import load_adapter
+from modular_kernel.checkpoints.peft import load_adapter
+from modular_kernel.spec.lora import Adapter
 
 GOLDEN = Path(__file__).parent / "golden" / "peft"
 H, I, E = 16, 12, 4  # noqa: E741

@@ -9,7 +9,7 @@ import torch
 from grouped_products import H200, MXFP4, multiply_w4
 
 from experts.triton.configs.select import on_device
-from experts.triton.grouped_w4.path import GroupedW4Path
+from experts.triton.grouped_w4.grouped_w4_path import GroupedW4Path
 from experts.triton.launch_config import LaunchConfig
 from modular_kernel import FusedMoEModularKernel, make_kernel
 from modular_kernel.layers.fused_moe import FusedMoE

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from modular_kernel import stages
+from modular_kernel.replay import stages
 
 Event = dict[str, Any]
 HOST = {"ph": "X", "pid": 7, "tid": 7}

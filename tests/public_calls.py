@@ -21,14 +21,14 @@ API = Path(__file__).parents[1] / "docs" / "api.md"
 # Modules that export: by `__all__`, or all that they define and do not mark as private.
 MODULES = (
     "modular_kernel",
-    "modular_kernel.adapter_pool",
-    "modular_kernel.adapters",
-    "modular_kernel.importers",
+    "modular_kernel.layers.adapter_pool",
+    "modular_kernel.spec.lora",
+    "modular_kernel.checkpoints",
     "modular_kernel.integrations.fused_moe",
     "modular_kernel.integrations.moe_runner",
     "modular_kernel.kernel",
     "modular_kernel.ops.moe_lora",
-    "modular_kernel.select.kernel",
+    "modular_kernel.select.composed_kernel",
     "experts.compat.batched_gemm",
     "experts.compat.ep_moe",
     "topk_reduce",
@@ -37,8 +37,8 @@ MODULES = (
 NAMES = (
     "modular_kernel.ops.align: moe_align_block_size, batched_moe_align_block_size",
     "modular_kernel.ops.reduce: moe_sum_reduce",
-    "modular_kernel.repacked: repack, as_nibbles",
-    "modular_kernel.scale_tiles: from_e8m0",
+    "modular_kernel.quant.repacking: repack, as_nibbles",
+    "modular_kernel.quant.scale_tiles: from_e8m0",
 )
 PACKAGES = ("modular_kernel.layers",)
 OPTIONAL = "modular_kernel.integrations.transformers"

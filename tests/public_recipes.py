@@ -10,25 +10,26 @@ from public_calls import Call
 
 import modular_kernel as mk
 from experts.compat import batched_gemm, ep_moe
-from modular_kernel import importers, repacked, scale_tiles
-from modular_kernel.adapter_pool import AdapterPool
-from modular_kernel.adapters import Adapter, adapters_of_sequences
-from modular_kernel.importers.formats import format_of
-from modular_kernel.importers.merging import merge
+from modular_kernel import checkpoints
+from modular_kernel.checkpoints.formats import format_of
+from modular_kernel.checkpoints.fusing import merge
 from modular_kernel.integrations.fused_moe import fused_experts, fused_moe
 from modular_kernel.integrations.moe_runner import MoeQuantInfo, MoeRunner, MoeRunnerConfig
 from modular_kernel.integrations.runner_formats import StandardDispatchOutput
 from modular_kernel.layers import balance, lora, router
 from modular_kernel.layers import fused_moe as layer
+from modular_kernel.layers.adapter_pool import AdapterPool
 from modular_kernel.layers.ep_moe import EPMoE
-from modular_kernel.layers.share import Share
+from modular_kernel.layers.rank_share import Share
 from modular_kernel.layers.weight_loading import ExpertLoader
 from modular_kernel.ops import align, moe_lora, reduce
 from modular_kernel.ops.route import RouterTensors, route
-from modular_kernel.quant import quantize_weights
-from modular_kernel.routers import RouterSpec
+from modular_kernel.quant import repacking, scale_tiles
+from modular_kernel.quant.quantized_weights import quantize_weights
+from modular_kernel.spec.lora import Adapter, adapters_of_sequences
+from modular_kernel.spec.problem import IdSpace, Machine, Problem
+from modular_kernel.spec.router import RouterSpec
 from modular_kernel.tensors import DispatchedRouting, ExpertRows, ExpertWeights, Routing
-from modular_kernel.types import IdSpace, Machine, Problem
 from topk_reduce import (
     KeepTopK,
     TopKWeightAndReduceContiguous,
@@ -49,9 +50,9 @@ _UNREAD = "reads no tensor"
 _SHAPES = "reads shapes alone, of tensors that `load_experts` made"
 
 EXEMPT: Mapping[str, str] = {
-    "modular_kernel.adapter_pool.AdapterPool.weights": _BASE,
+    "modular_kernel.layers.adapter_pool.AdapterPool.weights": _BASE,
     "modular_kernel.layers.lora.LoRAManager.weights": _BASE,
-    "modular_kernel.layers.loaded.moved_only": "nn.Module._apply maps it over a layer",
+    "modular_kernel.layers.module_state.moved_only": "nn.Module._apply maps it over a layer",
     "modular_kernel.contracts.Call": "a part's record of one call, which the kernel makes",
     "modular_kernel.contracts.PermuteExpertsUnpermute.apply": _PART,
     "modular_kernel.contracts.PermuteExpertsUnpermute.path_of": _PART,
@@ -80,8 +81,8 @@ EXEMPT: Mapping[str, str] = {
         "ForwardBatch and MoELoRABatchInfo check the tensors that it passes on"
     ),
     "modular_kernel.layers.lora.MoELoRALayer": "a record: `folded` and `AdapterPool.load` read it",
-    "modular_kernel.importers.checkpoint.LoadedExperts.partial": _SHAPES,
-    "modular_kernel.importers.checkpoint.LoadedExperts.problem": _SHAPES,
+    "modular_kernel.checkpoints.loading.LoadedExperts.partial": _SHAPES,
+    "modular_kernel.checkpoints.loading.LoadedExperts.problem": _SHAPES,
     "modular_kernel.integrations.moe_runner.MoeQuantInfo": "a record: `MoeRunner.run` reads it",
     "modular_kernel.integrations.moe_runner.MoeQuantInfo.options": _UNREAD,
     "modular_kernel.integrations.moe_runner.MoeQuantInfo.scheme": _UNREAD,
@@ -124,8 +125,8 @@ def _packed(bits: int = 32) -> torch.Tensor:
     return whole(GROUP, 8, high=2**31 - 1)
 
 
-def _groups() -> importers.GroupWeights:
-    return importers.from_gptq(
+def _groups() -> checkpoints.GroupWeights:
+    return checkpoints.from_gptq(
         _gptq()["qweight"], _gptq()["scales"], _gptq()["qzeros"], group=GROUP
     )
 
@@ -159,7 +160,7 @@ def _compressed() -> dict[str, Any]:
     }
 
 
-def _symmetric() -> importers.GroupWeights:
+def _symmetric() -> checkpoints.GroupWeights:
     made = _groups()
     assert made.zero_point is not None
     return replace(made, zero_point=torch.full_like(made.zero_point, 0x88))
@@ -341,7 +342,7 @@ def _pairs() -> torch.Tensor:
 def _scaled() -> Call:
     scale = floats(E, 2).abs() + 0.1
     w = floats(E, 8, 16).to(torch.float8_e4m3fn)
-    return Call(importers.one_scale, {"w_eNK": w, "scale_eS": scale})
+    return Call(checkpoints.one_scale, {"w_eNK": w, "scale_eS": scale})
 
 
 def _repacked(function: Callable[..., object]) -> Call:
@@ -418,29 +419,29 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
         {"routing": routing(), "tokens": torch.tensor([1, 0])},
         receiver="routing",
     ),
-    "modular_kernel.select.kernel.ComposedKernel.__call__": lambda: _composed("call"),
-    "modular_kernel.select.kernel.ComposedKernel.prepare_weights": lambda: _composed(
+    "modular_kernel.select.composed_kernel.ComposedKernel.__call__": lambda: _composed("call"),
+    "modular_kernel.select.composed_kernel.ComposedKernel.prepare_weights": lambda: _composed(
         "prepare_weights"
     ),
-    "modular_kernel.select.kernel.ComposedPlan.__call__": lambda: _composed("plan"),
-    "modular_kernel.select.kernel.ComposedPlan.warm_up": lambda: _composed("warm_up"),
-    "modular_kernel.quant.quantize_weights": lambda: Call(
+    "modular_kernel.select.composed_kernel.ComposedPlan.__call__": lambda: _composed("plan"),
+    "modular_kernel.select.composed_kernel.ComposedPlan.warm_up": lambda: _composed("warm_up"),
+    "modular_kernel.quant.quantized_weights.quantize_weights": lambda: Call(
         quantize_weights, {"weights": plain(), "problem": QUANTIZED}
     ),
-    "modular_kernel.scale_tiles.from_e8m0": lambda: Call(
+    "modular_kernel.quant.scale_tiles.from_e8m0": lambda: Call(
         scale_tiles.from_e8m0, {"scale": whole(3, 4, high=256, dtype=torch.uint8)}
     ),
-    "modular_kernel.repacked.repack": lambda: _repacked(repacked.repack),
-    "modular_kernel.repacked.as_nibbles": lambda: _repacked(repacked.as_nibbles),
+    "modular_kernel.quant.repacking.repack": lambda: _repacked(repacking.repack),
+    "modular_kernel.quant.repacking.as_nibbles": lambda: _repacked(repacking.as_nibbles),
     # ------------------------------------------------------------------------------ adapters
-    "modular_kernel.adapters.Adapter.share": lambda: Call(
+    "modular_kernel.spec.lora.Adapter.share": lambda: Call(
         _shared_adapter, {"adapter": adapter()}, receiver="adapter"
     ),
-    "modular_kernel.adapters.adapters_of_sequences": lambda: Call(
+    "modular_kernel.spec.lora.adapters_of_sequences": lambda: Call(
         adapters_of_sequences,
         {"starts_S1": torch.tensor([0, 3, T]), "slots_S": torch.tensor([1, -1]), "tokens": T},
     ),
-    "modular_kernel.adapter_pool.AdapterPool.load": _pool,
+    "modular_kernel.layers.adapter_pool.AdapterPool.load": _pool,
     f"{_LAYERS}lora.LoRAManager.load": _load,
     f"{_LAYERS}lora.MoELoRALayer.folded": lambda: Call(
         lora.MoELoRALayer.folded, {"self": lora.MoELoRALayer(adapter(), 0.5)}, receiver="self"
@@ -494,33 +495,33 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
         balance.count, {"topk_ids": whole(T, K, high=E), "experts": E}
     ),
     # ---------------------------------------------------------------------------- checkpoints
-    "modular_kernel.importers.groups.from_gptq": lambda: Call(importers.from_gptq, _gptq()),
-    "modular_kernel.importers.groups.from_awq": lambda: Call(importers.from_awq, _awq()),
-    "modular_kernel.importers.compressed.from_compressed_tensors": lambda: Call(
-        importers.from_compressed_tensors, _compressed()
+    "modular_kernel.checkpoints.gptq_awq.from_gptq": lambda: Call(checkpoints.from_gptq, _gptq()),
+    "modular_kernel.checkpoints.gptq_awq.from_awq": lambda: Call(checkpoints.from_awq, _awq()),
+    "modular_kernel.checkpoints.compressed_tensors.from_compressed_tensors": lambda: Call(
+        checkpoints.from_compressed_tensors, _compressed()
     ),
-    "modular_kernel.importers.groups.symmetric": lambda: Call(
-        importers.symmetric, {"weights": _symmetric()}
+    "modular_kernel.checkpoints.gptq_awq.symmetric": lambda: Call(
+        checkpoints.symmetric, {"weights": _symmetric()}
     ),
-    "modular_kernel.importers.groups.regroup": lambda: Call(
-        importers.regroup, {"weights": _groups(), "group": 16}
+    "modular_kernel.checkpoints.gptq_awq.regroup": lambda: Call(
+        checkpoints.regroup, {"weights": _groups(), "group": 16}
     ),
-    "modular_kernel.importers.groups.shard_columns": lambda: Call(
-        importers.shard_columns, {"weights": _groups(), "rank": 0, "world": 2}
+    "modular_kernel.checkpoints.gptq_awq.shard_columns": lambda: Call(
+        checkpoints.shard_columns, {"weights": _groups(), "rank": 0, "world": 2}
     ),
-    "modular_kernel.importers.groups.shard_rows": lambda: Call(
-        importers.shard_rows, {"weights": _groups(), "rank": 0, "world": 2}
+    "modular_kernel.checkpoints.gptq_awq.shard_rows": lambda: Call(
+        checkpoints.shard_rows, {"weights": _groups(), "rank": 0, "world": 2}
     ),
-    "modular_kernel.importers.merging.merge": _merge,
-    "modular_kernel.importers.tensors.one_scale": _scaled,
-    "modular_kernel.importers.tensors.channel_scale": lambda: Call(
-        importers.channel_scale, {"scale": floats(E, 8, 1).abs() + 0.1}
+    "modular_kernel.checkpoints.fusing.merge": _merge,
+    "modular_kernel.checkpoints.fp8_mxfp4.one_scale": _scaled,
+    "modular_kernel.checkpoints.fp8_mxfp4.channel_scale": lambda: Call(
+        checkpoints.channel_scale, {"scale": floats(E, 8, 1).abs() + 0.1}
     ),
-    "modular_kernel.importers.tensors.static_scale": lambda: Call(
-        importers.static_scale, {"scales": floats(E).abs() + 0.1}
+    "modular_kernel.checkpoints.fp8_mxfp4.static_scale": lambda: Call(
+        checkpoints.static_scale, {"scales": floats(E).abs() + 0.1}
     ),
-    "modular_kernel.importers.tensors.from_gpt_oss": lambda: Call(
-        importers.from_gpt_oss,
+    "modular_kernel.checkpoints.fp8_mxfp4.from_gpt_oss": lambda: Call(
+        checkpoints.from_gpt_oss,
         {
             "blocks": whole(E, 8, 2, 16, high=256, dtype=torch.uint8),
             "scales": whole(E, 8, 2, high=255, dtype=torch.uint8),

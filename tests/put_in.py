@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from modular_kernel.testing import Case
-from modular_kernel.testing.mutation.child import Child, Tell
 from modular_kernel.testing.mutation.defects import read_defects
-from modular_kernel.testing.mutation.serve import reattach, serve
+from modular_kernel.testing.mutation.forked_worker import Child, Tell
+from modular_kernel.testing.mutation.patched_module import reattach, serve
 
 ROOT = Path(__file__).resolve().parents[1]
 _PATIENCE = 300.0  # seconds for a case
@@ -39,7 +39,7 @@ def findings(wrong: Wrong, cases: Sequence[Case], folder: Path) -> list[str]:
 
     def work(tell: Tell) -> None:
         serve(defect.mutant)
-        runs = importlib.import_module("modular_kernel.testing.mutation.runs")
+        runs = importlib.import_module("modular_kernel.testing.mutation.case_runs")
         reattach()
         machine = runs.this_machine()
         for case in cases:

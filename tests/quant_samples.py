@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from modular_kernel.quant import quantize_weights
+from modular_kernel.quant.quantized_weights import quantize_weights
+from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.types import Problem
 
 CPU = torch.device("cpu")
 # Ragged against every group and block below.

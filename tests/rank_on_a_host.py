@@ -17,8 +17,8 @@ import torch.distributed as dist
 from ep_layers import ALL2ALL, Layer
 
 from modular_kernel.errors import ModularKernelError
-from modular_kernel.placement import Placement
 from modular_kernel.reference import oracle
+from modular_kernel.spec.placement import Placement
 from prepare_finalize import TorchGroup
 
 TOKENS = (4, 3, 0, 5)

@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from modular_kernel.compatibility.support import PrepareFinalizeRequirements
 from modular_kernel.contracts import PrepareAndFinalize
-from modular_kernel.placement import pairs_to_slots
-from modular_kernel.support import PrepareFinalizeRequirements
+from modular_kernel.spec.placement import pairs_to_slots
+from modular_kernel.spec.problem import ActivationFormat, IdSpace, Reduce
 from modular_kernel.tensors import (
     ContiguousShape,
     ContiguousTokens,
@@ -15,7 +16,6 @@ from modular_kernel.tensors import (
     ExpertRows,
     Handle,
 )
-from modular_kernel.types import ActivationFormat, IdSpace, Reduce
 from topk_reduce import TopKWeightAndReduceContiguous
 
 

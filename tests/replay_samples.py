@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from experts import TorchExperts
-from modular_kernel import replay
-from modular_kernel.composer import random_inputs
+from modular_kernel.compatibility.support import ExpertsRequirements
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.plan import Plan
-from modular_kernel.support import ExpertsRequirements
+from modular_kernel.replay import recording
+from modular_kernel.spec.problem import ActivationFormat, Combine, Machine, Problem, Reduce
 from modular_kernel.tensors import ContiguousTokens, ExpertWeights, Routing
-from modular_kernel.types import ActivationFormat, Combine, Machine, Problem, Reduce
+from modular_kernel.testing.random_inputs import random_inputs
 from modular_kernel.workspace import BufferSpec, WorkspaceShapes
 from prepare_finalize import MoEPrepareAndFinalizeNoEP
 from topk_reduce import KeepTopK, TopKWeightAndReduceNoOp
@@ -39,9 +39,9 @@ def add_kernel(out: int, x: int, w: int, weights: int, count: int) -> None:
 
 
 def launch_add(tensors: Sequence[torch.Tensor], count: int) -> None:
-    """`modular_kernel.ops.launch.launch`, for the device of this test."""
+    """`modular_kernel.replay.launch.launch`, for the device of this test."""
     add_kernel(*(tensor.data_ptr() for tensor in tensors), count)
-    recorder = replay.recorder()
+    recorder = recording.recorder()
     if recorder is None:
         return
     places = [recorder.place(tensor) for tensor in tensors]
@@ -57,13 +57,13 @@ def launch_add(tensors: Sequence[torch.Tensor], count: int) -> None:
     recorder.note(again, play_all, watched)
 
 
-def play_all(launches: Sequence[Any], inputs: int) -> replay.Replay:
+def play_all(launches: Sequence[Any], inputs: int) -> recording.Replay:
     def replay(stream: int, pointers: Sequence[int]) -> None:
         assert len(pointers) == inputs
         for again in launches:
             again(pointers)
 
-    return replay
+    return recording
 
 
 def watched() -> bool:

@@ -5,7 +5,7 @@ import json
 import sys
 from typing import Any
 
-from modular_kernel.ops.launch.launch import cuda_replay as replayer
+from modular_kernel.replay.launch.launch import cuda_replay as replayer
 
 stand_in = ctypes.CDLL("libcuda.so.1")
 KERNEL = ctypes.cast(stand_in.scale_kernel, ctypes.c_void_p).value

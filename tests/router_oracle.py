@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from modular_kernel.ops.route import INVALID, Routed, RouterTensors
-from modular_kernel.routers import RouterSpec
+from modular_kernel.spec.router import RouterSpec
 
 _LARGEST = torch.finfo(torch.float32).max
 _ROUNDING = 2.0**-24

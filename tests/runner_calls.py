@@ -7,9 +7,9 @@ from fused_samples import layer
 
 from modular_kernel.integrations.moe_runner import MoeQuantInfo, MoeRunner, MoeRunnerConfig
 from modular_kernel.integrations.runner_formats import StandardCombineInput, StandardDispatchOutput
-from modular_kernel.routers import StandardTopKOutput
+from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.router import StandardTopKOutput
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.types import Problem
 
 OUT = MoeRunnerConfig(inplace=False)
 

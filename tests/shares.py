@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
+from modular_kernel.spec.problem import Machine
 from modular_kernel.testing import Case, cases_for
-from modular_kernel.types import Machine
 
 _ROOT = Path(__file__).parent.parent
 _PACKAGES = ("modular_kernel", "experts", "prepare_finalize", "topk_reduce")

@@ -7,7 +7,7 @@ import torch
 
 from modular_kernel import runner
 from modular_kernel.runner import FusedOpPool, PermuteMethodPool
-from modular_kernel.types import Problem
+from modular_kernel.spec.problem import Problem
 
 NO_EP = "MoEPrepareAndFinalizeNoEP"
 PROBLEM = Problem(tokens=9, hidden=64, intermediate=32, experts=4, top_k=2, dtype=torch.float32)

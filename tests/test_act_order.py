@@ -11,13 +11,17 @@ from test_checkpoint_numbers import error, numbers
 import modular_kernel as mk
 from experts.triton.contiguous import paths_of
 from modular_kernel import ExpertWeights, Problem
+from modular_kernel.checkpoints.formats import format_of
+from modular_kernel.checkpoints.gptq_awq import column_order
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
-from modular_kernel.importers.formats import format_of
-from modular_kernel.importers.groups import column_order
 from modular_kernel.layers.fused_moe import FusedMoE
-from modular_kernel.quant import check_weights_quantized, quantize_weights, values_of
+from modular_kernel.quant.quantized_weights import (
+    check_weights_quantized,
+    quantize_weights,
+    values_of,
+)
 from modular_kernel.reference import oracle
-from modular_kernel.testing.checkpoints.kinds import ORDERED
+from modular_kernel.testing.checkpoints.published_formats import ORDERED
 from modular_kernel.testing.checkpoints.samples import write
 
 CPU = torch.device("cpu")

@@ -13,10 +13,9 @@ from forked import PATIENCE_S
 from lora_layer_samples import STARTS, adapter, base, call
 
 import modular_kernel as mk
-from modular_kernel import adapter_pool
-from modular_kernel.adapter_pool import AdapterPool
 from modular_kernel.errors import CapacityError, WeightsError
-from modular_kernel.layers import lora
+from modular_kernel.layers import adapter_pool, lora
+from modular_kernel.layers.adapter_pool import AdapterPool
 from modular_kernel.layers.lora import ForwardBatch, FusedMoEWithLoRA, LoRAManager, MoELoRALayer
 
 PROBLEM = mk.Problem(

@@ -7,17 +7,23 @@ import pytest
 import torch
 from run_mk import run_mk
 
-from modular_kernel import Problem, stages
+from modular_kernel import Problem
 from modular_kernel.bench.moe_lora import CONFIGS, BranchConfig, benchmark_moe_lora
-from modular_kernel.measure.adapter_work import NO_WORK, AdapterWork, adapter_bytes, adapter_work
+from modular_kernel.measure.adapter_roofline import (
+    NO_WORK,
+    AdapterWork,
+    adapter_bytes,
+    adapter_work,
+)
 from modular_kernel.measure.cases import LayerCase, make_input, make_weights
 from modular_kernel.measure.check import answer_to
 from modular_kernel.measure.roofline import work_of
-from modular_kernel.measure.routing import Load, RoutingKind
+from modular_kernel.measure.routing_patterns import Load, RoutingKind
 from modular_kernel.measure.stage_roofline import RankLoad, StageWork, stage_works
 from modular_kernel.perf_model.estimate import in_world, size
 from modular_kernel.perf_model.hardware import Cluster
-from modular_kernel.schemes import QuantScheme
+from modular_kernel.replay import stages
+from modular_kernel.spec.quantization import QuantScheme
 
 CPU, NONE = torch.device("cpu"), QuantScheme.parse("none")
 E, H, I, N, R, L = 4, 32, 64, 128, 5, 3  # noqa: E741

@@ -9,9 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 import modular_kernel as mk
-from modular_kernel import adapter_pool, reference
-from modular_kernel.adapter_pool import AdapterPool
-from modular_kernel.adapters import Adapter
+from modular_kernel import reference
+from modular_kernel.checkpoints.peft import load_adapter
 from modular_kernel.errors import (
     CapacityError,
     ConfigurationError,
@@ -23,9 +22,11 @@ from modular_kernel.errors import (
     StateError,
     WeightsError,
 )
-from modular_kernel.importers.peft import load_adapter
+from modular_kernel.layers import adapter_pool
+from modular_kernel.layers.adapter_pool import AdapterPool
+from modular_kernel.spec.lora import Adapter
+from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.cases.inputs import make_inputs
-from modular_kernel.types import Machine
 
 GOLDEN = Path(__file__).parent / "golden" / "peft"
 DELTAS = load_file(GOLDEN / "deltas.safetensors")

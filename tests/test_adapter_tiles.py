@@ -13,8 +13,8 @@ from experts.triton.grouped_tma.adapters import TileAdapters, tile_specs, whole_
 from experts.triton.launch_config import Device
 from modular_kernel.interpreter.access_log import watch
 from modular_kernel.ops.sort import Sorted, most_tiles
+from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.types import Problem
 from modular_kernel.workspace import Workspace
 
 BASE = Problem(12, 32, 48, 3, 1, lora="adapters=5,rank=20")

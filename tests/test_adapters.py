@@ -8,7 +8,6 @@ import torch
 
 import modular_kernel as mk
 from modular_kernel import reference
-from modular_kernel.adapters import AdapterSpec, adapters_of_sequences
 from modular_kernel.errors import (
     ConfigurationError,
     DeviceError,
@@ -20,9 +19,10 @@ from modular_kernel.errors import (
     ShapeError,
     WeightsError,
 )
+from modular_kernel.spec.lora import AdapterSpec, adapters_of_sequences
+from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.cases.inputs import Inputs, Manner, make_inputs
-from modular_kernel.types import Machine, Problem
 
 CPU = torch.device("cpu")
 PROBLEM = Problem(

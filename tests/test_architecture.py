@@ -96,7 +96,7 @@ def test_setup_has_no_logic_and_is_the_one_home_of_metadata() -> None:
 
 
 def test_triton_kernels_are_launched_by_launch() -> None:
-    """A launch past `modular_kernel.ops.launch` would be missing where a plan replays a call."""
+    """A launch past `modular_kernel.replay.launch` would be missing where a plan replays a call."""
     found = []
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):

@@ -12,12 +12,12 @@ from bad_samples import PROBLEM, arguments, spied
 
 import modular_kernel as mk
 from modular_kernel.errors import ConfigurationError, InputError
-from modular_kernel.fields import Between, check_fields
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.placement import Placement
-from modular_kernel.schemes import QUANT_SCHEMES
-from modular_kernel.select.choosing import Terms
-from modular_kernel.types import ActivationSpec, Combine, Machine, Parallel, Problem, Size
+from modular_kernel.select.autotune import Terms
+from modular_kernel.spec.placement import Placement
+from modular_kernel.spec.problem import ActivationSpec, Combine, Machine, Parallel, Problem, Size
+from modular_kernel.spec.quantization import QUANT_SCHEMES
+from modular_kernel.utils.argument_checks import Between, check_fields
 
 JUNK: tuple[Any, ...] = (
     *("", "x", "16", "false", "topk_weighted", "\x1b[2J", "int32", b"x"),

@@ -22,7 +22,6 @@ from bad_samples import (
 
 from experts import TorchExperts
 from modular_kernel.catalog import check, check_all, make_kernel, this_machine
-from modular_kernel.composer import random_inputs
 from modular_kernel.errors import (
     CapacityError,
     ConfigurationError,
@@ -32,8 +31,9 @@ from modular_kernel.errors import (
     UnsupportedError,
 )
 from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.spec.problem import ActivationSpec, Machine, Parallel
 from modular_kernel.tensors import Handle, Routing
-from modular_kernel.types import ActivationSpec, Machine, Parallel
+from modular_kernel.testing.random_inputs import random_inputs
 from prepare_finalize import BatchedPrepareAndFinalize, MoEPrepareAndFinalizeNoEP
 from topk_reduce import TopKWeightAndReduceNoOp
 

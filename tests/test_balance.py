@@ -11,7 +11,7 @@ from ops_samples import DEVICE
 
 from modular_kernel.errors import ConfigurationError, DtypeError
 from modular_kernel.layers.balance import Move, count, moves, rank_loads, rebalance
-from modular_kernel.placement import Placement, near_ranks, pairs_to_slots
+from modular_kernel.spec.placement import Placement, near_ranks, pairs_to_slots
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -18,9 +18,9 @@ from modular_kernel.errors import (
 )
 from modular_kernel.ops.align import batched_moe_align_block_size
 from modular_kernel.ops.quantize import dequantize_rows, quantized
-from modular_kernel.quant import dequantize, quantize_weights
+from modular_kernel.quant.quantized_weights import dequantize, quantize_weights
+from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.types import Problem
 
 E, C, N, K = 3, 5, 48, 64
 COUNTS = torch.tensor([5, 0, 3], dtype=torch.int32)

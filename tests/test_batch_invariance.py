@@ -9,7 +9,7 @@ from tile_samples import ONE, launch, ours
 
 from experts.triton import contiguous as triton_experts
 from experts.triton.configs import lookup
-from experts.triton.configs.heuristics import heuristics
+from experts.triton.configs.heuristics import Steps, heuristics
 from experts.triton.configs.select import (
     choose_config,
     explain,
@@ -17,11 +17,11 @@ from experts.triton.configs.select import (
     override_config,
     reread,
 )
-from experts.triton.configs.steps import Steps
 from experts.triton.launch_config import Device
 from modular_kernel.catalog import check, load_catalog, this_machine
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.ops.launch.runtime import HAS_TRITON
+from modular_kernel.replay.launch.runtime import HAS_TRITON
+from modular_kernel.spec.problem import Machine, Parallel, Problem
 from modular_kernel.testing import MUTANTS, Case, cases_for, prove
 from modular_kernel.testing.cases.ranks import RankCase
 from modular_kernel.testing.ranks.pool import RankPool
@@ -34,7 +34,6 @@ from modular_kernel.testing.verify.invariance import (
 from modular_kernel.testing.verify.invariance_table import InvarianceRow, as_markdown, changed_rows
 from modular_kernel.testing.verify.over_ranks import prove_ranks
 from modular_kernel.testing.verify.trial import Trial
-from modular_kernel.types import Machine, Parallel, Problem
 
 LAYER = Problem(tokens=34, hidden=160, intermediate=96, experts=2, top_k=1, batch_invariant=True)
 NO_EP, BATCHED = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"

@@ -7,11 +7,11 @@ import torch
 
 from experts import BatchedTritonExperts, NaiveBatchedExperts
 from modular_kernel.catalog import this_machine
-from modular_kernel.composer import random_inputs
 from modular_kernel.contracts import Call
 from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import BatchedTokens, Dispatched, ExpertWeights, Handle, Routing
-from modular_kernel.types import Problem
+from modular_kernel.testing.random_inputs import random_inputs
 from prepare_finalize import BatchedPrepareAndFinalize
 
 BASE = Problem(7, hidden=96, intermediate=64, experts=3, top_k=2, dtype=torch.bfloat16)

@@ -20,11 +20,11 @@ from modular_kernel.catalog import this_machine
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.measure.cases import LayerCase
 from modular_kernel.measure.records import Report, Row, best, ranked
-from modular_kernel.measure.routing import RoutingKind
+from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.reference import recipe
-from modular_kernel.schemes import QuantScheme
+from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.types import Problem
 
 CPU = this_machine(device="cpu")
 SMALL = Problem(tokens=12, hidden=32, intermediate=48, experts=4, top_k=2)

@@ -18,10 +18,10 @@ from modular_kernel.measure.roofline import (
     operand_type,
     work_of,
 )
-from modular_kernel.measure.routing import Load, RoutingKind, draw, load_of
-from modular_kernel.schemes import QuantScheme
+from modular_kernel.measure.routing_patterns import Load, RoutingKind, draw, load_of
+from modular_kernel.spec.problem import Combine, Problem
+from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import Routing
-from modular_kernel.types import Combine, Problem
 
 CPU = torch.device("cpu")
 NONE = QuantScheme.parse("none")

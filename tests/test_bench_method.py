@@ -24,12 +24,12 @@ from modular_kernel.measure.check import (
     check_again,
     check_calls,
 )
-from modular_kernel.measure.routing import RoutingKind
+from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.measure.timing import Rotation, host_cost, rotation, time_calls
 from modular_kernel.reference import oracle, recipe
-from modular_kernel.schemes import QuantScheme
+from modular_kernel.spec.problem import Combine, Parallel, Problem
+from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.types import Combine, Parallel, Problem
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from modular_kernel.bench.candidates import peer_offers
-from modular_kernel.composer import random_inputs
 from modular_kernel.measure.cases import make_weights
 from modular_kernel.reference import oracle
-from modular_kernel.schemes import QuantScheme
+from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.types import Problem
+from modular_kernel.testing.random_inputs import random_inputs
 
 FILE = Path(__file__).parents[1] / "tools" / "bench_peers.py"
 PROBLEM = Problem(tokens=64, hidden=256, intermediate=128, experts=4, top_k=2)

@@ -13,9 +13,9 @@ import torch
 from put_in import Wrong, findings
 
 from modular_kernel.catalog import this_machine
+from modular_kernel.spec.problem import Combine, Problem
 from modular_kernel.testing import Case
 from modular_kernel.testing.cases.lists import cases_for
-from modular_kernel.types import Combine, Problem
 
 PREPARE = "MoEPrepareAndFinalizeNoEP"
 MOST = 4  # the cheapest cases of a cell

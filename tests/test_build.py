@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from modular_kernel.ops.launch import build, cuda_replay
-from modular_kernel.ops.launch.build import BuildError, module_of
+from modular_kernel.replay.launch import build, cuda_replay
+from modular_kernel.replay.launch.build import BuildError, module_of
 from modular_kernel.settings import c_compiler
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,7 +28,7 @@ PyMODINIT_FUNC PyInit_mk_answer(void) { return PyModule_Create(&definition); }
 LOAD = """
 import sys
 from pathlib import Path
-from modular_kernel.ops.launch.build import module_of
+from modular_kernel.replay.launch.build import module_of
 print(module_of(Path(sys.argv[1]), "mk_answer", ()).answer())
 """
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from experts.triton.configs import select as tiles
-from experts.triton.configs.filenames import ConfigKey
+from experts.triton.configs.files import ConfigKey
 from experts.triton.configs.lookup import subfolder
 from experts.triton.launch_config import Device
-from modular_kernel import replay
-from modular_kernel.placement import Placement
-from modular_kernel.select import keys
+from modular_kernel.replay import recording
+from modular_kernel.select import cache_keys
 from modular_kernel.select.cache import Cache
+from modular_kernel.spec.placement import Placement
+from modular_kernel.spec.problem import Combine, Machine, Parallel, Problem
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.types import Combine, Machine, Parallel, Problem
 
 BASE = Problem(tokens=4, hidden=64, intermediate=32, experts=8, top_k=2)
 H200 = Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H200")
@@ -55,8 +55,8 @@ PROBLEM_CHANGES: dict[str, Any] = {
 
 def identity(
     problem: Problem = BASE, machine: Machine = H200, routing: str = "uniform", own: bool = True
-) -> keys.Facts:
-    return keys.identity(problem, machine, routing=routing, replicated=not own)
+) -> cache_keys.Facts:
+    return cache_keys.identity(problem, machine, routing=routing, replicated=not own)
 
 
 def test_every_field_of_a_problem_has_a_change() -> None:
@@ -70,7 +70,7 @@ def test_every_field_of_a_problem_has_a_change() -> None:
 @pytest.mark.parametrize("name", PROBLEM_CHANGES)
 def test_a_choice_is_for_one_problem(name: str) -> None:
     changed = replace(BASE, **{name: PROBLEM_CHANGES[name]})
-    assert keys.digest(identity(changed)) != keys.digest(identity())
+    assert cache_keys.digest(identity(changed)) != cache_keys.digest(identity())
 
 
 def test_a_choice_is_for_one_gpu_routing_and_placement() -> None:
@@ -84,20 +84,20 @@ def test_a_choice_is_for_one_gpu_routing_and_placement() -> None:
         identity(replace(BASE, parallel=ranks)),
         identity(replace(BASE, parallel=other)),
     ]
-    assert len({keys.digest(one) for one in found}) == len(found)
+    assert len({cache_keys.digest(one) for one in found}) == len(found)
 
 
 def set_version(name: str) -> Callable[[pytest.MonkeyPatch, Path], None]:
     def change(patch: pytest.MonkeyPatch, _: Path) -> None:
-        before = keys._version
-        patch.setattr(keys, "_version", lambda n: "9.9" if n == name else before(n))
+        before = cache_keys._version
+        patch.setattr(cache_keys, "_version", lambda n: "9.9" if n == name else before(n))
 
     return change
 
 
 def set_folder(patch: pytest.MonkeyPatch, folder: Path) -> None:
     (folder / "tuned.json").write_text("{}")
-    patch.setattr(keys, "read_settings", lambda: replace(keys_settings(), config_dir=folder))
+    patch.setattr(cache_keys, "read_settings", lambda: replace(keys_settings(), config_dir=folder))
 
 
 def keys_settings() -> Any:
@@ -111,7 +111,7 @@ VERSION_CHANGES: dict[str, Callable[[pytest.MonkeyPatch, Path], None]] = {
     "triton": set_version("triton"),
     "torch": lambda patch, _: patch.setattr(torch, "__version__", "9.9"),
     "cuda": lambda patch, _: patch.setattr(torch.version, "cuda", "99.9"),
-    "parts": lambda patch, _: patch.setattr(keys, "_parts", lambda: (("Part", "mine", "2"),)),
+    "parts": lambda patch, _: patch.setattr(cache_keys, "_parts", lambda: (("Part", "mine", "2"),)),
     "packages": set_version("triton"),
     "tuned": set_folder,
 }
@@ -121,10 +121,10 @@ VERSION_CHANGES: dict[str, Callable[[pytest.MonkeyPatch, Path], None]] = {
 def test_times_taken_with_anything_else_are_not_used(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert set(VERSION_CHANGES) == set(keys.versions(H200))
-    before = keys.versions(H200)
+    assert set(VERSION_CHANGES) == set(cache_keys.versions(H200))
+    before = cache_keys.versions(H200)
     VERSION_CHANGES[name](monkeypatch, tmp_path)
-    after = keys.versions(H200)
+    after = cache_keys.versions(H200)
     assert after[name] != before[name]
     others = {"packages"} if name == "triton" else {"triton"} if name == "packages" else set()
     assert {n for n in before if before[n] != after[n]} - others == {name}
@@ -132,10 +132,10 @@ def test_times_taken_with_anything_else_are_not_used(
 
 def test_packages_and_threads_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     more = replace(H200, packages=H200.packages | {"flashinfer"})
-    assert keys.versions(more) != keys.versions(H200)
-    before = keys.versions(Machine())
+    assert cache_keys.versions(more) != cache_keys.versions(H200)
+    before = cache_keys.versions(Machine())
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    assert keys.versions(Machine())["threads"] == "77" != before["threads"]
+    assert cache_keys.versions(Machine())["threads"] == "77" != before["threads"]
 
 
 def test_the_file_is_named_by_all_of_the_identity(tmp_path: Path) -> None:
@@ -202,8 +202,8 @@ def test_tiles_that_were_chosen_are_kept_by_all_that_decides() -> None:
 # ------------------------------------------------------------------------------------- replay
 
 
-def kind(x: torch.Tensor, weights: ExpertWeights, known: replay.KnownWeights) -> Any:
-    return replay.signature_and_pointers((x,), known.bind(weights))[0]
+def kind(x: torch.Tensor, weights: ExpertWeights, known: recording.KnownWeights) -> Any:
+    return recording.signature_and_pointers((x,), known.bind(weights))[0]
 
 
 def test_a_recording_is_for_one_kind_of_every_tensor() -> None:
@@ -227,7 +227,7 @@ def test_a_recording_is_for_one_kind_of_every_tensor() -> None:
         "one for two": ExpertWeights(w1=w1, w2=w1),
         "alignment of weights": ExpertWeights(w1=torch.zeros(257)[1:].view(2, 8, 16), w2=w2),
     }
-    known = replay.KnownWeights()
+    known = recording.KnownWeights()
     like = ExpertWeights(w1=w1.clone(), w2=w2.clone())
     assert kind(x, weights, known) == kind(memory[64:128].view(4, 16), like, known)
     kinds = {name: kind(tensor, weights, known) for name, tensor in tensors.items()}
@@ -236,8 +236,8 @@ def test_a_recording_is_for_one_kind_of_every_tensor() -> None:
     assert len(set(kinds.values())) == len(kinds)
 
 
-def known_and_weights() -> tuple[replay.KnownWeights, ExpertWeights]:
-    known = replay.KnownWeights()
+def known_and_weights() -> tuple[recording.KnownWeights, ExpertWeights]:
+    known = recording.KnownWeights()
     weights = ExpertWeights(w1=torch.zeros(2, 8, 16), w2=torch.zeros(2, 16, 4))
     known.bind(weights)
     return known, weights
@@ -275,7 +275,7 @@ def test_weights_are_known_by_memory_and_device() -> None:
 def test_the_player_is_built_anew_for_another_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cuda.h that it includes is triton's, and lies in the same folder before and after."""
     triton = pytest.importorskip("triton")
-    from modular_kernel.ops.launch import build, cuda_replay
+    from modular_kernel.replay.launch import build, cuda_replay
 
     names: list[str] = []
     monkeypatch.setattr(build, "find", lambda name, _: names.append(name) or Path("kept"))

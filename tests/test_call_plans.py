@@ -13,14 +13,14 @@ from torch.overrides import TorchFunctionMode
 
 from experts.triton.configs.select import override_config
 from experts.triton.launch_config import LaunchConfig, MoEConfig
-from modular_kernel import call_plans, validate
-from modular_kernel.call_plans import StreamMemories, StreamMemory, held_bytes
+from modular_kernel import plan, validate
 from modular_kernel.catalog import make_kernel
-from modular_kernel.composer import random_inputs
 from modular_kernel.errors import CapacityError, InputError, LayoutError, ShapeError
 from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.plan import StreamMemories, StreamMemory, held_bytes
+from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.types import Machine, Problem
+from modular_kernel.testing.random_inputs import random_inputs
 
 TORCH_PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 FP32 = Problem(tokens=64, hidden=64, intermediate=32, experts=4, top_k=2, dtype=torch.float32)
@@ -29,7 +29,7 @@ FP32 = Problem(tokens=64, hidden=64, intermediate=32, experts=4, top_k=2, dtype=
 @pytest.fixture(autouse=True)
 def own_memories(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
-        patch.setattr(call_plans, "_memories", StreamMemories())
+        patch.setattr(plan, "_memories", StreamMemories())
         yield
 
 
@@ -122,7 +122,7 @@ def test_all_kernels_share_the_memory_of_a_stream() -> None:
 def test_growing_memory_drops_what_was_recorded_in_the_smaller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(call_plans, "_GRANULARITY", 1)
+    monkeypatch.setattr(plan, "_GRANULARITY", 1)
     kernel, part = recorded_kernel(SMALL.with_tokens(64))
     few, many = inputs(tokens=4), inputs(tokens=64)
     for _ in range(2):
@@ -210,11 +210,11 @@ def test_an_error_leaves_the_memory_usable() -> None:
         with pytest.raises(ShapeError, match="w1"):
             kernel(args[0], broken, args[2])
         assert_right(kernel(*args), args)
-    assert not call_plans._memories.of(CPU, 0).busy
+    assert not plan._memories.of(CPU, 0).busy
 
 
 def test_memory_of_few_streams_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_plans, "_MOST_STREAMS", 2)
+    monkeypatch.setattr(plan, "_MOST_STREAMS", 2)
     kernel, _ = recorded_kernel()
     for stream in range(1, 6):
         plan = kernel._call_plans._made(kernel, CPU, stream, 4)

@@ -7,10 +7,10 @@ import torch
 from put_in import Wrong, findings
 
 from modular_kernel.catalog import this_machine
+from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.testing import Case, prove
-from modular_kernel.testing.cases.chosen import chosen_cases
+from modular_kernel.testing.cases.handpicked import chosen_cases
 from modular_kernel.testing.cases.lists import cases_for
-from modular_kernel.types import Machine, Problem
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 CHOSEN = chosen_cases(*PAIR, this_machine())
@@ -201,7 +201,7 @@ OF_TRITON = (
     (
         Wrong(
             "kept rows of skipped pairs are not zeroed behind packed weights",
-            "experts/triton/aligned/path.py",
+            "experts/triton/aligned/aligned_path.py",
             "WRITE_ZEROS=not self._sums,",
             "WRITE_ZEROS=False,",
         ),

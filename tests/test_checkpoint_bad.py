@@ -11,8 +11,8 @@ from bad_checkpoints import BAD, FILE, W1
 from safetensors.torch import load_file, save_file
 
 import modular_kernel as mk
+from modular_kernel.checkpoints import safetensors_files as files_module
 from modular_kernel.errors import ConfigurationError, DeviceError, InputError, WeightsError
-from modular_kernel.importers import files as files_module
 from modular_kernel.testing.checkpoints.samples import write
 
 # What no header shows.

@@ -8,9 +8,9 @@ import torch
 from run_mk import run_mk
 from safetensors.torch import load_file, save_file
 
+from modular_kernel.checkpoints.inspection import inspect
+from modular_kernel.checkpoints.loading import load_experts
 from modular_kernel.errors import DtypeError
-from modular_kernel.importers.checkpoint import load_experts
-from modular_kernel.importers.examine import inspect
 from modular_kernel.testing.checkpoints.samples import write
 
 PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")

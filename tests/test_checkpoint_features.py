@@ -14,10 +14,10 @@ import torch
 from test_checkpoint_numbers import numbers
 
 import modular_kernel as mk
-from modular_kernel.importers.checkpoint import LoadedExperts
+from modular_kernel.checkpoints.loading import LoadedExperts
 from modular_kernel.models.families import FAMILIES
 from modular_kernel.testing.cases.covering import Axis, Row, Space, covering_array
-from modular_kernel.testing.checkpoints.kinds import KINDS, ORDERED
+from modular_kernel.testing.checkpoints.published_formats import KINDS, ORDERED
 from modular_kernel.testing.checkpoints.samples import Tensors, write
 
 EXPERTS, HIDDEN, WIDTH = 4, 128, 256
@@ -126,13 +126,13 @@ def test_each_expert_is_what_its_files_say(
 
 def test_a_bias_left_unsorted_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The defect that each feature's own tests passed: rows of w1 move, those of b1 do not."""
-    from modular_kernel.importers import checkpoint
-    from modular_kernel.importers.merging import sort_rows as sort
+    from modular_kernel.checkpoints import loading
+    from modular_kernel.checkpoints.fusing import sort_rows as sort
 
     def without_biases(weights: Any, *args: Any, **rest: Any) -> None:
         sort({name: t for name, t in weights.items() if name != "b1"}, *args, **rest)
 
-    monkeypatch.setattr(checkpoint, "sort_rows", without_biases)
+    monkeypatch.setattr(loading, "sort_rows", without_biases)
     row = next(row for row in ROWS if row["kind"] in ORDERED and row["bias"])
     with pytest.raises(AssertionError):
         test_each_expert_is_what_its_files_say(row, tmp_path, monkeypatch)

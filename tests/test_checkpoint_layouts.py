@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 import modular_kernel as mk
 from modular_kernel.catalog import this_machine
-from modular_kernel.importers.layouts import LAYOUTS
+from modular_kernel.checkpoints.expert_names import LAYOUTS
 from modular_kernel.models.families import FAMILIES
-from modular_kernel.testing.checkpoints.kinds import KINDS
+from modular_kernel.testing.checkpoints.published_formats import KINDS
 from modular_kernel.testing.checkpoints.samples import FAMILIES as SAMPLES
 from modular_kernel.testing.checkpoints.samples import write
 

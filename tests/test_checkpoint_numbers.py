@@ -13,10 +13,10 @@ import torch
 
 import modular_kernel as mk
 from modular_kernel.catalog import this_machine
-from modular_kernel.importers.checkpoint import LoadedExperts
-from modular_kernel.quant import values_of
-from modular_kernel.schemes import QuantScheme
-from modular_kernel.testing.checkpoints.kinds import FUSED, KINDS
+from modular_kernel.checkpoints.loading import LoadedExperts
+from modular_kernel.quant.quantized_weights import values_of
+from modular_kernel.spec.quantization import QuantScheme
+from modular_kernel.testing.checkpoints.published_formats import FUSED, KINDS
 from modular_kernel.testing.checkpoints.samples import Sample, Tensors, write
 
 PACKERS = ("kernels", "accelerate", "compressed_tensors", "gptqmodel", "optimum", "modelopt")

@@ -14,13 +14,13 @@ from test_checkpoint_numbers import PAIR, PUBLISHERS, numbers
 
 import modular_kernel as mk
 from modular_kernel.catalog import this_machine
+from modular_kernel.checkpoints import loading
+from modular_kernel.checkpoints.loading import LoadedExperts
+from modular_kernel.checkpoints.safetensors_files import Tensors
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.importers import checkpoint
-from modular_kernel.importers.checkpoint import LoadedExperts
-from modular_kernel.importers.files import Tensors
-from modular_kernel.placement import Placement
+from modular_kernel.spec.placement import Placement
 from modular_kernel.testing.checkpoints.formats import fp8_block
-from modular_kernel.testing.checkpoints.kinds import KINDS
+from modular_kernel.testing.checkpoints.published_formats import KINDS
 from modular_kernel.testing.checkpoints.samples import Sample, write
 
 GRIDS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1))
@@ -114,7 +114,7 @@ def test_pieces_of_a_matrix_are_the_whole(
     family = "step3p5" if kind == "deepseek fp8" else PUBLISHERS.get(kind, "mixtral")
     sample = write(tmp_path, family, kind, intermediate=512)
     whole = mk.load_experts(tmp_path, 0, tp=(1, 2))
-    monkeypatch.setattr(checkpoint, "_AT_ONCE", 1 << 12)
+    monkeypatch.setattr(loading, "_AT_ONCE", 1 << 12)
     pieces = mk.load_experts(tmp_path, 0, tp=(1, 2))
     for name, tensor in vars(whole.weights).items():
         same = getattr(pieces.weights, name)

@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modular_kernel.cli.compose import _BUDGET_S
+from modular_kernel.select import autotune, search
 from modular_kernel.select import budget as budgets
-from modular_kernel.select import choosing, search
+from modular_kernel.select.autotune import Terms, choose
 from modular_kernel.select.budget import Budget
-from modular_kernel.select.choosing import Terms, choose
+from modular_kernel.select.process_group import Alone
 from modular_kernel.select.record import TimedOutcome
-from modular_kernel.select.team import Alone
 from modular_kernel.select.timing import Stopwatch
-from modular_kernel.types import Machine, Problem
+from modular_kernel.spec.problem import Machine, Problem
 
 TORCH = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 NAIVE = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")
@@ -207,7 +207,7 @@ def test_steps_that_get_no_longer_never_overrun(budget: float, steps: list[float
 
 
 def test_the_command_line_has_the_same_budget() -> None:
-    assert _BUDGET_S == choosing.BUDGET_S == Terms().budget == 20
+    assert _BUDGET_S == autotune.BUDGET_S == Terms().budget == 20
 
 
 def test_an_outcome_of_an_untimed_pairing_says_why(clock: Clock) -> None:

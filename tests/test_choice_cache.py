@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.select import stored
+from modular_kernel.select import saved_choices
 from modular_kernel.select.cache import NOT_KEPT, Cache, Found
 from modular_kernel.select.record import Bucket, TimedOutcome
 
@@ -155,7 +155,7 @@ CORRUPT = {
     "a name twice": b'{"schema": 1, "schema": "mk-choices/2"}',
     "deep": b"[" * 100_000,
     "long number": b"[" + b"9" * 10_000 + b"]",
-    "large": b" " * (stored.MOST_BYTES + 1),
+    "large": b" " * (saved_choices.MOST_BYTES + 1),
     "pickle": b"\x80\x04cos\nsystem\n(S'true'\ntR.",
 }
 
@@ -238,7 +238,7 @@ def test_only_one_holds_the_lock(cache: Cache) -> None:
 def test_no_file_of_the_reader_is_larger_than_what_it_reads(cache: Cache) -> None:
     outcomes = tuple(TimedOutcome((f"P{n}" * 20, "E" * 60), why="w" * 300) for n in range(30))
     cache.keep([Bucket(tokens, outcomes[0].pair, outcomes) for tokens in range(1, 120)])
-    assert cache.path.stat().st_size <= stored.MOST_BYTES
+    assert cache.path.stat().st_size <= saved_choices.MOST_BYTES
     record = cache.load().record
     assert record is not None
     assert record.buckets[-1].tokens == 119
@@ -246,4 +246,4 @@ def test_no_file_of_the_reader_is_larger_than_what_it_reads(cache: Cache) -> Non
 
 def test_an_error_of_the_form_is_typed() -> None:
     with pytest.raises(ConfigurationError, match="cached choices"):
-        stored.from_text("{}", IDENTITY)
+        saved_choices.from_text("{}", IDENTITY)

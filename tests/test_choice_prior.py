@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from modular_kernel.cli.presets import SHAPES
-from modular_kernel.composer import random_inputs
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.select import choosing
+from modular_kernel.select import autotune
 from modular_kernel.select import prior as priors
-from modular_kernel.select.choosing import Terms, choose, compose
+from modular_kernel.select.autotune import Terms, choose, compose
 from modular_kernel.select.prior import Cell, Prior, parse, shipped
 from modular_kernel.select.record import FASTER, SURE, Estimate
-from modular_kernel.types import Machine, Parallel, Problem
+from modular_kernel.spec.problem import Machine, Parallel, Problem
+from modular_kernel.testing.random_inputs import random_inputs
 
 A, B, C = ("P", "A"), ("P", "B"), ("P", "C")
 H200 = Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H200", cuda=(13, 0))
@@ -165,7 +165,7 @@ def test_what_the_record_is_sure_of_runs_without_timing(
     )
     cells = [Cell("none", 2.0**n, SIZE, {torch_: 1.0, naive: 0.9}) for n in range(3)]
     cells += [Cell("none", 2.0**n, SIZE, {torch_: 1.0, naive: 1.2}) for n in range(6, 9)]
-    monkeypatch.setattr(choosing, "shipped", lambda: Prior(None, tuple(cells)))  # type: ignore[arg-type]
+    monkeypatch.setattr(autotune, "shipped", lambda: Prior(None, tuple(cells)))  # type: ignore[arg-type]
     problem = replace(PROBLEM, tokens=128, quant="none")
     kernel = compose(problem, Machine("cpu"), terms=Terms(folder=tmp_path, budget=0))
     found = [(s.first, s.last, s.pair) for s in kernel.choice.segments]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modular_kernel.select.kernel import warm_tokens
+from modular_kernel.select.composed_kernel import warm_tokens
 from modular_kernel.select.record import (
     ALIKE,
     Bucket,

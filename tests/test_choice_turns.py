@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from modular_kernel.select import timing
+from modular_kernel.select.autotune import Terms, choose
 from modular_kernel.select.budget import Budget
 from modular_kernel.select.choice import Choice
-from modular_kernel.select.choosing import Terms, choose
+from modular_kernel.select.process_group import Alone
 from modular_kernel.select.record import TimedOutcome
-from modular_kernel.select.team import Alone
 from modular_kernel.select.timing import Stopwatch
-from modular_kernel.types import Machine, Problem
+from modular_kernel.spec.problem import Machine, Problem
 
 PROBLEM = Problem(tokens=2, hidden=32, intermediate=32, experts=4, top_k=2, dtype=torch.float32)
 TORCH = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")

@@ -16,8 +16,8 @@ from experts import TorchExperts
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli import output
 from modular_kernel.cli.ranks import Host
-from modular_kernel.testing.call_mutants import run as mutants
 from modular_kernel.testing.cases.lists import BASE, Case
+from modular_kernel.testing.input_mutations import run as mutants
 from modular_kernel.testing.verify.one_process import Proof
 
 ROOT = Path(__file__).resolve().parents[1]

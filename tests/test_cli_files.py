@@ -11,11 +11,11 @@ from typing import Any, get_args
 import pytest
 from run_mk import Mk, runs_mk
 
-from modular_kernel import json_files
 from modular_kernel.cli.file_options import FileUse
 from modular_kernel.cli.main import VERBS
 from modular_kernel.cli.options import flattened
-from modular_kernel.cli.streams import LOST_OUTPUT
+from modular_kernel.cli.output_streams import LOST_OUTPUT
+from modular_kernel.utils import json_files
 
 mk = runs_mk()
 

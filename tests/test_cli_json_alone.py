@@ -11,7 +11,7 @@ import pytest
 from run_mk import run_mk
 
 from modular_kernel.catalog import load_catalog
-from modular_kernel.cli.streams import LOST_OUTPUT
+from modular_kernel.cli.output_streams import LOST_OUTPUT
 
 # Prints as packages do: from Python, past it, from C through a buffer, and at the end.
 NOISY = """\

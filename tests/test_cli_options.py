@@ -19,12 +19,12 @@ from run_mk import run_mk
 
 from modular_kernel.cli import main, verify
 from modular_kernel.cli import models as list_models_module
-from modular_kernel.cli.host import parse_arch
+from modular_kernel.cli.machine_setup import parse_arch
 from modular_kernel.cli.options import ProblemOptions, flattened
 from modular_kernel.cli.presets import MODELS
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.spec.problem import Combine, Machine, Parallel, Problem
 from modular_kernel.testing.cases.lists import BASE, Case, axes, cases_for, command
-from modular_kernel.types import Combine, Machine, Parallel, Problem
 
 ROOT = Path(__file__).resolve().parents[1]
 VERBS = (

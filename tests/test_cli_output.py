@@ -16,8 +16,8 @@ from modular_kernel.cli import output
 from modular_kernel.cli.check import letters_for, print_matrix
 from modular_kernel.cli.options import ProblemOptions
 from modular_kernel.cli.tables import folded, layout, records
-from modular_kernel.printable import counted
-from modular_kernel.types import Machine
+from modular_kernel.spec.problem import Machine
+from modular_kernel.text import counted
 
 TORCH_PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
 REFUSED_PAIR = ("--pf-type", "BatchedPrepareAndFinalize", "--experts-type", "TritonExperts")

@@ -9,10 +9,10 @@ import pytest
 import torch
 from run_mk import run_mk
 
-from modular_kernel import stages
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli import profile
 from modular_kernel.profiling.chrome import faults
+from modular_kernel.replay import stages
 from modular_kernel.testing.cases.lists import BASE, axes
 
 TORCH_PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")

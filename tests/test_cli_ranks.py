@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from run_mk import run_mk
 
-from modular_kernel import stages
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli import main, verify
-from modular_kernel.placement import Placement
 from modular_kernel.profiling.chrome import faults
+from modular_kernel.replay import stages
+from modular_kernel.spec.placement import Placement
+from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.testing.cases.lists import command
 from modular_kernel.testing.cases.ranks import rank_cases_for
-from modular_kernel.types import Parallel, Problem
 
 PAIR = ("--pf-type", "TorchAll2AllPrepareAndFinalize", "--experts-type", "TorchExperts")
 ALONE = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
@@ -159,7 +159,7 @@ def test_bad_options(capsys: Capture, words: str, message: str) -> None:
 
 
 def test_defects_over_ranks(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    from modular_kernel.testing.call_mutants import over_ranks as mutants_ranks
+    from modular_kernel.testing.input_mutations import over_ranks as mutants_ranks
 
     few = [m for m in mutants_ranks.RANK_MUTANTS if m.name == "last_expert_lost"]
     whole = mutants_ranks.sensitivity_ranks

@@ -13,9 +13,9 @@ from test_tune_cli import TUNED, small_layer
 
 from modular_kernel.cli import call_defects, demo, main, mutate, output, tune_output
 from modular_kernel.cli.demo_output import CheckpointRow, DemoRow
+from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.compile import cases as compiled
 from modular_kernel.testing.compile.report import CompileRecord
-from modular_kernel.types import Machine
 
 WIDTHS = (80, 200)
 PARTS = ("AllGatherReduceScatterPrepareAndFinalize", "BatchedTritonExperts")

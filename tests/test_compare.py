@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from modular_kernel.spec.problem import Combine, Problem
 from modular_kernel.testing.verify.compare import FACTOR, Comparison, compare
-from modular_kernel.types import Combine, Problem
 
 PROBLEM = Problem(tokens=40, hidden=96, intermediate=32, experts=4, top_k=2, dtype=torch.bfloat16)
 NOISE = 2e-3

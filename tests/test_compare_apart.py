@@ -7,7 +7,7 @@ import torch
 
 from modular_kernel.testing.cases.hostile import apart
 from modular_kernel.testing.cases.lists import BASE
-from modular_kernel.testing.verify.compare_apart import Fair, compare_apart
+from modular_kernel.testing.verify.compare_isolated import Fair, compare_apart
 
 PROBLEM = replace(BASE, tokens=12, dtype=torch.bfloat16)
 W8A8 = replace(PROBLEM, quant="fp8_w8a8_channel")

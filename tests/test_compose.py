@@ -13,7 +13,6 @@ from run_mk import Ended, run_mk
 
 import modular_kernel as mk
 from modular_kernel.catalog import Broken, Catalog, load_catalog, make_kernel
-from modular_kernel.composer import random_inputs
 from modular_kernel.errors import (
     BrokenPartError,
     CapacityError,
@@ -21,13 +20,14 @@ from modular_kernel.errors import (
     IncompatibleError,
     UnknownPartError,
 )
-from modular_kernel.planned import NO_EP, usual_experts
+from modular_kernel.operators.kernel_cache import NO_EP, usual_experts
 from modular_kernel.select import candidates, search, timing
-from modular_kernel.select.choosing import Terms, choose, compose
+from modular_kernel.select.autotune import Terms, choose, compose
 from modular_kernel.select.inputs import make_weights
 from modular_kernel.select.record import TimedOutcome
 from modular_kernel.select.timing import Stopwatch
-from modular_kernel.types import Machine, Parallel, Problem
+from modular_kernel.spec.problem import Machine, Parallel, Problem
+from modular_kernel.testing.random_inputs import random_inputs
 
 TORCH = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 NAIVE = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")
@@ -91,7 +91,9 @@ def test_the_fastest_is_chosen_at_every_number_of_tokens(folder: Path, clock: di
 def test_the_default_pairing_comes_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The experts that layers have untuned, whether or not a GPU serves the problem."""
     gpu = Machine("cuda", (9, 0), frozenset({"triton"}), name="G", cuda=(13, 0))
-    monkeypatch.setattr("modular_kernel.planned.machine_of", {"cpu": CPU, "cuda": gpu}.get)
+    monkeypatch.setattr(
+        "modular_kernel.operators.kernel_cache.machine_of", {"cpu": CPU, "cuda": gpu}.get
+    )
     for machine in (CPU, gpu):
         for quant in ("none", "fp8_w8a8_block", "nvfp4_w4a4"):
             problem = replace(PROBLEM, quant=quant, hidden=256, intermediate=256)
@@ -312,7 +314,7 @@ def test_a_plan_builds_and_times_nothing_when_called(
     weights = make_weights(PROBLEM, torch.device("cpu"))
     no_timing(monkeypatch)
     for name in ("make_kernel", "build"):
-        monkeypatch.setattr(f"modular_kernel.select.kernel.{name}", None)
+        monkeypatch.setattr(f"modular_kernel.select.composed_kernel.{name}", None)
     assert plan.warm_up(weights) == 8
     assert plan.warm_up(weights, [3, 5]) == 2
 

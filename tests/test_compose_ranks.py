@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from modular_kernel.composer import random_inputs
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.select.autotune import Terms, choose, compose
 from modular_kernel.select.cache import Cache
-from modular_kernel.select.choosing import Terms, choose, compose
 from modular_kernel.select.inputs import SelectSituation, make_weights
 from modular_kernel.select.record import Bucket, TimedOutcome
 from modular_kernel.select.timing import Stopwatch
-from modular_kernel.types import Machine, Parallel, Problem
+from modular_kernel.spec.problem import Machine, Parallel, Problem
+from modular_kernel.testing.random_inputs import random_inputs
 
 PROBLEM = Problem(8, 64, 32, 4, 2)
 

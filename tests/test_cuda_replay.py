@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from stand_in_driver import run_with_stand_in
 
-from modular_kernel.ops.launch.cuda_replay import map_values, pack_value
+from modular_kernel.replay.launch.cuda_replay import map_values, pack_value
 
 ONE, TWO = [1.5, 0.5, -0.5, -1.5], [10.5, 2.5, -5.5, -13.5]  # 2.5 - x of both inputs
 

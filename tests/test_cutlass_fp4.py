@@ -13,8 +13,8 @@ from experts.cutlass.fp4_product import Fp4Weights, fp4_gemm
 from modular_kernel import check
 from modular_kernel.errors import InputError
 from modular_kernel.ops.fp4_rows import Fp4Rows
+from modular_kernel.spec.problem import Combine, Machine, Problem
 from modular_kernel.testing.cases.inputs import Manner
-from modular_kernel.types import Combine, Machine, Problem
 
 BASE = Problem(17, 128, 256, 5, 2, "bfloat16", "nvfp4_w4a4")
 COMMON: tuple[tuple[dict[str, Any], str], ...] = (

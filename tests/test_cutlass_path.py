@@ -13,20 +13,20 @@ from ops_samples import odd_address
 from experts.cutlass.path import CutlassPath
 from experts.cutlass.product import block_gemm
 from experts.triton.configs.select import on_device
-from experts.triton.grouped_tma.config import default
-from experts.triton.grouped_tma.path import GroupedTmaPath
+from experts.triton.grouped_tma.grouped_tma_config import default
+from experts.triton.grouped_tma.grouped_tma_path import GroupedTmaPath
 from experts.triton.launch_config import Device
 from experts.triton.operands import first_product, second_product
 from experts.triton.path import PathCall
 from modular_kernel import Problem, check, make_kernel
 from modular_kernel.catalog import this_machine
-from modular_kernel.composer import random_inputs
 from modular_kernel.errors import LayoutError, ShapeError
 from modular_kernel.machine import torch_twins
 from modular_kernel.ops.quantize import Quantized, quantize_rows, quantize_specs, take_quantized
 from modular_kernel.ops.sort import Sorted
+from modular_kernel.spec.problem import Combine, IdSpace, Machine
 from modular_kernel.tensors import ContiguousTokens, DispatchedRouting, ExpertWeights, Routing
-from modular_kernel.types import Combine, IdSpace, Machine
+from modular_kernel.testing.random_inputs import random_inputs
 from modular_kernel.workspace import Workspace
 
 NAMES = ("MoEPrepareAndFinalizeNoEP", "CutlassExpertsFP8")

@@ -7,8 +7,8 @@ import pytest
 import torch
 from vendor_stand_in import BatchedCutlass, CutlassRowwise, proven, scaled_grouped_mm
 
+from modular_kernel.spec.problem import Combine, Problem
 from modular_kernel.testing.cases.inputs import Manner
-from modular_kernel.types import Combine, Problem
 
 BASE = Problem(tokens=17, hidden=48, intermediate=80, experts=5, top_k=2, quant="fp8_w8a8_channel")
 TENSOR, STATIC = "fp8_w8a8_tensor", "fp8_w8a8_tensor:static=true"

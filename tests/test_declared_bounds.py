@@ -9,8 +9,8 @@ from experts.torch_experts import TorchExperts
 from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.errors import DtypeError
 from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.testing.cases.inputs import make_inputs
-from modular_kernel.types import Parallel, Problem
 from prepare_finalize import MoEPrepareAndFinalizeNoEP
 
 PROBLEM = Problem(tokens=6, hidden=32, intermediate=16, experts=4, top_k=2, dtype=torch.float32)

@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 
 from modular_kernel.catalog import check
+from modular_kernel.compatibility.support import Verdict
 from modular_kernel.errors import CommunicationError, ConfigurationError, UnsupportedError
-from modular_kernel.placement import Placement
 from modular_kernel.settings import nvshmem_asks_for_ibgda
-from modular_kernel.support import Verdict
+from modular_kernel.spec.placement import Placement
+from modular_kernel.spec.problem import Combine, Machine, Parallel, Problem
 from modular_kernel.tensors import BatchedShape, ContiguousShape
 from modular_kernel.testing.cases.ranks import rank_pairings
 from modular_kernel.testing.ranks.pool import RankPool
-from modular_kernel.types import Combine, Machine, Parallel, Problem
 from prepare_finalize import (
     DeepEPGroup,
     DeepEPHTPrepareAndFinalize,

@@ -17,8 +17,8 @@ from test_deepep import BASE, EXPERTS, HT, LL, MACHINES, V2, rules
 
 from modular_kernel.catalog import check
 from modular_kernel.errors import ConfigurationError, ModularKernelError
+from modular_kernel.spec.problem import Parallel
 from modular_kernel.testing.ranks.pool import RankPool
-from modular_kernel.types import Parallel
 from prepare_finalize import DeepEPGroup, DeepEPHTPrepareAndFinalize
 from prepare_finalize.deepep import group as deepep
 from prepare_finalize.deepep import part as parts

@@ -21,7 +21,7 @@ from vendor_stand_in import (
 
 from experts.deepgemm import library
 from experts.deepgemm.aligned_rows import aligned_rows, aligned_specs, most_aligned
-from experts.deepgemm.either import (
+from experts.deepgemm.triton_or_deepgemm import (
     LEAST_ROWS,
     BatchedTritonOrDeepGemmExperts,
     TritonOrDeepGemmExperts,
@@ -30,10 +30,10 @@ from experts.deepgemm.either import (
 from modular_kernel.catalog import make_kernel
 from modular_kernel.errors import ConfigurationError, StateError
 from modular_kernel.machine import torch_twins
-from modular_kernel.ops.launch import launch
+from modular_kernel.replay.launch import launch
+from modular_kernel.spec.problem import Combine, IdSpace, Machine, Problem
 from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.testing.cases.inputs import Manner, make_inputs
-from modular_kernel.types import Combine, IdSpace, Machine, Problem
 from modular_kernel.workspace import Workspace
 
 BLOCK = "fp8_w8a8_block"

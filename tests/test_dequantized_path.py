@@ -12,19 +12,19 @@ from grouped_products import H200, OAI, multiply_tiles, products_by
 
 from experts.triton.configs.heuristics import heuristics
 from experts.triton.configs.select import choose_config, override_config
-from experts.triton.dequantized import config as dequantized_config
-from experts.triton.dequantized.path import DequantizedPath
+from experts.triton.dequantized import dequantized_config
+from experts.triton.dequantized.dequantized_path import DequantizedPath
 from experts.triton.grouped.base import Rows
-from experts.triton.grouped_tma.path import GroupedTmaPath
+from experts.triton.grouped_tma.grouped_tma_path import GroupedTmaPath
 from experts.triton.launch_config import Device, LaunchConfig, gemms
 from experts.triton.operands import Product
 from modular_kernel import Problem
-from modular_kernel.composer import random_inputs
 from modular_kernel.ops.activation import activation_constants
 from modular_kernel.ops.sort import Sorted
+from modular_kernel.spec.problem import Combine, Machine
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.lists import BASE
-from modular_kernel.types import Combine, Machine
+from modular_kernel.testing.random_inputs import random_inputs
 
 _NO_EP = "MoEPrepareAndFinalizeNoEP"
 _INT4, _MXFP4, _INT8 = "int4_w4a16_group", "mxfp4_w4a16", "int8_w8a16_group"

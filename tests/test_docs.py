@@ -12,7 +12,7 @@ from doc_blocks import LANGUAGES, Block, Mk, blocks_of, run_page
 from run_mk import run_mk
 
 import modular_kernel
-from modular_kernel.stages import STAGES
+from modular_kernel.replay.stages import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

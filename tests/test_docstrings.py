@@ -30,7 +30,11 @@ def test_examples_give_what_they_show(name: str) -> None:
 
 def test_public_functions_have_examples() -> None:
     shown = set(modules_with_examples())
-    assert {"modular_kernel.catalog", "modular_kernel.types", "modular_kernel.placement"} <= shown
+    assert {
+        "modular_kernel.catalog",
+        "modular_kernel.spec.problem",
+        "modular_kernel.spec.placement",
+    } <= shown
 
 
 def test_an_example_that_does_not_hold_is_found(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,8 +19,8 @@ from modular_kernel.errors import (
     UnsupportedError,
 )
 from modular_kernel.settings import read_settings
+from modular_kernel.spec.problem import Combine, Machine, Parallel, Problem
 from modular_kernel.testing.ranks.pool import RankPool
-from modular_kernel.types import Combine, Machine, Parallel, Problem
 from prepare_finalize import DeepEPGroup, SymmetricGroup, TorchGroup
 from prepare_finalize.pplx.group import PplxGroup
 

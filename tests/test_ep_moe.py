@@ -9,10 +9,10 @@ from ep_moe_steps import DEVICE, ep_moe, poison, values
 from experts.compat.ep_moe import post_reorder, run_moe_ep_preproess
 from experts.grouped_gemm import GroupedGemmExperts
 from modular_kernel import ExpertWeights, Problem, Routing, make_kernel
-from modular_kernel.composer import random_inputs
 from modular_kernel.reference import oracle
+from modular_kernel.spec.problem import IdSpace
 from modular_kernel.tensors import ContiguousShape, ContiguousTokens, DispatchedRouting
-from modular_kernel.types import IdSpace
+from modular_kernel.testing.random_inputs import random_inputs
 from modular_kernel.workspace import Workspace
 
 NO_EP = "MoEPrepareAndFinalizeNoEP"

@@ -13,7 +13,7 @@ from modular_kernel.layers.ep_moe import EPMoE
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.ops.route import RouterTensors, route
 from modular_kernel.reference import oracle
-from modular_kernel.routers import RouterSpec
+from modular_kernel.spec.router import RouterSpec
 from modular_kernel.testing.ranks.pool import RankPool
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

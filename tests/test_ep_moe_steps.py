@@ -7,8 +7,8 @@ from ep_moe_steps import DEVICE, FP8, poison, some_ids, values
 from experts.compat.ep_moe import post_reorder, pre_reorder, run_moe_ep_preproess, silu_and_mul
 from modular_kernel.errors import ConfigurationError, DtypeError, LayoutError, ShapeError
 from modular_kernel.ops.sort import sort_pairs, sort_specs
+from modular_kernel.spec.problem import IdSpace
 from modular_kernel.tensors import DispatchedRouting
-from modular_kernel.types import IdSpace
 from modular_kernel.workspace import Workspace
 
 

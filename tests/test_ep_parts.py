@@ -10,7 +10,7 @@ from ep_layers import ALL2ALL, BATCHED, GATHERED, PARTS, REPLICATED, Layer, call
 from module_ranks import module_ranks
 
 from modular_kernel.catalog import make_kernel, this_machine
-from modular_kernel.placement import Placement
+from modular_kernel.spec.placement import Placement
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.ranks.pool import RankPool
 

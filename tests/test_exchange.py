@@ -24,9 +24,9 @@ from modular_kernel.bench.all2all.run import ExchangeOffer, Repeats, run
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli import main
 from modular_kernel.errors import BrokenPartError, ConfigurationError
+from modular_kernel.spec.problem import IdSpace, Machine, Reduce
 from modular_kernel.tensors import ContiguousTokens, DispatchedRouting
 from modular_kernel.testing.ranks.pool import RankPool
-from modular_kernel.types import IdSpace, Machine, Reduce
 
 ROOT = Path(__file__).resolve().parents[1]
 CELL = ExchangeCase(2, 5, 8, hidden=128, experts=8, top_k=2)

@@ -7,8 +7,8 @@ import pytest
 from modular_kernel.bench.all2all.cases import ExchangeCase, TransportLink
 from modular_kernel.bench.all2all.records import ExchangeRow
 from modular_kernel.bench.all2all.run import ExchangeOffer, Repeats, run
+from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.ranks.pool import RankPool
-from modular_kernel.types import Machine
 
 ROOT = Path(__file__).resolve().parents[1]
 STAND_INS = Path(__file__).parent / "stand_ins"

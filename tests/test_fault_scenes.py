@@ -14,12 +14,12 @@ from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.settings import deadline
+from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
-from modular_kernel.testing.cases.scenes import SCENES, has_scenes
+from modular_kernel.testing.cases.scenario_names import SCENES, has_scenes
 from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.verify.over_ranks import build_kernel, faults, prove_ranks
-from modular_kernel.types import Machine
 
 CPU = this_machine(device="cpu")
 pytestmark = pytest.mark.cpu

@@ -17,13 +17,13 @@ from experts.flashinfer.library import Layer, run
 from experts.flashinfer.nan_rows import mark_nan_rows, mark_nan_rows_ref
 from modular_kernel.catalog import make_kernel
 from modular_kernel.errors import ConfigurationError, UnsupportedError
-from modular_kernel.providers import find
-from modular_kernel.quant import quantize_weights
+from modular_kernel.quant.quantized_weights import quantize_weights
+from modular_kernel.quant.row_order import up_rows_first
 from modular_kernel.reference import oracle
-from modular_kernel.row_order import up_rows_first
+from modular_kernel.spec.problem import IdSpace, Machine, Problem
 from modular_kernel.tensors import DispatchedRouting, ExpertWeights, Routing
 from modular_kernel.testing.cases.inputs import Manner, make_inputs
-from modular_kernel.types import IdSpace, Machine, Problem
+from modular_kernel.utils.package_probes import find
 
 STATIC, BLOCK = "fp8_w8a8_tensor:static=true", "fp8_w8a8_block"
 BASE = Problem(

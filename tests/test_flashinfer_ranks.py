@@ -13,15 +13,15 @@ from vendor_stand_in import FlashInfer
 
 from modular_kernel.catalog import check, make_kernel, this_machine
 from modular_kernel.errors import CommunicationError, ConfigurationError, UnsupportedError
+from modular_kernel.spec.problem import Machine, Parallel, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.testing.call_mutants.over_ranks import sensitivity_ranks
-from modular_kernel.testing.call_mutants.rank_operators import RANK_MUTANTS
 from modular_kernel.testing.cases.inputs import Place, make_inputs
 from modular_kernel.testing.cases.rank_inputs import part_of
 from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
+from modular_kernel.testing.input_mutations.over_ranks import sensitivity_ranks
+from modular_kernel.testing.input_mutations.rank_operators import RANK_MUTANTS
 from modular_kernel.testing.ranks.pool import RankError, RankPool
 from modular_kernel.testing.verify.over_ranks import prove_ranks
-from modular_kernel.types import Machine, Parallel, Problem
 from prepare_finalize import FlashInferGroup
 from prepare_finalize.flashinfer import library
 

@@ -8,12 +8,12 @@ import pytest
 
 from experts.triton.configs.select import choose_config, on_device, override_config
 from experts.triton.contiguous import paths_of
-from experts.triton.dequantized import config as dequantized_config
-from experts.triton.gemv_tma import config as gemv_tma_config
-from experts.triton.grouped_tma import config as grouped_tma_config
-from experts.triton.grouped_w4 import config as grouped_w4_config
+from experts.triton.dequantized import dequantized_config
+from experts.triton.gemv_tma import gemv_tma_config
+from experts.triton.grouped_tma import grouped_tma_config
+from experts.triton.grouped_w4 import grouped_w4_config
 from experts.triton.launch_config import Device
-from modular_kernel.types import Machine
+from modular_kernel.spec.problem import Machine
 
 DEFAULTS = {
     "gemv_tma": lambda problem: gemv_tma_config.default(problem, H100),

@@ -17,14 +17,14 @@ from lora_layer_samples import adapter as layer_adapter
 from lora_layer_samples import base
 
 import modular_kernel as mk
-from modular_kernel import forks
-from modular_kernel.adapter_pool import AdapterPool
 from modular_kernel.errors import StateError
 from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.layers.adapter_pool import AdapterPool
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.lora import ForwardBatch, LoRAManager, MoELoRALayer
 from modular_kernel.select.cache import Cache
-from modular_kernel.types import Machine
+from modular_kernel.spec.problem import Machine
+from modular_kernel.utils import forks
 
 pytestmark = [
     pytest.mark.cpu,
@@ -98,19 +98,19 @@ def test_a_thread_that_forks_within_its_call_ends_the_call_in_the_child() -> Non
 def test_layers_serve_the_child_while_a_thread_makes_their_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from modular_kernel import planned
+    from modular_kernel.operators import kernel_cache
 
     gate, given = Gate(), arguments()
     layer = FusedMoE(4, 32, 16, top_k=2, params_dtype=torch.float32)
     layer.set_weights(given[1])
-    make_kernel = planned.make_kernel
+    make_kernel = kernel_cache.make_kernel
 
     def slow(*args: Any, **options: Any) -> FusedMoEModularKernel:
         gate.pass_through()
         return make_kernel(*args, **options)
 
-    monkeypatch.setattr(planned, "make_kernel", slow)
-    monkeypatch.setattr("modular_kernel.layers.fused_moe._planned", planned.Planned())
+    monkeypatch.setattr(kernel_cache, "make_kernel", slow)
+    monkeypatch.setattr("modular_kernel.layers.fused_moe._planned", kernel_cache.Planned())
     with gate.holding(lambda: layer(given[0], given[2])):
         found = in_child(lambda: layer(given[0], given[2]))
     torch.testing.assert_close(found, layer(given[0], given[2]))
@@ -249,7 +249,7 @@ for call in (kernel, kernel.plan()):
     torch.testing.assert_close(in_child(lambda: call(x, weights, routing).clone()), want)
 """
 _COMPUTES_NOTHING = """
-import modular_kernel.forks
+import modular_kernel.utils.forks
 assert in_child(torch.get_num_threads) == 2
 """
 
@@ -287,7 +287,7 @@ def test_a_lock_of_choices_ends_though_a_child_lives_on(tmp_path: Path) -> None:
 def test_a_folder_of_built_files_goes_with_the_process_that_made_it(tmp_path: Path) -> None:
     done = run_python("""
 import os, sys
-from modular_kernel.ops.launch import kept
+from modular_kernel.replay.launch import kept
 folder = kept._of_this_process()
 pid = os.fork()
 if pid == 0:

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import modular_kernel as mk
+from modular_kernel.checkpoints import fit, format_of, from_compressed_tensors, merge
 from modular_kernel.errors import (
     ConfigurationError,
     DtypeError,
@@ -15,8 +16,7 @@ from modular_kernel.errors import (
     ShapeError,
     WeightsError,
 )
-from modular_kernel.importers import fit, format_of, from_compressed_tensors, merge
-from modular_kernel.testing.checkpoints.kinds import KINDS
+from modular_kernel.testing.checkpoints.published_formats import KINDS
 from modular_kernel.testing.checkpoints.samples import write
 
 AT = "model.layers.0.block_sparse_moe.experts"

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from experts.triton.aligned_w4 import config as aligned_w4_config
-from experts.triton.aligned_w4.config import AlignedW4Config
-from experts.triton.aligned_w4.path import AlignedW4Path
+from experts.triton.aligned_w4 import aligned_w4_config
+from experts.triton.aligned_w4.aligned_w4_config import AlignedW4Config
+from experts.triton.aligned_w4.aligned_w4_path import AlignedW4Path
 from experts.triton.batched import BatchedTritonExperts
 from experts.triton.configs.former import in_words_of_now
 from experts.triton.configs.heuristics import heuristics
@@ -19,12 +19,12 @@ from experts.triton.launch_config import Device, LaunchConfig, MoEConfig
 from experts.triton.path import Path, PathCall
 from experts.triton.paths import PATHS
 from modular_kernel.catalog import make_kernel
-from modular_kernel.composer import random_inputs
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.quant import quantize_weights
+from modular_kernel.quant.quantized_weights import quantize_weights
+from modular_kernel.spec.problem import Combine, Machine, Problem
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.lists import BASE
-from modular_kernel.types import Combine, Machine, Problem
+from modular_kernel.testing.random_inputs import random_inputs
 
 _NO_EP = "MoEPrepareAndFinalizeNoEP"
 _OAI = "swiglu_oai:alpha=1.702,limit=1.2,interleaved=true"

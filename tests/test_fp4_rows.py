@@ -1,10 +1,9 @@
-"""Rows as nvfp4 by tiles: the kernels, bit for bit what modular_kernel.nvfp4 says."""
+"""Rows as nvfp4 by tiles: the kernels, bit for bit what modular_kernel.quant.nvfp4 says."""
 
 import pytest
 import torch
 from ops_samples import DEVICE, kernel_and_twin, random
 
-from modular_kernel import nvfp4
 from modular_kernel.errors import DtypeError, LayoutError, ShapeError
 from modular_kernel.ops import fp4_rows
 from modular_kernel.ops.activation import gated_activation_ref
@@ -18,9 +17,10 @@ from modular_kernel.ops.fp4_rows import (
     tile_scales,
     tiled_scale_spec,
 )
-from modular_kernel.scale_layout import from_tiles, to_tiles
-from modular_kernel.scale_tiles import unpack_pairs
-from modular_kernel.types import ActivationSpec
+from modular_kernel.quant import nvfp4
+from modular_kernel.quant.scale_layout import from_tiles, to_tiles
+from modular_kernel.quant.scale_tiles import unpack_pairs
+from modular_kernel.spec.problem import ActivationSpec
 from modular_kernel.workspace import Workspace
 
 path = kernel_and_twin(fp4_rows)

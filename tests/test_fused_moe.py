@@ -24,8 +24,8 @@ from modular_kernel.integrations.fused_moe import (
     quant_of,
 )
 from modular_kernel.reference import oracle
+from modular_kernel.spec.problem import Combine
 from modular_kernel.tensors import Routing
-from modular_kernel.types import Combine
 
 # Flags of the field, and the scheme that they name.
 FLAGS: tuple[tuple[dict[str, Any], str], ...] = (

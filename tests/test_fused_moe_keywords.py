@@ -18,8 +18,8 @@ from modular_kernel.integrations.fused_moe import (
     outplace_fused_experts,
 )
 from modular_kernel.reference import oracle
+from modular_kernel.spec.problem import Combine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.types import Combine, Problem
 
 
 @pytest.mark.parametrize(

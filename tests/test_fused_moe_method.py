@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from modular_kernel.catalog import check, load_catalog
-from modular_kernel.composer import random_inputs
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.integrations.fused_moe_method import (
     ALL2ALL,
@@ -15,7 +14,8 @@ from modular_kernel.integrations.fused_moe_method import (
     select_gemm_impl,
 )
 from modular_kernel.reference import oracle
-from modular_kernel.types import Machine, Parallel, Problem
+from modular_kernel.spec.problem import Machine, Parallel, Problem
+from modular_kernel.testing.random_inputs import random_inputs
 
 PROBLEM = Problem(tokens=9, hidden=64, intermediate=32, experts=4, top_k=2, dtype=torch.float32)
 RANKS = replace(PROBLEM, parallel=Parallel(2))

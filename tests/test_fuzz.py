@@ -12,26 +12,28 @@ from shares import tree_hash
 
 from experts.triton.configs import files as tile_files
 from experts.triton.launch_config import LaunchConfig
-from modular_kernel import tensor_checks, types, validate
+from modular_kernel import validate
 from modular_kernel.catalog import make_kernel
+from modular_kernel.checkpoints import expert_names, gptq_awq, loading, slices
+from modular_kernel.checkpoints import matrix_layout as importers_stored
+from modular_kernel.checkpoints import safetensors_files as importers_files
 from modular_kernel.errors import InputError
-from modular_kernel.importers import boxes, checkpoint, groups, layouts
-from modular_kernel.importers import files as importers_files
-from modular_kernel.importers import stored as importers_stored
 from modular_kernel.models import config_file
 from modular_kernel.ops import mlp
-from modular_kernel.select import choosing, stored
+from modular_kernel.select import autotune, saved_choices
+from modular_kernel.spec import problem
+from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import Routing
 from modular_kernel.testing.stress.fuzz import (
+    call_changes,
     calls,
-    changes,
     checkpoints,
-    composed,
-    draw,
-    facts,
+    compose_calls,
+    entry_functions,
     files,
-    outside,
-    runs,
+    isolated_runs,
+    random_problems,
+    specs,
 )
 from modular_kernel.testing.stress.fuzz.__main__ import main, summary
 from modular_kernel.testing.stress.fuzz.oracle import Oracle
@@ -47,7 +49,7 @@ from modular_kernel.testing.stress.fuzz.outcome import (
     attempt,
 )
 from modular_kernel.testing.stress.fuzz.targets import TARGETS, Target, outcome_of
-from modular_kernel.types import Machine, Problem
+from modular_kernel.utils import tensor_checks
 from prepare_finalize import MoEPrepareAndFinalizeNoEP
 
 pytestmark = pytest.mark.cpu
@@ -57,13 +59,13 @@ PLAIN, INTERPRETED = 1880, 120
 
 def test_the_page_says_how_many_things_are_changed() -> None:
     page = Path(__file__).resolve().parents[1] / "docs" / "fuzz.md"
-    assert f"with one of {len(changes.ALL)} things changed" in page.read_text(encoding="utf-8")
+    assert f"with one of {len(call_changes.ALL)} things changed" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("interpreted", [False, True], ids=["plain", "interpreted"])
 def test_nothing_is_found(interpreted: bool) -> None:
     count = INTERPRETED if interpreted else PLAIN
-    report = runs.run(tree_hash(), range(count), interpreted=interpreted)
+    report = isolated_runs.run(tree_hash(), range(count), interpreted=interpreted)
     assert not report.findings, "\n".join(report.lines())
     assert sum(report.counts.values()) == count
     # Neither is a fuzz that is refused all the time.
@@ -73,13 +75,13 @@ def test_nothing_is_found(interpreted: bool) -> None:
 
 
 def test_every_field_of_a_problem_gets_junk() -> None:
-    assert set(facts.FIELDS) == {field.name for field in fields(Problem)}
+    assert set(specs.FIELDS) == {field.name for field in fields(Problem)}
 
 
 @pytest.fixture(autouse=True)
 def _mostly_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is drawn in this process is drawn as if no kernel were interpreted: faster."""
-    monkeypatch.setattr(draw, "current_machine", lambda: Machine("cpu"))
+    monkeypatch.setattr(random_problems, "current_machine", lambda: Machine("cpu"))
 
 
 def _kinds(target: Target, most: int = 400) -> set[str]:
@@ -107,7 +109,7 @@ PLANTED: tuple[tuple[Target, Any, str, Callable[..., Any], tuple[str, ...]], ...
     (calls.changed_call, validate, "check_routing", _nothing, (RAW, WRONG, ACCEPTED)),
     (calls.changed_call, validate, "check_weights", _nothing, (RAW, WRONG, ACCEPTED)),
     (calls.changed_call, validate, "check_apart", _nothing, (ACCEPTED,)),
-    (facts.problem_fields, types, "check_fields", _nothing, (RAW, ACCEPTED)),
+    (specs.problem_fields, problem, "check_fields", _nothing, (RAW, ACCEPTED)),
     (
         files.stored_files,
         tile_files,
@@ -115,11 +117,11 @@ PLANTED: tuple[tuple[Target, Any, str, Callable[..., Any], tuple[str, ...]], ...
         lambda *_: LaunchConfig(0, 1, 1, 1, 1, 1),
         (WRONG,),
     ),
-    (files.stored_files, stored, "_text", lambda *_: True, (RAW, WRONG)),
+    (files.stored_files, saved_choices, "_text", lambda *_: True, (RAW, WRONG)),
     (files.stored_files, config_file, "_of_layers", lambda _, config: config, (RAW,)),
-    (composed.composed_call, choosing, "expect", _nothing, (RAW, ACCEPTED)),
-    (checkpoints.checkpoints, boxes.LayerSource, "check", lambda _: {}, (RAW, WRONG)),
-    (checkpoints.checkpoints, boxes.LayerSource, "_check_extra", _nothing, (ACCEPTED,)),
+    (compose_calls.composed_call, autotune, "expect", _nothing, (RAW, ACCEPTED)),
+    (checkpoints.checkpoints, slices.LayerSource, "check", lambda _: {}, (RAW, WRONG)),
+    (checkpoints.checkpoints, slices.LayerSource, "_check_extra", _nothing, (ACCEPTED,)),
     (checkpoints.checkpoints, importers_stored.Stored, "check", _nothing, (RAW, WRONG)),
     (checkpoints.checkpoints, importers_files, "_raised", lambda: (KeyError,), (RAW,)),
 )
@@ -147,7 +149,7 @@ def test_a_check_that_is_gone_is_found(
 def test_a_pair_whose_expert_is_mapped_to_no_row_is_skipped(nowhere: int) -> None:
     """A negated expert_map has such values: what they name is no row of the weights."""
     problem = Problem(2, 8, 8, 2, 1, dtype=torch.float32, local_experts=1, expert_map=True)
-    given = draw.draw_inputs(problem, Random("mapped"))
+    given = random_problems.draw_inputs(problem, Random("mapped"))
     ids = torch.tensor([[0], [1]], dtype=torch.int32)
     table = torch.tensor([0, nowhere], dtype=torch.int32)
     weights, x_TH = replace(given.weights, expert_map=table), torch.ones(2, 8)
@@ -171,48 +173,46 @@ def test_weights_of_the_next_expert_are_found(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_zero_point_that_is_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = groups.unpack_words
+    plain = gptq_awq.unpack_words
 
     def off(packed: torch.Tensor, dim: int, order: Any) -> torch.Tensor:
         return plain(packed, dim, order) - int(dim == -1)
 
-    monkeypatch.setattr(groups, "unpack_words", off)
-    assert WRONG in _kinds(outside.importers)
+    monkeypatch.setattr(gptq_awq, "unpack_words", off)
+    assert WRONG in _kinds(entry_functions.importers)
 
 
 def test_another_order_of_awq_s_columns_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "_AWQ_ORDER", tuple(range(8)))
-    assert WRONG in _kinds(outside.importers)
+    monkeypatch.setattr(gptq_awq, "_AWQ_ORDER", tuple(range(8)))
+    assert WRONG in _kinds(entry_functions.importers)
 
 
 def test_up_loaded_as_gate_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = layouts.LayerPlaces.projections
+    plain = expert_names.LayerPlaces.projections
 
-    def turned(layer: layouts.LayerPlaces, expert: int) -> Any:
+    def turned(layer: expert_names.LayerPlaces, expert: int) -> Any:
         first, second = plain(layer, expert)
         return first[::-1], second
 
-    monkeypatch.setattr(layouts.LayerPlaces, "projections", turned)
+    monkeypatch.setattr(expert_names.LayerPlaces, "projections", turned)
     assert WRONG in _kinds(checkpoints.checkpoints)
 
 
 def test_another_rank_s_share_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        checkpoint._Share, "columns", property(lambda s: (0, s.problem.intermediate))
-    )
+    monkeypatch.setattr(loading._Share, "columns", property(lambda s: (0, s.problem.intermediate)))
     assert WRONG in _kinds(checkpoints.checkpoints)
 
 
 def test_a_composed_layer_that_ends_where_its_measurement_did_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plain = choosing.find
+    plain = autotune.find
 
     def measured_alone(problem: Problem, machine: Machine, asked: Any, **options: Any) -> Any:
         return plain(problem, machine, asked[:-1] or asked, **options)
 
-    monkeypatch.setattr(choosing, "find", measured_alone)
-    assert WRONG in _kinds(composed.composed_call)
+    monkeypatch.setattr(autotune, "find", measured_alone)
+    assert WRONG in _kinds(compose_calls.composed_call)
 
 
 def test_one_target_can_be_drawn_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,8 +228,8 @@ def test_an_error_behind_the_checks_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_exception_through_the_command_line_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(types.Parallel, "place", lambda *_: 1 / 0)
-    assert RAW in _kinds(outside.command_line)
+    monkeypatch.setattr(problem.Parallel, "place", lambda *_: 1 / 0)
+    assert RAW in _kinds(entry_functions.command_line)
 
 
 STUB = """
@@ -248,9 +248,9 @@ def test_a_crash_and_a_hang_are_counted_and_passed(
 ) -> None:
     (tmp_path / "fuzz_stub.py").write_text(STUB)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(runs, "_WORKER", "fuzz_stub")
-    monkeypatch.setattr(runs, "_STARTS_IN", 20.0)
-    report = runs.run("s", range(5), deadline_s=1.0)
+    monkeypatch.setattr(isolated_runs, "_WORKER", "fuzz_stub")
+    monkeypatch.setattr(isolated_runs, "_STARTS_IN", 20.0)
+    report = isolated_runs.run("s", range(5), deadline_s=1.0)
     assert report.counts == {RIGHT: 3, CRASH: 1, HANG: 1}
     assert [(found.number, found.kind) for found in report.findings] == [(1, CRASH), (3, HANG)]
     told = summary([report])
@@ -267,9 +267,9 @@ def test_a_configuration_follows_from_seed_and_number(capsys: pytest.CaptureFixt
 
 def test_a_command_line_leaves_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(outside, "_FLAGS", ("--json",))
-    monkeypatch.setattr(outside, "_VALUES", ("named",))
-    found = [outside.command_line(Random(seed)) for seed in range(12)]
+    monkeypatch.setattr(entry_functions, "_FLAGS", ("--json",))
+    monkeypatch.setattr(entry_functions, "_VALUES", ("named",))
+    found = [entry_functions.command_line(Random(seed)) for seed in range(12)]
     assert sum("'--json' 'named'" in each.what for each in found) > 3
     assert {each.kind for each in found}.isdisjoint(BAD)
     assert list(tmp_path.iterdir()) == []

@@ -8,12 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from modular_kernel import ExpertWeights, Problem, nvfp4
-from modular_kernel.importers.formats import format_of
-from modular_kernel.importers.merging import merge
-from modular_kernel.quant import values_of, weight_specs
-from modular_kernel.scale_tiles import unpack_pairs
-from modular_kernel.testing.checkpoints.kinds import KINDS
+from modular_kernel import ExpertWeights, Problem
+from modular_kernel.checkpoints.formats import format_of
+from modular_kernel.checkpoints.fusing import merge
+from modular_kernel.quant import nvfp4
+from modular_kernel.quant.quantized_weights import values_of, weight_specs
+from modular_kernel.quant.scale_tiles import unpack_pairs
+from modular_kernel.testing.checkpoints.published_formats import KINDS
 
 GOLDEN = load_file(Path(__file__).parent / "golden" / "packed.safetensors")
 _GPTQ = KINDS["gptq v2"].config | {"group_size": 32, "desc_act": True}  # type: ignore[operator]

@@ -4,10 +4,10 @@ import pytest
 import torch
 from w4_samples import INTEGERS, SCHEMES, sample
 
+from experts.triton.grouped_w4.bitwise_reference import tile_weights, untiled
 from experts.triton.grouped_w4.layout import Form, form_of, rows_of_tiles
-from experts.triton.grouped_w4.twin import tile_weights, untiled
 from modular_kernel.errors import DtypeError, ShapeError
-from modular_kernel.schemes import QuantScheme
+from modular_kernel.spec.quantization import QuantScheme
 
 COLUMNS = 200
 MXFP4 = Form("e2m1")

@@ -12,15 +12,14 @@ import pytest
 import torch
 from grouped_products import H200, MXFP4, OAI, multiply_w4, products_by
 
-from experts.triton.configs.heuristics import heuristics
-from experts.triton.configs.limits import require_config
+from experts.triton.configs.heuristics import heuristics, require_config
 from experts.triton.configs.select import choose_config, on_device, override_config
 from experts.triton.contiguous import paths_of
-from experts.triton.grouped_w4 import config as grouped_w4_config
-from experts.triton.grouped_w4.path import GroupedW4Path
+from experts.triton.grouped_w4 import grouped_w4_config
+from experts.triton.grouped_w4.grouped_w4_path import GroupedW4Path
 from experts.triton.launch_config import Device, gemms
+from modular_kernel.spec.problem import Combine, Machine, Problem
 from modular_kernel.testing import Case, prove
-from modular_kernel.types import Combine, Machine, Problem
 
 _there_are_boxes = products_by(GroupedW4Path, multiply_w4)
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from w4_samples import INTEGERS, SCHEMES, sample
 
+from experts.triton.grouped_w4.bitwise_reference import untiled
 from experts.triton.grouped_w4.layout import Tiled, rows_of_tiles
 from experts.triton.grouped_w4.product import tile_experts, tiled_shapes
-from experts.triton.grouped_w4.twin import untiled
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted")
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from w4_samples import INTEGERS, sample
 
+from experts.triton.grouped_w4.bitwise_reference import _rounded, untiled
 from experts.triton.grouped_w4.kernels import unpack as kernels
 from experts.triton.grouped_w4.layout import BLOCK, rows_of_tiles
-from experts.triton.grouped_w4.twin import _rounded, untiled
 
 _MASK = 0xFFFFFFFF
 

@@ -12,10 +12,10 @@ from module_ranks import module_ranks
 
 import modular_kernel as mk
 from experts.triton.configs.select import on_device, override_config
-from experts.triton.dequantized import config as dequantized
-from experts.triton.dequantized.path import DequantizedPath
-from experts.triton.grouped_w4 import config as grouped_w4
-from experts.triton.grouped_w4.path import GroupedW4Path
+from experts.triton.dequantized import dequantized_config as dequantized
+from experts.triton.dequantized.dequantized_path import DequantizedPath
+from experts.triton.grouped_w4 import grouped_w4_config as grouped_w4
+from experts.triton.grouped_w4.grouped_w4_path import GroupedW4Path
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.verify.sample import Sample

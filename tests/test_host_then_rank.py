@@ -15,10 +15,10 @@ from test_hosts import in_memory, left_in_memory, made, simulated
 
 from modular_kernel.catalog import check, make_kernel, this_machine
 from modular_kernel.errors import CommunicationError, ModularKernelError
+from modular_kernel.spec.problem import Machine, Parallel, Problem
 from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
 from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.verify.over_ranks import RankTrial, build_kernel
-from modular_kernel.types import Machine, Parallel, Problem
 from prepare_finalize import HostThenRankGroup
 from prepare_finalize.common.agreement import Agreement
 from prepare_finalize.host_then_rank import part as module

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from module_ranks import module_ranks
 
 from modular_kernel.catalog import check, make_kernel
+from modular_kernel.compatibility.support import PrepareFinalizeRequirements
 from modular_kernel.errors import CommunicationError, ConfigurationError, ModularKernelError
-from modular_kernel.placement import Placement
-from modular_kernel.support import PrepareFinalizeRequirements
+from modular_kernel.spec.placement import Placement
+from modular_kernel.spec.problem import ActivationFormat, Machine, Parallel, Problem
 from modular_kernel.testing.ranks.pool import RankPool
-from modular_kernel.types import ActivationFormat, Machine, Parallel, Problem
 from prepare_finalize import TorchGroup
 from prepare_finalize.rendezvous import hosts as hosts_module
 from prepare_finalize.rendezvous.connect import store_at_new_place

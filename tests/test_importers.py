@@ -5,14 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from modular_kernel.errors import (
-    ConfigurationError,
-    DtypeError,
-    InputError,
-    ShapeError,
-    WeightsError,
-)
-from modular_kernel.importers import (
+from modular_kernel.checkpoints import (
     GroupWeights,
     fit_group,
     from_awq,
@@ -22,10 +15,17 @@ from modular_kernel.importers import (
     shard_rows,
     symmetric,
 )
-from modular_kernel.quant import check_weights_quantized, dequantize
-from modular_kernel.schemes import QuantScheme
+from modular_kernel.errors import (
+    ConfigurationError,
+    DtypeError,
+    InputError,
+    ShapeError,
+    WeightsError,
+)
+from modular_kernel.quant.quantized_weights import check_weights_quantized, dequantize
+from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.types import Problem
 
 # Which of eight columns AWQ puts into nibble i, written the other way round than in the importer:
 # column n lies in nibble FOUND[n].

@@ -6,8 +6,7 @@ import pytest
 import torch
 from test_importers import numbers
 
-from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
-from modular_kernel.importers import (
+from modular_kernel.checkpoints import (
     channel_scale,
     from_gpt_oss,
     from_gptq,
@@ -18,10 +17,11 @@ from modular_kernel.importers import (
     static_scale,
     symmetric,
 )
-from modular_kernel.quant import check_weights_quantized, dequantize
-from modular_kernel.schemes import QuantScheme
+from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
+from modular_kernel.quant.quantized_weights import check_weights_quantized, dequantize
+from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.types import Problem
 
 CPU, FP8 = torch.device("cpu"), torch.float8_e4m3fn
 

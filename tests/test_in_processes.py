@@ -12,10 +12,10 @@ from run_mk import run_mk
 
 from modular_kernel.cli.ranks import Host
 from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.spec.problem import Machine
 from modular_kernel.testing import Case, cases_for
-from modular_kernel.testing.verify.in_processes import WorkerError, prove_all
 from modular_kernel.testing.verify.one_process import Proof, prove
-from modular_kernel.types import Machine
+from modular_kernel.testing.verify.parallel_runs import WorkerError, prove_all
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 TORCH_PAIR = ("--pf-type", PAIR[0], "--experts-type", PAIR[1])
@@ -57,8 +57,8 @@ def test_a_process_that_ends_is_an_error_that_names_the_case(
 LONG = """
 import multiprocessing, signal, threading, time
 from modular_kernel.testing import Case
-from modular_kernel.testing.verify.in_processes import WorkerError, prove_all
-from modular_kernel.types import Machine
+from modular_kernel.testing.verify.parallel_runs import WorkerError, prove_all
+from modular_kernel.spec.problem import Machine
 
 class Long(Case):
     def __reduce__(self):

@@ -10,7 +10,7 @@ from test_layer_loading import engine_loads, layer_of
 import modular_kernel as mk
 from modular_kernel.layers.parallel import LayerParallel
 from modular_kernel.layers.router import Router
-from modular_kernel.routers import RouterSpec
+from modular_kernel.spec.router import RouterSpec
 from modular_kernel.testing.checkpoints.samples import write
 
 CHECKPOINTS = pytest.mark.parametrize("kind", ["bf16", "deepseek fp8", "awq"])

@@ -7,6 +7,7 @@ import torch
 
 from modular_kernel import reference
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.spec.problem import Combine, Problem
 from modular_kernel.testing.cases.hostile import VALUES, apart, why_impossible
 from modular_kernel.testing.cases.inputs import (
     LAYOUTS,
@@ -20,7 +21,6 @@ from modular_kernel.testing.cases.inputs import (
     make_inputs,
 )
 from modular_kernel.testing.cases.lists import BASE, Case, axes, command
-from modular_kernel.types import Combine, Problem
 from modular_kernel.validate import check_input, check_routing, check_weights
 
 CPU = torch.device("cpu")

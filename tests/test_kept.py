@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from experts.cutlass import objects
-from modular_kernel.ops.launch.kept import find, keep, key_of
+from experts.cutlass import compiled_kernels
+from modular_kernel.replay.launch.compiled_files import find, keep, key_of
 
 STEM, SUFFIX = "kernel-0", ".o"
 
@@ -107,7 +107,7 @@ def loader(folder: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     stand_in.cute = SimpleNamespace(runtime=SimpleNamespace(load_module=load_module))
     monkeypatch.setitem(sys.modules, "cutlass", stand_in)
-    monkeypatch.setattr(objects, "version", lambda package: noted.version)
+    monkeypatch.setattr(compiled_kernels, "version", lambda package: noted.version)
     noted.version = "4.2.0"
     return noted
 
@@ -117,8 +117,8 @@ class Compiled:
         Path(path).write_bytes(name.encode())
 
 
-def kernel(arch: str = "sm_90a") -> objects.Kernel:
-    return objects.Kernel("kernel", arch, lambda options: Compiled())
+def kernel(arch: str = "sm_90a") -> compiled_kernels.Kernel:
+    return compiled_kernels.Kernel("kernel", arch, lambda options: Compiled())
 
 
 def test_an_object_is_loaded_where_it_is_kept(loader: SimpleNamespace) -> None:

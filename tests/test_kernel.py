@@ -10,6 +10,7 @@ import torch
 from experts import NaiveBatchedExperts, TorchExperts
 from modular_kernel import reference
 from modular_kernel.catalog import make_kernel
+from modular_kernel.compatibility.support import PrepareFinalizeRequirements
 from modular_kernel.errors import (
     CapacityError,
     ConfigurationError,
@@ -18,11 +19,10 @@ from modular_kernel.errors import (
     UnsupportedError,
 )
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.support import PrepareFinalizeRequirements
+from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Reduce
 from modular_kernel.testing import pairings
 from modular_kernel.testing.cases.inputs import Inputs, invalid_count, make_inputs
 from modular_kernel.testing.cases.lists import BASE
-from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce
 from modular_kernel.workspace import BufferSpec, WorkspaceShapes
 from prepare_finalize import BatchedPrepareAndFinalize, MoEPrepareAndFinalizeNoEP
 from topk_reduce import TopKWeightAndReduceNoOp

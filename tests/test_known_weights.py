@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import torch
 
-from modular_kernel import reference, replay
+from modular_kernel import reference
 from modular_kernel.catalog import make_kernel
+from modular_kernel.replay import recording
 from modular_kernel.testing.cases.inputs import make_inputs
 from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.testing.verify.compare import compare
@@ -15,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def test_dead_weights_are_forgotten() -> None:
-    known, weights = replay.KnownWeights(), replace(make_inputs(BASE, "uniform", CPU).weights)
+    known, weights = recording.KnownWeights(), replace(make_inputs(BASE, "uniform", CPU).weights)
     known.bind(weights)
     assert known.bound(weights, CPU) is not None
     del weights
@@ -25,7 +26,7 @@ def test_dead_weights_are_forgotten() -> None:
 
 def test_a_number_of_dead_weights_is_no_proof() -> None:
     """Even where a record outlives its weights: the object is asked for, not its number alone."""
-    known, first = replay.KnownWeights(), make_inputs(BASE, "uniform", CPU).weights
+    known, first = recording.KnownWeights(), make_inputs(BASE, "uniform", CPU).weights
     second = replace(make_inputs(BASE, "uniform", CPU, seed=1).weights)
     known._bound[id(second)] = known.bind(first)
     assert known.bound(first, CPU) is not None

@@ -11,7 +11,7 @@ from simulated_hosts import free_port
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.settings import read_launcher
-from modular_kernel.testing.ranks.launched import LaunchedRanks
+from modular_kernel.testing.ranks.external_launcher import LaunchedRanks
 from modular_kernel.testing.ranks.pool import RankError
 
 PAIR = ("--pf-type", "ReplicatedEPPrepareAndFinalize", "--experts-type", "TorchExperts")

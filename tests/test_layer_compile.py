@@ -10,7 +10,6 @@ import torch
 from layer_samples import FAMILIES, E, H, I, K, Sample, layer_of
 
 import modular_kernel as mk
-from modular_kernel.composer import random_inputs
 from modular_kernel.errors import DtypeError, StateError, UnsupportedError
 from modular_kernel.integrations.moe_runner import MoeQuantInfo, MoeRunner, MoeRunnerConfig
 from modular_kernel.integrations.runner_formats import (
@@ -23,6 +22,7 @@ from modular_kernel.layers.router import Router, RouterSpec
 from modular_kernel.machine import torch_twins
 from modular_kernel.ops.route import RouterTensors, route, spec_of_text, spec_text
 from modular_kernel.tensors import Routing
+from modular_kernel.testing.random_inputs import random_inputs
 
 SAMPLES = {
     "plain": Sample(),

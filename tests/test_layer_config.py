@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from modular_kernel.checkpoints.loading import load_experts
 from modular_kernel.errors import ConfigurationError, StateError, UnsupportedError
-from modular_kernel.importers.checkpoint import load_experts
 from modular_kernel.layers.ep_moe import EPMoE
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.parallel import LayerParallel
 from modular_kernel.layers.router import Router, RouterSpec
-from modular_kernel.models.routing import RULES
+from modular_kernel.models.router_config import RULES
 from modular_kernel.ops.route import RouterTensors, route
 from modular_kernel.testing.checkpoints.samples import FAMILIES, Sample, write
 

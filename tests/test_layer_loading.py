@@ -19,9 +19,9 @@ from modular_kernel.errors import (
 from modular_kernel.layers.ep_moe import EPMoE
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.parallel import LayerParallel
-from modular_kernel.testing.checkpoints.kinds import KINDS
+from modular_kernel.spec.problem import ActivationSpec
+from modular_kernel.testing.checkpoints.published_formats import KINDS
 from modular_kernel.testing.checkpoints.samples import Sample, write
-from modular_kernel.types import ActivationSpec
 
 E, H, I, K, T = 4, 128, 256, 2, 6  # noqa: E741 (intermediate)
 SPLITS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (4, 4))

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from modular_kernel.checkpoints import format_of
 from modular_kernel.errors import (
     ConfigurationError,
     DtypeError,
@@ -13,13 +14,12 @@ from modular_kernel.errors import (
     StateError,
     WeightsError,
 )
-from modular_kernel.importers import format_of
 from modular_kernel.integrations.fused_moe import fused_moe
 from modular_kernel.layers.balance import rebalance
 from modular_kernel.layers.ep_moe import EPMoE
 from modular_kernel.layers.fused_moe import FusedMoE
+from modular_kernel.layers.rank_share import Share
 from modular_kernel.layers.router import Router, RouterSpec
-from modular_kernel.layers.share import Share
 from modular_kernel.layers.weight_loading import ExpertLoader
 
 E, H, I = 4, 32, 64  # noqa: E741 (intermediate)

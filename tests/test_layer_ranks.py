@@ -15,7 +15,7 @@ from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.parallel import LayerParallel
 from modular_kernel.machine import torch_twins
 from modular_kernel.ops.route import route
-from modular_kernel.placement import Placement
+from modular_kernel.spec.placement import Placement
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.ranks.pool import RankPool
 

@@ -10,8 +10,6 @@ import pytest
 import torch
 from layer_samples import FAMILIES, SPLITS, E, H, I, K, Sample, T, error, layer_of, share
 
-from modular_kernel import planned as planning
-from modular_kernel.call_plans import capacity_of
 from modular_kernel.errors import (
     DtypeError,
     StateError,
@@ -21,8 +19,10 @@ from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.parallel import LayerParallel
 from modular_kernel.layers.router import Router, RouterSpec, select_experts
 from modular_kernel.machine import torch_twins
+from modular_kernel.operators import kernel_cache as planning
+from modular_kernel.operators.kernel_cache import Planned
 from modular_kernel.ops.route import RouterTensors, route
-from modular_kernel.planned import Planned
+from modular_kernel.plan import capacity_of
 from modular_kernel.tensors import ExpertWeights, Routing
 
 SAMPLES = {

@@ -19,7 +19,7 @@ from modular_kernel.errors import (
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.parallel import LayerParallel, all_reduce
 from modular_kernel.layers.router import Router, RouterSpec, select_experts
-from modular_kernel.placement import Placement
+from modular_kernel.spec.placement import Placement
 
 BAD_LAYERS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"top_k": None, "router": None}, "top_k: got None, need K, where there is no router"),

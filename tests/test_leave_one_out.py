@@ -10,8 +10,8 @@ from types import ModuleType
 import pytest
 
 from experts.triton.launch_config import LaunchConfig, MoEConfig
+from modular_kernel.spec.problem import Problem
 from modular_kernel.tuning.search import Refusal
-from modular_kernel.types import Problem
 
 FILE = Path(__file__).parents[1] / "tools" / "leave_one_out.py"
 NS = (128, 256, 64)

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.spec.problem import Machine
 from modular_kernel.testing import Case, Proof, cases_for, check_proofs, machine_kind, pairings
 from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.testing.cases.ranks import rank_cases_for, rank_pairings
 from modular_kernel.testing.verify.ledger import KINDS, broken_promises, parse_ledger, read_ledger
-from modular_kernel.types import Machine
 
 LEDGER = read_ledger(Path(__file__).parent / "must_run.txt")
 PACKAGES = frozenset({"triton", "ml_dtypes"})

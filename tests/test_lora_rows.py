@@ -131,7 +131,7 @@ def test_its_tests_exist(row: str) -> None:
 def test_bytes_of_deepseek_v3() -> None:
     """29.4 + 16.8 + 8.4 + 29.4 MB of one layer at rank 8 in bf16, of A for gate and up in one."""
     import modular_kernel as mk
-    from modular_kernel.measure.adapter_work import adapter_bytes
+    from modular_kernel.measure.adapter_roofline import adapter_bytes
 
     problem = mk.Problem(1, 7168, 2048, 256, 8, lora="adapters=1,rank=8,a13=shared")
     assert adapter_bytes(problem) == 2 * 256 * 8 * (7168 + 2 * 2048 + 2048 + 7168) == 83_886_080

@@ -9,11 +9,11 @@ import torch
 from lora_layer_samples import BATCH, FLOATS, E, H, I, K, adapter, base, call, filled, made
 
 from modular_kernel import ExpertWeights
-from modular_kernel.adapters import Adapter
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.lora import ForwardBatch, FusedMoEWithLoRA, LoRAManager, MoELoRALayer
 from modular_kernel.layers.parallel import LayerParallel
+from modular_kernel.spec.lora import Adapter
 
 
 def tp(layer: FusedMoE, rank: int, ranks: int) -> tuple[FusedMoE, slice, Callable[..., Any]]:

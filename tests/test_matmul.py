@@ -12,15 +12,15 @@ from watched_products import WatchedProducts
 
 from modular_kernel import reference
 from modular_kernel.catalog import this_machine
-from modular_kernel.composer import random_inputs
 from modular_kernel.layers.router import Router
 from modular_kernel.machine import torch_twins
-from modular_kernel.matmul import compact, linear, matmul
 from modular_kernel.operators.gradients import call_gradients
-from modular_kernel.routers import RouterSpec
+from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.router import RouterSpec
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing import Case, prove
-from modular_kernel.types import Problem
+from modular_kernel.testing.random_inputs import random_inputs
+from modular_kernel.utils.matmul import compact, linear, matmul
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
@@ -170,8 +170,8 @@ NAMES = {
 }
 # Files with products of their own, and why a CPU is not given their 16-bit operands.
 ELSEWHERE = {
-    "modular_kernel/matmul.py": "the place",
-    "modular_kernel/reference.py": "shares no code with parts; float32 of its copies, and float64",
+    "modular_kernel/utils/matmul.py": "the place",
+    "modular_kernel/reference/__init__.py": "shares no code with parts; float32 of its copies, and float64",
     "modular_kernel/interpreter/builder.py": "numpy, float64",
     "modular_kernel/measure/roofline.py": "a GPU's peak",
     "experts/cutlass/scaled_mm.py": "a GPU alone has it",

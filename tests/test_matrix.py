@@ -10,10 +10,10 @@ import pytest
 from shares import drawn_once, proven_here, tree_hash
 
 from modular_kernel.catalog import check_all, this_machine
+from modular_kernel.spec.problem import Machine
 from modular_kernel.testing import Case, pairings, prove
-from modular_kernel.testing.cases.drawn import draw
 from modular_kernel.testing.cases.lists import BASE
-from modular_kernel.types import Machine
+from modular_kernel.testing.cases.pairwise import draw
 
 MACHINE = this_machine()
 PAIRINGS = drawn_once("pairings", lambda: pairings(MACHINE))

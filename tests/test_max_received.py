@@ -11,9 +11,9 @@ from test_hosts import simulated
 
 from modular_kernel.catalog import check, make_kernel
 from modular_kernel.errors import CommunicationError
+from modular_kernel.spec.problem import Machine, Parallel, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.ranks.pool import RankPool
-from modular_kernel.types import Machine, Parallel, Problem
 
 ALL2ALL, BATCHED = "TorchAll2AllPrepareAndFinalize", "TorchAll2AllBatchedPrepareAndFinalize"
 BY_HOSTS = "HostThenRankPrepareAndFinalize"

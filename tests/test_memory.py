@@ -12,7 +12,6 @@ from replay_samples import inputs, planned
 from torch.autograd import forward_ad
 
 from modular_kernel.catalog import check_all, make_kernel, this_machine
-from modular_kernel.composer import random_inputs
 from modular_kernel.errors import (
     ConfigurationError,
     InputError,
@@ -23,8 +22,9 @@ from modular_kernel.errors import (
 )
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.plan import Plan
+from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.types import Machine, Problem
+from modular_kernel.testing.random_inputs import random_inputs
 
 GROUPS = replace(PROBLEM, quant="int8_w8a16_group:group=32,zero_points=true")
 STATIC = replace(PROBLEM, quant="fp8_w8a8_tensor:static=true")

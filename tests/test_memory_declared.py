@@ -12,12 +12,12 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
 from experts import GroupedGemmExperts, TritonExperts
-from modular_kernel.call_plans import held_bytes
 from modular_kernel.catalog import make_kernel
-from modular_kernel.composer import random_inputs
 from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.plan import held_bytes
+from modular_kernel.spec.problem import Combine, Machine, Problem
 from modular_kernel.tensors import ContiguousShape
-from modular_kernel.types import Combine, Machine, Problem
+from modular_kernel.testing.random_inputs import random_inputs
 from modular_kernel.workspace import workspace_bytes
 from prepare_finalize.common.tokens import token_specs
 

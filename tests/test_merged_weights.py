@@ -7,11 +7,11 @@ import torch
 
 import modular_kernel as mk
 from modular_kernel import reference
-from modular_kernel.adapter_pool import AdapterPool
-from modular_kernel.adapters import Adapter
 from modular_kernel.catalog import check, this_machine
-from modular_kernel.reference_weights import matrix
-from modular_kernel.schemes import QUANT_SCHEMES
+from modular_kernel.layers.adapter_pool import AdapterPool
+from modular_kernel.reference.weights import matrix
+from modular_kernel.spec.lora import Adapter
+from modular_kernel.spec.quantization import QUANT_SCHEMES
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.cases.inputs import make_inputs
 from modular_kernel.testing.verify.compare import compare

@@ -20,7 +20,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.config_file import facts_of_file
 from modular_kernel.models.families import FAMILIES
 from modular_kernel.reference import activation
-from modular_kernel.types import ActivationSpec, Problem
+from modular_kernel.spec.problem import ActivationSpec, Problem
 
 transformers = pytest.importorskip("transformers")
 

@@ -14,9 +14,9 @@ from test_router_families import BASE, EPS, FAMILIES, SCALE, Family, dense, made
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.machine import torch_twins
 from modular_kernel.models import families
-from modular_kernel.models.routing import RULES, router_differences, router_of_config
+from modular_kernel.models.router_config import RULES, router_differences, router_of_config
 from modular_kernel.ops.route import RouterTensors, route
-from modular_kernel.routers import RouterSpec
+from modular_kernel.spec.router import RouterSpec
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,7 +11,7 @@ from modular_kernel.cli.presets import SHAPE_OF, SHAPES, facts, known
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.families import FAMILIES
 from modular_kernel.models.registry import ALIASES, MODELS
-from modular_kernel.types import Problem
+from modular_kernel.spec.problem import Problem
 
 
 def test_every_name_is_one_layer() -> None:

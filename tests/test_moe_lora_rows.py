@@ -16,8 +16,8 @@ from moe_lora_calls import (
     wanted,
 )
 
-from modular_kernel.adapters import adapters_of_sequences
 from modular_kernel.ops.moe_lora import run_moe_lora
+from modular_kernel.spec.lora import adapters_of_sequences
 
 _way = kernels_and_twins()
 

@@ -22,7 +22,7 @@ from modular_kernel.integrations import fused_moe_options
 from modular_kernel.integrations.moe_runner import BACKENDS, MoeRunner, MoeRunnerConfig, switches
 from modular_kernel.integrations.runner_backends import parts_of
 from modular_kernel.reference import oracle
-from modular_kernel.types import Combine
+from modular_kernel.spec.problem import Combine
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -13,7 +13,7 @@ from modular_kernel.testing.mutation import Coverage, Mutant, mutants_of
 from modular_kernel.testing.mutation.scope import file_of
 
 ROOT = Path(__file__).resolve().parents[1]
-MODULE = "modular_kernel.adapters"
+MODULE = "modular_kernel.spec.lora"
 NOTICES = "tests/test_adapters.py::test_the_largest_numbers_are_taken_and_no_larger_ones"
 SEQUENCES = "tests/test_adapters.py::test_sequences_give_their_tokens_their_slots"
 DOES_NOT = "tests/test_adapters.py::test_text_is_what_parse_reads[]"

@@ -17,10 +17,14 @@ from modular_kernel.report.markdown import markdown
 from modular_kernel.report.mutation_page import mutation_document, read_scores
 from modular_kernel.testing.cases.lists import BASE, Case, cases_for
 from modular_kernel.testing.mutation import Mutant, mutants_of
-from modular_kernel.testing.mutation.bits import compare_bits, drawn_problems
+from modular_kernel.testing.mutation.bitwise_equivalence import compare_bits, drawn_problems
+from modular_kernel.testing.mutation.code_equivalence import same_code
 from modular_kernel.testing.mutation.coverage import Coverage, Covered
-from modular_kernel.testing.mutation.equivalent import EQUIVALENT, LEAST_PROBLEMS, reviewed
-from modular_kernel.testing.mutation.same_code import same_code
+from modular_kernel.testing.mutation.reviewed_equivalents import (
+    EQUIVALENT,
+    LEAST_PROBLEMS,
+    reviewed,
+)
 from modular_kernel.testing.mutation.scope import modules_of
 from modular_kernel.testing.mutation.source import Edit
 

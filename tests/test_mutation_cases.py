@@ -9,9 +9,9 @@ from mutation_samples import KERNEL, mutants_in
 from modular_kernel.catalog import this_machine
 from modular_kernel.testing.cases.lists import Case, cases_for
 from modular_kernel.testing.mutation import Fate, Mutant, Score, Survey, mutants_of, mutation_score
-from modular_kernel.testing.mutation.attempt import Killers
 from modular_kernel.testing.mutation.coverage import Coverage, Covered, watched
 from modular_kernel.testing.mutation.record import died, record_of
+from modular_kernel.testing.mutation.run_mutant import Killers
 
 
 def test_what_an_import_executes_is_told_apart_from_what_calls_do(

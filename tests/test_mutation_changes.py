@@ -8,9 +8,9 @@ from mutation_samples import KERNEL, mutants_in
 from modular_kernel.catalog import load_catalog
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.testing.mutation import drawn, mutants_of
-from modular_kernel.testing.mutation.apart import DEVICE, OFFSETS, RELEASES, apart
+from modular_kernel.testing.mutation.cpu_undetectable import DEVICE, OFFSETS, RELEASES, apart
+from modular_kernel.testing.mutation.patched_module import texts_of
 from modular_kernel.testing.mutation.scope import modules_of
-from modular_kernel.testing.mutation.serve import texts_of
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from mutation_samples import KERNEL, mutants_in
 
 from modular_kernel.catalog import this_machine
 from modular_kernel.testing.cases.lists import cases_for
-from modular_kernel.testing.mutation.apart import DEVICE, apart
-from modular_kernel.testing.mutation.attempt import Killers, axes
 from modular_kernel.testing.mutation.coverage import Covered
+from modular_kernel.testing.mutation.cpu_undetectable import DEVICE, apart
+from modular_kernel.testing.mutation.run_mutant import Killers, axes
 
 
 def test_tails_of_kernels_round_up_as_kernels_divide(tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ from modular_kernel.testing.mutation import (
     Mutant,
     OneProcess,
     Survey,
-    attempt,
+    run_mutant,
     survey,
 )
-from modular_kernel.testing.mutation.bits import compare_bits, drawn_problems
+from modular_kernel.testing.mutation.bitwise_equivalence import compare_bits, drawn_problems
 from modular_kernel.testing.mutation.coverage import Covered
 from modular_kernel.testing.mutation.defects import read_defects
 from modular_kernel.testing.mutation.over_ranks import OverRanks, Ranks
@@ -55,7 +55,7 @@ def changed(old: str, new: str, folder: Path, file: str = FILE) -> Mutant:
 
 def fate(old: str, new: str, coverage: Coverage, folder: Path) -> Fate:
     """What becomes of that change of the part."""
-    return attempt(changed(old, new, folder), coverage, (PAIR,), "smoke", where=WHERE)
+    return run_mutant(changed(old, new, folder), coverage, (PAIR,), "smoke", where=WHERE)
 
 
 def test_a_sum_without_the_last_rank_is_killed(coverage: Coverage, tmp_path: Path) -> None:

@@ -17,12 +17,12 @@ from experts.triton.paths import BY_NAME
 from modular_kernel.catalog import check, this_machine
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.ops.quantize import quantized
-from modular_kernel.schemes import QuantScheme
-from modular_kernel.testing.cases.chosen import chosen_cases
+from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.quantization import QuantScheme
+from modular_kernel.testing.cases.handpicked import chosen_cases
 from modular_kernel.testing.cases.inputs import Manner, make_inputs
 from modular_kernel.testing.cases.nan import groups, holders, names_of, nan_problems
 from modular_kernel.testing.verify.compare_nan import compare_with_nan
-from modular_kernel.types import Problem
 
 CPU = torch.device("cpu")
 PAIRS = pairs_here(this_machine())

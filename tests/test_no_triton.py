@@ -120,7 +120,7 @@ def test_the_torch_parts_are_right(pair: tuple[str, str], blocked: tuple[str, ..
 import torch
 from modular_kernel import Problem, make_kernel
 from modular_kernel.catalog import this_machine
-from modular_kernel.composer import random_inputs
+from modular_kernel.testing.random_inputs import random_inputs
 from modular_kernel.reference import oracle
 torch.set_num_threads(1)
 machine = this_machine(device="cpu")
@@ -186,7 +186,7 @@ def test_what_becomes_of_triton_kernels_is_told_as_it_is(
 ) -> None:
     program = """
 import contextlib, io
-from modular_kernel.cli.host import prepare_host
+from modular_kernel.cli.machine_setup import prepare_host
 with contextlib.redirect_stderr(io.StringIO()) as notes:
     prepare_host()
 print(notes.getvalue())

@@ -12,12 +12,18 @@ import modular_kernel as mk
 from experts.triton.configs.select import override_config
 from experts.triton.launch_config import Device
 from experts.triton.paths import BY_NAME
-from modular_kernel import ExpertWeights, Problem, nvfp4
+from modular_kernel import ExpertWeights, Problem
 from modular_kernel.catalog import this_machine
 from modular_kernel.errors import DtypeError, InputError, ShapeError, WeightsError
-from modular_kernel.quant import check_weights_quantized, quantize_weights, values_of, weight_specs
+from modular_kernel.quant import nvfp4
+from modular_kernel.quant.quantized_weights import (
+    check_weights_quantized,
+    quantize_weights,
+    values_of,
+    weight_specs,
+)
+from modular_kernel.spec.problem import Machine
 from modular_kernel.tensors import Routing
-from modular_kernel.types import Machine
 
 HALVES = (torch.bfloat16, torch.float16)
 CPU, FP8 = torch.device("cpu"), torch.float8_e4m3fn

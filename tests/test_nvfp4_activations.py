@@ -5,14 +5,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from modular_kernel import ExpertWeights, Problem, Routing, make_kernel, nvfp4, reference
+from modular_kernel import ExpertWeights, Problem, Routing, make_kernel, reference
 from modular_kernel.catalog import check, this_machine
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
-from modular_kernel.quant import check_weights_quantized, quantize_weights, weight_specs
-from modular_kernel.reference_nvfp4 import held_by_nvfp4
-from modular_kernel.schemes import QuantScheme
-from modular_kernel.static_scales import static_scale
-from modular_kernel.types import Parallel
+from modular_kernel.quant import nvfp4
+from modular_kernel.quant.quantized_weights import (
+    check_weights_quantized,
+    quantize_weights,
+    weight_specs,
+)
+from modular_kernel.quant.static_scales import static_scale
+from modular_kernel.reference.nvfp4 import held_by_nvfp4
+from modular_kernel.spec.problem import Parallel
+from modular_kernel.spec.quantization import QuantScheme
 
 BASE = Problem(12, 64, 96, 4, 2, "bfloat16", "nvfp4_w4a4")
 PAIRS = (

@@ -10,12 +10,12 @@ import torch
 
 import modular_kernel as mk
 from modular_kernel.catalog import this_machine
+from modular_kernel.checkpoints.formats import format_of
+from modular_kernel.checkpoints.fusing import merge
+from modular_kernel.checkpoints.loading import load_experts
 from modular_kernel.errors import ConfigurationError, WeightsError
-from modular_kernel.importers.checkpoint import load_experts
-from modular_kernel.importers.formats import format_of
-from modular_kernel.importers.merging import merge
 from modular_kernel.layers.fused_moe import FusedMoE
-from modular_kernel.testing.checkpoints.kinds import KINDS
+from modular_kernel.testing.checkpoints.published_formats import KINDS
 from modular_kernel.testing.checkpoints.samples import Tensors, write
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")

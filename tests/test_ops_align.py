@@ -7,8 +7,8 @@ from modular_kernel.errors import DtypeError, RoutingError, ShapeError
 from modular_kernel.ops import align as align_module
 from modular_kernel.ops import count
 from modular_kernel.ops.align import align, align_specs, aligned_length, moe_align_block_size
+from modular_kernel.spec.problem import IdSpace
 from modular_kernel.tensors import DispatchedRouting
-from modular_kernel.types import IdSpace
 from modular_kernel.workspace import Workspace
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

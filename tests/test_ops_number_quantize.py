@@ -11,9 +11,9 @@ from modular_kernel.ops import slots_and_quantize as number_quantize
 from modular_kernel.ops.expert_slots import Numbering, Pairs, number_pairs
 from modular_kernel.ops.quantize import Quantized, quantize_rows, scale_shape
 from modular_kernel.ops.slots_and_quantize import number_and_quantize
-from modular_kernel.placement import Placement
-from modular_kernel.quant import STORAGE
-from modular_kernel.schemes import QuantScheme
+from modular_kernel.quant.quantized_weights import STORAGE
+from modular_kernel.spec.placement import Placement
+from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import Routing
 
 SCHEMES = (

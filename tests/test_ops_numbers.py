@@ -8,7 +8,7 @@ from ops_samples import DEVICE, kernel_and_twin
 
 from modular_kernel.errors import ShapeError
 from modular_kernel.ops import expert_slots as numbers
-from modular_kernel.placement import Placement
+from modular_kernel.spec.placement import Placement
 from modular_kernel.tensors import Routing
 
 PLACEMENTS = (

@@ -7,7 +7,7 @@ from ops_samples import DEVICE, kernel_and_twin
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.ops import expert_slots as numbers
 from modular_kernel.ops.expert_slots import Numbering, Pairs, number_pairs
-from modular_kernel.placement import Placement
+from modular_kernel.spec.placement import Placement
 from modular_kernel.tensors import Routing
 
 NAN, INF = float("nan"), float("inf")

@@ -9,8 +9,8 @@ from modular_kernel.ops import permute, permute_quantize, quantize
 from modular_kernel.ops.permute import permute_tokens
 from modular_kernel.ops.permute_quantize import permute_and_quantize
 from modular_kernel.ops.quantize import Quantized, quantize_rows, scale_shape
-from modular_kernel.quant import STORAGE
-from modular_kernel.schemes import QuantScheme
+from modular_kernel.quant.quantized_weights import STORAGE
+from modular_kernel.spec.quantization import QuantScheme
 
 NAN, STATIC, ROWS = float("nan"), 0.0123, 12
 SCHEMES = (

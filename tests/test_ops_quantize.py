@@ -19,9 +19,9 @@ from modular_kernel.ops.quantize import (
     quantize_specs,
     take_quantized,
 )
-from modular_kernel.schemes import QuantScheme
+from modular_kernel.spec.problem import ActivationSpec, IdSpace
+from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import DispatchedRouting
-from modular_kernel.types import ActivationSpec, IdSpace
 from modular_kernel.workspace import Workspace
 
 NAN = float("nan")

@@ -16,8 +16,8 @@ from modular_kernel.ops.quantize import (
     quantize_specs,
     take_quantized,
 )
-from modular_kernel.schemes import QuantScheme
-from modular_kernel.types import ActivationSpec
+from modular_kernel.spec.problem import ActivationSpec
+from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.workspace import Workspace
 
 path = kernel_and_twin(quantize, activation)

@@ -8,8 +8,8 @@ from modular_kernel import reference
 from modular_kernel.errors import ShapeError
 from modular_kernel.ops import activation, batch, permute, reduce
 from modular_kernel.ops.count import local_ids
+from modular_kernel.spec.problem import GATED, UNGATED, ActivationSpec, IdSpace
 from modular_kernel.tensors import DispatchedRouting
-from modular_kernel.types import GATED, UNGATED, ActivationSpec, IdSpace
 from modular_kernel.workspace import Workspace
 
 NAN = float("nan")

@@ -5,8 +5,8 @@ import torch
 
 from modular_kernel.ops import count
 from modular_kernel.ops.sort import most_tiles, sort_pairs, sort_specs
+from modular_kernel.spec.problem import IdSpace
 from modular_kernel.tensors import DispatchedRouting
-from modular_kernel.types import IdSpace
 from modular_kernel.workspace import Workspace
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -6,12 +6,11 @@ import pytest
 from tile_samples import MACHINE
 
 import experts
-from experts.triton.configs.filenames import ConfigKey
-from experts.triton.configs.files import Recipe, read_recipe
+from experts.triton.configs.files import ConfigKey, Recipe, read_recipe
 from experts.triton.configs.lookup import ConfigLookup, fit
 from experts.triton.launch_config import Device
 from modular_kernel.cli.presets import BASELINE_SHAPES, SHAPES
-from modular_kernel.types import Problem
+from modular_kernel.spec.problem import Problem
 
 FOLDER = Path(experts.__file__).parent / "triton" / "configs" / "data"
 FILES = sorted(FOLDER.glob("*/*.json"))

@@ -162,7 +162,7 @@ def test_the_oldest_and_the_newest_triton_are_tested(metadata: Message) -> None:
     oldest, newest = (pins(name)["triton"].split(".")[:2] for name in ("cpu", "newest"))
     assert oldest == ["3", str(minors[0])]
     assert newest == ["3", str(minors[-1])]
-    compat = pytest.importorskip("modular_kernel.ops.launch.triton_versions")
+    compat = pytest.importorskip("modular_kernel.replay.launch.triton_versions")
     assert tuple(f"3.{minor}" for minor in minors) == compat.REPLAYED
 
 

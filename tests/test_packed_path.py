@@ -7,18 +7,17 @@ import pytest
 import torch
 from forced_cases import proof_by
 
-from experts.triton.configs.heuristics import heuristics
-from experts.triton.configs.limits import config_violations, fits
+from experts.triton.configs.heuristics import config_violations, fits, heuristics
 from experts.triton.configs.select import override_config
-from experts.triton.gemv_w4 import config as gemv_w4_config
-from experts.triton.gemv_w4.config import GemvW4Config
-from experts.triton.gemv_w4.path import GemvW4Path
+from experts.triton.gemv_w4 import gemv_w4_config
+from experts.triton.gemv_w4.gemv_w4_config import GemvW4Config
+from experts.triton.gemv_w4.gemv_w4_path import GemvW4Path
 from experts.triton.launch_config import Device, MoEConfig
 from modular_kernel.catalog import make_kernel
-from modular_kernel.composer import random_inputs
-from modular_kernel.quant import quantize_weights
+from modular_kernel.quant.quantized_weights import quantize_weights
+from modular_kernel.spec.problem import Combine, Machine
 from modular_kernel.testing.cases.lists import BASE
-from modular_kernel.types import Combine, Machine
+from modular_kernel.testing.random_inputs import random_inputs
 
 _NO_EP = "MoEPrepareAndFinalizeNoEP"
 _PATHS = ("aligned", "gemv_w4")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from modular_kernel.cli.parts import _OPTIONS
-from modular_kernel.types import ActivationFormat, Reduce
+from modular_kernel.spec.problem import ActivationFormat, Reduce
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS, NOTEBOOK = ROOT / "docs", ROOT / "notebook"

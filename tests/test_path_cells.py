@@ -7,10 +7,10 @@ import torch
 
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli.verify import CaseResult, VerifyJob
+from modular_kernel.spec.problem import Machine
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.lists import BASE, cases_for
-from modular_kernel.testing.cases.path_cells import PathCell, path_cases, predicted, reachable
-from modular_kernel.types import Machine
+from modular_kernel.testing.cases.path_coverage import PathCell, path_cases, predicted, reachable
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 WORDS = replace(BASE, tokens=1, hidden=128, intermediate=64, dtype=torch.bfloat16)

@@ -30,9 +30,9 @@ from experts.triton.candidates import Groups
 from experts.triton.launch_config import Device, Gemm, Launch, MoEConfig, Violation
 from experts.triton.path import Path, PathCall
 from modular_kernel.ops.mlp import ExpertTokens, expert_mlps
-from modular_kernel.roundings import Roundings
+from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.types import Combine, Problem
+from modular_kernel.spec.problem import Combine, Problem
 from modular_kernel.workspace import BufferSpec
 
 
@@ -112,12 +112,12 @@ from experts import TritonExperts
 from experts.triton.configs.select import choose_config, on_device, override_config
 from experts.triton.launch_config import Device, MoEConfig
 from experts.triton.toy.path import SEEN, ToyConfig, ToyPath
-from modular_kernel.composer import random_inputs
+from modular_kernel.testing.random_inputs import random_inputs
 from modular_kernel.catalog import make_kernel
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.reference import oracle
-from modular_kernel.tunable import Best
-from modular_kernel.types import Problem
+from modular_kernel.contracts import Best
+from modular_kernel.spec.problem import Problem
 
 def called(problem):
     inputs = random_inputs(problem, torch.device("cpu"))

@@ -250,7 +250,7 @@ def test_routers(tool: ModuleType, checkout: Path, monkeypatch: pytest.MonkeyPat
     from peer_suites_lib import routers
     from peer_suites_lib.checkout import Source
 
-    from modular_kernel.routers import RouterSpec
+    from modular_kernel.spec.router import RouterSpec
 
     pick: Any = Source(checkout, "test_fake.py").function("pick")
     case = routers.Router(RouterSpec(2), experts=6, tokens=5)

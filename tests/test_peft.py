@@ -9,8 +9,8 @@ from peft_samples import EXPERT, GOLDEN, PROBLEM, E, Folder, H, I, products
 from safetensors.torch import load_file
 
 import modular_kernel as mk
+from modular_kernel.checkpoints.peft import load_adapter
 from modular_kernel.errors import ConfigurationError, WeightsError
-from modular_kernel.importers.peft import load_adapter
 
 DELTAS = load_file(GOLDEN / "deltas.safetensors")
 OSS = replace(PROBLEM, activation="swiglu_oai:alpha=1.702,limit=7.0,interleaved=true")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from peft_samples import PROBLEM, E, Folder, I
 
+from modular_kernel.checkpoints.peft import load_adapter
 from modular_kernel.errors import ConfigurationError, WeightsError
-from modular_kernel.importers.peft import load_adapter
 
 
 def test_layers_that_it_leaves_out_are_zero(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import torch
 from peft_samples import EXPERT, GOLDEN, PROBLEM, E, Folder, H, I
 from safetensors.torch import load_file
 
+from modular_kernel.checkpoints.peft import load_adapter
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
-from modular_kernel.importers.peft import load_adapter
 
 BLOCK = "base_model.model.model.layers.1.mlp.experts"
 

@@ -21,17 +21,17 @@ from runner_calls import OUT, ran
 from torch.utils.data import DataLoader, Dataset
 
 import modular_kernel as mk
-from modular_kernel.adapter_pool import AdapterPool
-from modular_kernel.composer import random_inputs
 from modular_kernel.errors import ModularKernelError, UnsupportedError
 from modular_kernel.integrations.moe_runner import MoeRunner
+from modular_kernel.layers.adapter_pool import AdapterPool
 from modular_kernel.layers.ep_moe import EPMoE
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.lora import ForwardBatch
 from modular_kernel.layers.parallel import LayerParallel
 from modular_kernel.layers.router import Router
-from modular_kernel.routers import RouterSpec
-from modular_kernel.select.choosing import Terms, compose
+from modular_kernel.select.autotune import Terms, compose
+from modular_kernel.spec.router import RouterSpec
+from modular_kernel.testing.random_inputs import random_inputs
 from modular_kernel.testing.ranks.pool import RankPool
 
 PROBLEM = mk.Problem(

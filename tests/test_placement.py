@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from modular_kernel import Parallel, Problem
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
-from modular_kernel.placement import Placement, near_ranks, pairs_to_slots
+from modular_kernel.spec.placement import Placement, near_ranks, pairs_to_slots
 
 
 def test_linear_gives_blocks_and_the_rest_to_the_first_ranks() -> None:

@@ -22,8 +22,8 @@ from modular_kernel.contracts import PermuteExpertsUnpermute
 from modular_kernel.measure.cases import LayerCase
 from modular_kernel.measure.prepared_weights import declared_bytes, declared_specs
 from modular_kernel.measure.records import Report
-from modular_kernel.measure.routing import RoutingKind
-from modular_kernel.types import Machine
+from modular_kernel.measure.routing_patterns import RoutingKind
+from modular_kernel.spec.problem import Machine
 
 pytestmark = NO_GPU
 launched = launched_tiles()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from prepared_samples import CPU, NO_GPU, launched_tiles, made_layer
 
-from experts.triton.grouped_w4.path import GroupedW4Path
+from experts.triton.grouped_w4.grouped_w4_path import GroupedW4Path
 from modular_kernel.errors import WeightsError
 from modular_kernel.layers import fused_moe
 

@@ -21,7 +21,7 @@ from modular_kernel.errors import (
     ShapeError,
     WeightsError,
 )
-from modular_kernel.prepared import MADE_OF, reader
+from modular_kernel.quant.prepared import MADE_OF, reader
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec
 

@@ -12,7 +12,7 @@ from modular_kernel.measure.prepared_weights import declared_bytes
 from modular_kernel.perf_model.estimate import in_world, size
 from modular_kernel.perf_model.experts_time import PART
 from modular_kernel.perf_model.hardware import Cluster
-from modular_kernel.types import Machine, Problem
+from modular_kernel.spec.problem import Machine, Problem
 
 mk = runs_mk("plan")
 HOPPER = Machine("cuda", (9, 0), frozenset({"triton"}))

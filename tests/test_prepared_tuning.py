@@ -15,8 +15,7 @@ from tile_samples import here_an_h200, ours, write
 from tune_samples import Fake, only
 
 from experts.triton.configs import select as tiles
-from experts.triton.configs.filenames import ConfigKey, names_for
-from experts.triton.configs.files import config_as_json
+from experts.triton.configs.files import ConfigKey, config_as_json, names_for
 from experts.triton.configs.heuristics import heuristics
 from experts.triton.configs.select import choose_config, explain, override_config, this_store
 from experts.triton.contiguous import TritonExperts, paths_of
@@ -26,12 +25,12 @@ from experts.triton.tuning.space import ConfigSpace
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli import tune as verb
 from modular_kernel.cli.tune_output import TunedLayer, TuneRecorder, record
+from modular_kernel.contracts import Best, Choice, Took
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.tunable import Best, Choice, Took
-from modular_kernel.tuning.compiled import Pair
-from modular_kernel.tuning.measured import TimedSearch
+from modular_kernel.spec.problem import Problem
+from modular_kernel.tuning.compilation import Pair
+from modular_kernel.tuning.measurement import TimedSearch
 from modular_kernel.tuning.search import Tuned
-from modular_kernel.types import Problem
 
 pytestmark = NO_GPU
 here = here_an_h200()

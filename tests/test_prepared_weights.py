@@ -13,15 +13,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from experts.triton.configs.select import choose_config, override_config
 from experts.triton.contiguous import paths_of
-from experts.triton.grouped_w4 import config as grouped_w4_config
+from experts.triton.grouped_w4 import grouped_w4_config
+from experts.triton.grouped_w4.bitwise_reference import tile_weights
+from experts.triton.grouped_w4.grouped_w4_path import GroupedW4Path
 from experts.triton.grouped_w4.layout import Form, rows_of_tiles
-from experts.triton.grouped_w4.path import GroupedW4Path
-from experts.triton.grouped_w4.twin import tile_weights
 from modular_kernel import make_kernel
-from modular_kernel.prepared import MADE_OF
+from modular_kernel.quant.prepared import MADE_OF
+from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing import Case, prove
-from modular_kernel.types import Machine, Problem
 
 pytestmark = NO_GPU
 launched = launched_tiles()

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from run_mk import run_mk
 
+from modular_kernel.compatibility.support import Rejection
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.printable import all_counted, plural, printable
-from modular_kernel.support import Rejection
+from modular_kernel.text import all_counted, plural, printable
 
 # Color, clear, title with its bell, 8-bit CSI, overrides and isolates of direction, a forged line,
 # a line separator, no width, a lone surrogate.

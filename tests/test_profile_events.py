@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from profile_samples import launch, one_call, ran, ranged
 
-from modular_kernel import stages
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.profiling import chrome
 from modular_kernel.profiling.events import NOWHERE, CallTimes, StageTime, calls_of, middle
 from modular_kernel.profiling.stderr import without_own_lines
+from modular_kernel.replay import stages
 
 
 def only(events: list[dict[str, object]], *, on_gpu: bool = True) -> CallTimes:

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 from profile_samples import one_call, ran
 
-from modular_kernel import stages
 from modular_kernel.cli.output import plain
 from modular_kernel.measure.records import INTERPRETER
 from modular_kernel.measure.roofline import Peaks
-from modular_kernel.measure.routing import RoutingKind
+from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.measure.stage_roofline import RankLoad
-from modular_kernel.profiling import html, words
+from modular_kernel.profiling import html, summary
 from modular_kernel.profiling.chrome import Trace
 from modular_kernel.profiling.record import Memory, ProfileJob, RankRecord, Recorded, Total
 from modular_kernel.profiling.report import Profile, as_record, profile_of
-from modular_kernel.types import Machine, Problem
+from modular_kernel.replay import stages
+from modular_kernel.spec.problem import Machine, Problem
 
 PROBLEM = Problem(tokens=10, hidden=32, intermediate=64, experts=4, top_k=2)
 GPU = Machine("cuda", (9, 0), frozenset(), name="<a GPU & more>")
@@ -81,18 +81,18 @@ def test_the_furthest_stage_is_the_one_with_most_to_gain() -> None:
     assert rank.furthest.stage == stages.GATHER_GEMM1
     assert rank.least_percent is not None
     assert rank.least_percent.stage == stages.SORT
-    text = "\n".join(words.sentences(replace(fast.pairs[0], ranks=(rank,))))
+    text = "\n".join(summary.sentences(replace(fast.pairs[0], ranks=(rank,))))
     assert "Furthest from its floor: permute+gemm1_activation, 1100 us where 1000" in text
     assert "Lowest share of its floor: sort, 2 %" in text
 
 
 def test_interpreted_time_is_held_against_no_floor() -> None:
     pair = profiled("A x B", machine=Machine("cpu", interpreter=True)).pairs[0]
-    at = words.COLUMNS.index("% of floor")
-    assert {row[at] for row in words.cells(pair.slowest)} > {words.ABSENT}
+    at = summary.COLUMNS.index("% of floor")
+    assert {row[at] for row in summary.cells(pair.slowest)} > {summary.ABSENT}
     rank = replace(pair.slowest, total=replace(pair.slowest.total, mode=INTERPRETER))
-    assert {row[at] for row in words.cells(rank)} == {words.ABSENT}
-    text = "\n".join(words.sentences(replace(pair, ranks=(rank,))))
+    assert {row[at] for row in summary.cells(rank)} == {summary.ABSENT}
+    text = "\n".join(summary.sentences(replace(pair, ranks=(rank,))))
     assert "no machine's speed" in text
     assert "floor" not in text
 
@@ -102,7 +102,7 @@ def test_both_kinds_of_calls_are_told() -> None:
     (rank,) = profile.pairs[0].ranks
     assert rank.sum_to_span == pytest.approx(1505 / 1550)
     assert rank.sum_to_total == pytest.approx(1505 / 1500)
-    text = "\n".join(words.sentences(profile.pairs[0]))
+    text = "\n".join(summary.sentences(profile.pairs[0]))
     assert "1500 us, a planned call in a CUDA graph" in text
     assert "sum to 1505 us of the device in 5 launches and cover 98.0% of its time" in text
     assert "3 MiB at the peak" in text
@@ -112,7 +112,7 @@ def test_both_kinds_of_calls_are_told() -> None:
 def test_the_slowest_rank_stands_for_all() -> None:
     profile = profiled("A x B", ranks=2)
     assert profile.pairs[0].slowest.rank == 1
-    assert "rank 1, the slowest of 2" in words.sentences(profile.pairs[0])[0]
+    assert "rank 1, the slowest of 2" in summary.sentences(profile.pairs[0])[0]
     assert any("No rate between ranks" in line for line in profile.missing)
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from modular_kernel.compatibility.rules import unavailable
+from modular_kernel.compatibility.support import ExpertsRequirements
 from modular_kernel.machine import current_machine
-from modular_kernel.providers import Found, Provider, find, sort_out
-from modular_kernel.rules import unavailable
-from modular_kernel.select import keys
-from modular_kernel.support import ExpertsRequirements
-from modular_kernel.types import ActivationFormat, Reduce
+from modular_kernel.select import cache_keys
+from modular_kernel.spec.problem import ActivationFormat, Reduce
+from modular_kernel.utils.package_probes import Found, Provider, find, sort_out
 
 WANTED = Provider(
     "swift_gemm",
@@ -107,6 +107,6 @@ def test_a_choice_is_of_the_version_that_is_found(
 ) -> None:
     """Of a copy inside another package no metadata tells."""
     put(site, "engine/third_party/swift_gemm", version="2.5.0", api=RIGHT)
-    monkeypatch.setattr(keys, "providers_of", lambda catalog: (WANTED,))
-    assert keys._version("swift_gemm") == "2.5.0"
-    assert keys._version("no_such_package") == "none"
+    monkeypatch.setattr(cache_keys, "providers_of", lambda catalog: (WANTED,))
+    assert cache_keys._version("swift_gemm") == "2.5.0"
+    assert cache_keys._version("no_such_package") == "none"

@@ -19,9 +19,9 @@ from modular_kernel.errors import (
     ShapeError,
     WeightsError,
 )
-from modular_kernel.quant import check_weights_quantized, quantize_weights
+from modular_kernel.quant.quantized_weights import check_weights_quantized, quantize_weights
+from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.types import Machine, Problem
 
 CPU = torch.device("cpu")
 # Ragged against every group and block below.

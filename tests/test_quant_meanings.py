@@ -5,8 +5,8 @@ import math
 import torch
 from quant_samples import each_scheme, made, parts, plain_weights
 
-from modular_kernel.quant import dequantize
-from modular_kernel.schemes import QuantScheme
+from modular_kernel.quant.quantized_weights import dequantize
+from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights
 
 
@@ -45,7 +45,7 @@ def e4m3(byte: int) -> float:
 
 
 def value_of(weights: ExpertWeights, name: str, at: tuple[int, int, int], text: str) -> float:
-    """One weight, straight from the table in modular_kernel.quant."""
+    """One weight, straight from the table in modular_kernel.quant.quantized_weights."""
     (w, scale, zero), (e, n, k) = parts(weights, name), at
     scheme = QuantScheme.parse(text)
     width = scheme.group[-1] if scheme.group else 0

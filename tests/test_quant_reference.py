@@ -9,10 +9,15 @@ import torch
 
 from modular_kernel import reference
 from modular_kernel.ops.quantize import dequantize_rows, quantized
-from modular_kernel.quant import ACTIVATION_SCHEMES, SCHEMES, quantize_weights, values_of
-from modular_kernel.schemes import QuantScheme
+from modular_kernel.quant.quantized_weights import (
+    ACTIVATION_SCHEMES,
+    SCHEMES,
+    quantize_weights,
+    values_of,
+)
+from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.types import Problem
 
 BASE = Problem(tokens=12, hidden=48, intermediate=40, experts=3, top_k=2, dtype=torch.float32)
 FULL = (
@@ -74,7 +79,7 @@ def layer(problem: Problem, seed: int = 0) -> tuple[torch.Tensor, ExpertWeights,
 
 
 def as_float(weights: ExpertWeights, problem: Problem) -> ExpertWeights:
-    """Unquantized weights of the same values, by modular_kernel.quant."""
+    """Unquantized weights of the same values, by modular_kernel.quant.quantized_weights."""
     values = {name: values_of(weights, name, problem) for name in ("w1", "w2")}
     return ExpertWeights(values["w1"], values["w2"], weights.b1, weights.b2)
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from quant_samples import each_scheme, made, parts, plain_weights, problem_of
 
-from modular_kernel import quant
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.quant import dequantize, quantize_weights
+from modular_kernel.quant import quantized_weights
+from modular_kernel.quant.quantized_weights import dequantize, quantize_weights
+from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.types import Problem
 
 # Largest error of a weight relative to its tile's largest weight: half a step.
 STEPS = {
@@ -36,9 +36,9 @@ def test_round_trip_is_the_nearest_value(text: str) -> None:
 @each_scheme
 def test_experts_are_quantized_in_pieces(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem, whole = made(text)
-    some = Mock(wraps=quant._quantize)
-    monkeypatch.setattr(quant, "_quantize", some)
-    monkeypatch.setattr(quant, "_WEIGHTS_AT_ONCE", 2 * 40 * 24)
+    some = Mock(wraps=quantized_weights._quantize)
+    monkeypatch.setattr(quantized_weights, "_quantize", some)
+    monkeypatch.setattr(quantized_weights, "_WEIGHTS_AT_ONCE", 2 * 40 * 24)
     pieces = quantize_weights(plain_weights(problem), problem)
     taken = [len(call.args[0]) for call in some.call_args_list]
     assert taken == [1, 1, 1, 2, 1]  # w1 has twice as many weights as w2

@@ -10,18 +10,18 @@ import torch
 from experts import NaiveBatchedExperts, TorchExperts
 from modular_kernel import reference
 from modular_kernel.catalog import check, make_kernel, this_machine
-from modular_kernel.composer import random_inputs
+from modular_kernel.compatibility.support import ExpertsRequirements
 from modular_kernel.contracts import Call
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.ops.quantize import quantized
-from modular_kernel.quant import ACTIVATION_SCHEMES, SCHEMES, quantize_weights
-from modular_kernel.schemes import QuantScheme
-from modular_kernel.static_scales import static_scale
-from modular_kernel.support import ExpertsRequirements
+from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES, SCHEMES, quantize_weights
+from modular_kernel.quant.static_scales import static_scale
+from modular_kernel.spec.problem import Combine, Machine, Problem
+from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ContiguousTokens, Dispatched, ExpertWeights, Routing
 from modular_kernel.testing.cases.inputs import Inputs, make_inputs
+from modular_kernel.testing.random_inputs import random_inputs
 from modular_kernel.testing.verify.compare import Comparison, compare
-from modular_kernel.types import Combine, Machine, Problem
 from modular_kernel.workspace import Workspace
 from prepare_finalize import BatchedPrepareAndFinalize, MoEPrepareAndFinalizeNoEP
 

@@ -18,16 +18,16 @@ from quant_samples import (
     problem_of,
 )
 
-from modular_kernel import quant
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
-from modular_kernel.quant import (
+from modular_kernel.quant import quantized_weights
+from modular_kernel.quant.quantized_weights import (
     SCHEMES,
     check_weights_quantized,
     dequantize,
     quantize_weights,
     weight_specs,
 )
-from modular_kernel.schemes import QuantScheme
+from modular_kernel.spec.quantization import QuantScheme
 
 # Those of test_nvfp4, test_nvfp4_activations and test_act_order.
 ELSEWHERE = {"none", "nvfp4_w4a16", "nvfp4_w4a4", "int4_w4a16_act_order", "int8_w8a16_act_order"}
@@ -75,7 +75,7 @@ def test_what_is_made_is_what_is_accepted(text: str) -> None:
 @pytest.mark.parametrize("text", ["int4_w4a16_group", "mxfp4_w4a16"])
 def test_odd_rows_cannot_be_packed(text: str, name: str) -> None:
     problem = problem_of(text, **{name: 33})
-    assert quant.unpackable(problem) == (name,)
+    assert quantized_weights.unpackable(problem) == (name,)
     with pytest.raises(ConfigurationError, match=f"{name}: got 33, need a multiple of 2: {text}"):
         weight_specs(problem)
 

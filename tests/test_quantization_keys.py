@@ -11,12 +11,12 @@ from model_configs import FP8, MIXTRAL, written
 from run_mk import run_mk
 
 import modular_kernel as mk
+from modular_kernel.checkpoints.formats import format_of
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.importers.formats import format_of
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.models.config_file import facts_of_file
-from modular_kernel.schemes import QuantScheme
-from modular_kernel.testing.checkpoints.kinds import KINDS
+from modular_kernel.spec.quantization import QuantScheme
+from modular_kernel.testing.checkpoints.published_formats import KINDS
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}

@@ -12,7 +12,8 @@ from shares import drawn_once
 
 from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.errors import ConfigurationError, IncompatibleError
-from modular_kernel.placement import Placement
+from modular_kernel.spec.placement import Placement
+from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.testing import Proof
 from modular_kernel.testing.cases.nearest import difference
 from modular_kernel.testing.cases.ranks import (
@@ -26,7 +27,6 @@ from modular_kernel.testing.cases.ranks import (
 )
 from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.verify.over_ranks import RankTrial, prove_ranks
-from modular_kernel.types import Parallel, Problem
 
 MACHINE = this_machine(device="cpu")
 WORLDS = (2, 4)

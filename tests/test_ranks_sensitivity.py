@@ -13,22 +13,22 @@ import torch
 from test_ranks_matrix import CASES, PAIRINGS
 
 from modular_kernel.catalog import load_catalog, this_machine
+from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.tensors import Handle
 from modular_kernel.testing import Case
-from modular_kernel.testing.call_mutants import effect
-from modular_kernel.testing.call_mutants.effect import Effect
-from modular_kernel.testing.call_mutants.over_ranks import sensitivity_ranks
-from modular_kernel.testing.call_mutants.rank_operators import (
+from modular_kernel.testing.cases.ranks import rank_cases_for
+from modular_kernel.testing.input_mutations import effect
+from modular_kernel.testing.input_mutations.effect import Effect
+from modular_kernel.testing.input_mutations.over_ranks import sensitivity_ranks
+from modular_kernel.testing.input_mutations.rank_operators import (
     RANK_MUTANTS,
     RankMutant,
     build_mutant,
     build_on_last_rank,
 )
-from modular_kernel.testing.call_mutants.run import Kill
-from modular_kernel.testing.cases.ranks import rank_cases_for
+from modular_kernel.testing.input_mutations.run import Kill
 from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.verify.over_ranks import prove_ranks
-from modular_kernel.types import Parallel, Problem
 
 MACHINE = this_machine(device="cpu")
 # More ranks than two make a difference to who has it and whose rows are whose.

@@ -8,7 +8,7 @@ import pytest
 from doc_blocks import blocks_of, run_page
 
 from modular_kernel.catalog import load_catalog
-from modular_kernel.select.kernel import ComposedKernel
+from modular_kernel.select.composed_kernel import ComposedKernel
 
 PAGE = Path(__file__).parents[1] / "README.md"
 README = PAGE.read_text(encoding="utf-8")

@@ -9,11 +9,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from modular_kernel import reference
-from modular_kernel.quant import dequantize
+from modular_kernel.quant.quantized_weights import dequantize
+from modular_kernel.spec.problem import ActivationSpec, Combine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases.inputs import Inputs, make_inputs
 from modular_kernel.testing.cases.lists import BASE, axes
-from modular_kernel.types import ActivationSpec, Combine, Problem
 
 CPU = torch.device("cpu")
 SMALL = replace(BASE, tokens=5, hidden=6, intermediate=4)

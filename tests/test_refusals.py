@@ -14,18 +14,17 @@ import pytest
 import torch
 
 from modular_kernel.catalog import check, make_kernel
-from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
-from modular_kernel.errors import IncompatibleError
-from modular_kernel.placement import Placement
-from modular_kernel.providers import Provider
-from modular_kernel.rules import RULES, judge, unavailable
-from modular_kernel.support import (
+from modular_kernel.compatibility.rules import RULES, judge, unavailable
+from modular_kernel.compatibility.support import (
     ExpertsRequirements,
     PrepareFinalizeRequirements,
     Rejection,
     Verdict,
 )
-from modular_kernel.types import (
+from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
+from modular_kernel.errors import IncompatibleError
+from modular_kernel.spec.placement import Placement
+from modular_kernel.spec.problem import (
     ActivationFormat,
     ActivationSpec,
     Combine,
@@ -35,6 +34,7 @@ from modular_kernel.types import (
     Reduce,
     Rows,
 )
+from modular_kernel.utils.package_probes import Provider
 
 BATCHED, STANDARD = ActivationFormat.BATCHED_EXPERTS, ActivationFormat.STANDARD
 PF, EX = "FakePrepare", "FakeExperts"

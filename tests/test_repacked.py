@@ -8,13 +8,13 @@ import torch
 
 from modular_kernel import ExpertWeights, Problem
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
-from modular_kernel.quant import dequantize, quantize_weights, weight_specs
-from modular_kernel.reference_weights import code_at
-from modular_kernel.repacked import as_nibbles, repack, unpack_words
-from modular_kernel.schemes import QuantScheme
+from modular_kernel.quant.quantized_weights import dequantize, quantize_weights, weight_specs
+from modular_kernel.quant.repacking import as_nibbles, repack, unpack_words
+from modular_kernel.reference.weights import code_at
+from modular_kernel.spec.problem import Machine
+from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.lists import BASE
-from modular_kernel.types import Machine
 
 PLAIN = Problem(2, 32, 64, 3, 1, quant="mxfp4_w4a16")
 REPACKED = replace(PLAIN, quant="mxfp4_w4a16:repacked=true")
@@ -82,7 +82,7 @@ def test_some_experts_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     w = weights(5, 3, 16)
     expected = repack(w)
     for words in (1, 24, 25):
-        monkeypatch.setattr("modular_kernel.repacked._WORDS_AT_ONCE", words)
+        monkeypatch.setattr("modular_kernel.quant.repacking._WORDS_AT_ONCE", words)
         assert torch.equal(repack(w), expected)
 
 

@@ -21,13 +21,13 @@ from replay_samples import (
     watchers,
 )
 
-from modular_kernel import replay
 from modular_kernel.catalog import make_kernel
-from modular_kernel.composer import random_inputs
 from modular_kernel.errors import CorruptionError, DtypeError, ShapeError, UnsupportedError
 from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.replay import recording
+from modular_kernel.spec.problem import Machine
 from modular_kernel.tensors import Routing
-from modular_kernel.types import Machine
+from modular_kernel.testing.random_inputs import random_inputs
 
 
 def test_later_calls_run_no_host_code_of_the_parts() -> None:
@@ -270,7 +270,7 @@ def test_no_tokens_are_not_recorded() -> None:
 
 
 def test_recordings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "_MOST_RECORDED", 2)
+    monkeypatch.setattr(recording, "_MOST_RECORDED", 2)
     plan, part = planned()
     for tokens in (1, 2, 3, 3, 2, 1):
         plan(*inputs(tokens=tokens))
@@ -288,7 +288,7 @@ def test_an_error_in_a_recording_leaves_nothing_behind() -> None:
     part.launch = fail  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="no such device"):
         plan(*args)
-    assert replay.recorder() is None
+    assert recording.recorder() is None
     del part.launch  # type: ignore[method-assign]
     assert_right(plan(*args), args)
 

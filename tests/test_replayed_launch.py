@@ -47,9 +47,9 @@ def test_what_is_not_known_is_not_replayed(found: dict[str, Any], what: str, rea
 
 def test_replay_says_that_it_is_off_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     triton = pytest.importorskip("triton")
-    triton_versions = pytest.importorskip("modular_kernel.ops.launch.triton_versions")
-    from modular_kernel.ops.launch import launch
-    from modular_kernel.states import replay
+    triton_versions = pytest.importorskip("modular_kernel.replay.launch.triton_versions")
+    from modular_kernel.process_status import replay
+    from modular_kernel.replay.launch import launch
 
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: False)  # mk has set it

@@ -15,12 +15,12 @@ from experts import TorchExperts
 from modular_kernel import catalog as catalogs
 from modular_kernel import errors, machine
 from modular_kernel.catalog import Catalog, Part, check, load_catalog
+from modular_kernel.compatibility.support import Rejection
 from modular_kernel.measure.records import OK, OURS, PEER, Report, Row, ranked
-from modular_kernel.pages.document import Heading, Items, Table, Text
 from modular_kernel.report.curves import figure
 from modular_kernel.report.errors_page import errors_document
-from modular_kernel.report.generated import generated, html_page, stale
-from modular_kernel.report.judged import (
+from modular_kernel.report.generated_docs import generated, html_page, stale
+from modular_kernel.report.judge_all import (
     PROBLEM,
     Matrix,
     built_in,
@@ -29,10 +29,10 @@ from modular_kernel.report.judged import (
 )
 from modular_kernel.report.markdown import markdown
 from modular_kernel.report.matrix import matrix_document
+from modular_kernel.report.pages.document import Heading, Items, Table, Text
 from modular_kernel.report.records import read_records, readable
-from modular_kernel.schemes import QUANT_SCHEMES
-from modular_kernel.support import Rejection
-from modular_kernel.types import Machine, Parallel
+from modular_kernel.spec.problem import Machine, Parallel
+from modular_kernel.spec.quantization import QUANT_SCHEMES
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 Run = Callable[..., tuple[int, str]]

@@ -20,7 +20,7 @@ from modular_kernel.errors import (
 )
 from modular_kernel.ops import route as module
 from modular_kernel.ops.route import INVALID, Routed, RouterTensors, route
-from modular_kernel.routers import RouterSpec
+from modular_kernel.spec.router import RouterSpec
 
 path = kernel_and_twin(module)
 

@@ -11,7 +11,7 @@ from ops_samples import kernel_and_twin
 
 from modular_kernel.ops import route as module
 from modular_kernel.ops.route import RouterTensors, route
-from modular_kernel.routers import RouterSpec
+from modular_kernel.spec.router import RouterSpec
 
 pytest.importorskip("transformers")
 

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from modular_kernel.catalog import load_catalog, make_kernel, this_machine
+from modular_kernel.compatibility.rules import RULES
+from modular_kernel.compatibility.support import Rejection
 from modular_kernel.contracts import PermuteExpertsUnpermute
 from modular_kernel.errors import IncompatibleError
-from modular_kernel.rules import RULES
-from modular_kernel.support import Rejection
+from modular_kernel.spec.problem import ActivationSpec, Machine, Parallel, Problem
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.ranks import RankCase
 from modular_kernel.testing.edges.edges import Edge, Edges, case_of, edges_of
@@ -24,7 +25,6 @@ from modular_kernel.testing.edges.sites import sites_of_part, sites_of_rules
 from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.verify.over_ranks import CHECKS, prove_ranks
 from modular_kernel.testing.verify.trial import Trial
-from modular_kernel.types import ActivationSpec, Machine, Parallel, Problem
 
 GPU = Machine("cuda", (9, 0), frozenset({"triton"}))
 NO_EP, BATCHED = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"

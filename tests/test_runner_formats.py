@@ -21,7 +21,7 @@ from modular_kernel.integrations.runner_formats import (
     format_is_standard,
 )
 from modular_kernel.ops.quantize import quantized
-from modular_kernel.quant import quantize_weights
+from modular_kernel.quant.quantized_weights import quantize_weights
 from modular_kernel.reference import oracle
 from modular_kernel.tensors import Routing
 

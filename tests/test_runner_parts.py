@@ -11,10 +11,9 @@ from test_runner_stages import REGISTER, Core, fused, post, pre
 from toy_backend import FusedToyExperts, ToyExperts, ToyInput, ToyOutput
 
 from experts import StagedTritonExperts, TritonExperts
-from experts.assembled import experts_of, fused_experts_of
+from experts.staged import experts_of, fused_experts_of
 from modular_kernel import runner
 from modular_kernel.catalog import check, make_kernel, this_machine
-from modular_kernel.composer import random_inputs
 from modular_kernel.errors import ConfigurationError, UnknownPartError
 from modular_kernel.runner import (
     RunnerCall,
@@ -23,11 +22,12 @@ from modular_kernel.runner import (
     register_post_permute,
     register_pre_permute,
 )
+from modular_kernel.spec.problem import ActivationFormat, Combine, Reduce
 from modular_kernel.testing import Case
+from modular_kernel.testing.random_inputs import random_inputs
 from modular_kernel.testing.verify.checks import staged_twin
 from modular_kernel.testing.verify.one_process import prove
 from modular_kernel.testing.verify.trial import Trial
-from modular_kernel.types import ActivationFormat, Combine, Reduce
 
 pools, stages = empty_pools(), registered(REGISTER)
 

@@ -8,7 +8,6 @@ from fused_samples import BASE, DEVICES, E, H, K, T, close, layer
 from runner_calls import OUT, info_of, standard
 from vendor_stand_in import BatchedDeepGemm, DeepGemm, TritonKernels
 
-from modular_kernel.composer import random_inputs
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.integrations.moe_runner import MoeRunner
 from modular_kernel.integrations.runner_formats import (
@@ -19,8 +18,9 @@ from modular_kernel.integrations.runner_formats import (
 from modular_kernel.ops.quantize import quantized
 from modular_kernel.ops.routing_data import by_experts, by_tokens
 from modular_kernel.reference import oracle
-from modular_kernel.routers import RoutingData, StandardTopKOutput
-from modular_kernel.types import Problem
+from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.router import RoutingData, StandardTopKOutput
+from modular_kernel.testing.random_inputs import random_inputs
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -12,8 +12,8 @@ from checklist import Row, absent
 from modular_kernel.ops.permute import permute_tokens
 from modular_kernel.ops.reduce import gather_weight_and_sum
 from modular_kernel.ops.sort import sort_pairs, sort_specs
+from modular_kernel.spec.problem import IdSpace
 from modular_kernel.tensors import DispatchedRouting
-from modular_kernel.types import IdSpace
 from modular_kernel.workspace import Workspace
 
 RUNNER, WEIGHTS = "test_moe_runner", "test_runner_weights"

@@ -14,7 +14,7 @@ from test_third_party import install, mk
 from toy_backend import ToyExperts, ToyInput, ToyOutput
 
 from experts import TorchExperts
-from experts.assembled import experts_of
+from experts.staged import experts_of
 from modular_kernel import runner
 from modular_kernel.catalog import broken_halves, check, make_kernel
 from modular_kernel.errors import ConfigurationError, DuplicatePartError, UnknownPartError
@@ -26,9 +26,9 @@ from modular_kernel.runner import (
     register_post_permute,
     register_pre_permute,
 )
+from modular_kernel.spec.problem import Combine, Reduce, Rows
 from modular_kernel.testing import Case
 from modular_kernel.testing.verify.one_process import prove
-from modular_kernel.types import Combine, Reduce, Rows
 
 SOURCE = Path(toy_backend.__file__).read_text(encoding="utf-8")
 pools = empty_pools()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from modular_kernel.scale_layout import STEP_BYTES, byte_of, from_tiles, tiled_shape, to_tiles
+from modular_kernel.quant.scale_layout import STEP_BYTES, byte_of, from_tiles, tiled_shape, to_tiles
 
 SHAPES = [(128, 16), (128, 8), (256, 32), (1, 1), (130, 17), (384, 180), (127, 4), (640, 40)]
 

@@ -8,6 +8,7 @@ from test_matrix import CASES, PAIRINGS
 
 from modular_kernel.catalog import this_machine
 from modular_kernel.errors import IncompatibleError
+from modular_kernel.spec.problem import Machine
 from modular_kernel.testing import (
     MUTANTS,
     CallMutant,
@@ -18,7 +19,6 @@ from modular_kernel.testing import (
     sensitivity,
 )
 from modular_kernel.testing.cases.lists import BASE, cases_by_axes
-from modular_kernel.types import Machine
 
 MACHINE = this_machine()
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from shares import THIRTY_SIXTH, in_share, proven_here, share, tree_hash
 
+from modular_kernel.spec.problem import Machine
 from modular_kernel.testing import Case, cases_for
 from modular_kernel.testing.cases.lists import BASE
-from modular_kernel.types import Machine
 
 CASES = tuple(
     Case("SomePrepare", "SomeExperts", replace(BASE, tokens=tokens), seed=seed)

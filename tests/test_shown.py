@@ -4,8 +4,8 @@ from dataclasses import replace
 from importlib.metadata import version
 
 import modular_kernel as mk
-from modular_kernel.support import Rejection
-from modular_kernel.types import Combine, Problem  # noqa: F401  what repr names
+from modular_kernel.compatibility.support import Rejection
+from modular_kernel.spec.problem import Combine, Problem  # noqa: F401  what repr names
 
 PROBLEM = mk.Problem(tokens=8, hidden=64, intermediate=128, experts=8, top_k=2, graph=True)
 CPU = mk.Machine("cpu", None, frozenset())

@@ -10,15 +10,15 @@ from forced_cases import proof_by
 from experts.triton.configs.heuristics import heuristics
 from experts.triton.configs.select import choose_config, override_config
 from experts.triton.contiguous import TritonExperts
-from experts.triton.gemv import config as gemv_config
+from experts.triton.gemv import gemv_config
 from experts.triton.launch_config import Device, LaunchConfig, MoEConfig, gemms, violations
 from modular_kernel.catalog import make_kernel
-from modular_kernel.composer import random_inputs
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.spec.problem import Combine, Machine, Problem
 from modular_kernel.tensors import ContiguousShape
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.lists import BASE
-from modular_kernel.types import Combine, Machine, Problem
+from modular_kernel.testing.random_inputs import random_inputs
 
 _NO_EP = "MoEPrepareAndFinalizeNoEP"
 _PATHS = ("aligned", "gemv")

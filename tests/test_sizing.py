@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from run_mk import Ended, run_mk
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.measure.routing import RoutingKind, draw
+from modular_kernel.measure.routing_patterns import RoutingKind, draw
 from modular_kernel.perf_model.compare import cells_of, compare, summaries
 from modular_kernel.perf_model.estimate import in_world, size
 from modular_kernel.perf_model.exchange_time import (
@@ -34,7 +34,7 @@ from modular_kernel.perf_model.load import (
     inclusion,
     rank_load,
 )
-from modular_kernel.types import Problem
+from modular_kernel.spec.problem import Problem
 
 BENCHMARKS = Path(__file__).parents[1] / "docs" / "benchmarks"
 LAYERS, EXCHANGES = BENCHMARKS / "h200-layers.json", BENCHMARKS / "h200-exchange.json"

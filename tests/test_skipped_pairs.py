@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from modular_kernel.catalog import check_all, make_kernel, this_machine
-from modular_kernel.composer import random_inputs
 from modular_kernel.errors import WeightsError
 from modular_kernel.reference import oracle, recipe
+from modular_kernel.spec.problem import Combine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.types import Combine, Problem
+from modular_kernel.testing.random_inputs import random_inputs
 
 BASE = Problem(tokens=16, hidden=64, intermediate=32, experts=8, top_k=2, dtype=torch.float32)
 KEPT, PLAIN = {"combine": Combine.TOPK_WEIGHTED}, {"combine": Combine.TOPK_UNWEIGHTED}

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.testing.ranks.pool import RankError, RankPool
 from modular_kernel.testing.stress.soak import Soak, soak
-from modular_kernel.testing.stress.soak_scenes import Scene, Scenes, judged
-from modular_kernel.types import Parallel, Problem
+from modular_kernel.testing.stress.soak_inputs import Scene, Scenes, judged
 from prepare_finalize import TorchAll2AllPrepareAndFinalize
 
 Pool = Callable[[int], RankPool]

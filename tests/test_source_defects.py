@@ -11,7 +11,7 @@ import pytest
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.testing.mutation.coverage import Coverage
 from modular_kernel.testing.mutation.defects import read_defects
-from modular_kernel.testing.mutation.fate import Fate
+from modular_kernel.testing.mutation.mutant_outcome import Fate
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tools/source_defects.json"

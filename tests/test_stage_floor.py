@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from modular_kernel import stages
 from modular_kernel.measure.roofline import Peaks, expert_bytes, floor_of, work_of
-from modular_kernel.measure.routing import Load
+from modular_kernel.measure.routing_patterns import Load
 from modular_kernel.measure.stage_roofline import RankLoad, StageWork, stage_floor, stage_works
-from modular_kernel.placement import Placement
 from modular_kernel.profiling.inputs import load_of_rank
+from modular_kernel.replay import stages
+from modular_kernel.spec.placement import Placement
+from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.tensors import Routing
-from modular_kernel.types import Parallel, Problem
 
 # T 10, H 32, I 64 (N 128), K 2; 18 pairs of 9 rows here, 3 experts touched.
 PROBLEM = Problem(tokens=10, hidden=32, intermediate=64, experts=4, top_k=2)

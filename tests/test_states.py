@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from run_mk import run_mk
 
-from modular_kernel import states
+from modular_kernel import process_status
 from modular_kernel.cli import doctor
-from modular_kernel.states import State
+from modular_kernel.process_status import State
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = ["replay", "interpreter", "packages", "C compiler", "caches", "variables"]
@@ -23,11 +23,11 @@ lines = []
 class Lines(logging.Handler):
     def emit(self, record):
         lines.append(f"{record.levelname} {record.getMessage()}")
-log = logging.getLogger("modular_kernel.states")
+log = logging.getLogger("modular_kernel.process_status")
 log.addHandler(Lines())
 log.setLevel(logging.INFO)
 import modular_kernel as mk
-from modular_kernel.states import states
+from modular_kernel.process_status import states
 problem = mk.Problem(tokens=2, hidden=32, intermediate=32, experts=2, top_k=1)
 for _ in range(2):
     try:
@@ -41,7 +41,7 @@ print(json.dumps([{s.name: str(s) for s in states()}, lines]))
 def _recording() -> Any:
     """The module that records launches, imported while the environment is as it was at first."""
     try:
-        from modular_kernel.ops.launch import record
+        from modular_kernel.replay.launch import record
     except ImportError:
         return None
     return record
@@ -147,19 +147,21 @@ def test_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MK_CACHE_DIR")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", none)
-    assert states.caches() == State("caches", "off", "there is no home folder; set MK_CACHE_DIR")
+    assert process_status.caches() == State(
+        "caches", "off", "there is no home folder; set MK_CACHE_DIR"
+    )
 
 
 def test_replay_off_is_a_warning_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = pytest.importorskip("modular_kernel.ops.launch.launch")
+    launch = pytest.importorskip("modular_kernel.replay.launch.launch")
     monkeypatch.setattr(launch, "why_not_replayed", lambda: "launchers of triton 9.9 are unknown")
     for gpu in (True, False):
-        monkeypatch.setattr(states, "_on_gpu", lambda gpu=gpu: gpu)
-        assert states.replay() == State(
+        monkeypatch.setattr(process_status, "_on_gpu", lambda gpu=gpu: gpu)
+        assert process_status.replay() == State(
             "replay", "off", "launchers of triton 9.9 are unknown", loud=gpu
         )
     monkeypatch.setattr(launch, "why_not_replayed", lambda: "")
-    assert str(states.replay()) == "on"
+    assert str(process_status.replay()) == "on"
 
 
 def test_a_triton_without_replay_is_said_once_when_a_launch_is_recorded(

@@ -8,11 +8,11 @@ import torch
 
 from experts import TritonExperts
 from experts.triton.configs.select import on_device
-from experts.triton.gemv_tma.path import GemvTmaPath
+from experts.triton.gemv_tma.gemv_tma_path import GemvTmaPath
 from experts.triton.launch_config import Device
 from modular_kernel import ExpertWeights, Problem
-from modular_kernel.composer import random_inputs
 from modular_kernel.tensors import ContiguousShape
+from modular_kernel.testing.random_inputs import random_inputs
 
 H200 = Device("NVIDIA H200", tma=True)
 LAYER = Problem(

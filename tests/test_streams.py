@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from modular_kernel.cli.streams import LOST_OUTPUT
+from modular_kernel.cli.output_streams import LOST_OUTPUT
 
 ROOT = Path(__file__).resolve().parents[1]
 FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")

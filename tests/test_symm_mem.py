@@ -18,8 +18,8 @@ from modular_kernel.errors import (
     ModularKernelError,
     UnsupportedError,
 )
+from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.testing.ranks.pool import RankPool
-from modular_kernel.types import Parallel, Problem
 from prepare_finalize import SymmetricGroup
 
 PART = "SymmMemPrepareAndFinalize"

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from modular_kernel.errors import ConfigurationError, DeviceError, DtypeError, LayoutError
-from modular_kernel.repacked import repack
-from modular_kernel.tensor_checks import (
+from modular_kernel.quant.repacking import repack
+from modular_kernel.utils.tensor_checks import (
     check_output,
     check_tensor,
     check_tensors,

@@ -17,10 +17,10 @@ from run_mk import run_mk
 from experts import NaiveBatchedExperts, TorchExperts
 from modular_kernel import catalog as catalogs
 from modular_kernel.catalog import Catalog, Offer, build_catalog
+from modular_kernel.compatibility.rules import judge
 from modular_kernel.errors import BrokenPartError, DuplicatePartError
 from modular_kernel.machine import current_machine
-from modular_kernel.rules import judge
-from modular_kernel.types import Machine, Problem
+from modular_kernel.spec.problem import Machine, Problem
 from prepare_finalize import MoEPrepareAndFinalizeNoEP
 from topk_reduce import TopKWeightAndReduceNoOp
 

@@ -10,12 +10,12 @@ import torch
 from test_adapter_changes import at_once
 
 import modular_kernel as mk
-from modular_kernel import planned
-from modular_kernel.composer import random_inputs
 from modular_kernel.layers.fused_moe import FusedMoE
-from modular_kernel.replay import KnownWeights
-from modular_kernel.select.choosing import Terms, compose
-from modular_kernel.types import Machine
+from modular_kernel.operators import kernel_cache
+from modular_kernel.replay.recording import KnownWeights
+from modular_kernel.select.autotune import Terms, compose
+from modular_kernel.spec.problem import Machine
+from modular_kernel.testing.random_inputs import random_inputs
 
 PROBLEM = mk.Problem(
     tokens=33, hidden=64, intermediate=32, experts=4, top_k=2, dtype=torch.float32
@@ -53,7 +53,7 @@ def test_calls_of_several_sizes_at_once(
     kernel = mk.make_kernel("MoEPrepareAndFinalizeNoEP", experts, PROBLEM, machine=machine)
     want = kernel(*given)
     if how == "layer":
-        monkeypatch.setattr("modular_kernel.layers.fused_moe._planned", planned.Planned())
+        monkeypatch.setattr("modular_kernel.layers.fused_moe._planned", kernel_cache.Planned())
         layer = FusedMoE(4, 64, 32, top_k=2, params_dtype=torch.float32, experts=experts)
         layer.set_weights(given[1])
         check_at_once(lambda x, _, routing: layer(x, routing), want, given, 3)

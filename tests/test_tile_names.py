@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tile_samples import MIXTRAL, NAME
 
-from experts.triton.configs.filenames import ConfigKey, device_key, names_for
+from experts.triton.configs.files import ConfigKey, device_key, names_for
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.schemes import QUANT_SCHEMES
-from modular_kernel.types import Problem
+from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.quantization import QUANT_SCHEMES
 
 SIZES = st.integers(1, 10**9)
 KEYS = st.builds(

@@ -7,18 +7,17 @@ import pytest
 from tile_samples import H200, MIXTRAL, TRITON, launch, ours, store, write
 
 from experts.triton.configs import nearest
-from experts.triton.configs.filenames import ConfigKey
-from experts.triton.configs.files import Recipe, parse_recipe, read_recipe
+from experts.triton.configs.files import ConfigKey, Recipe, parse_recipe, read_recipe
 from experts.triton.configs.heuristics import heuristics
 from experts.triton.configs.lookup import fit
 from experts.triton.configs.nearest import Borrowed, Known, Point, borrow, steps_of
 from experts.triton.configs.select import _why, explain, on_device, this_store
-from experts.triton.gemv import config as gemv_config
-from experts.triton.gemv_w4 import config as gemv_w4_config
+from experts.triton.gemv import gemv_config
+from experts.triton.gemv_w4 import gemv_w4_config
 from experts.triton.launch_config import Device, LaunchConfig, MoEConfig
 from experts.triton.paths import PATHS
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.types import Problem
+from modular_kernel.spec.problem import Problem
 
 QWEN = Problem(tokens=1, hidden=2048, intermediate=768, experts=128, top_k=8)
 NOTHING = heuristics(MIXTRAL, H200, ("aligned",))

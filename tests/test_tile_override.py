@@ -11,10 +11,10 @@ from tile_samples import MIXTRAL, NAME, ONE, TWO, here_an_h200, launch, ours, wr
 from experts.triton.configs.select import choose_config, kinds_up_to, override_config
 from experts.triton.launch_config import MoEConfig
 from modular_kernel.catalog import make_kernel, this_machine
-from modular_kernel.composer import random_inputs
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.reference import oracle, recipe
-from modular_kernel.types import Machine, Problem
+from modular_kernel.spec.problem import Machine, Problem
+from modular_kernel.testing.random_inputs import random_inputs
 
 here = here_an_h200()
 

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from experts.triton.configs.files import override_recipe
-from experts.triton.configs.heuristics import heuristics
-from experts.triton.configs.limits import require_config
+from experts.triton.configs.heuristics import heuristics, require_config
 from experts.triton.configs.lookup import fit
 from experts.triton.configs.select import override_config
-from experts.triton.grouped_tma import config as grouped_tma_config
-from experts.triton.grouped_tma.path import GroupedTmaPath
+from experts.triton.grouped_tma import grouped_tma_config
+from experts.triton.grouped_tma.grouped_tma_path import GroupedTmaPath
 from experts.triton.launch_config import Device, LaunchConfig, MoEConfig, gemms
 from modular_kernel import Problem
 from modular_kernel.errors import ConfigurationError

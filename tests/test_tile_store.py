@@ -24,9 +24,8 @@ from tile_samples import (
 )
 
 from experts.triton.configs import select as tiles
-from experts.triton.configs.filenames import ConfigKey
-from experts.triton.configs.files import read_recipe
-from experts.triton.configs.limits import config_violations
+from experts.triton.configs.files import ConfigKey, read_recipe
+from experts.triton.configs.heuristics import config_violations
 from experts.triton.configs.lookup import ConfigLookup, fit
 from experts.triton.configs.select import (
     choose_config,
@@ -39,9 +38,9 @@ from experts.triton.contiguous import TritonExperts
 from experts.triton.launch_config import Device, LaunchConfig, MoEConfig
 from modular_kernel.catalog import this_machine
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.schemes import QUANT_SCHEMES
+from modular_kernel.spec.problem import Machine, Problem
+from modular_kernel.spec.quantization import QUANT_SCHEMES
 from modular_kernel.tensors import ContiguousShape
-from modular_kernel.types import Machine, Problem
 
 here = here_an_h200()
 

@@ -5,18 +5,17 @@ from dataclasses import replace
 import pytest
 
 from experts.triton.configs.files import Recipe, override_recipe
-from experts.triton.configs.heuristics import heuristics
-from experts.triton.configs.limits import require_config
+from experts.triton.configs.heuristics import heuristics, require_config
 from experts.triton.configs.lookup import fit
 from experts.triton.configs.nearest import Known, borrow
 from experts.triton.configs.select import on_device
-from experts.triton.gemv_tma import config as gemv_tma_config
+from experts.triton.gemv_tma import gemv_tma_config
 from experts.triton.launch_config import Device, LaunchConfig, MoEConfig, gemms
 from experts.triton.paths import PATHS
 from experts.triton.tuning.space import ConfigSpace
 from modular_kernel import Problem
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.types import Combine
+from modular_kernel.spec.problem import Combine
 
 H200 = Device("NVIDIA H200", tma=True)
 QWEN = Problem(

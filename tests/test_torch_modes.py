@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from modular_kernel.catalog import check_all, make_kernel, this_machine
-from modular_kernel.composer import random_inputs
 from modular_kernel.integrations.fused_moe import fused_experts
+from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.types import Problem
+from modular_kernel.testing.random_inputs import random_inputs
 
 FP32 = Problem(tokens=3, hidden=64, intermediate=32, experts=4, top_k=2, dtype=torch.float32)
 W8A8 = Problem(5, 64, 32, 4, 2, quant="fp8_w8a8_channel")

@@ -8,7 +8,7 @@ from run_mk import Mk, runs_mk
 
 from modular_kernel.catalog import needs_triton, this_machine
 from modular_kernel.machine import torch_twins
-from modular_kernel.ops.launch.runtime import use_triton
+from modular_kernel.replay.launch.runtime import use_triton
 
 HERE = this_machine(device="cpu")
 SMALL = ("--tokens", "4", "--hidden", "32", "--intermediate", "32", "--experts", "4")

@@ -16,12 +16,12 @@ if find_spec("transformers") is None:
 from traced import in_one_graph
 from transformers.integrations.moe import use_experts_implementation
 
-from modular_kernel.call_plans import held_bytes
 from modular_kernel.cli.demo_models import SMALL_MODELS, small_model
 from modular_kernel.integrations.transformers import register, registration
 from modular_kernel.machine import torch_twins
 from modular_kernel.operators import experts as experts_op
 from modular_kernel.operators.pairing import layer_text
+from modular_kernel.plan import held_bytes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NO_EP = "MoEPrepareAndFinalizeNoEP"

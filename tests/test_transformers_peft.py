@@ -20,11 +20,11 @@ import transformers
 
 import modular_kernel as mk
 from experts import TorchExperts
-from modular_kernel.adapter_pool import AdapterPool
-from modular_kernel.adapters import adapters_of_sequences
-from modular_kernel.importers.peft import load_adapter
+from modular_kernel.checkpoints.peft import load_adapter
 from modular_kernel.integrations.transformers import register, report, serve, weights_of
-from modular_kernel.planned import Planned
+from modular_kernel.layers.adapter_pool import AdapterPool
+from modular_kernel.operators.kernel_cache import Planned
+from modular_kernel.spec.lora import adapters_of_sequences
 
 E, K, H, I, VOCABULARY = 4, 2, 32, 24, 48  # noqa: E741
 SIZES = {

@@ -26,7 +26,7 @@ from modular_kernel.integrations.transformers.modules import dispatched, tensors
 from modular_kernel.operators.experts import EXPERTS
 from modular_kernel.testing.checkpoints import samples as checkpoint_samples
 from modular_kernel.testing.checkpoints.formats import Stored
-from modular_kernel.testing.checkpoints.kinds import FUSED, KINDS, ORDERED
+from modular_kernel.testing.checkpoints.published_formats import FUSED, KINDS, ORDERED
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HIDDEN, INTERMEDIATE = 128, 256

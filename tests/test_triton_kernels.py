@@ -22,8 +22,8 @@ from experts.triton_kernels.tile_maps import (
     write_tile_maps,
 )
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.quant import dequantize
-from modular_kernel.types import Combine, Problem
+from modular_kernel.quant.quantized_weights import dequantize
+from modular_kernel.spec.problem import Combine, Problem
 
 BASE = Problem(tokens=17, hidden=48, intermediate=80, experts=5, top_k=2)
 

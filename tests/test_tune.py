@@ -3,7 +3,7 @@
 import pytest
 from tune_samples import FOLDER, TIMES, Fake, Space, job, only
 
-from modular_kernel.tunable import Best, Choice, Took
+from modular_kernel.contracts import Best, Choice, Took
 from modular_kernel.tuning.search import Refusal, remaining, tune
 
 # ------------------------------------------------------------------------------------ what it picks

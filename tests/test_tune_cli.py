@@ -15,24 +15,23 @@ import typer
 from run_mk import Mk, run_mk
 from tile_samples import MACHINE, ONE, TWO, on_an_h200
 
-from experts.triton.configs.filenames import ConfigKey
-from experts.triton.configs.files import config_as_json
+from experts.triton.configs.files import ConfigKey, config_as_json
 from experts.triton.tuning.space import ConfigSpace
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli.options import ProblemOptions
 from modular_kernel.cli.presets import SHAPES
 from modular_kernel.cli.tune import Search, _pair, _problems, _run, _valid
 from modular_kernel.cli.tune_output import Bar, TunedLayer, TuneRecorder, print_text, record
+from modular_kernel.contracts import Best, Took
 from modular_kernel.errors import ConfigurationError, IncompatibleError
-from modular_kernel.quant import check_weights_quantized
-from modular_kernel.reference_weights import matrix
-from modular_kernel.tunable import Best, Took
-from modular_kernel.tuning import compiled
-from modular_kernel.tuning.compiled import Pair
-from modular_kernel.tuning.measured import TimedSearch
+from modular_kernel.quant.quantized_weights import check_weights_quantized
+from modular_kernel.reference.weights import matrix
+from modular_kernel.spec.problem import Problem
+from modular_kernel.tuning import compilation
+from modular_kernel.tuning.compilation import Pair
+from modular_kernel.tuning.measurement import TimedSearch
 from modular_kernel.tuning.search import Refusal, Tuned
 from modular_kernel.tuning.weights import tuning_weights
-from modular_kernel.types import Problem
 
 SMALL = Problem(tokens=40, hidden=64, intermediate=64, experts=4, top_k=2)
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
@@ -241,7 +240,7 @@ def test_a_layer_is_tuned_from_end_to_end(
     machine = this_machine()
     if machine.device == "cpu" and not machine.interpreter:
         pytest.skip("no Triton here")
-    monkeypatch.setattr(compiled, "Compiler", NoCompiler)
+    monkeypatch.setattr(compilation, "Compiler", NoCompiler)
     monkeypatch.setattr(ConfigSpace, "candidates", lambda _self, tokens: [ONE, TWO])
     times = tmp_path / "times.jsonl"
     pair, options = (

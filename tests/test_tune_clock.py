@@ -6,12 +6,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from modular_kernel import stages
+from modular_kernel.contracts import Took
 from modular_kernel.measure import timing as method
 from modular_kernel.measure.timing import WallClock
-from modular_kernel.tunable import Took
-from modular_kernel.tuning import clock
-from modular_kernel.tuning.clock import StageClock, middle
+from modular_kernel.replay import stages
+from modular_kernel.tuning import stage_timer
+from modular_kernel.tuning.stage_timer import StageClock, middle
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -31,7 +31,7 @@ class Time:
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     made = Time()
-    for module in (clock, method):
+    for module in (stage_timer, method):
         monkeypatch.setattr(module, "time", made)
     return made
 
@@ -78,7 +78,7 @@ def test_the_pause_grows_until_the_host_is_ahead(
 ) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: pauses.append(cycles / 2.0e9))
-    monkeypatch.setattr(clock, "clock_of", lambda device: WallClock())
+    monkeypatch.setattr(stage_timer, "clock_of", lambda device: WallClock())
     made = StageClock((), GPU)
     made.times([lambda: time.sleep(0.002)])
     assert len(pauses) == 2, "the first was too short"

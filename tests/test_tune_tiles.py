@@ -8,25 +8,23 @@ import pytest
 from tile_samples import MACHINE, MIXTRAL, NAME, ONE, TWO, here_an_h200, launch, ours, write
 from tune_samples import WANTED, Fake, only, staged, tile_cost
 
-from experts.triton.aligned.candidates import ROWS, entries
-from experts.triton.aligned.path import AlignedPath
-from experts.triton.aligned_w4.path import AlignedW4Path
+from experts.triton.aligned.aligned_config import ROWS, entries
+from experts.triton.aligned.aligned_path import AlignedPath
+from experts.triton.aligned_w4.aligned_w4_path import AlignedW4Path
 from experts.triton.configs import select as tiles
 from experts.triton.configs.files import read_recipe
-from experts.triton.configs.heuristics import heuristics
-from experts.triton.configs.limits import config_violations
+from experts.triton.configs.heuristics import config_violations, heuristics
 from experts.triton.configs.select import choose_config, this_store
-from experts.triton.gemv.path import GemvPath
-from experts.triton.gemv_w4.config import GemvW4Config
-from experts.triton.grouped_tma import config as grouped_tma_config
-from experts.triton.grouped_tma.path import GroupedTmaPath
+from experts.triton.gemv.gemv_path import GemvPath
+from experts.triton.gemv_w4.gemv_w4_config import GemvW4Config
+from experts.triton.grouped_tma import grouped_tma_config
+from experts.triton.grouped_tma.grouped_tma_path import GroupedTmaPath
 from experts.triton.launch_config import Device, MoEConfig
 from experts.triton.paths import BASE, PATHS
 from experts.triton.tuning.space import Additive, ConfigSpace
 from modular_kernel.catalog import load_catalog, this_machine
-from modular_kernel.contracts import PermuteExpertsUnpermute
+from modular_kernel.contracts import Best, Choice, PermuteExpertsUnpermute, Took
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.tunable import Best, Choice, Took
 from modular_kernel.tuning.search import Refusal
 
 here = here_an_h200()

@@ -15,16 +15,16 @@ from modular_kernel import Problem, reference
 from modular_kernel.catalog import this_machine
 from modular_kernel.contracts import PermuteExpertsUnpermute
 from modular_kernel.ops import mlp
-from modular_kernel.quant import QUANT_SCHEMES
-from modular_kernel.roundings import Roundings
+from modular_kernel.quant.quantized_weights import QUANT_SCHEMES
+from modular_kernel.spec.problem import Machine
+from modular_kernel.spec.rounding import Roundings
 from modular_kernel.testing import Case, prove
-from modular_kernel.testing.call_mutants.roundings import ROUNDING_MUTANTS
 from modular_kernel.testing.cases.inputs import make_inputs
 from modular_kernel.testing.cases.lists import BASE
-from modular_kernel.testing.verify import twins
+from modular_kernel.testing.input_mutations.roundings import ROUNDING_MUTANTS
+from modular_kernel.testing.verify import bitwise_reference
+from modular_kernel.testing.verify.bitwise_reference import judged
 from modular_kernel.testing.verify.trial import Trial
-from modular_kernel.testing.verify.twins import judged
-from modular_kernel.types import Machine
 
 _NO_EP, _BATCHED = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
 _HALF = replace(BASE, dtype=torch.bfloat16)
@@ -162,17 +162,17 @@ def _told_of_weights(trial: Trial, change: float) -> bool:
     """Whether router weights raised by this part of themselves would be told from the twin's."""
     shares, own = [], []
     for sample in (trial.first, trial.second):
-        (way,) = twins.declared(trial, sample) or []
+        (way,) = bitwise_reference.declared(trial, sample) or []
         weights = sample.pristine.routing.topk_weights_TK
-        right, kept = twins.twin_of(sample, way), weights.clone()
+        right, kept = bitwise_reference.twin_of(sample, way), weights.clone()
         weights.mul_(1 + change)
-        raised = twins.twin_of(sample, way)
+        raised = bitwise_reference.twin_of(sample, way)
         weights.copy_(kept)
-        live = twins.live_rows(sample, right)
-        shares.append(twins.differing(raised, right)[live])
-        moved = twins.twins_of(sample, way, 3)[1:]
-        own += [twins.differing(each, right)[live] for each in moved]
-    return bool(list(twins.judged(torch.cat(shares), torch.cat(own), [])))
+        live = bitwise_reference.live_rows(sample, right)
+        shares.append(bitwise_reference.differing(raised, right)[live])
+        moved = bitwise_reference.twins_of(sample, way, 3)[1:]
+        own += [bitwise_reference.differing(each, right)[live] for each in moved]
+    return bool(list(bitwise_reference.judged(torch.cat(shares), torch.cat(own), [])))
 
 
 @pytest.mark.cpu

@@ -3,10 +3,10 @@
 import torch
 
 from modular_kernel.catalog import this_machine
+from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.testing.cases.ranks import RankCase
 from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.verify.over_ranks import prove_ranks
-from modular_kernel.types import Parallel, Problem
 
 MACHINE = this_machine(device="cpu")
 # Of three tokens and one, two come to each rank: as many as a path takes that sums before it

@@ -12,9 +12,9 @@ import pytest
 from run_mk import run_mk
 
 from modular_kernel.catalog import check, load_catalog
+from modular_kernel.compatibility.support import Planned
 from modular_kernel.errors import UnknownPartError
-from modular_kernel.support import Planned
-from modular_kernel.types import Combine, Machine, Parallel, Problem
+from modular_kernel.spec.problem import Combine, Machine, Parallel, Problem
 
 LIBRARIES = (
     *("deep_gemm", "triton_kernels", "nvidia_cutlass_dsl", "deep_ep", "deep_ep_cpp"),

@@ -7,9 +7,9 @@ import torch
 import vendor_stand_in as parts
 from vendor_stand_in import proven
 
-from experts.common.by_rows import by_rows
+from experts.common.row_major import by_rows
+from modular_kernel.spec.problem import Problem
 from modular_kernel.testing.cases.inputs import Manner
-from modular_kernel.types import Problem
 
 PLAIN = Problem(tokens=9, hidden=128, intermediate=128, experts=3, top_k=2)
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.schemes import QUANT_SCHEMES, QuantScheme
-from modular_kernel.types import ActivationSpec, Problem
+from modular_kernel.spec.problem import ActivationSpec, Problem
+from modular_kernel.spec.quantization import QUANT_SCHEMES, QuantScheme
 
 OPTIONS = (
     "fp8_w8a8_block:block=64x32",

@@ -8,16 +8,16 @@ import torch
 from safetensors.torch import load_file
 
 import modular_kernel as mk
+from modular_kernel.checkpoints import Format, format_of
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
-from modular_kernel.importers import Format, format_of
-from modular_kernel.layers.share import Move, Share, destination
+from modular_kernel.layers.rank_share import Move, Share, destination
 from modular_kernel.layers.weight_loading import (
     ExpertLoader,
     Fp8EPMoEMethod,
     UnquantizedEPMoEMethod,
     make_expert_params_mapping,
 )
-from modular_kernel.testing.checkpoints.kinds import KINDS
+from modular_kernel.testing.checkpoints.published_formats import KINDS
 from modular_kernel.testing.checkpoints.samples import write
 
 FULL = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 4))

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from modular_kernel import replay
 from modular_kernel.catalog import check_all, make_kernel, this_machine
 from modular_kernel.errors import ConfigurationError, CorruptionError
-from modular_kernel.types import Problem
+from modular_kernel.replay import recording
+from modular_kernel.spec.problem import Problem
 from modular_kernel.workspace import FILLS, BufferSpec, Fills, Workspace, workspace_bytes
 
 BASE = Problem(tokens=2000, hidden=16, intermediate=32, experts=256, top_k=8)
@@ -173,12 +173,12 @@ def test_a_replayed_call_takes_nothing_and_still_shows_an_overrun() -> None:
 def test_what_watches_shared_memory_is_not_part_of_a_recorded_call() -> None:
     """A poisoned plan replays its calls, else nothing would show a launch that is not recorded."""
     workspace = Workspace(OVER, CPU, poison=True)
-    with replay.recording(()) as recorder:
+    with recording.recording(()) as recorder:
         workspace.take("rows", (1,))
         later = workspace.take("sums", (256,))
     assert bool(later.isnan().all())
     assert recorder.refused == ""
-    with replay.recording(()) as recorder:
+    with recording.recording(()) as recorder:
         later.fill_(0)
     assert recorder.refused != ""
 

@@ -13,7 +13,7 @@ from experts.triton.configs import select as tiles
 from experts.triton.configs.files import FORMAT
 from experts.triton.configs.lookup import ConfigLookup
 from experts.triton.launch_config import Device, LaunchConfig, MoEConfig
-from modular_kernel.types import Machine, Problem
+from modular_kernel.spec.problem import Machine, Problem
 
 H200 = Device("NVIDIA H200")
 MACHINE = Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H200")

@@ -8,9 +8,9 @@ from itertools import cycle
 
 import torch
 
+from modular_kernel.spec.problem import Combine, Problem
 from modular_kernel.testing import Case
 from modular_kernel.testing.cases.inputs import LAYOUTS, Manner
-from modular_kernel.types import Combine, Problem
 
 TORCH = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 BATCHED = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from experts.assembled import experts_of, fused_experts_of
+from experts.staged import experts_of, fused_experts_of
 from modular_kernel.ops.activation import gated_activation_ref
 from modular_kernel.ops.count import local_ids
 from modular_kernel.runner import (

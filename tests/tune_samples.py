@@ -7,7 +7,7 @@ from pathlib import Path
 
 from experts.triton.launch_config import LaunchConfig, MoEConfig
 from experts.triton.tuning.space import ConfigSpace
-from modular_kernel.tunable import Best, Choice, Took, Tunable
+from modular_kernel.contracts import Best, Choice, Took, Tunable
 from modular_kernel.tuning.search import Bench, Refusal, Tuned, TuneJob, tune
 
 FOLDER = Path("nowhere")

@@ -24,10 +24,10 @@ from experts import (
 from experts.cutlass.path import CutlassPath
 from experts.cutlass.product import TILE_M
 from experts.triton.contiguous import _Kind
-from experts.triton.grouped_tma import config as grouped_tma
+from experts.triton.grouped_tma import grouped_tma_config as grouped_tma
 from modular_kernel.machine import torch_twins
+from modular_kernel.spec.problem import Machine
 from modular_kernel.testing import Case, prove
-from modular_kernel.types import Machine
 
 FOLDER = Path(__file__).parent / "stand_ins"
 if str(FOLDER) not in sys.path:

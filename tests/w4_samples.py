@@ -4,12 +4,12 @@ from typing import NamedTuple
 
 import torch
 
+from experts.triton.grouped_w4.bitwise_reference import tile_weights
 from experts.triton.grouped_w4.layout import Form, Tiled, form_of
-from experts.triton.grouped_w4.twin import tile_weights
 from experts.triton.operands import Product, scale_group
-from modular_kernel.quant import dequantize
-from modular_kernel.repacked import repack
-from modular_kernel.schemes import QuantScheme
+from modular_kernel.quant.quantized_weights import dequantize
+from modular_kernel.quant.repacking import repack
+from modular_kernel.spec.quantization import QuantScheme
 
 INTEGERS = (
     "int4_w4a16_group",

@@ -18,10 +18,10 @@ from experts.triton.configs.select import on_device
 from experts.triton.launch_config import Device
 from modular_kernel.catalog import load_catalog, make_kernel, packages_of, this_machine
 from modular_kernel.machine import importable
+from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.testing.compile.cases import compile_call
 from modular_kernel.testing.compile.report import CompileRecord
 from modular_kernel.testing.verify.invariance_table import as_markdown, measure
-from modular_kernel.types import Machine, Problem
 
 SCHEMES = (
     *("none", "fp8_w8a8_channel", "fp8_w8a8_block", "int8_w8a8_channel"),

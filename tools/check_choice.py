@@ -31,17 +31,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from modular_kernel.catalog import make_kernel
-from modular_kernel.cli.lists import schemes, token_numbers
+from modular_kernel.cli.list_options import schemes, token_numbers
 from modular_kernel.cli.presets import BASELINE_SHAPES, SHAPES
-from modular_kernel.measure.routing import RoutingKind
+from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.measure.timing import capture, clock_of, samples_ms, wiper_of
+from modular_kernel.select.autotune import BUDGET_S, Terms, compose
 from modular_kernel.select.budget import Budget
-from modular_kernel.select.choosing import BUDGET_S, Terms, compose
 from modular_kernel.select.inputs import make_weights, situation
+from modular_kernel.select.process_group import Alone
 from modular_kernel.select.record import named
-from modular_kernel.select.team import Alone
 from modular_kernel.select.timing import Stopwatch
-from modular_kernel.types import Problem
+from modular_kernel.spec.problem import Problem
 
 HOPELESS = 1.5  # times the default's time: no candidate for the best
 OVERRUN_S = 1.0

@@ -39,7 +39,7 @@ from modular_kernel.catalog import make_kernel, this_machine
 from modular_kernel.cli.presets import SHAPES
 from modular_kernel.measure.cases import LayerCase, make_input, make_weights, quantized
 from modular_kernel.measure.environment import environment
-from modular_kernel.measure.routing import RoutingKind
+from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.measure.timing import capture
 
 PF = "MoEPrepareAndFinalizeNoEP"

@@ -6,7 +6,7 @@
 A layer that is left out takes the launches that the nearest other layers were tuned to
 (experts/triton/configs/nearest.py), and then those of the heuristics alone (heuristics.py there).
 Whole planned layers with them and with its own tuned tiles are checked and timed by turns, as the
-tuner compares its finalists (modular_kernel/tuning/measured.py). Tiles that are the same are not
+tuner compares its finalists (modular_kernel/tuning/measurement.py). Tiles that are the same are not
 timed.
 """
 
@@ -27,17 +27,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import triton
 
-from experts.triton.configs.filenames import ConfigKey
+from experts.triton.configs.files import ConfigKey
 from experts.triton.configs.heuristics import heuristics
 from experts.triton.configs.lookup import PACKAGED, ConfigLookup, subfolder
 from experts.triton.launch_config import Device, MoEConfig
 from experts.triton.paths import PATHS
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli.presets import SHAPES
-from modular_kernel.printable import counted
-from modular_kernel.tuning.compiled import Compiler, Pair
-from modular_kernel.tuning.measured import TimedSearch
-from modular_kernel.types import Problem
+from modular_kernel.spec.problem import Problem
+from modular_kernel.text import counted
+from modular_kernel.tuning.compilation import Compiler, Pair
+from modular_kernel.tuning.measurement import TimedSearch
 
 BOUND = 1.20
 CONFIGS = Path(__file__).parents[1] / "experts" / "triton" / "configs" / "data"

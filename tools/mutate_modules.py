@@ -27,16 +27,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from modular_kernel.cli.host import prepare_host
+from modular_kernel.cli.machine_setup import prepare_host
 
 prepare_host(quiet=True)
 
 import pytest
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.testing.mutation.apart import apart
-from modular_kernel.testing.mutation.attempt import Killers
-from modular_kernel.testing.mutation.child import Child, Tell
+from modular_kernel.testing.mutation.case_runs import case_list
+from modular_kernel.testing.mutation.case_steps import run_cases
 from modular_kernel.testing.mutation.coverage import (
     Coverage,
     Covered,
@@ -47,17 +46,18 @@ from modular_kernel.testing.mutation.coverage import (
     united,
     watched,
 )
-from modular_kernel.testing.mutation.equivalent import reviewed
-from modular_kernel.testing.mutation.fate import GRACE_S, SLOWER, Fate
+from modular_kernel.testing.mutation.cpu_undetectable import apart
+from modular_kernel.testing.mutation.forked_worker import Child, Tell
+from modular_kernel.testing.mutation.mutant_outcome import GRACE_S, SLOWER, Fate
 from modular_kernel.testing.mutation.one_process import OneProcess
+from modular_kernel.testing.mutation.patched_module import dependents, forget, reattach, serve
 from modular_kernel.testing.mutation.record import died, record_of
-from modular_kernel.testing.mutation.runs import case_list
+from modular_kernel.testing.mutation.reviewed_equivalents import reviewed
+from modular_kernel.testing.mutation.run_mutant import Killers
 from modular_kernel.testing.mutation.scope import file_of
 from modular_kernel.testing.mutation.score import SAMPLE, Score, Survey, drawn, release
-from modular_kernel.testing.mutation.serve import dependents, forget, reattach, serve
+from modular_kernel.testing.mutation.sites import mutants_of
 from modular_kernel.testing.mutation.source import Mutant
-from modular_kernel.testing.mutation.steps import run_cases
-from modular_kernel.testing.mutation.walk import mutants_of
 
 SCOPES = ROOT / "tools/mutation_scopes.json"
 FOLDER = ROOT / "docs/mutation"
@@ -143,7 +143,7 @@ class Follow:
 def fresh() -> Any:
     """Import anew what was forgotten, packages of parts first, and how cases are run."""
     importlib.import_module("modular_kernel.catalog").load_catalog()
-    runs = importlib.import_module("modular_kernel.testing.mutation.runs")
+    runs = importlib.import_module("modular_kernel.testing.mutation.case_runs")
     reattach()
     return runs
 

@@ -21,7 +21,7 @@ from typing import Literal
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from modular_kernel.cli.host import prepare_host
+from modular_kernel.cli.machine_setup import prepare_host
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.settings import environment_of_child
 
@@ -29,9 +29,9 @@ prepare_host()
 
 from modular_kernel.catalog import this_machine
 from modular_kernel.testing import pairings
-from modular_kernel.testing.mutation import attempt, cover
-from modular_kernel.testing.mutation.attempt import Killers
+from modular_kernel.testing.mutation import cover, run_mutant
 from modular_kernel.testing.mutation.defects import Defect, read_defects
+from modular_kernel.testing.mutation.run_mutant import Killers
 from modular_kernel.testing.mutation.source import Mutant
 
 LIST = ROOT / "tools/source_defects.json"
@@ -81,7 +81,7 @@ def before_cases(
                 told[level] = before
             if told.get(level, "").startswith("killed"):
                 continue
-            fate = attempt(defect.mutant, coverage, (pair,), level, killers)
+            fate = run_mutant(defect.mutant, coverage, (pair,), level, killers)
             if fate.killed:
                 check = fate.by.partition(":")[0] if fate.how == "killed" else fate.how
                 told[level] = f"killed by {check} in {' x '.join(pair)}"

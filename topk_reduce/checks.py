@@ -5,15 +5,15 @@ from typing import Annotated
 import torch
 
 from modular_kernel.errors import DtypeError, LayoutError, ShapeError
-from modular_kernel.fields import MOST, Between, Count, expect
-from modular_kernel.tensor_checks import (
+from modular_kernel.spec.problem import dtype_name
+from modular_kernel.tensors import DispatchedRouting, ExpertRows
+from modular_kernel.utils.argument_checks import MOST, Between, Count, expect
+from modular_kernel.utils.tensor_checks import (
     check_no_gradients,
     check_output,
     check_tensor,
     check_tensors,
 )
-from modular_kernel.tensors import DispatchedRouting, ExpertRows
-from modular_kernel.types import dtype_name
 
 
 def check_rows(given: object, out: torch.Tensor, shape: str) -> None:

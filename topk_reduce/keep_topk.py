@@ -4,8 +4,8 @@ import torch
 
 from modular_kernel.contracts import TopKWeightAndReduce
 from modular_kernel.ops.reduce import gather_rows, scale_rows
+from modular_kernel.spec.problem import Combine, Problem
 from modular_kernel.tensors import ExpertRows
-from modular_kernel.types import Combine, Problem
 from topk_reduce.checks import check_rows
 
 

@@ -4,8 +4,8 @@ import torch
 
 from modular_kernel.contracts import TopKWeightAndReduce
 from modular_kernel.ops.reduce import gather_weight_and_sum
+from modular_kernel.spec.problem import Reduce
 from modular_kernel.tensors import ExpertRows
-from modular_kernel.types import Reduce
 from topk_reduce.checks import check_rows
 
 

@@ -9,10 +9,10 @@ from typing import ClassVar
 
 import torch
 
-from experts.common.hidden_rows import ROUNDINGS, hidden_rows, hidden_specs
-from modular_kernel import stages
+from experts.common.activation_rows import ROUNDINGS, hidden_rows, hidden_specs
 from modular_kernel.contracts import PermuteExpertsUnpermute, PickledByProblem, TopKWeightAndReduce
-from modular_kernel.roundings import Roundings
+from modular_kernel.replay import stages
+from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import (
     BatchedShape,
     BatchedTokens,

@@ -11,18 +11,19 @@ from typing import ClassVar
 
 import torch
 
-from experts.common.hidden_rows import ROUNDINGS, hidden_rows, hidden_specs
+from experts.common.activation_rows import ROUNDINGS, hidden_rows, hidden_specs
 from experts.triton.path import room_for
-from modular_kernel import stages
+from modular_kernel.compatibility.support import ExpertsRequirements
 from modular_kernel.contracts import PermuteExpertsUnpermute, PickledByProblem, TopKWeightAndReduce
 from modular_kernel.ops.permute import permute_tokens
 from modular_kernel.ops.permute_quantize import permute_and_quantize
 from modular_kernel.ops.quantize import Quantized, scale_shape
 from modular_kernel.ops.reduce import gather_rows, gather_weight_and_sum
 from modular_kernel.ops.sort import sort_pairs, sort_specs
-from modular_kernel.quant import STORAGE
-from modular_kernel.roundings import Roundings
-from modular_kernel.support import ExpertsRequirements
+from modular_kernel.quant.quantized_weights import STORAGE
+from modular_kernel.replay import stages
+from modular_kernel.spec.problem import ActivationFormat, Combine, Reduce
+from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import (
     ContiguousShape,
     ContiguousTokens,
@@ -31,7 +32,6 @@ from modular_kernel.tensors import (
     DispatchShape,
     ExpertWeights,
 )
-from modular_kernel.types import ActivationFormat, Combine, Reduce
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNoOp, unless_kept
 

@@ -15,13 +15,13 @@ from modular_kernel.errors import (
     LayoutError,
     ShapeError,
 )
-from modular_kernel.ops.launch.launch import launch
-from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.ops.quantize import scale_shape
-from modular_kernel.quant import STORAGE, weight_specs
-from modular_kernel.tensor_checks import check_no_gradients, check_output, check_tensor
+from modular_kernel.quant.quantized_weights import STORAGE, weight_specs
+from modular_kernel.replay.launch.launch import launch
+from modular_kernel.replay.launch.runtime import use_triton
+from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.types import Machine, Problem
+from modular_kernel.utils.tensor_checks import check_no_gradients, check_output, check_tensor
 
 
 def batched_gemm(  # noqa: PLR0913  (operands, their scales, and what to make)

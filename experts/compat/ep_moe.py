@@ -33,21 +33,21 @@ from modular_kernel.errors import (
     ShapeError,
     UnsupportedError,
 )
-from modular_kernel.fields import MOST, Between, Count, available_device, expect
-from modular_kernel.ops.launch.launch import launch
-from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.ops.permute import hidden_block
 from modular_kernel.ops.reduce import gather_weight_and_sum
 from modular_kernel.ops.sort import most_tiles
-from modular_kernel.quant import LARGEST
-from modular_kernel.tensor_checks import (
+from modular_kernel.quant.quantized_weights import LARGEST
+from modular_kernel.replay.launch.launch import launch
+from modular_kernel.replay.launch.runtime import use_triton
+from modular_kernel.spec.problem import Problem, dtype_name
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.utils.argument_checks import MOST, Between, Count, available_device, expect
+from modular_kernel.utils.tensor_checks import (
     check_no_gradients,
     check_output,
     check_tensor,
     check_tensors,
 )
-from modular_kernel.tensors import ExpertWeights
-from modular_kernel.types import Problem, dtype_name
 
 _FP8 = torch.float8_e4m3fn
 _LEAST_DEPTH = 32  # of a step of a product of 8-bit values

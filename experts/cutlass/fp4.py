@@ -13,9 +13,8 @@ from experts.common.batched_rows import UnweightedRowsExperts
 from experts.common.sorted_rows import SummedRowsExperts
 from experts.cutlass.fp4_mlp import launch_without_memory, mlp, mlp_specs
 from experts.cutlass.fp4_product import MULTIPLE, fp4_gemm
-from experts.declared import of_batched_rows
+from experts.derived_requirements import of_batched_rows
 from experts.triton.path import room_for
-from modular_kernel import stages
 from modular_kernel.ops.fp4_rows import (
     TILE_M,
     batched_tile_specs,
@@ -24,6 +23,7 @@ from modular_kernel.ops.fp4_rows import (
     take_fp4,
 )
 from modular_kernel.ops.sort import most_tiles, sort_pairs, sort_specs
+from modular_kernel.replay import stages
 from modular_kernel.tensors import (
     BatchedShape,
     BatchedTokens,

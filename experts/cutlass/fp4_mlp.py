@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from experts.common.by_rows import by_rows
+from experts.common.row_major import by_rows
 from experts.cutlass.fp4_product import Fp4Weights
-from modular_kernel import nvfp4, stages
 from modular_kernel.ops.fp4_rows import (
     TILE_M,
     Fp4Rows,
@@ -21,9 +20,11 @@ from modular_kernel.ops.fp4_rows import (
     tile_scales,
     tiled_scale_spec,
 )
-from modular_kernel.quant import matrices_of
+from modular_kernel.quant import nvfp4
+from modular_kernel.quant.quantized_weights import matrices_of
+from modular_kernel.replay import stages
+from modular_kernel.spec.problem import ActivationSpec, Problem
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.types import ActivationSpec, Problem
 from modular_kernel.workspace import BufferSpec, Workspace
 
 # Of rows, weights, tiles and results, as `fp4_gemm`.

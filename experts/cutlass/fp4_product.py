@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from experts.cutlass.fakes import any_matrix
-from experts.cutlass.objects import Kernel
+from experts.cutlass.compiled_kernels import Kernel
+from experts.cutlass.fake_tensors import any_matrix
 from experts.triton.operands import TMA_BYTES
-from modular_kernel import nvfp4
 from modular_kernel.errors import DtypeError, LayoutError, ShapeError
-from modular_kernel.matmul import matmul
 from modular_kernel.ops.fp4_rows import TILE_M, Fp4Rows, named_tiles
-from modular_kernel.scale_layout import from_tiles, tiled_shape
-from modular_kernel.scale_tiles import unpack_pairs
-from modular_kernel.types import dtype_name
+from modular_kernel.quant import nvfp4
+from modular_kernel.quant.scale_layout import from_tiles, tiled_shape
+from modular_kernel.quant.scale_tiles import unpack_pairs
+from modular_kernel.spec.problem import dtype_name
+from modular_kernel.utils.matmul import matmul
 
 MULTIPLE = 128  # of N and K: weight rows of a tile; values whose scales are whole lines
 
@@ -30,7 +30,7 @@ class Fp4Weights:
     """Weights of all experts as the product reads them.
 
     w: (e, N, K / 2) uint8, two e2m1 values each. scale: (e * N / 128, bytes) uint8, e4m3 by blocks
-    of 128 rows (`modular_kernel.scale_layout`). factors: (e, matrices) float32, what sums of gate
+    of 128 rows (`modular_kernel.quant.scale_layout`). factors: (e, matrices) float32, what sums of gate
     rows, up rows or all rows are multiplied by.
     """
 

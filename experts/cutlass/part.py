@@ -4,9 +4,9 @@ import torch
 
 from experts.cutlass.path import CutlassPath
 from experts.triton.contiguous import TritonExperts
-from experts.triton.grouped_tma.config import NAME
-from modular_kernel.support import ExpertsRequirements
-from modular_kernel.types import ActivationFormat, Problem, Reduce
+from experts.triton.grouped_tma.grouped_tma_config import NAME
+from modular_kernel.compatibility.support import ExpertsRequirements
+from modular_kernel.spec.problem import ActivationFormat, Problem, Reduce
 
 _BLOCK = (128, 128)
 

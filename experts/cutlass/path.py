@@ -7,13 +7,13 @@ import torch
 
 from experts.cutlass.product import TILE_M, block_gemm
 from experts.triton.grouped.base import Rows
-from experts.triton.grouped_tma.path import GroupedTmaPath
+from experts.triton.grouped_tma.grouped_tma_path import GroupedTmaPath
 from experts.triton.launch_config import LaunchConfig
 from experts.triton.operands import Product, first_product
 from experts.triton.path import PathCall
-from modular_kernel import stages
 from modular_kernel.ops.quantize import Quantized, take_quantized
 from modular_kernel.ops.sort import Sorted
+from modular_kernel.replay import stages
 from modular_kernel.workspace import BufferSpec
 
 

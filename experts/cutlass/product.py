@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from experts.cutlass.fakes import any_matrix
-from experts.cutlass.objects import Kernel
+from experts.cutlass.compiled_kernels import Kernel
+from experts.cutlass.fake_tensors import any_matrix
 from experts.triton.operands import TMA_BYTES, Product
 from modular_kernel.errors import LayoutError, ShapeError
-from modular_kernel.matmul import matmul
 from modular_kernel.ops.activation import gated_activation_ref
 from modular_kernel.ops.quantize import Quantized, dequantize_rows, quantize_rows_ref
 from modular_kernel.ops.sort import Sorted
-from modular_kernel.quant import dequantize
-from modular_kernel.types import Problem
+from modular_kernel.quant.quantized_weights import dequantize
+from modular_kernel.spec.problem import Problem
+from modular_kernel.utils.matmul import matmul
 
 TILE_M = 128  # rows of a tile
 BLOCK = 128  # values that share a scale, along the depth and across weight rows

@@ -14,7 +14,7 @@ from experts.cutlass.scaled_mm import (
     rows_product,
     scale_specs,
 )
-from experts.declared import of_batched_rows
+from experts.derived_requirements import of_batched_rows
 from modular_kernel.tensors import BatchedShape
 from modular_kernel.workspace import BufferSpec, Workspace
 

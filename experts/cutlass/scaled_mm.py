@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
-from experts.common.by_rows import by_rows
-from modular_kernel.types import Problem
+from experts.common.row_major import by_rows
+from modular_kernel.spec.problem import Problem
 from modular_kernel.workspace import BufferSpec, Workspace
 
 ARCHS = frozenset({(9, 0), (10, 0)})

@@ -1,7 +1,10 @@
 """Experts over DeepGEMM's grouped products (sm_90)."""
 
-from experts.deepgemm.either import BatchedTritonOrDeepGemmExperts, TritonOrDeepGemmExperts
 from experts.deepgemm.parts import BatchedDeepGemmExperts, DeepGemmExperts
+from experts.deepgemm.triton_or_deepgemm import (
+    BatchedTritonOrDeepGemmExperts,
+    TritonOrDeepGemmExperts,
+)
 
 __all__ = [
     "BatchedDeepGemmExperts",

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import torch
 
 from modular_kernel.ops.count import CHUNK, count_pairs, counts_spec, id_arguments, local_ids
-from modular_kernel.ops.launch.launch import launch
-from modular_kernel.ops.launch.pdl import overlap
-from modular_kernel.ops.launch.runtime import use_triton
+from modular_kernel.replay.launch.launch import launch
+from modular_kernel.replay.launch.pdl import overlap
+from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.workspace import BufferSpec, Workspace
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from experts.common.by_rows import by_rows
+from experts.common.row_major import by_rows
 from modular_kernel.errors import StateError
 from modular_kernel.ops.count import next_power_of_2
-from modular_kernel.providers import Provider, importing, module_of
+from modular_kernel.utils.package_probes import Provider, importing, module_of
 
 TILE_M = 128  # rows of a tile in the contiguous layout; masked ones have 64 or 128
 BLOCK = 128  # values of K, and rows of weights, that share a scale

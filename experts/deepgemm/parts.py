@@ -8,11 +8,11 @@ import torch
 
 from experts.common.batched_rows import BatchedRowsExperts
 from experts.common.sorted_rows import RowOrder, SortedRowsExperts
-from experts.declared import of_batched_rows
 from experts.deepgemm.aligned_rows import aligned_rows, aligned_specs, most_aligned
 from experts.deepgemm.library import BLOCK, DEEP_GEMM, TILE_M, contiguous, load, masked
+from experts.derived_requirements import of_batched_rows
+from modular_kernel.spec.problem import IdSpace, Problem
 from modular_kernel.tensors import BatchedShape, DispatchedRouting
-from modular_kernel.types import IdSpace, Problem
 from modular_kernel.workspace import BufferSpec, Workspace
 
 Rows = tuple[torch.Tensor, torch.Tensor | None]

@@ -6,8 +6,8 @@ Two pairs of a token that name one expert have the same row, so one pair with bo
 import torch
 
 from modular_kernel.ops.count import next_power_of_2
-from modular_kernel.ops.launch.launch import launch
-from modular_kernel.ops.launch.runtime import use_triton
+from modular_kernel.replay.launch.launch import launch
+from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.tensors import DispatchedRouting
 
 _PAIRS = 128  # of a program

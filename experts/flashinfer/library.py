@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from modular_kernel.errors import UnsupportedError
-from modular_kernel.providers import Provider, importing
-from modular_kernel.quant import STORAGE
-from modular_kernel.types import Problem
+from modular_kernel.quant.quantized_weights import STORAGE
+from modular_kernel.spec.problem import Problem
+from modular_kernel.utils.package_probes import Provider, importing
 
 ALIGNMENT = 16  # bytes, of rows and of what is read by TMA
 

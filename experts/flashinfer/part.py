@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from experts.common.by_rows import by_rows, lies_by_rows
-from experts.common.hidden_rows import ROUNDINGS
+from experts.common.activation_rows import ROUNDINGS
+from experts.common.row_major import by_rows, lies_by_rows
 from experts.flashinfer.joined_pairs import joined_pairs
 from experts.flashinfer.library import (
     ACTIVATIONS,
@@ -23,11 +23,12 @@ from experts.flashinfer.library import (
     workspace_bytes,
 )
 from experts.flashinfer.nan_rows import mark_nan_rows
-from modular_kernel import stages
+from modular_kernel.compatibility.support import ExpertsRequirements, Rejection
 from modular_kernel.contracts import PermuteExpertsUnpermute, PickledByProblem, TopKWeightAndReduce
 from modular_kernel.ops.quantize import quantize_rows, quantize_specs, take_quantized
-from modular_kernel.roundings import Roundings
-from modular_kernel.support import ExpertsRequirements, Rejection
+from modular_kernel.replay import stages
+from modular_kernel.spec.problem import ActivationFormat, IdSpace, Machine, Problem, Reduce
+from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import (
     ContiguousShape,
     ContiguousTokens,
@@ -36,7 +37,6 @@ from modular_kernel.tensors import (
     DispatchShape,
     ExpertWeights,
 )
-from modular_kernel.types import ActivationFormat, IdSpace, Machine, Problem, Reduce
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNoOp
 
@@ -51,7 +51,7 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
     Launches: pairs joined, so that no expert is twice in a token; tokens with a NaN marked, if the
     activation clamps; x quantized, if by tensor; the library's, which takes some small tensors in
     every call. w1 has its up rows first
-    (`modular_kernel.row_order`).
+    (`modular_kernel.quant.row_order`).
     """
 
     load_library = staticmethod(load)

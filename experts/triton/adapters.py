@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from experts.triton.path import PathCall
-from modular_kernel import stages
 from modular_kernel.ops.align import Aligned
 from modular_kernel.ops.count import id_arguments, next_power_of_2
-from modular_kernel.ops.launch.launch import launch
-from modular_kernel.ops.launch.pdl import overlap
 from modular_kernel.ops.sort import Sorted
+from modular_kernel.replay import stages
+from modular_kernel.replay.launch.launch import launch
+from modular_kernel.replay.launch.pdl import overlap
+from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.types import Problem
 from modular_kernel.workspace import BufferSpec, Workspace
 
 _LEAST_BLOCK, _MOST_BLOCK = 16, 64  # columns of a program's u, and depth of a step of B u

@@ -4,18 +4,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from experts.declared import of_batched_rows
+from experts.derived_requirements import of_batched_rows
 from experts.triton.adapters import Shrunk, adapter_specs, shrink_batched
+from experts.triton.base import OwnProductsExperts
 from experts.triton.configs.select import choose_config
 from experts.triton.launch_config import LaunchConfig
 from experts.triton.operands import Product, first_product, second_product
-from experts.triton.own_products import OwnProductsExperts
-from modular_kernel import stages
 from modular_kernel.contracts import TopKWeightAndReduce
-from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.live_rows import BatchedRows
 from modular_kernel.ops.quantize import quantize_rows, quantize_specs, take_quantized
-from modular_kernel.roundings import Roundings
+from modular_kernel.replay import stages
+from modular_kernel.replay.launch.launch import launch
+from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import (
     BatchedShape,
     BatchedTokens,
@@ -23,7 +24,6 @@ from modular_kernel.tensors import (
     DispatchShape,
     ExpertWeights,
 )
-from modular_kernel.types import Problem
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceDelegate, unless_kept
 

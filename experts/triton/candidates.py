@@ -8,7 +8,7 @@ What a problem or a device cannot launch is left out when candidates are made (t
 from collections.abc import Iterable, Mapping, Sequence
 
 from experts.triton.launch_config import Gemm, Launch, LaunchConfig, gemms
-from modular_kernel.types import Problem
+from modular_kernel.spec.problem import Problem
 
 Entry = tuple[int, ...]
 ByBlock = Mapping[int, Sequence[Entry]]  # by block_m

@@ -8,6 +8,7 @@ from itertools import combinations
 
 import torch
 
+from experts.triton.base import OwnProductsExperts
 from experts.triton.configs.select import (
     choose_config,
     kinds_up_to,
@@ -16,13 +17,13 @@ from experts.triton.configs.select import (
     this_store,
 )
 from experts.triton.launch_config import Device, MoEConfig
-from experts.triton.own_products import OwnProductsExperts
 from experts.triton.path import Path, PathCall, Rooms
 from experts.triton.paths import BY_NAME, PATHS
 from experts.triton.tuning.space import ConfigSpace
 from modular_kernel import path_log
 from modular_kernel.contracts import TopKWeightAndReduce
-from modular_kernel.roundings import Roundings
+from modular_kernel.spec.problem import Machine, Problem
+from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import (
     ContiguousShape,
     ContiguousTokens,
@@ -30,7 +31,6 @@ from modular_kernel.tensors import (
     DispatchShape,
     ExpertWeights,
 )
-from modular_kernel.types import Machine, Problem
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNoOp, unless_kept
 

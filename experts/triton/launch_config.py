@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.types import Machine, Problem
+from modular_kernel.spec.problem import Machine, Problem
 
 _LARGEST_BLOCK = 1024
 _LARGEST_TILE = 1 << 20  # elements: triton's bound on one tensor

@@ -8,11 +8,11 @@ from functools import cached_property
 import torch
 
 from experts.triton.launch_config import Device, LaunchConfig
+from modular_kernel.compatibility.support import Rejection
 from modular_kernel.ops.activation import activation_constants, up_rows
-from modular_kernel.schemes import QuantScheme
-from modular_kernel.support import Rejection
+from modular_kernel.spec.problem import Machine, Problem
+from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ContiguousTokens, ExpertWeights
-from modular_kernel.types import Machine, Problem
 
 SCHEMES = frozenset(
     {

@@ -5,9 +5,9 @@ import math
 import torch
 
 from experts.triton.operands import Product, scale_group, word_format
-from modular_kernel.schemes import QuantScheme
+from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.types import Problem
 
 _ALIGNMENT = 16  # bytes of one copy
 WARP_K = 128  # depth of the products of one warp in one step, unless told

@@ -15,9 +15,9 @@ import torch
 
 from experts.triton.candidates import Groups
 from experts.triton.launch_config import Device, Gemm, Launch, LaunchConfig, MoEConfig, Violation
-from modular_kernel.roundings import Roundings
+from modular_kernel.spec.problem import Combine, Problem
+from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ContiguousShape, ContiguousTokens, ExpertWeights
-from modular_kernel.types import Combine, Problem
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 
 ENDLESS = 1 << 62  # more tokens than any call has

@@ -1,13 +1,13 @@
 """Every path by which a call of TritonExperts may go: a new one is a folder, and a line here."""
 
-from experts.triton.aligned.path import AlignedPath
-from experts.triton.aligned_w4.path import AlignedW4Path
-from experts.triton.dequantized.path import DequantizedPath
-from experts.triton.gemv.path import GemvPath
-from experts.triton.gemv_tma.path import GemvTmaPath
-from experts.triton.gemv_w4.path import GemvW4Path
-from experts.triton.grouped_tma.path import GroupedTmaPath
-from experts.triton.grouped_w4.path import GroupedW4Path
+from experts.triton.aligned.aligned_path import AlignedPath
+from experts.triton.aligned_w4.aligned_w4_path import AlignedW4Path
+from experts.triton.dequantized.dequantized_path import DequantizedPath
+from experts.triton.gemv.gemv_path import GemvPath
+from experts.triton.gemv_tma.gemv_tma_path import GemvTmaPath
+from experts.triton.gemv_w4.gemv_w4_path import GemvW4Path
+from experts.triton.grouped_tma.grouped_tma_path import GroupedTmaPath
+from experts.triton.grouped_w4.grouped_w4_path import GroupedW4Path
 from experts.triton.path import Path
 
 # The first serves every problem. Where several take a call without a tuned file, the last one does.

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from experts.common.by_rows import by_rows, copied, is_aligned
+from experts.common.row_major import by_rows, copied, is_aligned
 from experts.triton_kernels.tile_maps import SIZES, TileMaps
-from modular_kernel.providers import Provider, forget, importing, module_of
+from modular_kernel.utils.package_probes import Provider, forget, importing, module_of
 
 _NAME = "triton_kernels"  # it imports itself by it
 

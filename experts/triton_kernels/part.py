@@ -16,10 +16,10 @@ from experts.triton_kernels.tile_maps import (
     tile_specs,
     write_tile_maps,
 )
+from modular_kernel.compatibility.support import Rejection
 from modular_kernel.ops.sort import sort_pairs, sort_specs
-from modular_kernel.support import Rejection
+from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import DispatchedRouting
-from modular_kernel.types import Machine, Problem
 from modular_kernel.workspace import BufferSpec, Workspace
 
 _MX_STEP = 128  # of K, in a step of the product with mxfp4 weights on sm_90

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from modular_kernel.ops.count import next_power_of_2
-from modular_kernel.ops.launch.launch import launch
-from modular_kernel.ops.launch.runtime import use_triton
+from modular_kernel.replay.launch.launch import launch
+from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.workspace import BufferSpec, Workspace
 
 SIZES = (16, 32, 64, 128)  # rows of a tile that the library may choose

@@ -41,16 +41,16 @@ import torch
 
 from modular_kernel.bench.peer_files import load_file
 from modular_kernel.catalog import check, load_catalog, make_kernel, needs_triton
+from modular_kernel.compatibility.support import Verdict
 from modular_kernel.errors import IncompatibleError
 from modular_kernel.kernel import Plan
 from modular_kernel.machine import torch_twins
 from modular_kernel.measure.cases import quantized
 from modular_kernel.measure.prepared_weights import declared_bytes, declared_specs
 from modular_kernel.measure.records import BASELINE, OURS, PEER
-from modular_kernel.schemes import QuantScheme
-from modular_kernel.support import Verdict
+from modular_kernel.spec.problem import Machine, Problem
+from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.types import Machine, Problem
 
 _GROUPED_MM_BYTES = 16  # rows of its operands must start on such multiples
 

@@ -12,7 +12,7 @@ import torch
 from modular_kernel.bench.candidates import BenchOffer, Layer
 from modular_kernel.bench.launch_count import count_launches
 from modular_kernel.measure import records as status
-from modular_kernel.measure.adapter_work import adapter_bytes
+from modular_kernel.measure.adapter_roofline import adapter_bytes
 from modular_kernel.measure.cases import Input, LayerCase, make_input, make_weights, operands
 from modular_kernel.measure.check import (
     Answer,
@@ -32,7 +32,7 @@ from modular_kernel.measure.roofline import (
     operand_type,
     work_of,
 )
-from modular_kernel.measure.routing import Load, load_of
+from modular_kernel.measure.routing_patterns import Load, load_of
 from modular_kernel.measure.timing import (
     Call,
     Rotation,
@@ -42,10 +42,10 @@ from modular_kernel.measure.timing import (
     rotation,
     time_calls,
 )
-from modular_kernel.printable import counted
-from modular_kernel.schemes import QuantScheme
+from modular_kernel.spec.problem import Machine, dtype_name
+from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.types import Machine, dtype_name
+from modular_kernel.text import counted
 
 _LONGEST_NOTE = 300
 Tell = Callable[[Report], object]

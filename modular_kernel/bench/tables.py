@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from modular_kernel.measure import records as status
 from modular_kernel.measure.records import Report, Row, best
-from modular_kernel.printable import counted
+from modular_kernel.text import counted
 
 _COLUMNS = (
     "shape", "T", "routing", "layer", "us", "floor us", "/ floor", "/ best peer", "error",

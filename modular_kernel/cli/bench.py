@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from modular_kernel import json_files
 from modular_kernel.cli import output
 from modular_kernel.cli.bench_model import WholeModel, bench_model
 from modular_kernel.cli.file_options import FileUse
-from modular_kernel.cli.host import prepare_host
-from modular_kernel.cli.lists import schemes, token_numbers
-from modular_kernel.cli.loaded import loaded
+from modular_kernel.cli.list_options import schemes, token_numbers
+from modular_kernel.cli.machine_setup import prepare_host
 from modular_kernel.cli.options import (
     ExpertsType,
     PfType,
@@ -27,15 +25,17 @@ from modular_kernel.cli.options import (
 )
 from modular_kernel.cli.presets import BASELINE_SHAPES, SHAPES, facts, known, shown, unknown
 from modular_kernel.cli.ranks import ranks_asked
+from modular_kernel.cli.record_files import loaded
 from modular_kernel.cli.report_files import ReportFiles
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.config_file import is_file
+from modular_kernel.utils import json_files
 
 if TYPE_CHECKING:
     from modular_kernel.bench.candidates import BenchOffer
     from modular_kernel.measure.cases import LayerCase
     from modular_kernel.measure.records import Report
-    from modular_kernel.types import Machine, Problem
+    from modular_kernel.spec.problem import Machine, Problem
 
 BASELINE = "baseline"  # stands for every name of BASELINE_SHAPES
 _TOKENS = (1, 16, 128)
@@ -234,7 +234,7 @@ class _Cells:
 
     def cells(self) -> "Iterator[LayerCase]":
         from modular_kernel.measure.cases import LayerCase
-        from modular_kernel.measure.routing import RoutingKind, check_distinct
+        from modular_kernel.measure.routing_patterns import RoutingKind, check_distinct
 
         kinds = [RoutingKind.parse(text) for text in self.method.routing.split(",")]
         for name in self.names():
@@ -260,7 +260,7 @@ def _offers(
     from modular_kernel.bench.candidates import baseline_offers, pair_offers, peer_offers
     from modular_kernel.measure.cases import operands
     from modular_kernel.measure.records import PEER
-    from modular_kernel.schemes import QuantScheme
+    from modular_kernel.spec.quantization import QuantScheme
 
     quants = wanted.quants()
     # Loops over experts in plain torch are left out beside graphs, unless they are asked for.

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from modular_kernel.cli import output
-from modular_kernel.cli.host import prepare_host
+from modular_kernel.cli.machine_setup import prepare_host
 from modular_kernel.cli.presets import known, unknown
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.config_file import is_file
-from modular_kernel.printable import counted
+from modular_kernel.text import counted
 
 if TYPE_CHECKING:
     from modular_kernel.bench.model_speed import Implementation, SpeedRow, Workload

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 
 from modular_kernel.cli import output
 from modular_kernel.cli.ranks import Host
-from modular_kernel.printable import counted
+from modular_kernel.text import counted
 
 if TYPE_CHECKING:
-    from modular_kernel.testing.call_mutants.run import Kill
+    from modular_kernel.testing.input_mutations.run import Kill
 
 Pair = tuple[str, str]
 

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from modular_kernel.cli import output
-from modular_kernel.cli.host import chosen_machine
+from modular_kernel.cli.machine_setup import chosen_machine
 from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptions
 from modular_kernel.cli.ranks import launched
 from modular_kernel.cli.tables import layout
-from modular_kernel.printable import counted
+from modular_kernel.text import counted
 
 if TYPE_CHECKING:
     from modular_kernel.catalog import Catalog
-    from modular_kernel.importers.examine import Inspected
-    from modular_kernel.support import ExpertsRequirements, Rejection, Verdict
-    from modular_kernel.types import Machine, Problem
+    from modular_kernel.checkpoints.inspection import Inspected
+    from modular_kernel.compatibility.support import ExpertsRequirements, Rejection, Verdict
+    from modular_kernel.spec.problem import Machine, Problem
 
 _SUFFIX = "PrepareAndFinalize"  # of most names: a grid shows it once
 
@@ -87,8 +87,8 @@ def _checkpoint(options: ProblemOptions) -> "Inspected | None":
 
     if options.model is None or not is_file(options.model) or not Path(options.model).is_dir():
         return None
-    from modular_kernel.importers.examine import inspect
-    from modular_kernel.importers.files import has_tensors
+    from modular_kernel.checkpoints.inspection import inspect
+    from modular_kernel.checkpoints.safetensors_files import has_tensors
 
     here = has_tensors(Path(options.model))
     return inspect(options.model, options.dtype) if here else None
@@ -139,7 +139,7 @@ def judged(
 ) -> "list[Verdict]":
     """Verdicts on every pair that the two names, where given, leave; of several ranks the first
     that is refused, or rank 0's."""
-    from modular_kernel.rules import judge
+    from modular_kernel.compatibility.rules import judge
 
     ranks = range(problem.parallel.world_size)
     problems = [replace(problem, parallel=replace(problem.parallel, rank=r)) for r in ranks]

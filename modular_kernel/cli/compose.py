@@ -7,15 +7,15 @@ import typer
 
 from modular_kernel.cli import output
 from modular_kernel.cli.compose_output import explain_text, print_text, record, teller
-from modular_kernel.cli.lists import token_numbers
+from modular_kernel.cli.list_options import token_numbers
 from modular_kernel.cli.options import AsJson, ProblemOptions
 from modular_kernel.cli.ranks import Backend, host_of, launched
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 
 if TYPE_CHECKING:
+    from modular_kernel.select.autotune import Terms
     from modular_kernel.select.choice import Choice
-    from modular_kernel.select.choosing import Terms
-    from modular_kernel.types import Machine, Problem
+    from modular_kernel.spec.problem import Machine, Problem
 
 _TOKENS_OF_A_GPU = 8192
 _BUDGET_S = 20.0  # as select.choosing has it, which imports torch
@@ -53,7 +53,7 @@ class Choosing:
         return _TOKENS_OF_A_GPU if gpu else None
 
     def terms(self) -> "Terms":
-        from modular_kernel.select.choosing import Terms
+        from modular_kernel.select.autotune import Terms
 
         tokens = None if self.tokens_list is None else token_numbers(self.tokens_list)
         return Terms(
@@ -105,7 +105,7 @@ def compose(
         if host.pool is None:
             if as_json != output.STDOUT:
                 terms = replace(terms, tell=teller(problem))
-            from modular_kernel.select.choosing import choose
+            from modular_kernel.select.autotune import choose
 
             choice = choose(problem, host.machine, terms=terms)
         else:
@@ -128,7 +128,7 @@ def _on_rank(
     rank: int, _world: int, group: Any, problem: "Problem", machine: "Machine", terms: "Terms"
 ) -> "Choice":
     """Do what one rank of the pool does; all return the same choice."""
-    from modular_kernel.select.choosing import choose
+    from modular_kernel.select.autotune import choose
 
     mine = replace(problem, parallel=replace(problem.parallel, rank=rank))
     return choose(mine, machine, group=group, terms=terms)

@@ -5,14 +5,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from modular_kernel.cli import output
-from modular_kernel.printable import counted
 from modular_kernel.select.record import Pair, named
+from modular_kernel.text import counted
 
 if TYPE_CHECKING:
+    from modular_kernel.compatibility.support import Verdict
     from modular_kernel.select.choice import Choice
     from modular_kernel.select.record import Bucket, Segment, TimedOutcome
-    from modular_kernel.support import Verdict
-    from modular_kernel.types import Machine, Problem
+    from modular_kernel.spec.problem import Machine, Problem
 
 _ELSEWHERE = {"device", "arch", "package"}  # rules about this machine: valid on another one
 

@@ -24,7 +24,7 @@ from modular_kernel.cli.check import judged, matrix_record
 from modular_kernel.cli.demo_checkpoints import CHECKPOINTS, checkpoint_rows
 from modular_kernel.cli.demo_models import EAGER, SMALL_MODELS, Model, small_model, transformers
 from modular_kernel.cli.demo_output import CheckpointRow, DemoRow, print_demo
-from modular_kernel.cli.host import prepare_host
+from modular_kernel.cli.machine_setup import prepare_host
 from modular_kernel.cli.options import AsJson, ProblemOptions
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.settings import enable_interpreter
@@ -32,7 +32,7 @@ from modular_kernel.settings import enable_interpreter
 if TYPE_CHECKING:
     import torch
 
-    from modular_kernel.types import Machine
+    from modular_kernel.spec.problem import Machine
 
 Tokens = tuple[int, ...]
 Pair = tuple[str, str]
@@ -112,7 +112,7 @@ def demo(
     """
     machine = _machine(device)
     from modular_kernel.catalog import load_catalog
-    from modular_kernel.types import dtype_name, parse_dtype
+    from modular_kernel.spec.problem import dtype_name, parse_dtype
 
     dtypes = [dtype_name(parse_dtype(dtype))] if dtype else ["float32", "bfloat16"]
     began = time.perf_counter()
@@ -238,7 +238,7 @@ def _rates(dtype: str, machine: "Machine") -> dict[str, float]:
 def _available(prepare_finalize: str, experts: str, machine: "Machine") -> bool:
     """Whether both parts can run here at all; what else they refuse is an error of the demo."""
     from modular_kernel.catalog import load_catalog
-    from modular_kernel.rules import unavailable
+    from modular_kernel.compatibility.rules import unavailable
 
     catalog = load_catalog()
     parts = catalog.prepare_finalize(prepare_finalize), catalog.experts(experts)

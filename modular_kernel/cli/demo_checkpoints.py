@@ -16,7 +16,7 @@ from modular_kernel.cli.demo_output import CheckpointRow
 if TYPE_CHECKING:
     from modular_kernel.testing.checkpoints.samples import Sample
 
-# A family, and a format of modular_kernel.testing.checkpoints.kinds in which it is published.
+# A family, and a format of modular_kernel.testing.checkpoints.published_formats in which it is published.
 CHECKPOINTS = (
     ("mixtral", "awq"),
     ("qwen3_moe", "qwen3 fp8"),
@@ -47,7 +47,7 @@ def judged_layer(
     import torch
 
     from modular_kernel.catalog import make_kernel
-    from modular_kernel.importers.checkpoint import load_experts
+    from modular_kernel.checkpoints.loading import load_experts
     from modular_kernel.tensors import Routing
 
     start = time.perf_counter()

@@ -64,7 +64,7 @@ def small_model(name: str, dtype: str, device: str, *, seed: int = 0, **changes:
     """
     import torch
 
-    from modular_kernel.types import parse_dtype
+    from modular_kernel.spec.problem import parse_dtype
 
     library = transformers()
     config_class, own = SMALL_MODELS[name]

@@ -8,10 +8,10 @@ from shutil import which
 from typing import TYPE_CHECKING
 
 from modular_kernel.cli import output
-from modular_kernel.printable import counted
+from modular_kernel.text import counted
 
 if TYPE_CHECKING:
-    from modular_kernel.support import Verdict
+    from modular_kernel.compatibility.support import Verdict
 
 _NEXT = (
     ("mk check --model mixtral-8x7b", "which pairs serve a model, and why not"),

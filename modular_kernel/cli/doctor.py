@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from modular_kernel.cli import output
-from modular_kernel.cli.host import prepare_host
+from modular_kernel.cli.machine_setup import prepare_host
 from modular_kernel.cli.options import AsJson
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.providers import version_of
+from modular_kernel.utils.package_probes import version_of
 
 if TYPE_CHECKING:
     from modular_kernel.catalog import Broken
-    from modular_kernel.states import State
-    from modular_kernel.support import Requirements
+    from modular_kernel.compatibility.support import Requirements
+    from modular_kernel.process_status import State
 
 # Importable name -> what it gives, for packages that no part names.
 _EXTRAS = {
@@ -84,7 +84,7 @@ def doctor(as_json: AsJson = None) -> None:
     prepare_host()
     from modular_kernel.catalog import load_catalog, this_machine
     from modular_kernel.measure.environment import nvidia_smi
-    from modular_kernel.states import states
+    from modular_kernel.process_status import states
 
     report = DoctorReport(
         versions=_versions(),
@@ -156,7 +156,7 @@ def _peer_access() -> list[list[bool]]:
 def _packages() -> list[Package]:
     from modular_kernel.catalog import load_catalog, packages_of, providers_of
     from modular_kernel.machine import importable
-    from modular_kernel.providers import find
+    from modular_kernel.utils.package_probes import find
 
     catalog = load_catalog()
     wanted = sorted({*_EXTRAS, *packages_of(catalog)})
@@ -177,7 +177,7 @@ def _packages() -> list[Package]:
 
 
 def _requires(cls: type) -> "Requirements":
-    from modular_kernel.support import Requirements
+    from modular_kernel.compatibility.support import Requirements
 
     requires = getattr(cls, "requires", None)
     assert isinstance(requires, Requirements)

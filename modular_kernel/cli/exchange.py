@@ -11,20 +11,20 @@ import typer
 
 from modular_kernel.cli import output
 from modular_kernel.cli.file_options import FileUse
-from modular_kernel.cli.host import prepare_host
-from modular_kernel.cli.lists import schemes, token_numbers
-from modular_kernel.cli.loaded import loaded
+from modular_kernel.cli.list_options import schemes, token_numbers
+from modular_kernel.cli.machine_setup import prepare_host
 from modular_kernel.cli.ranks import Backend, pool_of, ranks_asked
+from modular_kernel.cli.record_files import loaded
 from modular_kernel.cli.report_files import ReportFiles
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.providers import version_of
 from modular_kernel.settings import read_launcher
+from modular_kernel.utils.package_probes import version_of
 
 if TYPE_CHECKING:
     from modular_kernel.bench.all2all.cases import ExchangeCase, TransportLink
     from modular_kernel.bench.all2all.records import ExchangeReport, ExchangeRow
     from modular_kernel.bench.all2all.run import ExchangeOffer
-    from modular_kernel.types import Machine
+    from modular_kernel.spec.problem import Machine
 
 _LINK_OF_A_GPU = 393  # GB/s
 _FEW = 128  # tokens up to which one set of buffers serves; more have another

@@ -4,7 +4,7 @@ An option states its use as metadata of its annotation, beside `typer.Option`:
 
     html: Annotated[Path | None, typer.Option(help=...), FileUse.WRITE] = None
 
-`modular_kernel.cli.words.converted` checks every such option, so no verb does.
+`modular_kernel.cli.parsing.converted` checks every such option, so no verb does.
 """
 
 import os

@@ -16,8 +16,8 @@ import modular_kernel
 from modular_kernel.cli.file_options import STDOUT
 from modular_kernel.cli.options import flattened
 from modular_kernel.cli.output import reports, reports_errors, tell_error
-from modular_kernel.cli.streams import divert_stdout, guarded
-from modular_kernel.cli.words import converted, leave_words
+from modular_kernel.cli.output_streams import divert_stdout, guarded
+from modular_kernel.cli.parsing import converted, leave_words
 
 # A launcher ends its world as soon as one rank fails: rank 0 is to report before.
 _LINGER_S = 5.0

@@ -13,7 +13,7 @@ from modular_kernel.cli.call_defects import print_kills, put_into_calls, record_
 from modular_kernel.cli.file_options import FileUse
 from modular_kernel.cli.ranks import Host
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.printable import counted
+from modular_kernel.text import counted
 
 if TYPE_CHECKING:
     from modular_kernel.testing.mutation import Mutant, Score, Survey, Where
@@ -211,7 +211,7 @@ def _print_bits(
     They were put in together, and are equivalent if no bit differs.
     """
     from modular_kernel.testing.cases.lists import command
-    from modular_kernel.testing.mutation.bits import compare_bits
+    from modular_kernel.testing.mutation.bitwise_equivalence import compare_bits
 
     bits = compare_bits(mutants, found.coverage, problems, where=found.where)
     differing = command(bits.differing) if bits.differing else None
@@ -236,7 +236,7 @@ def _print_code(mutants: "list[Mutant]", *, as_json: str | None) -> bool:
 
     They were put in together.
     """
-    from modular_kernel.testing.mutation.same_code import same_code
+    from modular_kernel.testing.mutation.code_equivalence import same_code
 
     same = same_code(mutants)
 

@@ -14,8 +14,8 @@ from modular_kernel.cli.presets import facts, of_file
 from modular_kernel.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from modular_kernel.placement import Placement
-    from modular_kernel.types import Problem
+    from modular_kernel.spec.placement import Placement
+    from modular_kernel.spec.problem import Problem
 
 # A layer small enough to be computed at once on any machine.
 DEFAULTS: dict[str, object] = {
@@ -113,7 +113,7 @@ class ProblemOptions:
 
         ConfigurationError names the first bad option.
         """
-        from modular_kernel.types import Parallel, Problem
+        from modular_kernel.spec.problem import Parallel, Problem
 
         settled = {} if self.model is None else facts(self.model)
         unstated = self.model is not None and self.dtype is None and "dtype" not in settled
@@ -145,7 +145,7 @@ def _placement(text: str, experts: int, world_size: int) -> "Placement | Literal
 
 
 def _combine(text: str) -> object:
-    from modular_kernel.types import Combine
+    from modular_kernel.spec.problem import Combine
 
     known = [c.value for c in Combine]
     if text not in known:

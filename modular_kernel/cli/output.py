@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from modular_kernel import json_files
 from modular_kernel.cli.file_options import STDOUT as STDOUT
-from modular_kernel.cli.streams import LOST_OUTPUT, JsonOutput, json_alone
+from modular_kernel.cli.output_streams import LOST_OUTPUT, JsonOutput, json_alone
 from modular_kernel.cli.tables import Layout, folded, layout, records
 from modular_kernel.errors import (
     ConfigurationError,
@@ -28,11 +27,12 @@ from modular_kernel.errors import (
     InputError,
     ModularKernelError,
 )
-from modular_kernel.printable import counted, printable
 from modular_kernel.settings import read_launcher
+from modular_kernel.text import counted, printable
+from modular_kernel.utils import json_files
 
 if TYPE_CHECKING:
-    from modular_kernel.support import Rejection
+    from modular_kernel.compatibility.support import Rejection
 
 _PIPE_WIDTH = 10_000
 BROKEN = 70  # EX_SOFTWARE of sysexits.h

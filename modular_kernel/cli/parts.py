@@ -3,13 +3,13 @@
 from typing import TYPE_CHECKING
 
 from modular_kernel.cli import output
-from modular_kernel.cli.host import prepare_host
+from modular_kernel.cli.machine_setup import prepare_host
 from modular_kernel.cli.options import AsJson
 
 if TYPE_CHECKING:
     from modular_kernel.catalog import Catalog, Part
-    from modular_kernel.support import Rejection, Requirements
-    from modular_kernel.types import Machine
+    from modular_kernel.compatibility.support import Rejection, Requirements
+    from modular_kernel.spec.problem import Machine
 
 _KINDS = ("prepare_finalize", "experts", "topk_reduce")
 # Declared yes-or-no properties that a problem can ask for, and what each says of a part.
@@ -67,7 +67,7 @@ def _requires(part: "Part") -> "Requirements | None":
 
 
 def _reasons(part: "Part", machine: "Machine") -> "tuple[Rejection, ...]":
-    from modular_kernel.rules import unavailable
+    from modular_kernel.compatibility.rules import unavailable
 
     requires = _requires(part)
     return unavailable(part.name, requires, machine) if requires is not None else ()
@@ -120,7 +120,7 @@ def _describe(part: "Part", machine: "Machine") -> list[str]:
 
 def _takes(requires: "Requirements") -> str:
     """Dtypes, quantization schemes and, of experts, activations."""
-    from modular_kernel.support import ALL_ACTIVATIONS, ALL_DTYPES, numbered
+    from modular_kernel.compatibility.support import ALL_ACTIVATIONS, ALL_DTYPES, numbered
 
     words = {"dtypes": "all" if requires.dtypes == ALL_DTYPES else numbered(requires.dtypes)}
     for name, what in (("schemes", "schemes"), ("dispatch_schemes", "quantizes")):
@@ -134,7 +134,7 @@ def _takes(requires: "Requirements") -> str:
 
 
 def _runs_on(requires: "Requirements") -> str:
-    from modular_kernel.support import archs_text
+    from modular_kernel.compatibility.support import archs_text
 
     words = sorted(requires.devices)
     if requires.min_arch is not None and "cuda" in words:

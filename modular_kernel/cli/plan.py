@@ -8,7 +8,7 @@ import typer
 
 from modular_kernel.cli import output
 from modular_kernel.cli.file_options import FileUse
-from modular_kernel.cli.lists import token_numbers
+from modular_kernel.cli.list_options import token_numbers
 from modular_kernel.cli.options import (
     AsJson,
     Prepared,
@@ -17,7 +17,7 @@ from modular_kernel.cli.options import (
     refuse_beside,
 )
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.printable import counted
+from modular_kernel.text import counted
 
 if TYPE_CHECKING:
     from modular_kernel.perf_model.estimate import Estimate, Sized

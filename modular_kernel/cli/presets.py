@@ -9,7 +9,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.config_file import facts_of_file, is_file
 from modular_kernel.models.registry import ALIASES, model_named
 from modular_kernel.models.registry import MODELS as PUBLISHED
-from modular_kernel.printable import printable
+from modular_kernel.text import printable
 
 # Problem fields of each published model.
 MODELS: dict[str, dict[str, object]] = {name: model.facts() for name, model in PUBLISHED.items()}
@@ -49,7 +49,7 @@ def of_file(model: str) -> bool:
 
 def _dtype_of_files(model: str) -> dict[str, object]:
     """Return the dtype that a folder's safetensors have, where they tell it."""
-    from modular_kernel.importers.examine import dtype_of_files
+    from modular_kernel.checkpoints.inspection import dtype_of_files
 
     stored = dtype_of_files(model) if is_folder(model) else None
     return {} if stored is None else {"dtype": stored}
@@ -98,7 +98,7 @@ def _is_hub_id(model: str) -> bool:
 # Layers and shards as one GPU runs them, each a plain SwiGLU layer: experts, top_k, hidden and
 # intermediate. tpN: one of N tensor-parallel ranks, intermediate / N; epN: one of N expert-parallel
 # ranks, experts / N, as if every token's top-k were here. Experts and intermediate name a tuned
-# file (experts/triton/configs/filenames.py), so that no two shapes have both alike.
+# file (experts/triton/configs/files.py), so that no two shapes have both alike.
 _SIZES: dict[str, tuple[int, int, int, int]] = {
     "mixtral": (8, 2, 4096, 14336),
     "dsv3_ep8": (32, 8, 7168, 2048),

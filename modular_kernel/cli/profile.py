@@ -13,7 +13,7 @@ import typer
 
 from modular_kernel.cli import output
 from modular_kernel.cli.file_options import FileUse
-from modular_kernel.cli.host import prepare_host
+from modular_kernel.cli.machine_setup import prepare_host
 from modular_kernel.cli.options import AsJson, Prepared, ProblemOptions, nothing_prepared
 from modular_kernel.cli.ranks import Backend, Host, host_of, launched
 from modular_kernel.errors import ConfigurationError, IncompatibleError
@@ -21,7 +21,7 @@ from modular_kernel.errors import ConfigurationError, IncompatibleError
 if TYPE_CHECKING:
     from modular_kernel.profiling.record import ProfileJob, RankRecord
     from modular_kernel.profiling.report import Profile
-    from modular_kernel.types import Machine, Problem
+    from modular_kernel.spec.problem import Machine, Problem
 
 _LONGEST_NAME = 72  # file systems allow 255 bytes, and a line of a terminal 80 or so
 _CALLS, _CALLS_ON_CPU = 5, 1
@@ -88,7 +88,7 @@ def profile(
         raise ConfigurationError("--calls", got=calls, need=f"1 to {_MOST_CALLS}")
     prepare_host()
     experts_type = experts_type or usual_experts()
-    from modular_kernel.measure.routing import RoutingKind
+    from modular_kernel.measure.routing_patterns import RoutingKind
     from modular_kernel.profiling.record import ProfileJob
     from modular_kernel.profiling.report import as_record
 
@@ -228,9 +228,9 @@ def _read(job: "ProfileJob", records: "list[RankRecord]", files: _Files, host: H
 
 def _show(found: "Profile", files: _Files) -> None:
     """Print the tables, what stands out of them, and where everything was written."""
-    from modular_kernel.profiling import words
+    from modular_kernel.profiling import summary
 
-    for name, text in words.facts(found):
+    for name, text in summary.facts(found):
         output.line(f"{name + ':':15} {text}")
     for line in found.missing:
         output.line(f"caveat: {line}")
@@ -238,12 +238,14 @@ def _show(found: "Profile", files: _Files) -> None:
         output.line(f"\n{pair.pairing}")
         for rank in pair.ranks:
             title = f"rank {rank.rank}" if len(pair.ranks) > 1 else ""
-            output.table(words.COLUMNS, words.cells(rank), title=title, optional=words.OPTIONAL)
-        for line in words.sentences(pair):
+            output.table(
+                summary.COLUMNS, summary.cells(rank), title=title, optional=summary.OPTIONAL
+            )
+        for line in summary.sentences(pair):
             output.line(line)
     if len(found.pairs) > 1:
-        output.line("\nA is the first pairing, B the second. " + words.difference(found))
-        output.table(words.COMPARED, words.compared(found))
+        output.line("\nA is the first pairing, B the second. " + summary.difference(found))
+        output.table(summary.COMPARED, summary.compared(found))
     output.line()
     for pair in found.pairs:
         for path in [rank.trace for rank in pair.ranks] + ([pair.merged] if pair.merged else []):

@@ -11,18 +11,18 @@ import typer
 
 from modular_kernel.cli.output import note
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.printable import counted
 from modular_kernel.settings import read_launcher
+from modular_kernel.text import counted
 
 if TYPE_CHECKING:
     from modular_kernel.cli.options import ProblemOptions
-    from modular_kernel.testing.call_mutants.run import Kill
+    from modular_kernel.spec.problem import Machine
     from modular_kernel.testing.cases.case import Case
     from modular_kernel.testing.cases.lists import Selection
     from modular_kernel.testing.cases.ranks import RankCase, RankSelection
-    from modular_kernel.testing.ranks.launched import AnyRanks
+    from modular_kernel.testing.input_mutations.run import Kill
+    from modular_kernel.testing.ranks.external_launcher import AnyRanks
     from modular_kernel.testing.verify.one_process import Proof
-    from modular_kernel.types import Machine
 
 Backend = Annotated[
     str | None,
@@ -68,7 +68,7 @@ class Host:
     def prove_all(self, cases: "Sequence[Case]", workers: int) -> "Generator[Proof, None, None]":
         """Every case, in this order; each a RankCase where there are ranks, which share no work."""
         if self.pool is None:
-            from modular_kernel.testing.verify.in_processes import prove_all
+            from modular_kernel.testing.verify.parallel_runs import prove_all
 
             yield from prove_all(cases, self.machine, workers)
             return
@@ -82,10 +82,10 @@ class Host:
     def sensitivity(self, prepare_finalize: str, experts: str) -> "tuple[Kill, ...]":
         """Every defect of the battery for so many ranks, put into one pairing."""
         if self.pool is None:
-            from modular_kernel.testing.call_mutants import run
+            from modular_kernel.testing.input_mutations import run
 
             return run.sensitivity(prepare_finalize, experts, self.machine)
-        from modular_kernel.testing.call_mutants.over_ranks import sensitivity_ranks
+        from modular_kernel.testing.input_mutations.over_ranks import sensitivity_ranks
 
         return sensitivity_ranks(prepare_finalize, experts, self.pool)
 
@@ -153,7 +153,7 @@ def pool_of(world_size: int, backend: str | None, ranks_per_host: int | None = N
     """
     import torch
 
-    from modular_kernel.testing.ranks.launched import LaunchedRanks
+    from modular_kernel.testing.ranks.external_launcher import LaunchedRanks
     from modular_kernel.testing.ranks.pool import RankPool
 
     if backend not in ("gloo", "nccl", None):

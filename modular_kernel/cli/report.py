@@ -7,10 +7,10 @@ import typer
 
 from modular_kernel.cli import output
 from modular_kernel.cli.file_options import FileUse, check_path
-from modular_kernel.cli.host import prepare_host
+from modular_kernel.cli.machine_setup import prepare_host
 from modular_kernel.cli.options import AsJson
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.printable import counted
+from modular_kernel.text import counted
 
 if TYPE_CHECKING:
     from modular_kernel.catalog import Catalog
@@ -67,7 +67,7 @@ def report(
 
 
 def _print_matrix(catalog: "Catalog", to: str) -> None:
-    from modular_kernel.report.judged import judged_matrix
+    from modular_kernel.report.judge_all import judged_matrix
 
     matrix = judged_matrix(catalog)
     facts = {"problem": matrix.problem, "machine": matrix.machine}
@@ -76,7 +76,7 @@ def _print_matrix(catalog: "Catalog", to: str) -> None:
 
 
 def _check(catalog: "Catalog", docs: Path) -> None:
-    from modular_kernel.report.generated import stale
+    from modular_kernel.report.generated_docs import stale
 
     found = stale(catalog, docs)
     for one in found:
@@ -90,7 +90,7 @@ def _check(catalog: "Catalog", docs: Path) -> None:
 
 
 def _write(catalog: "Catalog", docs: Path) -> None:
-    from modular_kernel.report.generated import write
+    from modular_kernel.report.generated_docs import write
 
     check_path("--docs", docs, FileUse.WRITE_FOLDER)
     with output.writing(docs / "support-matrix.md"):
@@ -102,7 +102,7 @@ def _write(catalog: "Catalog", docs: Path) -> None:
 
 
 def _write_page(catalog: "Catalog", docs: Path, path: Path) -> None:
-    from modular_kernel.report.generated import html_page
+    from modular_kernel.report.generated_docs import html_page
 
     check_path("--html", path, FileUse.WRITE)
     output.write_file(path, html_page(catalog, docs))

@@ -11,19 +11,19 @@ import typer
 
 from modular_kernel.cli import output
 from modular_kernel.cli.file_options import FileUse
-from modular_kernel.cli.host import prepare_host, workers_of
-from modular_kernel.cli.lists import schemes, token_numbers
+from modular_kernel.cli.list_options import schemes, token_numbers
+from modular_kernel.cli.machine_setup import prepare_host, workers_of
 from modular_kernel.cli.options import AsJson, ExpertsType, PfType, Prepared, ProblemOptions
 from modular_kernel.cli.presets import SHAPES, shown
 from modular_kernel.cli.tune_output import Bar, TunedLayer, TuneRecorder, print_text, record
 from modular_kernel.errors import ConfigurationError, IncompatibleError
-from modular_kernel.foreign import reason
+from modular_kernel.utils.optional_imports import reason
 
 if TYPE_CHECKING:
-    from modular_kernel.tunable import Tunable
-    from modular_kernel.tuning.compiled import Compiler, Pair
+    from modular_kernel.contracts import Tunable
+    from modular_kernel.spec.problem import Machine, Problem
+    from modular_kernel.tuning.compilation import Compiler, Pair
     from modular_kernel.tuning.search import Tuned
-    from modular_kernel.types import Machine, Problem
 
 ALL = "all"  # stands for every name of SHAPES
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -254,7 +254,7 @@ def _pair(
     Raise IncompatibleError with all reasons if none is.
     """
     from modular_kernel.catalog import check, load_catalog
-    from modular_kernel.tuning.compiled import Pair
+    from modular_kernel.tuning.compilation import Pair
 
     pfs = load_catalog().names("prepare_finalize") if pf is None else (pf,)
     names = [(p, e) for e in _spaces(problem, experts, prepared=prepared) for p in pfs]
@@ -295,7 +295,7 @@ def _run(
 ) -> None:
     """Tune layer by layer, each within a few times its share of what is left of the budget."""
     from modular_kernel.settings import read_settings
-    from modular_kernel.tuning.compiled import Compiler
+    from modular_kernel.tuning.compilation import Compiler
     from modular_kernel.tuning.search import remaining
 
     folder = search.out or read_settings().config_dir
@@ -349,7 +349,7 @@ def _tune_layer(
 
     Return what was tuned.
     """
-    from modular_kernel.tuning.measured import TimedSearch
+    from modular_kernel.tuning.measurement import TimedSearch
     from modular_kernel.tuning.search import TuneJob, tune
 
     if not layer.tokens or share.seconds() <= 0:

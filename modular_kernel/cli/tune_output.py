@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from modular_kernel.cli import output
-from modular_kernel.printable import all_counted, counted
+from modular_kernel.text import all_counted, counted
 
 if TYPE_CHECKING:
-    from modular_kernel.tunable import Choice, Tunable
-    from modular_kernel.tuning.compiled import Pair
+    from modular_kernel.contracts import Choice, Tunable
+    from modular_kernel.spec.problem import Problem
+    from modular_kernel.tuning.compilation import Pair
     from modular_kernel.tuning.search import Tuned
-    from modular_kernel.types import Problem
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from modular_kernel.cli import output
-from modular_kernel.cli.host import prepare_host, prepare_torch_only, workers_of
+from modular_kernel.cli.machine_setup import prepare_host, prepare_torch_only, workers_of
 from modular_kernel.cli.mutate import Mutating, run_mutation
 from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptions
 from modular_kernel.cli.ranks import Backend, Host, host_of, launched, over_ranks
 from modular_kernel.errors import ConfigurationError, IncompatibleError
-from modular_kernel.printable import counted
+from modular_kernel.text import counted
 
 if TYPE_CHECKING:
     from modular_kernel.testing.cases.case import Case
-    from modular_kernel.testing.cases.path_cells import PathCell
+    from modular_kernel.testing.cases.path_coverage import PathCell
     from modular_kernel.testing.verify.one_process import Proof
 
 
@@ -279,7 +279,7 @@ def _jobs(
 
 def _reachable(host: Host, pf: str, experts: str) -> "frozenset[PathCell]":
     """Return the cells of the experts' paths that a call in one process can enter."""
-    from modular_kernel.testing.cases.path_cells import reachable
+    from modular_kernel.testing.cases.path_coverage import reachable
 
     return frozenset() if host.pool is not None else frozenset(reachable(pf, experts, host.machine))
 

@@ -16,7 +16,6 @@ from typing import Unpack
 import torch
 
 from modular_kernel.errors import ConfigurationError, LayoutError, ShapeError
-from modular_kernel.fields import expect
 from modular_kernel.integrations.fused_moe_kernels import (
     FIELDS,
     check_config,
@@ -33,10 +32,11 @@ from modular_kernel.integrations.fused_moe_options import (
     sorted_out,
 )
 from modular_kernel.ops.route import route
-from modular_kernel.routers import MOST_TOP_K, RouterSpec, StandardTopKOutput
-from modular_kernel.tensor_checks import check_no_gradients, check_tensor, check_tensors
+from modular_kernel.spec.problem import Combine
+from modular_kernel.spec.router import MOST_TOP_K, RouterSpec, StandardTopKOutput
 from modular_kernel.tensors import Routing, check_lead
-from modular_kernel.types import Combine
+from modular_kernel.utils.argument_checks import expect
+from modular_kernel.utils.tensor_checks import check_no_gradients, check_tensor, check_tensors
 
 __all__ = [
     "MoeRunnerConfig",

@@ -9,12 +9,12 @@ from modular_kernel.catalog import check, make_kernel, this_machine
 from modular_kernel.errors import ConfigurationError, ShapeError
 from modular_kernel.integrations.fused_moe_options import MoeRunnerConfig, Quantization
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.planned import NO_EP, Experts
-from modular_kernel.quant import values_at_once
-from modular_kernel.repacked import VALUES
-from modular_kernel.schemes import QUANT_SCHEMES
+from modular_kernel.operators.kernel_cache import NO_EP, Experts
+from modular_kernel.quant.quantized_weights import values_at_once
+from modular_kernel.quant.repacking import VALUES
+from modular_kernel.spec.problem import ActivationSpec, Combine, Problem, parse_dtype
+from modular_kernel.spec.quantization import QUANT_SCHEMES
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.types import ActivationSpec, Combine, Problem, parse_dtype
 
 USUAL: tuple[Experts, ...] = ("TritonExperts", "TorchExperts")
 _SMALLEST_CAPACITY = 16

@@ -8,13 +8,13 @@ kernel  = init_prepare_finalize(problem, "deepep_low_latency", group)
 from collections.abc import Mapping
 
 from modular_kernel.catalog import Catalog, check, load_catalog, make_kernel, this_machine
+from modular_kernel.compatibility.support import Rejection
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.errors import ConfigurationError, IncompatibleError
-from modular_kernel.fields import expect
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.planned import NO_EP
-from modular_kernel.support import Rejection
-from modular_kernel.types import Machine, Problem
+from modular_kernel.operators.kernel_cache import NO_EP
+from modular_kernel.spec.problem import Machine, Problem
+from modular_kernel.utils.argument_checks import expect
 
 # All2all backends in the field's names, and the part of each.
 ALL2ALL: Mapping[str, str] = {

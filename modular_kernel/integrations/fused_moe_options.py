@@ -8,8 +8,8 @@ from typing import Any, TypedDict, get_type_hints
 import torch
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.fields import Count, check_fields, expect
-from modular_kernel.types import ActivationSpec, Size
+from modular_kernel.spec.problem import ActivationSpec, Size
+from modular_kernel.utils.argument_checks import Count, check_fields, expect
 
 CHUNK_TOKENS = 64 * 1024
 

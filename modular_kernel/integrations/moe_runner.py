@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from modular_kernel import modes
 from modular_kernel.catalog import check, load_catalog
+from modular_kernel.compatibility.support import Verdict
 from modular_kernel.contracts import PermuteExpertsUnpermute
 from modular_kernel.errors import (
     ConfigurationError,
@@ -25,7 +25,6 @@ from modular_kernel.errors import (
     ShapeError,
     UnsupportedError,
 )
-from modular_kernel.fields import check_fields, expect
 from modular_kernel.integrations.fused_moe import topk_tensors
 from modular_kernel.integrations.fused_moe_kernels import (
     FIELDS,
@@ -37,6 +36,7 @@ from modular_kernel.integrations.fused_moe_kernels import (
 from modular_kernel.integrations.fused_moe_options import MoeRunnerConfig, Quantization, quant_of
 from modular_kernel.integrations.runner_backends import A2A, BACKENDS, parts_of, switches
 from modular_kernel.integrations.runner_checks import check_dispatched
+from modular_kernel.integrations.runner_dispatched import run_received
 from modular_kernel.integrations.runner_formats import (
     CombineInput,
     DeepEPLLCombineInput,
@@ -48,24 +48,13 @@ from modular_kernel.integrations.runner_formats import (
     StandardDispatchOutput,
     expect_format,
 )
-from modular_kernel.integrations.runner_received import run_received
 from modular_kernel.operators.experts import EXPERTS
+from modular_kernel.operators.kernel_cache import NO_EP
 from modular_kernel.operators.pairing import Pairing, text_of_sizes
 from modular_kernel.ops.routing_data import by_tokens
-from modular_kernel.planned import NO_EP
-from modular_kernel.routers import TritonKernelTopKOutput
+from modular_kernel.replay import modes
 from modular_kernel.runner import FORMATS, FUSED, PERMUTES
-from modular_kernel.schemes import QuantScheme
-from modular_kernel.support import Verdict
-from modular_kernel.tensor_checks import check_no_gradients, check_tensors
-from modular_kernel.tensors import (
-    BatchedTokens,
-    ContiguousTokens,
-    DispatchedRouting,
-    ExpertWeights,
-    Routing,
-)
-from modular_kernel.types import (
+from modular_kernel.spec.problem import (
     DTYPES,
     ActivationFormat,
     Combine,
@@ -73,6 +62,17 @@ from modular_kernel.types import (
     Problem,
     parse_dtype,
 )
+from modular_kernel.spec.quantization import QuantScheme
+from modular_kernel.spec.router import TritonKernelTopKOutput
+from modular_kernel.tensors import (
+    BatchedTokens,
+    ContiguousTokens,
+    DispatchedRouting,
+    ExpertWeights,
+    Routing,
+)
+from modular_kernel.utils.argument_checks import check_fields, expect
+from modular_kernel.utils.tensor_checks import check_no_gradients, check_tensors
 
 __all__ = ["BACKENDS", "MoeQuantInfo", "MoeRunner", "MoeRunnerConfig", "switches"]
 

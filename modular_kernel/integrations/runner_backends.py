@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from modular_kernel.catalog import load_catalog
 from modular_kernel.contracts import PermuteExpertsUnpermute
 from modular_kernel.errors import ConfigurationError, UnknownPartError, UnsupportedError
-from modular_kernel.fields import expect
 from modular_kernel.runner import FORMATS, FUSED, PERMUTES
-from modular_kernel.types import ActivationFormat
+from modular_kernel.spec.problem import ActivationFormat
+from modular_kernel.utils.argument_checks import expect
 
 _STANDARD, _BATCHED = ActivationFormat.STANDARD, ActivationFormat.BATCHED_EXPERTS
 # Backends in the field's names, and the part of each format. Others are registered by stages.

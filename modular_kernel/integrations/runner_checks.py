@@ -6,14 +6,14 @@ Kernels read what these say, so that a wrong one would read other memory without
 import torch
 
 from modular_kernel.errors import DeviceError, DtypeError, RoutingError, ShapeError
-from modular_kernel.fields import expect
 from modular_kernel.integrations.runner_formats import (
     DeepEPLLDispatchOutput,
     DispatchOutput,
     StandardDispatchOutput,
 )
-from modular_kernel.routers import Permutation, RoutingData, TritonKernelTopKOutput
-from modular_kernel.tensor_checks import check_tensor
+from modular_kernel.spec.router import Permutation, RoutingData, TritonKernelTopKOutput
+from modular_kernel.utils.argument_checks import expect
+from modular_kernel.utils.tensor_checks import check_tensor
 
 _IDS = (torch.int32, torch.int64)
 

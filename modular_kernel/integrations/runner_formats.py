@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.routers import StandardTopKOutput, TritonKernelTopKOutput
+from modular_kernel.spec.router import StandardTopKOutput, TritonKernelTopKOutput
 
 
 class StandardDispatchOutput(NamedTuple):

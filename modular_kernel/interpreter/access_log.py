@@ -9,7 +9,7 @@ from modular_kernel.interpreter.bounds import Bounds
 from modular_kernel.interpreter.races import Access, Races
 
 if TYPE_CHECKING:  # it imports triton
-    from modular_kernel.interpreter.known_launches import KnownLaunches, Trace
+    from modular_kernel.interpreter.launch_cache import KnownLaunches, Trace
 
 
 class AccessLog:

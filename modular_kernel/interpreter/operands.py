@@ -17,8 +17,8 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as upstream
 
 from modular_kernel.interpreter.dtypes import Array, Foreign, storage_of
-from modular_kernel.interpreter.short_accesses import OF_MEMORY
-from modular_kernel.interpreter.short_cuts import OF_LANGUAGE, OF_TENSORS, takes
+from modular_kernel.interpreter.fast_memory import OF_MEMORY
+from modular_kernel.interpreter.fast_paths import OF_LANGUAGE, OF_TENSORS, takes
 
 # The originals that the replacements below still call.
 _operands: Callable[..., tuple[Foreign, Foreign]] = TritonSemantic.binary_op_type_checking_impl

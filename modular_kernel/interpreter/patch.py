@@ -29,7 +29,6 @@ import triton.language as tl
 from triton.runtime import interpreter as upstream
 from triton.runtime.jit import mangle_type
 
-from modular_kernel import forks
 from modular_kernel.interpreter.access_log import watch
 from modular_kernel.interpreter.block_types import init_block_type, init_tensor, type_of_tuple
 from modular_kernel.interpreter.builder import (
@@ -41,6 +40,7 @@ from modular_kernel.interpreter.builder import (
 from modular_kernel.interpreter.dtypes import FLOAT32, Foreign, storage_of
 from modular_kernel.interpreter.operands import INSTALLED
 from modular_kernel.machine import interpreted_since_import
+from modular_kernel.utils import forks
 
 # The originals that the replacements below still call.
 _implicit_cvt = upstream._implicit_cvt

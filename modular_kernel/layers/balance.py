@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 
 from modular_kernel.errors import ConfigurationError, DtypeError
-from modular_kernel.fields import Count, expect, expect_each
-from modular_kernel.placement import Experts, Placement
-from modular_kernel.tensor_checks import check_tensor
-from modular_kernel.types import dtype_name
+from modular_kernel.spec.placement import Experts, Placement
+from modular_kernel.spec.problem import dtype_name
+from modular_kernel.utils.argument_checks import Count, expect, expect_each
+from modular_kernel.utils.tensor_checks import check_tensor
 
 
 def count(topk_ids: torch.Tensor, experts: int) -> torch.Tensor:

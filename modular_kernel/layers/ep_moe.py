@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from modular_kernel.errors import ConfigurationError, UnsupportedError
-from modular_kernel.fields import Count, expect
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.parallel import LayerParallel
-from modular_kernel.planned import Experts
-from modular_kernel.routers import RouterSpec
+from modular_kernel.operators.kernel_cache import Experts
+from modular_kernel.spec.router import RouterSpec
+from modular_kernel.utils.argument_checks import Count, expect
 
 
 class EPMoE(FusedMoE):

@@ -17,16 +17,15 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from modular_kernel import modes
 from modular_kernel.catalog import load_catalog, make_kernel
+from modular_kernel.checkpoints.formats import format_of
+from modular_kernel.checkpoints.inspection import layer_config
+from modular_kernel.checkpoints.loading import load_experts
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, UnsupportedError
-from modular_kernel.fields import Count, expect
-from modular_kernel.importers.checkpoint import load_experts
-from modular_kernel.importers.examine import layer_config
-from modular_kernel.importers.formats import format_of
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.layers.parallel import LayerParallel, all_reduce, placed
 from modular_kernel.layers.parameters import ExpertParameters
+from modular_kernel.layers.rank_share import Share, share_of_intermediate
 from modular_kernel.layers.router import Router
 from modular_kernel.layers.routing import (
     check_router,
@@ -36,13 +35,9 @@ from modular_kernel.layers.routing import (
     spec_of,
     top_k_of,
 )
-from modular_kernel.layers.share import Share, share_of_intermediate
 from modular_kernel.layers.weight_loading import ExpertLoader, make_expert_params_mapping
 from modular_kernel.operators.experts import EXPERTS, use_prepared
-from modular_kernel.operators.pairing import Pairing as TracedPairing
-from modular_kernel.ops.route import Routed, RouterTensors, route
-from modular_kernel.placement import Placement
-from modular_kernel.planned import (
+from modular_kernel.operators.kernel_cache import (
     NO_EP,
     Experts,
     Pairing,
@@ -54,10 +49,15 @@ from modular_kernel.planned import (
     usual_experts,
     with_ids_of,
 )
-from modular_kernel.routers import RouterSpec
-from modular_kernel.tensor_checks import check_tensor
+from modular_kernel.operators.pairing import Pairing as TracedPairing
+from modular_kernel.ops.route import Routed, RouterTensors, route
+from modular_kernel.replay import modes
+from modular_kernel.spec.placement import Placement
+from modular_kernel.spec.problem import ActivationSpec, Parallel, Problem, dtype_name, parse_dtype
+from modular_kernel.spec.router import RouterSpec
 from modular_kernel.tensors import ExpertWeights, Routing, check_loaded
-from modular_kernel.types import ActivationSpec, Parallel, Problem, dtype_name, parse_dtype
+from modular_kernel.utils.argument_checks import Count, expect
+from modular_kernel.utils.tensor_checks import check_tensor
 
 RoutingLike = Routing | tuple[torch.Tensor | None, ...] | torch.Tensor | None
 # What a layer computes of tokens and their routing: the experts' output, that of the shared ones.

@@ -22,9 +22,6 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from modular_kernel import forks, modes
-from modular_kernel.adapter_pool import AdapterPool
-from modular_kernel.adapters import Adapter, AdapterSpec
 from modular_kernel.errors import (
     ConfigurationError,
     DtypeError,
@@ -33,12 +30,16 @@ from modular_kernel.errors import (
     UnsupportedError,
     WeightsError,
 )
-from modular_kernel.fields import expect, expect_each
+from modular_kernel.layers.adapter_pool import AdapterPool
 from modular_kernel.layers.fused_moe import FusedMoE, RoutingLike
 from modular_kernel.ops.moe_lora import MoELoRABatchInfo, run_moe_lora
-from modular_kernel.tensor_checks import check_tensor, check_tensors
+from modular_kernel.replay import modes
+from modular_kernel.spec.lora import Adapter, AdapterSpec
+from modular_kernel.spec.problem import Problem, dtype_name
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.types import Problem, dtype_name
+from modular_kernel.utils import forks
+from modular_kernel.utils.argument_checks import expect, expect_each
+from modular_kernel.utils.tensor_checks import check_tensor, check_tensors
 
 Mode = Literal["merged", "parallel_delta"]
 

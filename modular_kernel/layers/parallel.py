@@ -6,10 +6,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from modular_kernel import forks
 from modular_kernel.errors import CommunicationError, ConfigurationError, UnsupportedError
-from modular_kernel.fields import Count, expect, shown
-from modular_kernel.placement import Placement
+from modular_kernel.spec.placement import Placement
+from modular_kernel.utils import forks
+from modular_kernel.utils.argument_checks import Count, expect, shown
 
 Place = tuple[int, int]  # rank and number of ranks
 GROUPS = ("ep_group", "tp_group", "group")  # fields of LayerParallel

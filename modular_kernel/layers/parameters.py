@@ -7,18 +7,19 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from modular_kernel import modes, prepared
 from modular_kernel.errors import DtypeError, StateError, UnsupportedError, WeightsError
-from modular_kernel.fields import available_device, expect
-from modular_kernel.layers.loaded import holds_loaded, moved_only
+from modular_kernel.layers.module_state import holds_loaded, moved_only
 from modular_kernel.layers.parallel import GROUPS, LayerParallel
 from modular_kernel.layers.weight_loading import ExpertLoader
 from modular_kernel.operators.pairing import layer_text
-from modular_kernel.placement import Placement
-from modular_kernel.quant import TensorSpec, weight_specs
-from modular_kernel.tensor_checks import check_local, check_tensor
+from modular_kernel.quant import prepared
+from modular_kernel.quant.quantized_weights import TensorSpec, weight_specs
+from modular_kernel.replay import modes
+from modular_kernel.spec.placement import Placement
+from modular_kernel.spec.problem import DTYPES, Problem, dtype_name
 from modular_kernel.tensors import ExpertWeights, check_loaded, fill_unloaded
-from modular_kernel.types import DTYPES, Problem, dtype_name
+from modular_kernel.utils.argument_checks import available_device, expect
+from modular_kernel.utils.tensor_checks import check_local, check_tensor
 
 # Fields of ExpertWeights, and the parameters that hold them.
 PARAMETERS = {

@@ -11,16 +11,16 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from modular_kernel import modes
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
-from modular_kernel.fields import Count, available_device, expect
-from modular_kernel.layers.loaded import holds_loaded, moved_only
-from modular_kernel.matmul import linear
+from modular_kernel.layers.module_state import holds_loaded, moved_only
 from modular_kernel.ops.route import Routed, RouterTensors, route
-from modular_kernel.routers import RouterSpec, StandardTopKOutput
-from modular_kernel.tensor_checks import check_local, check_tensor
+from modular_kernel.replay import modes
+from modular_kernel.spec.problem import dtype_name, parse_dtype
+from modular_kernel.spec.router import RouterSpec, StandardTopKOutput
 from modular_kernel.tensors import check_loaded, fill_unloaded
-from modular_kernel.types import dtype_name, parse_dtype
+from modular_kernel.utils.argument_checks import Count, available_device, expect
+from modular_kernel.utils.matmul import linear
+from modular_kernel.utils.tensor_checks import check_local, check_tensor
 
 __all__ = ["Routed", "Router", "RouterSpec", "RouterTensors", "StandardTopKOutput", "route",
            "select_experts"]  # fmt: skip

@@ -3,12 +3,12 @@
 import torch
 
 from modular_kernel.errors import ConfigurationError, ShapeError
-from modular_kernel.fields import expect
 from modular_kernel.layers.router import Router
-from modular_kernel.models.routing import router_differences
-from modular_kernel.routers import RouterSpec
-from modular_kernel.tensor_checks import check_tensor
+from modular_kernel.models.router_config import router_differences
+from modular_kernel.spec.router import RouterSpec
 from modular_kernel.tensors import Routing, check_lead
+from modular_kernel.utils.argument_checks import expect
+from modular_kernel.utils.tensor_checks import check_tensor
 
 
 def spec_of(router: Router | RouterSpec | None) -> RouterSpec | None:

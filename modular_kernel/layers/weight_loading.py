@@ -8,7 +8,7 @@
     weights = loader.expert_weights(layer)                  # of every format as a kernel takes it
 
 Parameters have the shapes that the checkpoint's format has, so any format of
-`modular_kernel.importers` can be loaded. Where a tensor goes is decided by `share.destination`,
+`modular_kernel.checkpoints` can be loaded. Where a tensor goes is decided by `share.destination`,
 which touches none.
 """
 
@@ -16,16 +16,16 @@ from collections.abc import Callable
 
 import torch
 
-from modular_kernel import modes
+from modular_kernel.checkpoints.formats import Format, fit, format_of
+from modular_kernel.checkpoints.fp8_mxfp4 import static_scale
+from modular_kernel.checkpoints.fusing import Matrix, piece, stack
+from modular_kernel.checkpoints.matrix_layout import FLOATS, UNREAD, Dim, Stored, cut
 from modular_kernel.errors import ConfigurationError, ShapeError, WeightsError
-from modular_kernel.fields import Count, available_device, expect
-from modular_kernel.importers.formats import Format, fit, format_of
-from modular_kernel.importers.merging import Matrix, piece, stack
-from modular_kernel.importers.stored import FLOATS, UNREAD, Dim, Stored, cut
-from modular_kernel.importers.tensors import static_scale
-from modular_kernel.layers.share import FUSED, SHARDS, Move, Share, destination
-from modular_kernel.tensor_checks import check_output, check_tensor
+from modular_kernel.layers.rank_share import FUSED, SHARDS, Move, Share, destination
+from modular_kernel.replay import modes
 from modular_kernel.tensors import ExpertWeights
+from modular_kernel.utils.argument_checks import Count, available_device, expect
+from modular_kernel.utils.tensor_checks import check_output, check_tensor
 
 Mapping = list[tuple[str, str, int, str]]
 WeightLoader = Callable[[torch.nn.Parameter, torch.Tensor, str, str, int], None]

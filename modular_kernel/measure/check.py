@@ -15,9 +15,9 @@ import torch
 from modular_kernel.measure.cases import Input, LayerCase, quantized
 from modular_kernel.measure.timing import Call
 from modular_kernel.reference import oracle, recipe
-from modular_kernel.schemes import QuantScheme
+from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.types import Problem
 
 FACTOR = 2.0
 EPS = 1e-6  # float32 sums in another order

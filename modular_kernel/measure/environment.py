@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import torch
 
-from modular_kernel.providers import version_of
+from modular_kernel.utils.package_probes import version_of
 
 Environment = dict[str, str | int | None]
 

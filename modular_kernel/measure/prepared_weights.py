@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from modular_kernel.catalog import load_catalog
 from modular_kernel.contracts import PermuteExpertsUnpermute
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.types import Machine, Problem
+from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.workspace import BufferSpec
 
 

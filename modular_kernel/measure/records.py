@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from modular_kernel import json_files
+from modular_kernel.utils import json_files
 
 SCHEMA = "mk-bench/1"
 

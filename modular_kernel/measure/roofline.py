@@ -11,11 +11,11 @@ from functools import partial
 
 import torch
 
-from modular_kernel.measure.adapter_work import whole_work
-from modular_kernel.measure.routing import Load
+from modular_kernel.measure.adapter_roofline import whole_work
+from modular_kernel.measure.routing_patterns import Load
 from modular_kernel.measure.timing import time_calls
-from modular_kernel.schemes import QuantScheme
-from modular_kernel.types import Problem, dtype_name
+from modular_kernel.spec.problem import Problem, dtype_name
+from modular_kernel.spec.quantization import QuantScheme
 
 _GPU_SIZE, _CPU_SIZE = 8192, 512
 _GPU_BYTES, _CPU_BYTES = 1 << 31, 1 << 26

@@ -30,11 +30,11 @@ busier one. Without ranks R = T. Of adapters of rank R' the products have B, and
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from modular_kernel import stages
-from modular_kernel.measure.adapter_work import adapter_work
+from modular_kernel.measure.adapter_roofline import adapter_work
 from modular_kernel.measure.roofline import Floor, Peaks, matrix_bytes, rate_of
-from modular_kernel.schemes import QuantScheme
-from modular_kernel.types import Problem
+from modular_kernel.replay import stages
+from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.quantization import QuantScheme
 
 _SCALE = 4.0  # bytes: float32
 _INDEX = 4.0

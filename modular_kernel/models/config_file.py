@@ -10,10 +10,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from modular_kernel import json_files
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.families import FAMILIES, Family
-from modular_kernel.models.quantized import scheme_of
+from modular_kernel.models.quantization_config import scheme_of
+from modular_kernel.utils import json_files
 
 _MOST_BYTES = 1 << 20
 _MOST = 1 << 20  # of any size

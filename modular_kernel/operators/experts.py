@@ -19,8 +19,8 @@ import modular_kernel.ops.route  # noqa: F401 (registers the router's operator)
 from modular_kernel.operators.expert_fields import place, weights_from
 from modular_kernel.operators.gradients import call_gradients
 from modular_kernel.operators.pairing import pairing_of, problem_of
+from modular_kernel.spec.problem import Combine
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.types import Combine
 
 
 @dataclass(frozen=True)

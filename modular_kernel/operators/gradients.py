@@ -10,10 +10,10 @@ from math import pi, sqrt
 import torch
 
 from modular_kernel.errors import UnsupportedError
-from modular_kernel.matmul import matmul
-from modular_kernel.quant import values_of
+from modular_kernel.quant.quantized_weights import values_of
+from modular_kernel.spec.problem import ActivationSpec, Combine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.types import ActivationSpec, Combine, Problem
+from modular_kernel.utils.matmul import matmul
 
 
 def call_gradients(

@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from modular_kernel.call_plans import SMALLEST_CAPACITY, capacity_of
 from modular_kernel.catalog import load_catalog
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.errors import ConfigurationError, IncompatibleError, UnsupportedError
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.planned import Pairing as Parts
-from modular_kernel.planned import Planned, usual_experts
+from modular_kernel.operators.kernel_cache import Pairing as Parts
+from modular_kernel.operators.kernel_cache import Planned, usual_experts
+from modular_kernel.plan import SMALLEST_CAPACITY, capacity_of
+from modular_kernel.spec.problem import DTYPES, Combine, Problem, dtype_name, parse_dtype
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.types import DTYPES, Combine, Problem, dtype_name, parse_dtype
 
 _BY_DEVICE = "default"
 _WHERE_SERVED = "where served"

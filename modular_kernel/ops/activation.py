@@ -3,10 +3,10 @@
 import torch
 
 from modular_kernel.errors import ShapeError
-from modular_kernel.ops.launch.launch import launch
-from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.ops.permute import hidden_block
-from modular_kernel.types import ActivationSpec
+from modular_kernel.replay.launch.launch import launch
+from modular_kernel.replay.launch.runtime import use_triton
+from modular_kernel.spec.problem import ActivationSpec
 
 
 def up_rows(spec: ActivationSpec, intermediate: int) -> tuple[int, int]:

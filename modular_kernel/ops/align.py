@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 
 from modular_kernel.errors import CapacityError, DeviceError, DtypeError, RoutingError, ShapeError
-from modular_kernel.fields import MOST, Count, expect
 from modular_kernel.ops.count import (
     CHUNK,
     count_pairs,
@@ -17,12 +16,13 @@ from modular_kernel.ops.count import (
     num_bins,
     num_chunks,
 )
-from modular_kernel.ops.launch.launch import launch
-from modular_kernel.ops.launch.pdl import overlap
-from modular_kernel.ops.launch.runtime import use_triton
-from modular_kernel.tensor_checks import check_tensor
+from modular_kernel.replay.launch.launch import launch
+from modular_kernel.replay.launch.pdl import overlap
+from modular_kernel.replay.launch.runtime import use_triton
+from modular_kernel.spec.problem import IdSpace
 from modular_kernel.tensors import DispatchedRouting
-from modular_kernel.types import IdSpace
+from modular_kernel.utils.argument_checks import MOST, Count, expect
+from modular_kernel.utils.tensor_checks import check_tensor
 from modular_kernel.workspace import BufferSpec, Workspace
 
 _FILL_BLOCKS = 8  # blocks per filling program

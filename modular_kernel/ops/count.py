@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from modular_kernel.ops.launch.launch import launch
+from modular_kernel.replay.launch.launch import launch
+from modular_kernel.spec.problem import IdSpace
 from modular_kernel.tensors import DispatchedRouting
-from modular_kernel.types import IdSpace
 from modular_kernel.workspace import BufferSpec
 
 CHUNK = 128  # pairs per program; ranks inside a chunk come from a CHUNK x CHUNK comparison

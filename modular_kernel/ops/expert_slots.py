@@ -14,10 +14,10 @@ import torch
 
 from modular_kernel.errors import ConfigurationError, ShapeError
 from modular_kernel.ops.count import next_power_of_2
-from modular_kernel.ops.launch.launch import launch
-from modular_kernel.ops.launch.pdl import overlap
-from modular_kernel.ops.launch.runtime import use_triton
-from modular_kernel.placement import Placement, PlacementTables, pairs_to_slots
+from modular_kernel.replay.launch.launch import launch
+from modular_kernel.replay.launch.pdl import overlap
+from modular_kernel.replay.launch.runtime import use_triton
+from modular_kernel.spec.placement import Placement, PlacementTables, pairs_to_slots
 from modular_kernel.tensors import Routing
 
 _WARP_PAIRS = 32  # a lane has one

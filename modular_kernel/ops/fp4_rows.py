@@ -1,21 +1,21 @@
 """Rows as nvfp4, tile by tile, for block-scaled products; and what else those read.
 
 Tiles are named as `Sorted.tiles` has them: experts, first rows, ends, then how many there are. A
-tile is 128 rows of one expert. Its scales lie together, as `modular_kernel.scale_layout` says.
+tile is 128 rows of one expert. Its scales lie together, as `modular_kernel.quant.scale_layout` says.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from modular_kernel import nvfp4, scale_layout
 from modular_kernel.errors import DtypeError, LayoutError, ShapeError
 from modular_kernel.ops.activation import activation_constants, gated_activation_ref, up_rows
 from modular_kernel.ops.count import next_power_of_2
-from modular_kernel.ops.launch.launch import launch
-from modular_kernel.ops.launch.runtime import use_triton
-from modular_kernel.scale_tiles import pack_pairs
-from modular_kernel.types import ActivationSpec, dtype_name
+from modular_kernel.quant import nvfp4, scale_layout
+from modular_kernel.quant.scale_tiles import pack_pairs
+from modular_kernel.replay.launch.launch import launch
+from modular_kernel.replay.launch.runtime import use_triton
+from modular_kernel.spec.problem import ActivationSpec, dtype_name
 from modular_kernel.workspace import BufferSpec, Workspace
 
 TILE_M = scale_layout.ROWS

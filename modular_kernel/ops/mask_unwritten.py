@@ -3,9 +3,9 @@
 import torch
 
 from modular_kernel.errors import ShapeError
-from modular_kernel.ops.launch.launch import launch
-from modular_kernel.ops.launch.pdl import overlap
-from modular_kernel.ops.launch.runtime import use_triton
+from modular_kernel.replay.launch.launch import launch
+from modular_kernel.replay.launch.pdl import overlap
+from modular_kernel.replay.launch.runtime import use_triton
 
 _BLOCK = 256  # two of a lane
 

@@ -5,14 +5,15 @@ from dataclasses import dataclass
 
 import torch
 
-from modular_kernel import nvfp4, stages
-from modular_kernel.matmul import compact, matmul
 from modular_kernel.ops.activation import gated_activation_ref
 from modular_kernel.ops.quantize import dequantize_rows, quantized
-from modular_kernel.quant import values_of
-from modular_kernel.roundings import Roundings
+from modular_kernel.quant import nvfp4
+from modular_kernel.quant.quantized_weights import values_of
+from modular_kernel.replay import stages
+from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.types import Problem
+from modular_kernel.utils.matmul import compact, matmul
 
 
 @dataclass(frozen=True)

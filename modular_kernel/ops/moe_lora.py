@@ -5,7 +5,7 @@
 
 adds scaling * sum over k of weight[t, k] * down_B down_A (silu(gate) * up), where gate and up are
 gate_up_B gate_up_A x. That is not LoRA as it is trained: there B A belongs to each projection, and
-lies inside the experts (`Problem.lora`; `modular_kernel.adapters`). This branch has no term that
+lies inside the experts (`Problem.lora`; `modular_kernel.spec.lora`). This branch has no term that
 mixes with the experts' weights, and adds nothing where one of its projections is zero: a checkpoint
 of PEFT served by it is almost without effect. It is for adapters that were trained so.
 """
@@ -15,21 +15,21 @@ from typing import Annotated, Literal
 
 import torch
 
-from modular_kernel.adapters import MOST_RANK, adapters_of_sequences
 from modular_kernel.errors import (
     DeviceError,
     DtypeError,
     LayoutError,
     ShapeError,
 )
-from modular_kernel.fields import MOST, Between, expect
 from modular_kernel.ops.moe_lora_stages import (
     PairBatch,
     fused_block,
     moe_lora_fused,
     moe_lora_staged,
 )
-from modular_kernel.tensor_checks import (
+from modular_kernel.spec.lora import MOST_RANK, adapters_of_sequences
+from modular_kernel.utils.argument_checks import MOST, Between, expect
+from modular_kernel.utils.tensor_checks import (
     check_no_gradients,
     check_output,
     check_tensor,

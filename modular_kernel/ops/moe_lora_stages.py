@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from modular_kernel.matmul import matmul
 from modular_kernel.ops.count import next_power_of_2
-from modular_kernel.ops.launch.launch import launch
-from modular_kernel.ops.launch.runtime import use_triton
+from modular_kernel.replay.launch.launch import launch
+from modular_kernel.replay.launch.runtime import use_triton
+from modular_kernel.utils.matmul import matmul
 
 BLOCK_T = 16  # pairs, and tokens, of a program: the least rows of a product in tensor cores
 _BLOCK_R, _BLOCK_I = 32, 64

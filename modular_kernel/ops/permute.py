@@ -3,8 +3,8 @@
 import torch
 
 from modular_kernel.ops.count import next_power_of_2
-from modular_kernel.ops.launch.launch import launch
-from modular_kernel.ops.launch.runtime import use_triton
+from modular_kernel.replay.launch.launch import launch
+from modular_kernel.replay.launch.runtime import use_triton
 
 _MAX_BLOCK_H = 1024
 

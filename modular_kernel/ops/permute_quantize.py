@@ -4,13 +4,13 @@ import torch
 
 from modular_kernel.errors import ConfigurationError, ShapeError
 from modular_kernel.ops.count import next_power_of_2
-from modular_kernel.ops.launch.launch import launch
-from modular_kernel.ops.launch.pdl import overlap
-from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.ops.permute import permute_tokens_ref
 from modular_kernel.ops.quantize import Quantized, check_quantized, quantized
-from modular_kernel.quant import LARGEST, MIN_SCALE
-from modular_kernel.schemes import QuantScheme
+from modular_kernel.quant.quantized_weights import LARGEST, MIN_SCALE
+from modular_kernel.replay.launch.launch import launch
+from modular_kernel.replay.launch.pdl import overlap
+from modular_kernel.replay.launch.runtime import use_triton
+from modular_kernel.spec.quantization import QuantScheme
 
 _TILE = 2048  # columns a program holds, unless one group has more
 _MAX_BLOCK = 8192  # columns a program holds; a longer group is read again for each pair

@@ -10,12 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
+from modular_kernel.compatibility.support import Rejection
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
 from modular_kernel.ops.activation import activation_constants, gated_activation_ref, up_rows
 from modular_kernel.ops.count import next_power_of_2
-from modular_kernel.ops.launch.launch import launch
-from modular_kernel.ops.launch.pdl import overlap
-from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.ops.live_rows import (
     BatchedRows,
     Live,
@@ -24,10 +22,12 @@ from modular_kernel.ops.live_rows import (
     source_arguments,
 )
 from modular_kernel.ops.quantize_tiles import group_tiles, row_tiles
-from modular_kernel.quant import LARGEST, MIN_SCALE, STORAGE
-from modular_kernel.schemes import QuantScheme
-from modular_kernel.support import Rejection
-from modular_kernel.types import ActivationSpec, Machine, Problem, dtype_name
+from modular_kernel.quant.quantized_weights import LARGEST, MIN_SCALE, STORAGE
+from modular_kernel.replay.launch.launch import launch
+from modular_kernel.replay.launch.pdl import overlap
+from modular_kernel.replay.launch.runtime import use_triton
+from modular_kernel.spec.problem import ActivationSpec, Machine, Problem, dtype_name
+from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.workspace import BufferSpec, Workspace
 
 _ACTIVATIONS = ("float8_e4m3fn", "int8")

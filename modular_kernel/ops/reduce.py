@@ -3,15 +3,15 @@
 import torch
 
 from modular_kernel.errors import DtypeError, LayoutError, ShapeError
-from modular_kernel.fields import expect
 from modular_kernel.ops.count import id_arguments, uncounted_local_ids
-from modular_kernel.ops.launch.launch import launch
-from modular_kernel.ops.launch.pdl import overlap
-from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.ops.permute import hidden_block
-from modular_kernel.tensor_checks import check_no_gradients, check_output, check_tensor
+from modular_kernel.replay.launch.launch import launch
+from modular_kernel.replay.launch.pdl import overlap
+from modular_kernel.replay.launch.runtime import use_triton
+from modular_kernel.spec.problem import dtype_name
 from modular_kernel.tensors import DispatchedRouting
-from modular_kernel.types import dtype_name
+from modular_kernel.utils.argument_checks import expect
+from modular_kernel.utils.tensor_checks import check_no_gradients, check_output, check_tensor
 
 
 def weight_and_sum(

@@ -3,7 +3,7 @@
     routed = route(logits_TE, RouterSpec(8, renormalize=True))
     routed.routing                      # Routing, as every kernel takes it
 
-Computed in float32, whatever the logits' type. See `modular_kernel.routers` for the rules. Under
+Computed in float32, whatever the logits' type. See `modular_kernel.spec.router` for the rules. Under
 torch.compile and torch.export a call is one operator, torch.ops.modular_kernel.route.
 """
 
@@ -23,14 +23,14 @@ from modular_kernel.errors import (
     LayoutError,
     ShapeError,
 )
-from modular_kernel.fields import shown
 from modular_kernel.ops.count import next_power_of_2
-from modular_kernel.ops.launch.launch import launch
-from modular_kernel.ops.launch.runtime import use_triton
-from modular_kernel.routers import RouterSpec
-from modular_kernel.tensor_checks import check_no_gradients, check_tensor
+from modular_kernel.replay.launch.launch import launch
+from modular_kernel.replay.launch.runtime import use_triton
+from modular_kernel.spec.problem import dtype_name
+from modular_kernel.spec.router import RouterSpec
 from modular_kernel.tensors import Routing, check_loaded
-from modular_kernel.types import dtype_name
+from modular_kernel.utils.argument_checks import shown
+from modular_kernel.utils.tensor_checks import check_no_gradients, check_tensor
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int32, torch.int64)

@@ -3,7 +3,7 @@
 import torch
 
 from modular_kernel.errors import ConfigurationError, ShapeError
-from modular_kernel.routers import (
+from modular_kernel.spec.router import (
     Permutation,
     RoutingData,
     StandardTopKOutput,

@@ -4,11 +4,11 @@ import torch
 
 from modular_kernel.errors import ConfigurationError, ShapeError
 from modular_kernel.ops.expert_slots import Pairs, check_pairs, number_pairs, pair_arguments
-from modular_kernel.ops.launch.launch import launch
-from modular_kernel.ops.launch.pdl import overlap
-from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.ops.quantize import Quantized, check_quantized, quantize_rows, tile_arguments
-from modular_kernel.schemes import QuantScheme
+from modular_kernel.replay.launch.launch import launch
+from modular_kernel.replay.launch.pdl import overlap
+from modular_kernel.replay.launch.runtime import use_triton
+from modular_kernel.spec.quantization import QuantScheme
 
 
 def number_and_quantize(

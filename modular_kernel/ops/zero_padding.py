@@ -4,9 +4,9 @@ import torch
 
 from modular_kernel.errors import ShapeError
 from modular_kernel.ops.count import next_power_of_2
-from modular_kernel.ops.launch.launch import launch
-from modular_kernel.ops.launch.pdl import overlap
-from modular_kernel.ops.launch.runtime import use_triton
+from modular_kernel.replay.launch.launch import launch
+from modular_kernel.replay.launch.pdl import overlap
+from modular_kernel.replay.launch.runtime import use_triton
 
 _PARTS = 32  # programs of a segment, of which most find nothing to do
 _MAX_BLOCK = 4096  # columns a program writes at once

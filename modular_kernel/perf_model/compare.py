@@ -12,11 +12,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from modular_kernel import json_files
 from modular_kernel.bench.all2all.records import SCHEMA as EXCHANGES
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.measure.records import OK, SCHEMA
-from modular_kernel.measure.routing import RoutingKind
+from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.perf_model.exchange_time import (
     DEEPEP,
     DEEPEP_HT,
@@ -27,8 +26,9 @@ from modular_kernel.perf_model.exchange_time import (
 from modular_kernel.perf_model.experts_time import FITTED, MEASURED, PART, experts_time
 from modular_kernel.perf_model.hardware import Cluster, Link
 from modular_kernel.perf_model.load import ONE_GROUP, Groups, rank_load
-from modular_kernel.printable import plural
-from modular_kernel.types import Parallel, Problem
+from modular_kernel.spec.problem import Parallel, Problem
+from modular_kernel.text import plural
+from modular_kernel.utils import json_files
 
 PUBLISHED = "mk-published/1"
 WITHIN = 0.25

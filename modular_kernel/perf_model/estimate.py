@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 
 from modular_kernel.catalog import check_all, load_catalog, packages_of
-from modular_kernel.measure.adapter_work import adapter_bytes
+from modular_kernel.measure.adapter_roofline import adapter_bytes
 from modular_kernel.measure.prepared_weights import declared_bytes
 from modular_kernel.measure.roofline import expert_bytes
-from modular_kernel.measure.routing import RoutingKind
+from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.perf_model.exchange_time import (
     OTHERS,
     PARTS_OVER,
@@ -20,7 +20,7 @@ from modular_kernel.perf_model.exchange_time import (
 from modular_kernel.perf_model.experts_time import PART, ExpertsTime, experts_time
 from modular_kernel.perf_model.hardware import Cluster
 from modular_kernel.perf_model.load import ONE_GROUP, Groups, rank_load
-from modular_kernel.types import Machine, Parallel, Problem
+from modular_kernel.spec.problem import Machine, Parallel, Problem
 
 _HOPPER = (9, 0)
 

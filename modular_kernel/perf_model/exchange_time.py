@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.perf_model.hardware import Cluster, Link
 from modular_kernel.perf_model.load import EstimatedLoad
-from modular_kernel.schemes import QuantScheme
-from modular_kernel.types import Problem
+from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.quantization import QuantScheme
 
 _SCALE_BYTES = 4
 _FLOAT32 = 4

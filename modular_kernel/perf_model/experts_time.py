@@ -21,12 +21,12 @@ docs/benchmarks/h200-layers.json); p is the one of 2, 2.5 and 3 that fits all fo
 import math
 from dataclasses import dataclass
 
-from modular_kernel.measure.adapter_work import whole_work
+from modular_kernel.measure.adapter_roofline import whole_work
 from modular_kernel.measure.roofline import expert_bytes, operand_type
 from modular_kernel.perf_model.hardware import Gpu
 from modular_kernel.perf_model.load import EstimatedLoad
-from modular_kernel.schemes import QuantScheme
-from modular_kernel.types import Problem
+from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.quantization import QuantScheme
 
 FITTED = ("dsv3_ep8", "qwen3_30b")
 _P = 2.5

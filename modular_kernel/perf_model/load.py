@@ -20,7 +20,7 @@ from itertools import pairwise
 from statistics import NormalDist, fmean
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.measure.routing import RoutingKind
+from modular_kernel.measure.routing_patterns import RoutingKind
 
 _SHUFFLES = 64  # of experts over ranks, where experts are unlike
 _HALVINGS = 100

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from modular_kernel import stages
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.replay import stages
 
 Event = dict[str, Any]
 

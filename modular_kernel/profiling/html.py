@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 
-from modular_kernel import stages
-from modular_kernel.pages import html
-from modular_kernel.pages.document import (
+from modular_kernel.profiling import summary
+from modular_kernel.profiling.report import PairProfile, Profile, RankProfile
+from modular_kernel.profiling.timeline import color, timeline
+from modular_kernel.replay import stages
+from modular_kernel.report.pages import html
+from modular_kernel.report.pages.document import (
     Bar,
     Bars,
     Facts,
@@ -17,9 +20,6 @@ from modular_kernel.pages.document import (
     Text,
     Tiles,
 )
-from modular_kernel.profiling import words
-from modular_kernel.profiling.lanes import color, timeline
-from modular_kernel.profiling.report import PairProfile, Profile, RankProfile
 
 
 def page(profile: Profile) -> str:
@@ -41,24 +41,24 @@ def _blocks(profile: Profile) -> Iterator[PageBlock]:
     for pair in profile.pairs:
         yield from _pair(pair)
     yield Heading(2, "Measured how")
-    yield Facts(words.facts(profile))
+    yield Facts(summary.facts(profile))
 
 
 def _comparison(profile: Profile) -> Iterator[PageBlock]:
     first, second = profile.pairs
     yield Heading(2, f"A: {first.pairing}, B: {second.pairing}")
-    yield Text(f"{words.difference(profile)} Totals were timed in the order A, B, B, A.")
+    yield Text(f"{summary.difference(profile)} Totals were timed in the order A, B, B, A.")
     yield _against(first.slowest, second.slowest)
-    yield _table(words.COMPARED, words.compared(profile), totals=2)
+    yield _table(summary.COMPARED, summary.compared(profile), totals=2)
 
 
 def _pair(pair: PairProfile) -> Iterator[PageBlock]:
     yield Heading(2, pair.pairing)
-    yield Items(words.sentences(pair))
+    yield Items(summary.sentences(pair))
     yield from _rank(pair.slowest)
     for rank in pair.ranks:
         if rank is not pair.slowest:
-            yield Fold(f"Rank {rank.rank}: {words.number(rank.total.us)} us", list(_rank(rank)))
+            yield Fold(f"Rank {rank.rank}: {summary.number(rank.total.us)} us", list(_rank(rank)))
     files = [rank.trace.name for rank in pair.ranks] + ([pair.merged.name] if pair.merged else [])
     yield Text(f"Traces, for ui.perfetto.dev: {', '.join(f'`{name}`' for name in files)}")
 
@@ -67,10 +67,10 @@ def _tiles(rank: RankProfile) -> Tiles:
     furthest = rank.furthest
     return Tiles(
         [
-            (f"{words.number(rank.total.us)} us", f"planned call ({rank.total.mode})"),
-            (f"{words.number(rank.sum_us)} us", "sum of stages, eager"),
+            (f"{summary.number(rank.total.us)} us", f"planned call ({rank.total.mode})"),
+            (f"{summary.number(rank.sum_us)} us", "sum of stages, eager"),
             (f"{rank.coverage:.1%}", "of the call lies in stages"),
-            (words.name_of(furthest) if furthest else words.ABSENT, "furthest from its floor"),
+            (summary.name_of(furthest) if furthest else summary.ABSENT, "furthest from its floor"),
         ]
     )
 
@@ -78,7 +78,7 @@ def _tiles(rank: RankProfile) -> Tiles:
 def _rank(rank: RankProfile) -> Iterator[PageBlock]:
     yield _bars(rank)
     yield timeline(rank.call)
-    yield _table(words.COLUMNS, words.cells(rank), totals=1)
+    yield _table(summary.COLUMNS, summary.cells(rank), totals=1)
 
 
 def _bars(rank: RankProfile) -> Bars:
@@ -86,9 +86,9 @@ def _bars(rank: RankProfile) -> Bars:
         "Time of each stage; the dark line is its floor",
         [
             Bar(
-                words.name_of(row),
+                summary.name_of(row),
                 row.us,
-                f"{words.number(row.us)} us",
+                f"{summary.number(row.us)} us",
                 color(row.stage),
                 None if row.floor is None else row.floor.us,
             )
@@ -110,7 +110,7 @@ def _against(first: RankProfile, second: RankProfile) -> Bars:
             Bar(
                 f"{letter} {name.removeprefix(stages.PREFIX)}",
                 times[letter][name],
-                f"{words.number(times[letter][name])} us",
+                f"{summary.number(times[letter][name])} us",
                 color(name),
             )
             for name in dict.fromkeys((*times["A"], *times["B"]))

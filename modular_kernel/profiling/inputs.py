@@ -7,11 +7,11 @@ import torch
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.measure.cases import make_weights, quantized, slots_in_turn
-from modular_kernel.measure.routing import RoutingKind, draw, load_of
+from modular_kernel.measure.routing_patterns import RoutingKind, draw, load_of
 from modular_kernel.measure.stage_roofline import RankLoad
-from modular_kernel.placement import near_ranks, pairs_to_slots
+from modular_kernel.spec.placement import near_ranks, pairs_to_slots
+from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.types import Problem
 
 _SEED = 11
 

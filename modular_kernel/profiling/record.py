@@ -23,22 +23,22 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, record_function, schedule
 
-from modular_kernel import stages
 from modular_kernel.catalog import check, load_catalog, make_kernel, needs_triton
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.machine import torch_twins
 from modular_kernel.measure.environment import Environment, environment
 from modular_kernel.measure.records import INTERPRETER
 from modular_kernel.measure.roofline import Peaks, measure_link, measure_peaks, operand_type
-from modular_kernel.measure.routing import RoutingKind
+from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.measure.stage_roofline import RankLoad
 from modular_kernel.measure.timing import Wiper, capture, clock_of, host_cost, samples_ms, wiper_of
 from modular_kernel.plan import Plan
 from modular_kernel.profiling.chrome import BARRIER
 from modular_kernel.profiling.inputs import ProfileInputs, make_inputs
 from modular_kernel.profiling.stderr import without_own_lines
+from modular_kernel.replay import stages
+from modular_kernel.spec.problem import Machine, Problem, dtype_name
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.types import Machine, Problem, dtype_name
 
 _CYCLES_PER_S = 2.0e9  # of a GPU, or fewer
 _SPARE = 3.0  # times what the host takes for an eager call that nobody profiles

@@ -9,13 +9,13 @@ from typing import Any
 from modular_kernel.measure.environment import Environment
 from modular_kernel.measure.records import INTERPRETER
 from modular_kernel.measure.roofline import Floor, Peaks, floor_of, work_of
-from modular_kernel.measure.routing import Load
+from modular_kernel.measure.routing_patterns import Load
 from modular_kernel.measure.stage_roofline import RankLoad, StageWork, stage_floor, stage_works
+from modular_kernel.process_status import State, states
 from modular_kernel.profiling.chrome import Trace, barrier_spread_us
 from modular_kernel.profiling.events import NOWHERE, CallTimes, calls_of, middle
 from modular_kernel.profiling.record import Memory, ProfileJob, RankRecord, Recorded, Total
-from modular_kernel.states import State, states
-from modular_kernel.types import Machine, Problem
+from modular_kernel.spec.problem import Machine, Problem
 
 
 @dataclass(frozen=True)

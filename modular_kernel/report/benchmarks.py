@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from modular_kernel.bench.tables import label, summary
 from modular_kernel.measure.records import Report, Row, best
-from modular_kernel.pages.document import Block, Document, Heading, Items, Table, Text
 from modular_kernel.report.curves import figure
+from modular_kernel.report.pages.document import Block, Document, Heading, Items, Table, Text
 from modular_kernel.report.records import BenchmarkRecord
 
 _ABOUT = (

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from modular_kernel.bench.tables import label
 from modular_kernel.measure.records import OURS, Report, Row
-from modular_kernel.pages.document import Figure
-from modular_kernel.pages.plots import COLORS, XMLNS, Scale, line, svg, text, titled
-from modular_kernel.printable import counted
+from modular_kernel.report.pages.document import Figure
+from modular_kernel.report.pages.plots import COLORS, XMLNS, Scale, line, svg, text, titled
+from modular_kernel.text import counted
 
 _ACROSS = 3
 _WIDTH, _HEIGHT = 380, 300  # of a panel

@@ -5,7 +5,7 @@ from types import ModuleType
 
 from modular_kernel import errors
 from modular_kernel.errors import ModularKernelError
-from modular_kernel.pages.document import Block, Code, Document, Heading, Table, Text
+from modular_kernel.report.pages.document import Block, Code, Document, Heading, Table, Text
 
 _EXAMPLE = """
 import modular_kernel as mk

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from textwrap import fill
 
-from modular_kernel.pages.document import (
+from modular_kernel.report.pages.document import (
     Block,
     Code,
     Document,

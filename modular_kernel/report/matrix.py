@@ -3,20 +3,20 @@
 from collections.abc import Iterable
 
 from modular_kernel.catalog import Part
-from modular_kernel.pages.document import Block, Document, Heading, Items, Table, Text
-from modular_kernel.printable import counted
-from modular_kernel.quant import ACTIVATION_SCHEMES
-from modular_kernel.report.judged import Matrix, RefusalReason, furnished, reasons
-from modular_kernel.rules import unavailable
-from modular_kernel.schemes import QUANT_SCHEMES
-from modular_kernel.support import (
+from modular_kernel.compatibility.rules import unavailable
+from modular_kernel.compatibility.support import (
     ALL_ACTIVATIONS,
     ALL_DTYPES,
     Requirements,
     archs_text,
     numbered,
 )
-from modular_kernel.types import Machine, dtype_name
+from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
+from modular_kernel.report.judge_all import Matrix, RefusalReason, furnished, reasons
+from modular_kernel.report.pages.document import Block, Document, Heading, Items, Table, Text
+from modular_kernel.spec.problem import Machine, dtype_name
+from modular_kernel.spec.quantization import QUANT_SCHEMES
+from modular_kernel.text import counted
 
 YES = "yes"
 # Declared properties that a problem can ask for.

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.pages.document import Block, Code, Document, Heading, Items, Table, Text
+from modular_kernel.report.pages.document import Block, Code, Document, Heading, Items, Table, Text
 
 Record = dict[str, Any]
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from modular_kernel import json_files
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.measure.records import OK, OURS, PEER, SCHEMA, Report, Row, ranked
+from modular_kernel.utils import json_files
 
 _OUR_PREFIX = "mk_"
 _NARROW = "fp8"

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from modular_kernel.select.team import Team
+from modular_kernel.select.process_group import Team
 
 
 class Budget:

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from modular_kernel import json_files
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.select import stored
-from modular_kernel.select.keys import Facts, digest
+from modular_kernel.select import saved_choices
+from modular_kernel.select.cache_keys import Facts, digest
 from modular_kernel.select.record import Bucket
-from modular_kernel.select.stored import StoredChoice
+from modular_kernel.select.saved_choices import StoredChoice
+from modular_kernel.utils import json_files
 
 try:
     import fcntl as _fcntl
@@ -122,12 +122,12 @@ class Cache:
         mine = (mine or StoredChoice(self.versions, 0.0)).with_buckets(buckets)
         others = [r for r in records if r.versions != self.versions]
         fresh = StoredChoice(mine.versions, time.time(), mine.buckets)
-        _replace(self.path, stored.to_text(self.identity, [fresh, *others]) + "\n")
+        _replace(self.path, saved_choices.to_text(self.identity, [fresh, *others]) + "\n")
 
     def _read(self) -> tuple[StoredChoice, ...]:
         """() if there is no file; ConfigurationError for one that cannot be used."""
         try:
-            content = json_files.content(self.path, stored.MOST_BYTES, links=False)
+            content = json_files.content(self.path, saved_choices.MOST_BYTES, links=False)
         except FileNotFoundError:
             return ()
         except OSError as error:
@@ -136,7 +136,7 @@ class Cache:
             raise
         except ValueError as error:
             raise _refused(str(error)) from None
-        return stored.from_text(content, self.identity)
+        return saved_choices.from_text(content, self.identity)
 
     def _changes(self, record: StoredChoice) -> str:
         names = sorted({*record.versions, *self.versions})
@@ -177,4 +177,4 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _refused(got: str) -> ConfigurationError:
-    return ConfigurationError("cached choices", got=got, need=stored.SCHEMA)
+    return ConfigurationError("cached choices", got=got, need=saved_choices.SCHEMA)

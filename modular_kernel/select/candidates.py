@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from modular_kernel.catalog import load_catalog
-from modular_kernel.planned import NO_EP
-from modular_kernel.rules import judge
+from modular_kernel.compatibility.rules import judge
+from modular_kernel.compatibility.support import Rejection, Verdict
+from modular_kernel.operators.kernel_cache import NO_EP
 from modular_kernel.select.record import Pair
-from modular_kernel.support import Rejection, Verdict
-from modular_kernel.types import Machine, Problem
+from modular_kernel.spec.problem import Machine, Problem
 
-# As modular_kernel.planned.usual_experts has them.
+# As modular_kernel.operators.kernel_cache.usual_experts has them.
 _USUAL_EXPERTS = {"cuda": ("TritonExperts", "TorchExperts"), "cpu": ("TorchExperts",)}
 _INTERPRETED = "Triton's interpreter is on in this process, so that no time would say anything"
 

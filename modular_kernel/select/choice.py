@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from modular_kernel.printable import counted
+from modular_kernel.select.cache_keys import Facts
 from modular_kernel.select.candidates import Candidates
-from modular_kernel.select.keys import Facts
 from modular_kernel.select.record import (
     Bucket,
     Options,
@@ -17,7 +16,8 @@ from modular_kernel.select.record import (
     picks,
     segments,
 )
-from modular_kernel.types import Machine, Problem
+from modular_kernel.spec.problem import Machine, Problem
+from modular_kernel.text import counted
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ import torch
 from modular_kernel.measure.cases import first_here, quantized
 from modular_kernel.measure.check import FACTOR
 from modular_kernel.measure.roofline import expert_bytes, work_of
-from modular_kernel.measure.routing import RoutingKind, draw, load_of
+from modular_kernel.measure.routing_patterns import RoutingKind, draw, load_of
 from modular_kernel.measure.timing import l2_bytes, rotation
 from modular_kernel.reference import oracle, recipe
-from modular_kernel.schemes import QuantScheme
+from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.types import Problem
 
 _SEED = 11
 _ROWS = 8  # of one output that are compared

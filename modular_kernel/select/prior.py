@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 
-from modular_kernel import json_files
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.schemes import QUANT_SCHEMES
 from modular_kernel.select.record import Estimate, Pair
-from modular_kernel.types import ActivationSpec, Machine, Problem
+from modular_kernel.spec.problem import ActivationSpec, Machine, Problem
+from modular_kernel.spec.quantization import QUANT_SCHEMES
+from modular_kernel.utils import json_files
 
 SCHEMA = "mk-prior/1"
 FILE = Path(__file__).with_name("prior.json")

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 import torch
 
-from modular_kernel.measure.routing import RoutingKind
+from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.select.budget import Budget
 from modular_kernel.select.cache import Cache
 from modular_kernel.select.candidates import Candidates
 from modular_kernel.select.inputs import make_weights, plain, situation, weight_bytes
 from modular_kernel.select.memory import free_bytes, gigabytes
+from modular_kernel.select.process_group import Team
 from modular_kernel.select.record import Bucket, Options
-from modular_kernel.select.team import Team
 from modular_kernel.select.timing import Stopwatch
+from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.types import Machine, Problem
 
 _LOG = logging.getLogger("modular_kernel.select")
 _SILENT_S = 5.0  # how long a caller waits without a word

@@ -22,10 +22,10 @@ from modular_kernel.measure.timing import Call, capture, clock_of, samples_ms, w
 from modular_kernel.select.budget import Budget
 from modular_kernel.select.inputs import SelectSituation
 from modular_kernel.select.memory import free_bytes, gigabytes
+from modular_kernel.select.process_group import Team, any_failure, slowest
 from modular_kernel.select.record import Bucket, Pair, TimedOutcome
-from modular_kernel.select.team import Team, any_failure, slowest
+from modular_kernel.spec.problem import Machine
 from modular_kernel.tensors import Routing
-from modular_kernel.types import Machine
 from modular_kernel.workspace import workspace_bytes
 
 _HOPELESS = 1.25  # times the default in two rounds: not timed again

@@ -18,10 +18,10 @@ there what the modules above do in one.
             assert prove_ranks(case, pool, machine).passed
 """
 
-from modular_kernel.testing.call_mutants.inject import CallMutant
-from modular_kernel.testing.call_mutants.run import MUTANTS, Kill, sensitivity
 from modular_kernel.testing.cases.case import Case, command
 from modular_kernel.testing.cases.lists import cases_for, pairings
+from modular_kernel.testing.input_mutations.inject import CallMutant
+from modular_kernel.testing.input_mutations.run import MUTANTS, Kill, sensitivity
 from modular_kernel.testing.verify.compare import Comparison, compare
 from modular_kernel.testing.verify.ledger import check_proofs, machine_kind, read_ledger
 from modular_kernel.testing.verify.one_process import Proof, prove

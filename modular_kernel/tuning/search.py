@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from modular_kernel.tunable import Best, Choice, Took, Tunable
+from modular_kernel.contracts import Best, Choice, Took, Tunable
 
 _WORTH = 0.99  # of the untuned time: what is not faster by more is noise
 _AHEAD = 2  # numbers of tokens whose candidates are compiled while one is timed

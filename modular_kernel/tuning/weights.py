@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 
 from modular_kernel.measure.cases import first_here, make_weights, quantized
-from modular_kernel.quant import SCALE_FIELDS
+from modular_kernel.quant.quantized_weights import SCALE_FIELDS
+from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.types import Problem
 
 _DRAWN = 4
 _SEED = 11

@@ -6,9 +6,9 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from modular_kernel import stages
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
-from modular_kernel.placement import pairs_to_slots
+from modular_kernel.replay import stages
+from modular_kernel.spec.placement import pairs_to_slots
 from modular_kernel.tensors import (
     ContiguousTokens,
     Dispatched,
@@ -17,7 +17,7 @@ from modular_kernel.tensors import (
     Routing,
 )
 from modular_kernel.workspace import BufferSpec
-from prepare_finalize.collectives.declared import CONTIGUOUS
+from prepare_finalize.collectives.requirements import CONTIGUOUS
 from prepare_finalize.common.agreement import Agreement, agree, refuse_more_rows
 from prepare_finalize.common.group_part import GroupHandle, RowsPart
 from prepare_finalize.common.tokens import (

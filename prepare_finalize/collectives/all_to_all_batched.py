@@ -9,7 +9,8 @@ from modular_kernel.contracts import TopKWeightAndReduce
 from modular_kernel.ops.batch import assign_rows, assign_rows_scratch
 from modular_kernel.ops.permute import permute_tokens
 from modular_kernel.ops.quantize import scale_shape
-from modular_kernel.quant import STORAGE
+from modular_kernel.quant.quantized_weights import STORAGE
+from modular_kernel.spec.problem import ActivationFormat, Reduce, Rows
 from modular_kernel.tensors import (
     BatchedShape,
     BatchedTokens,
@@ -17,7 +18,6 @@ from modular_kernel.tensors import (
     Dispatched,
     ExpertRows,
 )
-from modular_kernel.types import ActivationFormat, Reduce, Rows
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.collectives.all_to_all import All2AllHandle, TorchAll2AllPrepareAndFinalize
 from prepare_finalize.common.tokens import one_scale_for_all

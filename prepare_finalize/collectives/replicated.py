@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import torch
 
-from modular_kernel import stages
 from modular_kernel.contracts import Call, TopKWeightAndReduce
-from modular_kernel.placement import pairs_to_slots
+from modular_kernel.replay import stages
+from modular_kernel.spec.placement import pairs_to_slots
 from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
 from modular_kernel.workspace import BufferSpec
-from prepare_finalize.collectives.declared import CONTIGUOUS
+from prepare_finalize.collectives.requirements import CONTIGUOUS
 from prepare_finalize.common.agreement import Agreement, agree, refuse_unequal_tokens
 from prepare_finalize.common.group_part import AgreeingPart, GroupHandle
 from prepare_finalize.common.tokens import quantize_tokens, token_specs, weight_and_reduce

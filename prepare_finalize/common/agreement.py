@@ -9,7 +9,7 @@ import torch
 
 from modular_kernel.contracts import Call
 from modular_kernel.errors import CommunicationError, UnsupportedError
-from modular_kernel.types import Problem
+from modular_kernel.spec.problem import Problem
 from prepare_finalize.common.torch_group import TorchGroup
 
 _SHARED = ("tokens", "hidden", "experts", "top_k")

@@ -5,8 +5,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from modular_kernel import forks
 from modular_kernel.errors import CommunicationError, ConfigurationError, UnsupportedError
+from modular_kernel.utils import forks
 from prepare_finalize.common.torch_group import in_short
 from prepare_finalize.rendezvous.connect import (
     check_process,

@@ -6,13 +6,14 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
-from modular_kernel import stages
+from modular_kernel.compatibility.support import Rejection
 from modular_kernel.contracts import Call, PrepareAndFinalize, Receiver
 from modular_kernel.errors import ConfigurationError, UnsupportedError
 from modular_kernel.ops.expert_slots import Numbering, Pairs
 from modular_kernel.ops.quantize import quantize_rejections
-from modular_kernel.placement import PlacementTables
-from modular_kernel.support import Rejection
+from modular_kernel.replay import stages
+from modular_kernel.spec.placement import PlacementTables
+from modular_kernel.spec.problem import IdSpace, Machine, Problem
 from modular_kernel.tensors import (
     ContiguousShape,
     ContiguousTokens,
@@ -23,7 +24,6 @@ from modular_kernel.tensors import (
     Handle,
     Routing,
 )
-from modular_kernel.types import IdSpace, Machine, Problem
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.agreement import Agreement, Layer, refuse
 from prepare_finalize.common.packed_rows import RowLayout

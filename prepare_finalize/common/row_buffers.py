@@ -7,9 +7,9 @@ import torch
 
 from modular_kernel.contracts import Call
 from modular_kernel.ops.quantize import scale_shape
-from modular_kernel.quant import STORAGE
+from modular_kernel.quant.quantized_weights import STORAGE
+from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import Routing
-from modular_kernel.types import Problem
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.packed_rows import RowLayout
 from prepare_finalize.common.tokens import quantizes

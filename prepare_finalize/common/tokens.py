@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import torch
 
-from modular_kernel import stages
 from modular_kernel.contracts import Call, TopKWeightAndReduce
 from modular_kernel.ops.expert_slots import Pairs, number_pairs
 from modular_kernel.ops.quantize import Quantized, quantize_rows, quantize_specs, take_quantized
 from modular_kernel.ops.slots_and_quantize import number_and_quantize
-from modular_kernel.quant import LARGEST, MIN_SCALE
+from modular_kernel.quant.quantized_weights import LARGEST, MIN_SCALE
+from modular_kernel.replay import stages
+from modular_kernel.spec.problem import Problem, Reduce
 from modular_kernel.tensors import DispatchedRouting, ExpertRows, ExpertWeights
-from modular_kernel.types import Problem, Reduce
 from modular_kernel.workspace import BufferSpec
 from topk_reduce import TopKWeightAndReduceContiguous
 

@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from modular_kernel import forks
 from modular_kernel.errors import (
     CommunicationError,
     UnsupportedError,
 )
+from modular_kernel.utils import forks
 from prepare_finalize.rendezvous.at_exit import Communicator
 from prepare_finalize.rendezvous.connect import (
     check_process,

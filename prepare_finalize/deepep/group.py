@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from modular_kernel import forks
 from modular_kernel.errors import (
     CommunicationError,
     ConfigurationError,
@@ -29,6 +28,7 @@ from modular_kernel.errors import (
     UnsupportedError,
 )
 from modular_kernel.settings import deepep_disables_gin, nvshmem_asks_for_ibgda
+from modular_kernel.utils import forks
 from prepare_finalize.common.torch_group import in_short
 from prepare_finalize.deepep.arguments import few_tokens, many_tokens
 from prepare_finalize.deepep.low_latency_buffer import LowLatency

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from modular_kernel.compatibility.support import PrepareFinalizeRequirements, Rejection
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
 from modular_kernel.ops.expert_slots import number_pairs
 from modular_kernel.ops.live_rows import BatchedRows
@@ -14,8 +15,8 @@ from modular_kernel.ops.quantize import (
     quantize_specs,
     take_quantized,
 )
-from modular_kernel.quant import ACTIVATION_SCHEMES
-from modular_kernel.support import PrepareFinalizeRequirements, Rejection
+from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
+from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Reduce, Rows
 from modular_kernel.tensors import (
     BatchedShape,
     BatchedTokens,
@@ -24,7 +25,6 @@ from modular_kernel.tensors import (
     Handle,
     Routing,
 )
-from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce, Rows
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.tokens import quantizes
 from prepare_finalize.deepep.arguments import PEERS

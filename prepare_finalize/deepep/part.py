@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from modular_kernel.compatibility.support import Rejection
 from modular_kernel.contracts import TopKWeightAndReduce
 from modular_kernel.ops.expert_slots import slots_of
-from modular_kernel.support import Rejection
+from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import Handle
-from modular_kernel.types import Machine, Problem
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.group_part import AtOncePart, PartHandle
 from prepare_finalize.common.tokens import one_scale_for_all, reduced_rows, token_specs

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
+from modular_kernel.compatibility.support import PrepareFinalizeRequirements, Rejection
 from modular_kernel.contracts import Call, Receiver
 from modular_kernel.ops.mask_unwritten import live_pairs
-from modular_kernel.quant import ACTIVATION_SCHEMES
-from modular_kernel.support import PrepareFinalizeRequirements, Rejection
+from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
+from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Reduce, Rows
 from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
-from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce, Rows
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.tokens import number_and_quantize_tokens
 from prepare_finalize.deepep.arguments import PEERS

@@ -5,7 +5,7 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-from modular_kernel.providers import Provider, importing
+from modular_kernel.utils.package_probes import Provider, importing
 
 FLASHINFER_ALL2ALL = Provider(
     name="flashinfer.comm",

@@ -5,15 +5,15 @@ from dataclasses import dataclass
 
 import torch
 
-from modular_kernel import stages
+from modular_kernel.compatibility.support import PrepareFinalizeRequirements, Rejection
 from modular_kernel.contracts import Call, TopKWeightAndReduce
 from modular_kernel.errors import CapacityError, UnsupportedError
 from modular_kernel.ops.expert_slots import slots_of
 from modular_kernel.ops.quantize import scale_shape
-from modular_kernel.quant import ACTIVATION_SCHEMES
-from modular_kernel.support import PrepareFinalizeRequirements, Rejection
+from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
+from modular_kernel.replay import stages
+from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Reduce, Rows
 from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
-from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce, Rows
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.group_part import GroupPart, PartHandle
 from prepare_finalize.common.tokens import (

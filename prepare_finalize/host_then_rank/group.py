@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import _register_process_group as register_proce
 from torch._C._distributed_c10d import _unregister_process_group as unregister_process_group
 
 from modular_kernel.errors import CommunicationError, ConfigurationError
-from modular_kernel.printable import plural
+from modular_kernel.text import plural
 from prepare_finalize.common.torch_group import TorchGroup
 from prepare_finalize.rendezvous.failure_log import LastCalls
 from prepare_finalize.rendezvous.hosts import Hosts

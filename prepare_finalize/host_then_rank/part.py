@@ -7,15 +7,15 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from modular_kernel import stages
+from modular_kernel.compatibility.support import PrepareFinalizeRequirements
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
 from modular_kernel.errors import CommunicationError
 from modular_kernel.ops.quantize import Quantized
-from modular_kernel.placement import Placement, PlacementTables, pairs_to_slots
-from modular_kernel.quant import ACTIVATION_SCHEMES
-from modular_kernel.support import PrepareFinalizeRequirements
+from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
+from modular_kernel.replay import stages
+from modular_kernel.spec.placement import Placement, PlacementTables, pairs_to_slots
+from modular_kernel.spec.problem import ActivationFormat, Parallel, Problem, Reduce
 from modular_kernel.tensors import Dispatched, ExpertWeights, Handle, Routing
-from modular_kernel.types import ActivationFormat, Parallel, Problem, Reduce
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.agreement import agree, refuse_more_rows
 from prepare_finalize.common.group_part import GroupHandle, RowsPart

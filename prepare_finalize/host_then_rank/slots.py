@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from modular_kernel.errors import UnsupportedError
-from modular_kernel.types import Problem
+from modular_kernel.spec.problem import Problem
 from prepare_finalize.host_then_rank.group import HostThenRankGroup
 from prepare_finalize.symm_mem.group import Heap, Section, aligned
 from prepare_finalize.symm_mem.launch import Slot, sections

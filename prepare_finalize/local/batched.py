@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from modular_kernel import stages
+from modular_kernel.compatibility.support import PrepareFinalizeRequirements, Rejection
 from modular_kernel.contracts import Call, PrepareAndFinalize, TopKWeightAndReduce
 from modular_kernel.errors import UnsupportedError
 from modular_kernel.ops.batch import assign_rows, assign_rows_scratch
@@ -20,9 +20,10 @@ from modular_kernel.ops.quantize import (
     scale_shape,
     take_quantized,
 )
-from modular_kernel.quant import ACTIVATION_SCHEMES, STORAGE
-from modular_kernel.schemes import QuantScheme
-from modular_kernel.support import PrepareFinalizeRequirements, Rejection
+from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES, STORAGE
+from modular_kernel.replay import stages
+from modular_kernel.spec.problem import ActivationFormat, IdSpace, Machine, Problem, Reduce, Rows
+from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import (
     BatchedShape,
     BatchedTokens,
@@ -33,7 +34,6 @@ from modular_kernel.tensors import (
     Handle,
     Routing,
 )
-from modular_kernel.types import ActivationFormat, IdSpace, Machine, Problem, Reduce, Rows
 from modular_kernel.workspace import BufferSpec
 from topk_reduce import TopKWeightAndReduceNaiveBatched
 

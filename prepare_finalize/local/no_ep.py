@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
+from modular_kernel.compatibility.support import PrepareFinalizeRequirements, Rejection
 from modular_kernel.contracts import Call, PrepareAndFinalize, TopKWeightAndReduce
 from modular_kernel.errors import UnsupportedError
 from modular_kernel.ops.quantize import quantize_rejections
-from modular_kernel.quant import ACTIVATION_SCHEMES
-from modular_kernel.support import PrepareFinalizeRequirements, Rejection
+from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
+from modular_kernel.spec.problem import ActivationFormat, IdSpace, Machine, Problem, Reduce
 from modular_kernel.tensors import (
     ContiguousShape,
     ContiguousTokens,
@@ -19,7 +20,6 @@ from modular_kernel.tensors import (
     Handle,
     Routing,
 )
-from modular_kernel.types import ActivationFormat, IdSpace, Machine, Problem, Reduce
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.tokens import quantize_tokens, token_specs, weight_and_reduce
 

@@ -6,13 +6,14 @@ from math import ceil
 
 import torch
 
+from modular_kernel.compatibility.support import PrepareFinalizeRequirements, Rejection
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
 from modular_kernel.errors import CapacityError, UnsupportedError
 from modular_kernel.ops.expert_slots import slots_of
 from modular_kernel.ops.quantize import scale_shape
 from modular_kernel.ops.zero_padding import zero_rows
-from modular_kernel.quant import ACTIVATION_SCHEMES, STORAGE
-from modular_kernel.support import PrepareFinalizeRequirements, Rejection
+from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES, STORAGE
+from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Reduce, Rows
 from modular_kernel.tensors import (
     BatchedShape,
     BatchedTokens,
@@ -21,7 +22,6 @@ from modular_kernel.tensors import (
     Handle,
     Routing,
 )
-from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce, Rows
 from modular_kernel.workspace import EXPERT_OUTPUT, BufferSpec
 from prepare_finalize.common.group_part import AtOncePart, PartHandle
 from prepare_finalize.common.tokens import (

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import _unregister_process_group
 
-from modular_kernel import forks
+from modular_kernel.utils import forks
 
 _PATIENCE_S = 1.0  # for a thread whose store may never answer
 _aside: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()

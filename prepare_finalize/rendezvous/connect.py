@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
-from modular_kernel import forks
 from modular_kernel.errors import ConfigurationError, DeviceError
 from modular_kernel.settings import read_settings
+from modular_kernel.utils import forks
 from prepare_finalize.rendezvous.at_exit import run_aside
 from prepare_finalize.rendezvous.failure_log import failure_key
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from modular_kernel.compatibility.support import PrepareFinalizeRequirements
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.settings import read_settings
-from modular_kernel.support import PrepareFinalizeRequirements
 from prepare_finalize.rendezvous.memory_files import IN_MEMORY, memory_file
 from prepare_finalize.rendezvous.store_rounds import Meeting
 

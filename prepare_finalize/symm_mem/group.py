@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from modular_kernel import forks
 from modular_kernel.errors import CommunicationError, UnsupportedError
-from modular_kernel.printable import plural
+from modular_kernel.text import plural
+from modular_kernel.utils import forks
 from prepare_finalize.common.torch_group import in_short
 from prepare_finalize.rendezvous.connect import (
     check_process,

@@ -8,15 +8,15 @@ import torch
 
 from modular_kernel.contracts import Call
 from modular_kernel.ops.count import next_power_of_2
-from modular_kernel.ops.launch.launch import launch
-from modular_kernel.ops.launch.pdl import overlap
-from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.ops.quantize import Quantized, scale_shape
-from modular_kernel.placement import PlacementTables
-from modular_kernel.quant import LARGEST, MIN_SCALE, STORAGE
-from modular_kernel.schemes import QuantScheme
+from modular_kernel.quant.quantized_weights import LARGEST, MIN_SCALE, STORAGE
+from modular_kernel.replay.launch.launch import launch
+from modular_kernel.replay.launch.pdl import overlap
+from modular_kernel.replay.launch.runtime import use_triton
+from modular_kernel.spec.placement import PlacementTables
+from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import Routing
-from modular_kernel.types import Problem
 from prepare_finalize.symm_mem.group import Section, SharedMemory
 
 _LEAST_BLOCK = 1024  # every block is a multiple of it
@@ -39,7 +39,7 @@ class Shape(NamedTuple):
 
 def _for_programs(count: int) -> dict[str, str]:
     """Return launch options of a kernel of which `count` programs share a multiprocessor."""
-    from modular_kernel.ops.launch.triton_versions import for_programs  # imports Gluon
+    from modular_kernel.replay.launch.triton_versions import for_programs  # imports Gluon
 
     return for_programs(count)
 

@@ -8,14 +8,14 @@ from functools import partial
 
 import torch
 
-from modular_kernel import stages
+from modular_kernel.compatibility.support import PrepareFinalizeRequirements, Rejection
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
 from modular_kernel.errors import UnsupportedError
 from modular_kernel.ops.quantize import Quantized, quantize_rows, quantize_specs, take_quantized
-from modular_kernel.quant import ACTIVATION_SCHEMES
-from modular_kernel.support import PrepareFinalizeRequirements, Rejection
+from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
+from modular_kernel.replay import stages
+from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Reduce, Rows
 from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
-from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce, Rows
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.group_part import GroupPart, PartHandle, adapter_rejections
 from prepare_finalize.common.tokens import one_scale_for_all, weight_and_reduce
@@ -85,7 +85,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
 
     @classmethod
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
-        from prepare_finalize.symm_mem.meta import launch_all, problems
+        from prepare_finalize.symm_mem.compile_cases import launch_all, problems
 
         return {str(problem): partial(launch_all, problem) for problem in problems()}
 

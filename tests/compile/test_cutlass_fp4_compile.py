@@ -2,7 +2,7 @@
 
 No GPU of the kind was at hand, so this is what is known of its code: instructions of the load, the
 products and the stores, the order of tensor memory, bytes that a barrier waits for, and that the
-layout of scales in `modular_kernel.scale_layout` is the one that the DSL's own helper makes.
+layout of scales in `modular_kernel.quant.scale_layout` is the one that the DSL's own helper makes.
 
 Skipped without nvidia-cutlass-dsl: `pip install '.[cutlass]'` brings it, 330 MB, NVIDIA's license.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from cutlass_code import MISSING, compile_in, told
 
-from modular_kernel.scale_layout import byte_of
+from modular_kernel.quant.scale_layout import byte_of
 
 pytestmark = pytest.mark.skipif(MISSING, reason="pip install '.[cutlass]'")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from path_calls import launches_of
 
-from experts.triton.dequantized import config as dequantized_config
-from experts.triton.dequantized.path import DequantizedPath
+from experts.triton.dequantized import dequantized_config
+from experts.triton.dequantized.dequantized_path import DequantizedPath
 from experts.triton.launch_config import Device
 from modular_kernel import Problem
 from modular_kernel.testing.compile.report import check

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from experts.compat.ep_moe_meta import FORMS, FP8, launch_all
+from experts.compat.ep_moe_compile_cases import FORMS, FP8, launch_all
 from modular_kernel.testing.compile.report import check, record_compiles
 
 

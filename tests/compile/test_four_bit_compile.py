@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experts.triton.aligned_w4 import config as aligned_w4_config
-from experts.triton.aligned_w4.path import AlignedW4Path
+from experts.triton.aligned_w4 import aligned_w4_config
+from experts.triton.aligned_w4.aligned_w4_path import AlignedW4Path
 from experts.triton.launch_config import Launch
 from experts.triton.operands import Product, first_product, second_product
 from modular_kernel import ExpertWeights, Problem
 from modular_kernel.ops.align import Aligned, align_specs
-from modular_kernel.quant import weight_specs
+from modular_kernel.quant.quantized_weights import weight_specs
 from modular_kernel.testing.compile.report import CompileRecord, check, record_compiles
 
 META = torch.device("meta")

@@ -15,11 +15,11 @@ import triton
 from path_calls import launches_of
 from triton.runtime.jit import JITFunction
 
-from experts.triton.grouped_w4 import config as grouped_w4_config
-from experts.triton.grouped_w4.path import GroupedW4Path
+from experts.triton.grouped_w4 import grouped_w4_config
+from experts.triton.grouped_w4.grouped_w4_path import GroupedW4Path
 from experts.triton.launch_config import Device
 from modular_kernel import Problem
-from modular_kernel import quant as stored
+from modular_kernel.quant import quantized_weights as stored
 from modular_kernel.testing.compile import report
 from modular_kernel.testing.compile.report import check
 

@@ -8,8 +8,8 @@ from modular_kernel.ops.mask_unwritten import live_pairs
 from modular_kernel.ops.quantize import quantize_specs, take_quantized
 from modular_kernel.ops.slots_and_quantize import number_and_quantize
 from modular_kernel.ops.zero_padding import zero_rows
-from modular_kernel.placement import Placement, PlacementTables
-from modular_kernel.schemes import QuantScheme
+from modular_kernel.spec.placement import Placement, PlacementTables
+from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import Routing
 from modular_kernel.testing.compile.report import CompileRecord, check, record_compiles
 from modular_kernel.workspace import Workspace

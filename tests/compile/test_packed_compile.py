@@ -6,12 +6,12 @@ import pytest
 import torch
 from path_calls import launches_of
 
-from experts.triton.gemv_w4 import config as gemv_w4_config
-from experts.triton.gemv_w4.path import GemvW4Path
+from experts.triton.gemv_w4 import gemv_w4_config
+from experts.triton.gemv_w4.gemv_w4_path import GemvW4Path
 from experts.triton.launch_config import MoEConfig
 from modular_kernel import Problem
+from modular_kernel.spec.problem import Combine
 from modular_kernel.testing.compile.report import CompileRecord, check
-from modular_kernel.types import Combine
 
 MIXTRAL = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2)
 DEEPSEEK = Problem(tokens=1, hidden=7168, intermediate=2048, experts=32, top_k=8)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from path_calls import META, launches_of
 
-from experts.triton.grouped_tma import config as grouped_tma_config
-from experts.triton.grouped_tma.path import GroupedTmaPath
+from experts.triton.grouped_tma import grouped_tma_config
+from experts.triton.grouped_tma.grouped_tma_path import GroupedTmaPath
 from experts.triton.launch_config import Device, LaunchConfig, MoEConfig
 from modular_kernel import Problem
 from modular_kernel.ops.quantize import quantize_rows, quantize_specs, take_quantized
+from modular_kernel.spec.problem import Combine
 from modular_kernel.testing.compile.report import CompileRecord, check, record_compiles
-from modular_kernel.types import Combine
 from modular_kernel.workspace import Workspace
 
 BASE = Problem(tokens=600, hidden=512, intermediate=256, experts=4, top_k=2)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from modular_kernel.ops.route import RouterTensors, route
-from modular_kernel.routers import RouterSpec
+from modular_kernel.spec.router import RouterSpec
 from modular_kernel.testing.compile.report import check, record_compiles
 
 DEEPSEEK = {"groups": 8, "topk_groups": 4, "selection_bias": True, "renormalize": True}

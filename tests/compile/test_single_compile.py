@@ -7,11 +7,11 @@ import pytest
 import torch
 from path_calls import launches_of
 
-from experts.triton.gemv import config as gemv_config
-from experts.triton.gemv.path import GemvPath
+from experts.triton.gemv import gemv_config
+from experts.triton.gemv.gemv_path import GemvPath
 from modular_kernel import Problem
+from modular_kernel.spec.problem import Combine
 from modular_kernel.testing.compile.report import CompileRecord, check
-from modular_kernel.types import Combine
 
 BASE = Problem(tokens=2, hidden=256, intermediate=512, experts=9, top_k=8)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from path_calls import META, launches_of
 
-from experts.triton.gemv_tma import config as gemv_tma_config
-from experts.triton.gemv_tma.path import GemvTmaPath
+from experts.triton.gemv_tma import gemv_tma_config
+from experts.triton.gemv_tma.gemv_tma_path import GemvTmaPath
 from experts.triton.launch_config import Device
 from modular_kernel import Problem
 from modular_kernel.testing.compile.report import CompileRecord, check

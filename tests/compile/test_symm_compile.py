@@ -6,10 +6,10 @@ import pytest
 import triton
 
 from modular_kernel import Problem
-from modular_kernel.ops.launch import triton_versions as compat
+from modular_kernel.replay.launch import triton_versions as compat
 from modular_kernel.testing.compile.report import check, record_compiles
 from prepare_finalize.symm_mem import launch as symm_launch
-from prepare_finalize.symm_mem.meta import launch_all, problems
+from prepare_finalize.symm_mem.compile_cases import launch_all, problems
 
 
 @pytest.mark.parametrize("problem", problems(), ids=str)

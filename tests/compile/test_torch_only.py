@@ -9,13 +9,13 @@ import torch
 from run_mk import run_mk
 
 from modular_kernel.catalog import check_all, make_kernel, this_machine
-from modular_kernel.composer import random_inputs
-from modular_kernel.ops.launch.runtime import use_triton
-from modular_kernel.quant import SCHEMES
+from modular_kernel.quant.quantized_weights import SCHEMES
+from modular_kernel.replay.launch.runtime import use_triton
+from modular_kernel.spec.problem import Combine, Problem
 from modular_kernel.tensors import Routing
 from modular_kernel.testing.cases.lists import Case, cases_for
+from modular_kernel.testing.random_inputs import random_inputs
 from modular_kernel.testing.verify.one_process import prove
-from modular_kernel.types import Combine, Problem
 
 
 def _kind(case: Case) -> tuple[str, str, str]:

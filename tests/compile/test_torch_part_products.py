@@ -8,8 +8,8 @@ import torch
 from torch_part_cases import CASES
 
 from modular_kernel.catalog import this_machine
-from modular_kernel.matmul import matmul
 from modular_kernel.testing import Case, prove
+from modular_kernel.utils.matmul import matmul
 
 MACHINE = this_machine(device="cpu")
 

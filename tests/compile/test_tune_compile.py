@@ -16,10 +16,10 @@ from experts.triton.launch_config import (
     shared_bytes,
 )
 from modular_kernel.catalog import make_kernel
+from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.testing.compile.report import CompileRecord
-from modular_kernel.tuning import compiled
-from modular_kernel.tuning.compiled import Compiler, CompileTask, Pair, compile_choice
-from modular_kernel.types import Machine, Problem
+from modular_kernel.tuning import compilation
+from modular_kernel.tuning.compilation import Compiler, CompileTask, Pair, compile_choice
 
 MACHINE = Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H200")
 PAIR = Pair("MoEPrepareAndFinalizeNoEP", "TritonExperts", MACHINE)
@@ -88,7 +88,7 @@ def test_shared_memory_is_never_more_than_estimated(quant: str) -> None:
 def launches(problem: Problem, pair: MoEConfig) -> Iterator[CompileRecord]:
     with override_config(pair):
         kernel = make_kernel(PAIR.prepare_finalize, PAIR.experts, problem, machine=MACHINE)
-        yield from compiled.records_of(kernel, "sm_90")
+        yield from compilation.records_of(kernel, "sm_90")
 
 
 @pytest.mark.parametrize("tokens", [30, 200])
@@ -104,7 +104,7 @@ def test_with_prepared_weights_no_launch_makes_them(tokens: int) -> None:
             without, with_them = (
                 [
                     record.kernel
-                    for record in compiled.records_of(kernel, "sm_90", prepared=prepared)
+                    for record in compilation.records_of(kernel, "sm_90", prepared=prepared)
                 ]
                 for prepared in (False, True)
             )

@@ -8,9 +8,9 @@ import torch
 
 from experts.triton.configs.select import choose_config
 from experts.triton.contiguous import paths_of
+from modular_kernel.spec.problem import Combine, Problem
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.inputs import Manner
-from modular_kernel.types import Combine, Problem
 
 pytestmark = pytest.mark.gpu
 

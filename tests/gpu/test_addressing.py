@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from modular_kernel.catalog import make_kernel
-from modular_kernel.composer import random_inputs
 from modular_kernel.reference import oracle, recipe
+from modular_kernel.spec.problem import Combine, Problem
 from modular_kernel.tensors import Routing
-from modular_kernel.types import Combine, Problem
+from modular_kernel.testing.random_inputs import random_inputs
 
 # T * K * I = 3.3e9 elements between the products; T * K * H = 3.3e9 rows behind the second;
 # e * T * H = 3.3e9 in the batched layout.

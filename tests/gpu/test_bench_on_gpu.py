@@ -9,11 +9,11 @@ from modular_kernel.bench.run import BenchJob, run
 from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.measure.cases import LayerCase
 from modular_kernel.measure.roofline import measure_peaks
-from modular_kernel.measure.routing import RoutingKind
+from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.measure.timing import l2_bytes, time_calls
 from modular_kernel.reference import recipe
+from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.types import Problem
 
 PROBLEM = Problem(tokens=64, hidden=512, intermediate=1024, experts=8, top_k=2)
 CELL = LayerCase("small", PROBLEM, RoutingKind("uniform"))

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from modular_kernel.catalog import this_machine
-from modular_kernel.measure.routing import RoutingKind, draw
-from modular_kernel.select.choosing import BUDGET_S, Terms, choose, compose
+from modular_kernel.measure.routing_patterns import RoutingKind, draw
+from modular_kernel.select.autotune import BUDGET_S, Terms, choose, compose
 from modular_kernel.select.inputs import make_weights
-from modular_kernel.types import Problem
+from modular_kernel.spec.problem import Problem
 
 PROBLEM = Problem(tokens=256, hidden=1024, intermediate=512, experts=16, top_k=4)
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from experts.triton.configs.select import override_config
-from experts.triton.grouped_tma.config import default
+from experts.triton.grouped_tma.grouped_tma_config import default
 from modular_kernel import Machine, Problem, check, make_kernel
-from modular_kernel.composer import random_inputs
 from modular_kernel.machine import current_machine
-from modular_kernel.types import Combine
+from modular_kernel.spec.problem import Combine
+from modular_kernel.testing.random_inputs import random_inputs
 
 PF = "MoEPrepareAndFinalizeNoEP"
 BASE = Problem(300, 512, 256, 4, 2, "bfloat16", "fp8_w8a8_block")

@@ -8,9 +8,9 @@ import pytest
 from forced_cases import CHANGES, LARGE, cases_on, of_quantized_weights
 
 from experts.triton.configs.select import override_config, this_store
-from experts.triton.dequantized import config as dequantized_config
+from experts.triton.dequantized import dequantized_config
+from modular_kernel.spec.problem import Machine
 from modular_kernel.testing import Case, prove
-from modular_kernel.types import Machine
 
 QUANTS = (
     "int4_w4a16_group:group=32",

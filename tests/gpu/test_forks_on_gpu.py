@@ -7,8 +7,8 @@ import torch
 from forked import in_child
 
 import modular_kernel as mk
-from modular_kernel.composer import random_inputs
 from modular_kernel.errors import StateError
+from modular_kernel.testing.random_inputs import random_inputs
 
 pytestmark = pytest.mark.gpu
 PROBLEM = mk.Problem(16, 256, 128, 4, 2)

@@ -11,13 +11,13 @@ import torch
 from forced_cases import CHANGES, LARGE, PAIR, SMALL, cases_on, of_quantized_weights
 
 from experts.triton.configs.select import override_config, this_store
-from experts.triton.grouped_w4 import config as grouped_w4_config
+from experts.triton.grouped_w4 import grouped_w4_config
 from modular_kernel import make_kernel
 from modular_kernel.errors import WeightsError
 from modular_kernel.layers.fused_moe import FusedMoE
+from modular_kernel.spec.problem import Machine
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.inputs import make_inputs
-from modular_kernel.types import Machine
 
 QUANTS = ("mxfp4_w4a16", "mxfp4_w4a16:repacked=true")
 OTHERS = (

@@ -17,11 +17,11 @@ import torch
 
 from experts import TritonExperts
 from modular_kernel.catalog import make_kernel, this_machine
-from modular_kernel.composer import Inputs, random_inputs
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.plan import Plan
+from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import Routing
-from modular_kernel.types import Problem
+from modular_kernel.testing.random_inputs import Inputs, random_inputs
 from prepare_finalize import MoEPrepareAndFinalizeNoEP
 
 pytestmark = pytest.mark.alone

@@ -12,8 +12,8 @@ from nan_matrix import Counts, judge_calls, pairs_here, run, taken
 from experts.triton.configs.select import choose_config, override_config, this_store
 from experts.triton.contiguous import paths_of
 from experts.triton.paths import BY_NAME
+from modular_kernel.spec.problem import ActivationSpec, Machine, Problem
 from modular_kernel.testing.cases.nan import holders
-from modular_kernel.types import ActivationSpec, Machine, Problem
 
 TRITON = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 BATCHED = ("BatchedPrepareAndFinalize", "BatchedTritonExperts")

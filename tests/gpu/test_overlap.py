@@ -9,10 +9,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
 from modular_kernel.catalog import make_kernel
-from modular_kernel.composer import random_inputs
-from modular_kernel.ops.launch.pdl import overlap
+from modular_kernel.replay.launch.pdl import overlap
+from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import Routing
-from modular_kernel.types import Problem
+from modular_kernel.testing.random_inputs import random_inputs
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 BASE = Problem(tokens=64, hidden=512, intermediate=384, experts=8, top_k=2)

@@ -11,11 +11,11 @@ import torch
 from forced_cases import cases_on
 
 from experts.triton.configs.select import override_config, this_store
-from experts.triton.grouped_tma import config as grouped_tma_config
+from experts.triton.grouped_tma import grouped_tma_config
+from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.lists import BASE, axes
 from modular_kernel.testing.cases.quantized import quantized
-from modular_kernel.types import Machine, Problem
 
 SMALL = replace(BASE, dtype=torch.bfloat16, hidden=144, intermediate=208)
 # 150 rows an expert and more: whole tiles, and last ones of more and of less than 64 rows.

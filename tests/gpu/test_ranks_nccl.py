@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from modular_kernel.catalog import load_catalog, this_machine
-from modular_kernel.testing.call_mutants.over_ranks import sensitivity_ranks
-from modular_kernel.testing.call_mutants.rank_operators import RANK_MUTANTS
 from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for, rank_pairings
+from modular_kernel.testing.input_mutations.over_ranks import sensitivity_ranks
+from modular_kernel.testing.input_mutations.rank_operators import RANK_MUTANTS
 from modular_kernel.testing.ranks.pool import RankError, RankPool
 from modular_kernel.testing.verify.over_ranks import prove_ranks
 

@@ -10,16 +10,16 @@ import torch
 
 from experts.triton.configs.select import this_store
 from experts.triton.grouped.base import Rows
-from experts.triton.grouped_tma import config as grouped_tma_config
-from experts.triton.grouped_tma.path import GroupedTmaPath
+from experts.triton.grouped_tma import grouped_tma_config
+from experts.triton.grouped_tma.grouped_tma_path import GroupedTmaPath
 from experts.triton.launch_config import Device, LaunchConfig
 from experts.triton.operands import first_product, second_product
-from modular_kernel.composer import random_inputs
 from modular_kernel.ops.activation import gated_activation_ref
 from modular_kernel.ops.quantize import dequantize_rows, quantized
 from modular_kernel.ops.sort import Sorted
-from modular_kernel.quant import dequantize
-from modular_kernel.types import Problem
+from modular_kernel.quant.quantized_weights import dequantize
+from modular_kernel.spec.problem import Problem
+from modular_kernel.testing.random_inputs import random_inputs
 
 # Rows of the experts: none, one, a tile's half and its neighbors, whole tiles, and more.
 ROWS = (0, 1, 63, 64, 65, 128, 0, 129, 300)

@@ -13,12 +13,12 @@ from forced_cases import PAIR, cases_on
 
 from experts.triton.configs.select import override_config, this_store
 from experts.triton.contiguous import paths_of
-from experts.triton.gemv_tma import config as gemv_tma_config
+from experts.triton.gemv_tma import gemv_tma_config
 from experts.triton.launch_config import LaunchConfig, MoEConfig
+from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.lists import BASE, axes
 from modular_kernel.testing.cases.quantized import quantized
-from modular_kernel.types import Machine, Problem
 
 SMALL = replace(BASE, dtype=torch.bfloat16, hidden=144, intermediate=224)
 # Vectors of more than a piece, places that do not divide the depth, tiles that do not divide rows.

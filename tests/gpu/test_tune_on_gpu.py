@@ -8,11 +8,11 @@ import pytest
 from experts.triton.configs.select import choose_config, reread
 from experts.triton.tuning.space import ConfigSpace
 from modular_kernel.catalog import this_machine
-from modular_kernel.tunable import Took
-from modular_kernel.tuning.compiled import Compiler, Pair
-from modular_kernel.tuning.measured import TimedSearch
+from modular_kernel.contracts import Took
+from modular_kernel.spec.problem import Problem
+from modular_kernel.tuning.compilation import Compiler, Pair
+from modular_kernel.tuning.measurement import TimedSearch
 from modular_kernel.tuning.search import TuneJob, tune
-from modular_kernel.types import Problem
 
 pytestmark = pytest.mark.alone
 

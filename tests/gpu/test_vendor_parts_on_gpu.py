@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from modular_kernel.catalog import check, load_catalog, make_kernel, this_machine
-from modular_kernel.row_order import up_rows_first
-from modular_kernel.rules import unavailable
+from modular_kernel.compatibility.rules import unavailable
+from modular_kernel.quant.row_order import up_rows_first
+from modular_kernel.spec.problem import Combine, Problem
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.inputs import make_inputs
 from modular_kernel.testing.cases.row_order import in_row_order
-from modular_kernel.types import Combine, Problem
 
 pytestmark = pytest.mark.gpu
 

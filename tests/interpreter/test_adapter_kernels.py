@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import modular_kernel as mk
-from experts.triton.aligned.path import AlignedPath
+from experts.triton.aligned.aligned_path import AlignedPath
 from experts.triton.configs.select import choose_config, explain, override_config
 from experts.triton.contiguous import paths_of
 from modular_kernel import reference
 from modular_kernel.catalog import this_machine
+from modular_kernel.spec.problem import Problem
 from modular_kernel.testing.cases.inputs import Inputs, make_inputs
-from modular_kernel.types import Problem
 
 CPU = torch.device("cpu")
 MACHINE = this_machine(device="cpu")

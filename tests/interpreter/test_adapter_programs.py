@@ -13,8 +13,8 @@ from modular_kernel.machine import torch_twins
 from modular_kernel.ops import moe_lora_stages
 from modular_kernel.ops.moe_lora import MoELoRABatchInfo, run_moe_lora
 from modular_kernel.ops.moe_lora_stages import PairBatch
+from modular_kernel.spec.problem import Problem
 from modular_kernel.testing.cases.inputs import make_inputs
-from modular_kernel.types import Problem
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 PROBLEM = Problem(9, 32, 48, 3, 2, torch.float32, lora="adapters=3,rank=80", batch_invariant=True)

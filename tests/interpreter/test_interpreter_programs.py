@@ -10,10 +10,10 @@ from interpreter_values import BF16, E4M3, E5M2, F16, F32, generator, randn, sam
 from triton.runtime.errors import InterpreterError
 
 from modular_kernel.catalog import load_catalog
+from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import BatchedShape, BatchedTokens
 from modular_kernel.testing.cases.inputs import make_inputs
 from modular_kernel.testing.ranks.pool import RankPool
-from modular_kernel.types import Problem
 from modular_kernel.workspace import Workspace
 
 # -------------------------------------------------------------------------------- memory

@@ -8,7 +8,7 @@ import triton.language as tl
 from experts import TorchExperts
 from modular_kernel.interpreter.access_log import watch
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.ops.launch.launch import launch
+from modular_kernel.replay.launch.launch import launch
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.lists import BASE
 from prepare_finalize import MoEPrepareAndFinalizeNoEP

@@ -12,9 +12,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from modular_kernel.interpreter.access_log import watch
 from modular_kernel.interpreter.bounds import make_reachable
-from modular_kernel.interpreter.known_launches import KnownLaunches
-from modular_kernel.interpreter.known_launches import known_launches as noted_launches
-from modular_kernel.ops.launch.runtime import known_launches
+from modular_kernel.interpreter.launch_cache import KnownLaunches
+from modular_kernel.interpreter.launch_cache import known_launches as noted_launches
+from modular_kernel.replay.launch.runtime import known_launches
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.lists import BASE
 

@@ -11,10 +11,10 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as upstream
 
 from modular_kernel.interpreter.dtypes import storage_of
+from modular_kernel.interpreter.fast_memory import OF_MEMORY
+from modular_kernel.interpreter.fast_paths import OF_LANGUAGE, OF_TENSORS
 from modular_kernel.interpreter.operands import _with_semantic
 from modular_kernel.interpreter.patch import patch_language
-from modular_kernel.interpreter.short_accesses import OF_MEMORY
-from modular_kernel.interpreter.short_cuts import OF_LANGUAGE, OF_TENSORS
 
 SEMANTIC = TritonSemantic(upstream.interpreter_builder)
 KINDS = (

@@ -13,20 +13,20 @@ import pytest
 import torch
 
 from experts import TritonExperts
-from experts.triton.aligned.path import AlignedPath
-from experts.triton.aligned_w4.path import AlignedW4Path
+from experts.triton.aligned.aligned_path import AlignedPath
+from experts.triton.aligned_w4.aligned_w4_path import AlignedW4Path
 from experts.triton.configs.select import choose_config
-from experts.triton.gemv.path import GemvPath
-from experts.triton.gemv_w4.path import GemvW4Path
+from experts.triton.gemv.gemv_path import GemvPath
+from experts.triton.gemv_w4.gemv_w4_path import GemvW4Path
 from experts.triton.grouped.segments import MGroupedGemms
 from experts.triton.launch_config import MoEConfig
 from experts.triton.path import Path, PathCall
-from modular_kernel.composer import random_inputs
 from modular_kernel.interpreter.access_log import watch
 from modular_kernel.interpreter.races import Access
 from modular_kernel.ops.quantize import quantize_rows, quantize_specs, take_quantized
+from modular_kernel.spec.problem import Combine, IdSpace, Machine, Problem
 from modular_kernel.tensors import ContiguousShape, ContiguousTokens, DispatchedRouting
-from modular_kernel.types import Combine, IdSpace, Machine, Problem
+from modular_kernel.testing.random_inputs import random_inputs
 from modular_kernel.workspace import BufferSpec, Workspace, workspace_bytes
 from prepare_finalize.common.tokens import token_specs
 

@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 
 import modular_kernel as mk
 from hf_suites.outcomes import Case, Outcome, reason
+from modular_kernel.checkpoints import Matrix, format_of, merge
+from modular_kernel.checkpoints.formats import Format
 from modular_kernel.errors import IncompatibleError, InputError
-from modular_kernel.importers import Matrix, format_of, merge
-from modular_kernel.importers.formats import Format
-from modular_kernel.quant import dequantize
+from modular_kernel.quant.quantized_weights import dequantize
 
 Tensors = dict[str, torch.Tensor]
 EXPERTS, TOP_K = 2, 2

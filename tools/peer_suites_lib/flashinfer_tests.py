@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from modular_kernel.ops.route import RouterTensors, route
-from modular_kernel.quant import values_of
+from modular_kernel.quant.quantized_weights import values_of
 from peer_suites_lib.checkout import Params, Source, Words
 from peer_suites_lib.endings import (
     AGREE,

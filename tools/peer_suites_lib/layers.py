@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from modular_kernel.catalog import make_kernel
-from modular_kernel.quant import LARGEST, STORAGE, quantize_weights, weight_specs
+from modular_kernel.quant.quantized_weights import LARGEST, STORAGE, quantize_weights, weight_specs
 from modular_kernel.reference import oracle, recipe
+from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.types import Problem
 from peer_suites_lib.endings import (
     Ending,
     Refusal,

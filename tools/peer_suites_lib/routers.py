@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from modular_kernel.ops.route import Routed, RouterTensors, route, route_ref
-from modular_kernel.routers import MOST_TOP_K, RouterSpec
+from modular_kernel.spec.router import MOST_TOP_K, RouterSpec
 from modular_kernel.tensors import Routing
 from peer_suites_lib.endings import AGREE, OURS, THEIRS, Ending, MissingError, theirs, worst
 

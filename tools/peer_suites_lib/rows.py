@@ -7,10 +7,10 @@ import torch
 from modular_kernel.ops.activation import gated_activation, gated_activation_ref
 from modular_kernel.ops.align import moe_align_block_size
 from modular_kernel.ops.quantize import Quantized, dequantize_rows, quantize_rows, quantized
-from modular_kernel.quant import LARGEST, MIN_SCALE
+from modular_kernel.quant.quantized_weights import LARGEST, MIN_SCALE
 from modular_kernel.reference import activation as exact_activation
-from modular_kernel.schemes import QuantScheme
-from modular_kernel.types import ActivationSpec
+from modular_kernel.spec.problem import ActivationSpec
+from modular_kernel.spec.quantization import QuantScheme
 from peer_suites_lib.endings import AGREE, OURS, THEIRS, Ending, Tolerance, judged, theirs, worst
 
 ROWS, COLUMNS, KERNEL_ROWS = 64, 2048, 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from modular_kernel.types import ActivationSpec
+from modular_kernel.spec.problem import ActivationSpec
 from peer_suites_lib.checkout import Params, Source
 from peer_suites_lib.endings import Ending, MissingError, Suite, Tolerance
 from peer_suites_lib.layers import Given, Layer, LayerCheck

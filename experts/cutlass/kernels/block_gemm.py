@@ -33,7 +33,7 @@ from experts.cutlass.kernels.tile import (
     VALUES,
     WIDTH,
 )
-from experts.cutlass.kernels.walk import tile_at
+from experts.cutlass.kernels.tile_order import tile_at
 
 
 class BlockGemm(Epilogue):

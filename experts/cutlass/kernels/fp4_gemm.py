@@ -32,7 +32,7 @@ from experts.cutlass.kernels.fp4_tile import (
     TILE_N,
 )
 from experts.cutlass.kernels.ring import next_place
-from experts.cutlass.kernels.walk import tile_at
+from experts.cutlass.kernels.tile_order import tile_at
 
 ONE = tcgen05.CtaGroup.ONE
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from experts.assembled import experts_of
-from experts.triton.aligned.path import AlignedPath
+from experts.staged import experts_of
+from experts.triton.aligned.aligned_path import AlignedPath
 from experts.triton.configs.select import choose_config, kinds_up_to
 from experts.triton.contiguous import TritonExperts
 from experts.triton.path import PathCall, room_for
@@ -27,8 +27,8 @@ from modular_kernel.runner import (
     register_post_permute,
     register_pre_permute,
 )
+from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ContiguousShape, ContiguousTokens, DispatchShape
-from modular_kernel.types import Problem
 from modular_kernel.workspace import BufferSpec
 
 BACKEND = "triton"

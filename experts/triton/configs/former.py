@@ -8,12 +8,11 @@ such files have, wherever they are taken without one.
 from collections.abc import Collection
 from dataclasses import fields
 
-from experts.triton.configs.heuristics import over
-from experts.triton.configs.steps import Steps
+from experts.triton.configs.heuristics import Steps, over
 from experts.triton.launch_config import Device, Launch, MoEConfig
 from experts.triton.path import ENDLESS, Path
 from experts.triton.paths import PATHS
-from modular_kernel.types import Problem
+from modular_kernel.spec.problem import Problem
 
 FORMER_NAMES = tuple(dict.fromkeys(name for path in PATHS for name in path.former_names))
 # Paths that a file of version 1 could mean.

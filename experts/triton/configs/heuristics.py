@@ -1,12 +1,86 @@
-"""What is launched without a tuned file: the default configurations of the paths, by tokens."""
+"""Launch configurations without a tuned file: configurations by token count, limits, and defaults."""
 
-from collections.abc import Collection, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from experts.triton.configs.steps import Steps
-from experts.triton.launch_config import Device, MoEConfig
+from experts.triton.launch_config import Device, MoEConfig, Violation, gemms
 from experts.triton.path import ENDLESS, Path
-from experts.triton.paths import BASE, NAMES, PATHS
-from modular_kernel.types import Problem
+from experts.triton.paths import BASE, BY_NAME, NAMES, PATHS
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.spec.problem import Problem
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Configurations by tokens: configs[i] serves calls of at most lasts[i] tokens, as far as none
+    before it does. lasts ascends and ends with ENDLESS."""
+
+    lasts: tuple[int, ...]
+    configs: tuple[MoEConfig, ...]
+
+    def index(self, tokens: int) -> int:
+        return bisect_left(self.lasts, tokens)
+
+    def choose(self, tokens: int) -> MoEConfig:
+        return self.configs[self.index(tokens)]
+
+    def most_tokens(self, tokens: int) -> dict[tuple[str, int], int]:
+        """(path, block_m) -> the most tokens of a call that meets it, none above `tokens`."""
+        most: dict[tuple[str, int], int] = {}
+        for last in self.lasts:
+            limit = min(tokens, last)
+            config = self.choose(limit)
+            kind = config.path, config.gemm1.block_m
+            most[kind] = max(limit, most.get(kind, 0))
+        return most
+
+    def within(self, paths: Collection[str], other: "Steps") -> "Steps":
+        """Return these steps, or those of `other` wherever the path is not one of `paths`."""
+        return self.changed(
+            other.lasts, lambda last, c: c if c.path in paths else other.choose(last)
+        )
+
+    def changed(
+        self, ends: Iterable[int], change: Callable[[int, MoEConfig], MoEConfig]
+    ) -> "Steps":
+        """Return these steps, cut behind `ends` too, each configuration as `change` has it.
+
+        change: is told the most tokens of a step, and is the same for all of its calls.
+        """
+        lasts = sorted({*self.lasts, *(end for end in ends if 0 <= end < ENDLESS)})
+        found = [change(last, self.choose(last)) for last in lasts]
+        kept = [i for i, one in enumerate(found[:-1]) if one != found[i + 1]] + [len(found) - 1]
+        return Steps(tuple(lasts[i] for i in kept), tuple(found[i] for i in kept))
+
+
+def config_violations(
+    config: MoEConfig, problem: Problem, device: Device
+) -> Iterator[tuple[str, Violation]]:
+    """Yield every reason not to launch `config`, each with the GEMM that it is about, or ""."""
+    path = BY_NAME[config.path]
+    if not path.serves(problem, device):
+        yield "", Violation("path", config.path, f"one that serves {problem.quant}")
+        return
+    for launch, gemm in zip((config.gemm1, config.gemm2), gemms(problem), strict=True):
+        if not isinstance(launch, path.launch):
+            need = f"{path.launch.__name__}, as the {path.name} path has it"
+            yield str(gemm), Violation("launch", type(launch).__name__, need)
+            continue
+        for violation in path.violations(launch, gemm, problem, device):
+            yield str(gemm), violation
+
+
+def fits(config: MoEConfig, problem: Problem, device: Device) -> bool:
+    """Return whether `config` can be launched for `problem` on `device`."""
+    return next(config_violations(config, problem, device), None) is None
+
+
+def require_config(config: MoEConfig, problem: Problem, device: Device, origin: str) -> None:
+    """Raise ConfigurationError with origin, got and need if `config` cannot be launched."""
+    for gemm, violation in config_violations(config, problem, device):
+        what = f"{origin}: {gemm} {violation.what}" if gemm else f"{origin}: {violation.what}"
+        raise ConfigurationError(what, got=violation.got, need=violation.need)
 
 
 def heuristics(

@@ -22,13 +22,10 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-from experts.triton.configs.filenames import ConfigKey, names_for
-from experts.triton.configs.files import VERSION, Recipe, read_recipe
+from experts.triton.configs.files import VERSION, ConfigKey, Recipe, names_for, read_recipe
 from experts.triton.configs.former import MEANT, named_now, path_meant, replaced
-from experts.triton.configs.heuristics import heuristics, with_prepared
-from experts.triton.configs.limits import require_config
+from experts.triton.configs.heuristics import Steps, heuristics, require_config, with_prepared
 from experts.triton.configs.nearest import Known, borrow, checked_by_rows, steps_of
-from experts.triton.configs.steps import Steps
 from experts.triton.launch_config import (
     GROUP,
     SHARED,
@@ -46,8 +43,8 @@ from experts.triton.launch_config import (
 from experts.triton.path import ENDLESS
 from experts.triton.paths import BASE, BY_NAME
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.printable import printable
-from modular_kernel.types import Problem
+from modular_kernel.spec.problem import Problem
+from modular_kernel.text import printable
 
 _LOG = logging.getLogger("modular_kernel.tiles")
 _SUBFOLDER = re.compile(r"triton_(\d+)_(\d+)_(\d+)", re.ASCII)

@@ -10,17 +10,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from experts.triton.configs.filenames import ConfigKey
-from experts.triton.configs.files import VERSION, Recipe
+from experts.triton.configs.files import VERSION, ConfigKey, Recipe
 from experts.triton.configs.former import named_now
-from experts.triton.configs.limits import fits
-from experts.triton.configs.steps import Steps
+from experts.triton.configs.heuristics import Steps, fits
 from experts.triton.launch_config import Device, MoEConfig
 from experts.triton.path import ENDLESS
 from experts.triton.paths import BASE, BY_NAME
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.printable import counted
-from modular_kernel.types import Problem
+from modular_kernel.spec.problem import Problem
+from modular_kernel.text import counted
 
 _TOKENS = tuple(1 << power for power in range(15))
 LEAST_ROWS = 24  # of an expert: with fewer, weights take longer to arrive than to be multiplied

@@ -14,18 +14,17 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from experts.triton.configs.filenames import names_for
-from experts.triton.configs.files import Recipe, override_recipe
+from experts.triton.configs.files import Recipe, names_for, override_recipe
+from experts.triton.configs.heuristics import Steps
 from experts.triton.configs.lookup import FIXED, PACKAGED, ConfigLookup, Source, fit, nearest
 from experts.triton.configs.nearest import LEAST_ROWS
-from experts.triton.configs.steps import Steps
 from experts.triton.launch_config import Device, MoEConfig
 from experts.triton.paths import BASE, PATHS
 from modular_kernel.machine import current_machine
-from modular_kernel.printable import counted
-from modular_kernel.providers import version_of
 from modular_kernel.settings import read_settings
-from modular_kernel.types import Problem
+from modular_kernel.spec.problem import Problem
+from modular_kernel.text import counted
+from modular_kernel.utils.package_probes import version_of
 
 _PACKAGED = Path(__file__).parent / "data"
 _override: ContextVar[Recipe | None] = ContextVar("config override", default=None)

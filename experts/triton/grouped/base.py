@@ -12,7 +12,6 @@ from experts.triton.adapters import SegmentAdapters, Shrunk, TileShrunk, adapter
 from experts.triton.launch_config import LaunchConfig
 from experts.triton.operands import Product, first_product, second_product
 from experts.triton.path import PathCall
-from modular_kernel import stages
 from modular_kernel.ops.live_rows import BatchedRows
 from modular_kernel.ops.permute import permute_tokens
 from modular_kernel.ops.quantize import (
@@ -23,8 +22,9 @@ from modular_kernel.ops.quantize import (
 )
 from modular_kernel.ops.reduce import gather_rows, gather_weight_and_sum
 from modular_kernel.ops.sort import Sorted, sort_pairs, sort_specs
-from modular_kernel.quant import STORAGE
-from modular_kernel.types import Combine, Problem
+from modular_kernel.quant.quantized_weights import STORAGE
+from modular_kernel.replay import stages
+from modular_kernel.spec.problem import Combine, Problem
 from modular_kernel.workspace import BufferSpec
 
 

@@ -6,8 +6,8 @@ from experts.triton.adapters import Shrunk
 from experts.triton.grouped.base import ExpertSortedGemms, Rows
 from experts.triton.launch_config import LaunchConfig
 from experts.triton.operands import Product
-from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.sort import Sorted
+from modular_kernel.replay.launch.launch import launch
 
 
 class MGroupedGemms(ExpertSortedGemms):

@@ -10,8 +10,8 @@ from experts.triton.adapters import (
     rows_of_a13,
     shrink_arguments,
 )
-from modular_kernel.ops.launch.launch import launch
-from modular_kernel.types import Problem
+from modular_kernel.replay.launch.launch import launch
+from modular_kernel.spec.problem import Problem
 from modular_kernel.workspace import BufferSpec
 
 _BOX = 64  # 16-bit values of a TMA box's 128 bytes

@@ -8,7 +8,7 @@ halves, of 32, of the step. wgmma wants of lane c = t % 4 values 2c, 2c + 1, 2c 
 sixteen: so a word holds the pairs at 2c, 2c + 8, 2c + 16 and 2c + 24. Thus tokens are read as they
 are, and a word has one scale, or of nvfp4 one for two of its pairs.
 
-e2m1 codes are in words as `modular_kernel.repacked` has pairs; of integers pair i are bits 4i to
+e2m1 codes are in words as `modular_kernel.quant.repacking` has pairs; of integers pair i are bits 4i to
 4i + 3 of either half. Scales come in fours of words, in the order of those threads that share rows:
 
     mxfp4     one word for each of the four blocks, of four bytes: by row, by half of the step. A
@@ -31,8 +31,8 @@ from typing import NamedTuple
 import torch
 
 from experts.triton.operands import scale_group, word_format
-from modular_kernel.schemes import QuantScheme
-from modular_kernel.types import dtype_name
+from modular_kernel.spec.problem import dtype_name
+from modular_kernel.spec.quantization import QuantScheme
 
 BLOCK = 64  # rows of a block, and the depth of a step
 BLOCKS = 4  # of a tile

@@ -2,7 +2,7 @@
 
 import torch
 
-from experts.triton.grouped_w4.config import staging_slots
+from experts.triton.grouped_w4.grouped_w4_config import staging_slots
 from experts.triton.grouped_w4.layout import (
     BLOCK,
     BLOCKS,
@@ -15,8 +15,8 @@ from experts.triton.grouped_w4.layout import (
 )
 from experts.triton.launch_config import LaunchConfig
 from experts.triton.operands import Product, scale_group, word_format
-from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.sort import Sorted
+from modular_kernel.replay.launch.launch import launch
 
 _STEPS = 4  # of the depth that a program tiles: 128 bytes of a row
 

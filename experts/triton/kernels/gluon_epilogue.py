@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from modular_kernel.ops.kernels.extrema import clamp_nan, maximum_nan, minimum_nan
-from modular_kernel.ops.launch.triton_versions import store_box
+from modular_kernel.replay.launch.triton_versions import store_box
 
 
 @gluon.jit

@@ -1,7 +1,7 @@
 """Device functions: int32 words of eight 4-bit weights to values.
 
 FORMAT says what a word holds: an "integer" or "e2m1" code a nibble, the low one first, or codes of
-"e2m1_repacked", whose bits are where `modular_kernel.repacked` has put them. "nvfp4" is "e2m1" but
+"e2m1_repacked", whose bits are where `modular_kernel.quant.repacking` has put them. "nvfp4" is "e2m1" but
 for its scales.
 """
 
@@ -149,7 +149,7 @@ def _halves(pair, dtype: tl.constexpr):
 @triton.jit
 def _repacked(words, dtype: tl.constexpr):
     """Values 2i and 2i + 1 of repacked words as the halves of int32 i: five shifts and four masks,
-    as `modular_kernel.repacked.unpack_words` does it, which leave them in bf16's fields."""
+    as `modular_kernel.quant.repacking.unpack_words` does it, which leave them in bf16's fields."""
     w = words.to(tl.uint32, bitcast=True)
     p0 = w & 0x81C081C0
     p1 = (w << 3) & 0x81C081C0

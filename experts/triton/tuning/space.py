@@ -6,9 +6,9 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 
-from experts.triton.configs.filenames import ConfigKey
 from experts.triton.configs.files import (
     VERSION,
+    ConfigKey,
     Recipe,
     Times,
     TunedFor,
@@ -17,8 +17,7 @@ from experts.triton.configs.files import (
     read_recipe,
 )
 from experts.triton.configs.former import in_words_of_now
-from experts.triton.configs.heuristics import heuristics
-from experts.triton.configs.limits import fits
+from experts.triton.configs.heuristics import Steps, fits, heuristics
 from experts.triton.configs.lookup import subfolder
 from experts.triton.configs.select import (
     choose_config,
@@ -28,14 +27,13 @@ from experts.triton.configs.select import (
     reread,
     this_store,
 )
-from experts.triton.configs.steps import Steps
 from experts.triton.launch_config import Device, Gemm, Launch, MoEConfig, gemms
 from experts.triton.path import Path as LaunchPath
 from experts.triton.paths import BASE, BY_NAME
-from modular_kernel import stages
+from modular_kernel.contracts import Best, Choice, Took, Tunable
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.tunable import Best, Choice, Took, Tunable
-from modular_kernel.types import Problem
+from modular_kernel.replay import stages
+from modular_kernel.spec.problem import Problem
 
 _GROUPS_KEPT, _TILES_KEPT, _FINALISTS = 2, 2, 4
 

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 import torch
 
 from modular_kernel.measure.records import PEER
-from modular_kernel.measure.routing import RoutingKind, draw
-from modular_kernel.placement import pairs_to_slots
-from modular_kernel.schemes import QuantScheme
+from modular_kernel.measure.routing_patterns import RoutingKind, draw
+from modular_kernel.spec.placement import pairs_to_slots
+from modular_kernel.spec.problem import Parallel, Problem
+from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import Routing
-from modular_kernel.types import Parallel, Problem
 
 BF16_BOUND = 2.0**-7  # a row's distance from x: every rank's sum rounded once, then the total
 FP8_BOUND = 2.0**-4 + BF16_BOUND  # half of float8_e4m3fn's last place, in every value

@@ -16,6 +16,7 @@ from modular_kernel.catalog import check, load_catalog
 from modular_kernel.contracts import Call, PrepareAndFinalize, TopKWeightAndReduce
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.measure.records import OURS
+from modular_kernel.spec.problem import ActivationFormat, IdSpace, Machine, Reduce
 from modular_kernel.tensors import (
     BatchedShape,
     BatchedTokens,
@@ -26,7 +27,6 @@ from modular_kernel.tensors import (
     ExpertWeights,
     Routing,
 )
-from modular_kernel.types import ActivationFormat, IdSpace, Machine, Reduce
 from modular_kernel.workspace import EXPERT_OUTPUT, BufferSpec, Workspace
 
 _MOST_BATCHED = 512  # tokens of a call, for which room for one row an expert is still moderate

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from modular_kernel import json_files
 from modular_kernel.bench.all2all.cases import ExchangeCase, TransportLink
 from modular_kernel.measure.records import FAILED, OK, REFUSED, SKIPPED, WRONG
+from modular_kernel.utils import json_files
 
 SCHEMA = "mk-exchange/1"
 _SEVERITY = (OK, SKIPPED, REFUSED, WRONG, FAILED)  # of several ranks, the worst counts

@@ -34,7 +34,7 @@ from modular_kernel.bench.all2all.timing import Repeats, event_gap_us, time_tran
 from modular_kernel.errors import ModularKernelError
 from modular_kernel.machine import torch_twins
 from modular_kernel.measure.records import FAILED, OK, REFUSED, SKIPPED, WRONG
-from modular_kernel.types import Machine
+from modular_kernel.spec.problem import Machine
 
 _START_S = 60.0  # processes, communicators; beyond what a rank's own watch ends
 _HANG = "no answer"

@@ -28,13 +28,13 @@ if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < _OLDES
 
 from modular_kernel.integrations.transformers.activations import activation_of  # noqa: E402
 from modular_kernel.integrations.transformers.modules import weights_of  # noqa: E402
-from modular_kernel.integrations.transformers.quantized import from_pretrained  # noqa: E402
+from modular_kernel.integrations.transformers.pretrained import from_pretrained  # noqa: E402
 from modular_kernel.integrations.transformers.register import (  # noqa: E402
     Registration,
     register,
     registration,
 )
-from modular_kernel.integrations.transformers.replaced import serve  # noqa: E402
+from modular_kernel.integrations.transformers.replacement import serve  # noqa: E402
 from modular_kernel.integrations.transformers.report import report  # noqa: E402
 
 __all__ = [

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from modular_kernel.errors import UnsupportedError
 from modular_kernel.reference import activation
-from modular_kernel.types import GATED, UNGATED, ActivationSpec
+from modular_kernel.spec.problem import GATED, UNGATED, ActivationSpec
 
 _PROBE_PAIRS = 4096
 

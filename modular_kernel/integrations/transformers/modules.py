@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from modular_kernel.integrations.transformers.activations import unsupported
 from modular_kernel.operators.expert_fields import weights_from
-from modular_kernel.schemes import QuantScheme
+from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.types import Problem
 
 # A module that was loaded quantized says here what its tensors are.
 FIELDS, QUANT, INTERLEAVED = "_mk_fields", "_mk_quant", "_mk_interleaved"

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from modular_kernel.adapters import MOST_RANK, AdapterSpec
 from modular_kernel.integrations.transformers.gradients import gradients_are_needed
 from modular_kernel.integrations.transformers.modules import (
     Layout,
@@ -27,8 +26,9 @@ from modular_kernel.integrations.transformers.modules import (
 from modular_kernel.integrations.transformers.register import Registration, as_given
 from modular_kernel.operators.expert_fields import weights_from
 from modular_kernel.operators.pairing import layer_text
-from modular_kernel.tensor_checks import check_tensors
+from modular_kernel.spec.lora import MOST_RANK, AdapterSpec
 from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.utils.tensor_checks import check_tensors
 
 _Pair = tuple[torch.Tensor, torch.Tensor]  # A (e, r, K) and B (e, rows, r)
 _PLAIN = frozenset(("w1", "w2", "w1:t", "w2:t", "b1", "b2"))

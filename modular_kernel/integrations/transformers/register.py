@@ -33,9 +33,9 @@ from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.operators.expert_fields import place, weights_from
 from modular_kernel.operators.experts import EXPERTS
 from modular_kernel.operators.pairing import Pairing, layer_text
-from modular_kernel.tensor_checks import check_strided, check_tensors
+from modular_kernel.spec.problem import ActivationSpec
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.types import ActivationSpec
+from modular_kernel.utils.tensor_checks import check_strided, check_tensors
 
 Gradients = Literal["fallback", "refuse"]
 _NAMES = ("hidden_states", "top_k_index", "top_k_weights")

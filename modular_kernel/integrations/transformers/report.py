@@ -7,10 +7,10 @@ import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from modular_kernel.errors import IncompatibleError, InputError
-from modular_kernel.fields import expect
 from modular_kernel.integrations.transformers.modules import dispatched, tensors_of
 from modular_kernel.integrations.transformers.register import Registration
-from modular_kernel.integrations.transformers.replaced import REPLACED
+from modular_kernel.integrations.transformers.replacement import REPLACED
+from modular_kernel.utils.argument_checks import expect
 
 # Experts that neither transformers dispatches nor `serve` replaces, by the module that has them.
 _OTHERS = {

@@ -90,7 +90,7 @@ def route_kernel(
     GROUPS: tl.constexpr, SIZE: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """weights (T, K) float32 and ids (T, K) of BLOCK_T tokens, as modular_kernel.routers says.
+    """weights (T, K) float32 and ids (T, K) of BLOCK_T tokens, as modular_kernel.spec.router says.
 
     Columns from num_experts on are zero experts: id -1, and their weights are summed in `identity`.
     BY_LOGIT: scores grow with logits and nothing is added, so the logits are compared themselves.

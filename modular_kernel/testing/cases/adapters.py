@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from modular_kernel.types import Problem
+from modular_kernel.spec.problem import Problem
 
 # How the tokens of a call name the slots of a problem with adapters.
 NAMED = (

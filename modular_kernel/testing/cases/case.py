@@ -3,8 +3,8 @@
 import shlex
 from dataclasses import dataclass
 
+from modular_kernel.spec.problem import Combine, Problem, dtype_name
 from modular_kernel.testing.cases.inputs import ORDINARY, Manner
-from modular_kernel.types import Combine, Problem, dtype_name
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import torch
 
-from modular_kernel.types import Problem
+from modular_kernel.spec.problem import Problem
 
 
 def map_of(problem: Problem, generator: torch.Generator) -> torch.Tensor | None:

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
+from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import Routing
-from modular_kernel.types import Problem
 
 VALUES = (
     "ordinary",

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.quant import quantize_weights
+from modular_kernel.quant.quantized_weights import quantize_weights
+from modular_kernel.quant.static_scales import static_scale
 from modular_kernel.reference import activation
-from modular_kernel.static_scales import static_scale
+from modular_kernel.spec.problem import ActivationSpec, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases.adapters import NAMED, adapters_of, slots
 from modular_kernel.testing.cases.expert_maps import in_other_words, map_of
@@ -33,7 +34,6 @@ from modular_kernel.testing.cases.hostile import (
 )
 from modular_kernel.testing.cases.nan import holders, names_of, put_nan, routed_apart, x_with_nan
 from modular_kernel.testing.cases.quantized import short_scales
-from modular_kernel.types import ActivationSpec, Problem
 from modular_kernel.workspace import FILLS, Fill, poison_tensor
 
 ROUTINGS = (

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from modular_kernel.types import Combine, Problem
+from modular_kernel.spec.problem import Combine, Problem
 
 Variant = tuple[Problem, str]
 

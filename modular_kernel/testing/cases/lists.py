@@ -17,17 +17,17 @@ from typing import Any, Literal
 import torch
 
 from modular_kernel.catalog import check, load_catalog
-from modular_kernel.support import Verdict
+from modular_kernel.compatibility.support import Verdict
+from modular_kernel.spec.problem import Combine, Machine, Problem
 from modular_kernel.testing.cases.case import Case, command
-from modular_kernel.testing.cases.chosen import chosen_cases
 from modular_kernel.testing.cases.covering import has_row
-from modular_kernel.testing.cases.drawn import draw, space_of
+from modular_kernel.testing.cases.handpicked import chosen_cases
 from modular_kernel.testing.cases.inputs import ROUTINGS
 from modular_kernel.testing.cases.invariant import batch_invariant
+from modular_kernel.testing.cases.pairwise import draw, space_of
 from modular_kernel.testing.cases.quantized import quantized
 from modular_kernel.testing.cases.row_order import in_row_order
 from modular_kernel.testing.cases.smoke import smoke
-from modular_kernel.types import Combine, Machine, Problem
 
 __all__ = [
     "BASE",

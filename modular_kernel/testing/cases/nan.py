@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import torch
 
+from modular_kernel.spec.problem import ActivationSpec, Combine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases.quantized import SCHEMES
-from modular_kernel.types import ActivationSpec, Combine, Problem
 from modular_kernel.validate import ADAPTER_TENSORS
 
 X, ROUTER = "x", "topk_weights"

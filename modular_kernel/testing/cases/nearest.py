@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
-from modular_kernel.rules import RULES
-from modular_kernel.support import Verdict
-from modular_kernel.types import Problem
+from modular_kernel.compatibility.rules import RULES
+from modular_kernel.compatibility.support import Verdict
+from modular_kernel.spec.problem import Problem
 
 
 class Placed(Protocol):

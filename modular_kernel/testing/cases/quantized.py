@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from modular_kernel.quant import MIDDLE
-from modular_kernel.types import Combine, Problem
+from modular_kernel.quant.quantized_weights import MIDDLE
+from modular_kernel.spec.problem import Combine, Problem
 
 Variant = tuple[Problem, str]
 

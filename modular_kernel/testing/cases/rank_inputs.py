@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases.inputs import Inputs, Place, with_gaps
-from modular_kernel.types import Problem
 from modular_kernel.validate import ADAPTER_TENSORS
 
 _OF_ALL_EXPERTS = ("a1_scale", "a2_scale")

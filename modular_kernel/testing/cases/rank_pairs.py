@@ -12,11 +12,11 @@ import torch
 
 from modular_kernel.catalog import check, this_machine
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.testing.cases.adapters import NAMED
 from modular_kernel.testing.cases.covering import Array, Axis, Row, Space, covering_array
 from modular_kernel.testing.cases.hostile import why_impossible
 from modular_kernel.testing.cases.inputs import Manner
-from modular_kernel.types import Parallel, Problem
 
 _FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
 _OAI = "swiglu_oai:alpha=1.702,limit=1.0,interleaved=true"

@@ -12,17 +12,17 @@ from typing import Any, Literal
 import torch
 
 from modular_kernel.catalog import check, load_catalog
+from modular_kernel.compatibility.support import Verdict
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.placement import Placement
-from modular_kernel.support import Verdict
+from modular_kernel.spec.placement import Placement
+from modular_kernel.spec.problem import ActivationSpec, Combine, Machine, Parallel, Problem
 from modular_kernel.testing.cases import rank_pairs
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import ORDINARY, Manner
 from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.testing.cases.nearest import neighbors
 from modular_kernel.testing.cases.row_order import in_row_order
-from modular_kernel.testing.cases.scenes import SCENES, has_scenes
-from modular_kernel.types import ActivationSpec, Combine, Machine, Parallel, Problem
+from modular_kernel.testing.cases.scenario_names import SCENES, has_scenes
 
 Level = Literal["smoke", "full"]
 _FP16, _BF16 = torch.float16, torch.bfloat16

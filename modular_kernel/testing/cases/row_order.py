@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from modular_kernel.catalog import load_catalog
 from modular_kernel.contracts import PermuteExpertsUnpermute
-from modular_kernel.types import Problem
+from modular_kernel.spec.problem import Problem
 
 
 def in_row_order(problem: Problem, experts: type[PermuteExpertsUnpermute] | str) -> Problem:

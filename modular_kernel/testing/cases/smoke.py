@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import torch
 
+from modular_kernel.spec.problem import Combine, Problem
 from modular_kernel.testing.cases.inputs import ORDINARY, Manner
-from modular_kernel.types import Combine, Problem
 
 _FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
 _OAI = "swiglu_oai:alpha=1.702,limit=1.0,interleaved=true"

@@ -2,7 +2,7 @@
 
 Codes and scales are drawn, never rounded from other numbers, so a matrix stands for exactly what
 its format says, in float64. Everything is packed here by hand, value by value, by the packers' own
-descriptions; nothing of `modular_kernel.importers` is used.
+descriptions; nothing of `modular_kernel.checkpoints` is used.
 """
 
 from collections import Counter

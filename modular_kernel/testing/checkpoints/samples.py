@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from modular_kernel.testing.checkpoints.formats import F64, Stored
-from modular_kernel.testing.checkpoints.kinds import FUSED, KINDS, ORDERED, Kind
+from modular_kernel.testing.checkpoints.published_formats import FUSED, KINDS, ORDERED, Kind
 
 Tensors = dict[str, torch.Tensor]
 PROJ, W132 = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from modular_kernel.catalog import check_all, load_catalog, make_kernel, packages_of
-from modular_kernel.composer import Inputs, random_inputs
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.machine import importable
@@ -28,15 +27,16 @@ from modular_kernel.ops.quantize import quantize_specs, take_quantized
 from modular_kernel.ops.route import RouterTensors, route
 from modular_kernel.ops.slots_and_quantize import number_and_quantize
 from modular_kernel.ops.zero_padding import zero_rows
-from modular_kernel.placement import Placement, PlacementTables
-from modular_kernel.routers import RouterSpec
-from modular_kernel.schemes import QuantScheme
 from modular_kernel.settings import hide_gpus
+from modular_kernel.spec.placement import Placement, PlacementTables
+from modular_kernel.spec.problem import GATED, UNGATED, ActivationSpec, Combine, Machine, Problem
+from modular_kernel.spec.quantization import QuantScheme
+from modular_kernel.spec.router import RouterSpec
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.compile import moe_lora
 from modular_kernel.testing.compile.kernels_defined import Defined, defined_kernels
 from modular_kernel.testing.compile.report import CompileRecord, check, record_compiles
-from modular_kernel.types import GATED, UNGATED, ActivationSpec, Combine, Machine, Problem
+from modular_kernel.testing.random_inputs import Inputs, random_inputs
 from modular_kernel.workspace import Workspace
 
 _META = torch.device("meta")

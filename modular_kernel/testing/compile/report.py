@@ -31,7 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction, MockTensor
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.tensor_checks import compile_only
+from modular_kernel.utils.tensor_checks import compile_only
 
 # Triton ships no annotations: its kernels, jit functions and whatever a launch passes on.
 Foreign = Any

@@ -13,14 +13,18 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin,
 
 import torch
 
+from modular_kernel.compatibility.rules import judge
+from modular_kernel.compatibility.support import (
+    ExpertsRequirements,
+    PrepareFinalizeRequirements,
+    Verdict,
+)
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.fields import Count
-from modular_kernel.placement import Placement
-from modular_kernel.rules import judge
-from modular_kernel.schemes import QUANT_SCHEMES
-from modular_kernel.support import ExpertsRequirements, PrepareFinalizeRequirements, Verdict
-from modular_kernel.types import DTYPES, GATED, UNGATED, ActivationSpec, Machine, Problem
+from modular_kernel.spec.placement import Placement
+from modular_kernel.spec.problem import DTYPES, GATED, UNGATED, ActivationSpec, Machine, Problem
+from modular_kernel.spec.quantization import QUANT_SCHEMES
+from modular_kernel.utils.argument_checks import Count
 
 _UNBOUNDED = 2**40  # stands for a bound of None
 _MOST_EXPERTS, _MOST_RANKS = 4096, 64  # what a search tries: a Placement lists every one

@@ -22,14 +22,14 @@ from functools import cache
 from typing import Any
 from unittest import mock
 
+from modular_kernel.compatibility.support import ExpertsRequirements, Rejection
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
-from modular_kernel.support import ExpertsRequirements, Rejection
+from modular_kernel.spec.problem import Machine, Parallel, Problem
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.ranks import RankCase
 from modular_kernel.testing.edges.axes import EdgeSituation, Line, choices, lines
+from modular_kernel.testing.edges.refusal_text import contradiction
 from modular_kernel.testing.edges.sites import Site
-from modular_kernel.testing.edges.words import contradiction
-from modular_kernel.types import Machine, Parallel, Problem
 
 _START = Problem(tokens=8, hidden=64, intermediate=64, experts=16, top_k=2)
 _RANKS = (1, 2, 4, 8)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from textwrap import dedent
 from types import CodeType, FunctionType
 
+from modular_kernel.compatibility.rules import RULES
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
-from modular_kernel.rules import RULES
 
 Site = tuple[str, int]  # file, line
 

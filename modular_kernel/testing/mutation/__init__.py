@@ -9,11 +9,11 @@ memory of a forked child, or of forked ranks; the cases that execute the changed
 until one fails.
 """
 
-from modular_kernel.testing.mutation.attempt import Where, attempt
 from modular_kernel.testing.mutation.coverage import Coverage, cover
-from modular_kernel.testing.mutation.fate import Fate
+from modular_kernel.testing.mutation.mutant_outcome import Fate
 from modular_kernel.testing.mutation.one_process import OneProcess
 from modular_kernel.testing.mutation.over_ranks import OverRanks
+from modular_kernel.testing.mutation.run_mutant import Where, attempt
 from modular_kernel.testing.mutation.score import (
     SAMPLE,
     Score,
@@ -25,8 +25,8 @@ from modular_kernel.testing.mutation.score import (
     survey,
     surveys,
 )
+from modular_kernel.testing.mutation.sites import mutants_of
 from modular_kernel.testing.mutation.source import Edit, Mutant
-from modular_kernel.testing.mutation.walk import mutants_of
 
 __all__ = [
     "SAMPLE",

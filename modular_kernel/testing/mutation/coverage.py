@@ -14,9 +14,9 @@ from types import CodeType, FrameType
 from typing import Any
 
 from modular_kernel.testing.cases.lists import Case
-from modular_kernel.testing.mutation.child import Child, Tell
-from modular_kernel.testing.mutation.runs import Level, Pair, case_list, digest
-from modular_kernel.testing.mutation.serve import forget
+from modular_kernel.testing.mutation.case_runs import Level, Pair, case_list, digest
+from modular_kernel.testing.mutation.forked_worker import Child, Tell
+from modular_kernel.testing.mutation.patched_module import forget
 from modular_kernel.testing.mutation.source import Mutant
 
 Lines = Mapping[str, frozenset[int]]  # file -> line numbers

@@ -7,13 +7,13 @@ from typing import Any
 
 from modular_kernel.catalog import this_machine
 from modular_kernel.testing.cases.lists import Case, cases_for
-from modular_kernel.testing.mutation.child import Child, Tell
+from modular_kernel.testing.mutation.case_runs import Level, Pair, first_failure
+from modular_kernel.testing.mutation.case_steps import Listing, run_cases
 from modular_kernel.testing.mutation.coverage import Coverage, Covered, cover
-from modular_kernel.testing.mutation.fate import GRACE_S, Fate, Follower
-from modular_kernel.testing.mutation.runs import Level, Pair, first_failure
-from modular_kernel.testing.mutation.serve import dependents, reattach, serve
+from modular_kernel.testing.mutation.forked_worker import Child, Tell
+from modular_kernel.testing.mutation.mutant_outcome import GRACE_S, Fate, Follower
+from modular_kernel.testing.mutation.patched_module import dependents, reattach, serve
 from modular_kernel.testing.mutation.source import Mutant
-from modular_kernel.testing.mutation.steps import Listing, run_cases
 
 _PROOF_S = 600.0  # of a case without a mutant
 _DIGEST_S = 300.0  # of a case, the first one's imports included
@@ -59,7 +59,7 @@ def _compute(cases: Sequence[Case], mutants: Sequence[Mutant], tell: Tell) -> No
     """In the child: one digest for each case."""
     if mutants:
         serve(*mutants)
-    runs: Any = importlib.import_module("modular_kernel.testing.mutation.runs")
+    runs: Any = importlib.import_module("modular_kernel.testing.mutation.case_runs")
     reattach()
     machine = runs.this_machine()
     for case in cases:
@@ -70,7 +70,7 @@ def _work(mutant: Mutant, cases: Sequence[Covered], listing: Listing | None, tel
     """In the child."""
     try:
         serve(mutant)
-        runs: Any = importlib.import_module("modular_kernel.testing.mutation.runs")
+        runs: Any = importlib.import_module("modular_kernel.testing.mutation.case_runs")
         reattach()
         runs.this_machine()
     # Whatever a mutant raises while it is imported or judged kills it.

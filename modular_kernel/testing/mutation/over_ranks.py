@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from modular_kernel.catalog import this_machine
+from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.cases.lists import Case
 from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
-from modular_kernel.testing.mutation import rank_runs
-from modular_kernel.testing.mutation.child import Ended
+from modular_kernel.testing.mutation import rank_tasks
+from modular_kernel.testing.mutation.case_runs import Level, Pair
+from modular_kernel.testing.mutation.case_steps import Listing, run_cases
 from modular_kernel.testing.mutation.coverage import Coverage, Covered, united
-from modular_kernel.testing.mutation.fate import Fate, Follower
-from modular_kernel.testing.mutation.runs import Level, Pair
+from modular_kernel.testing.mutation.forked_worker import Ended
+from modular_kernel.testing.mutation.mutant_outcome import Fate, Follower
+from modular_kernel.testing.mutation.patched_module import dependents
 from modular_kernel.testing.mutation.scope import known_imports
-from modular_kernel.testing.mutation.serve import dependents
 from modular_kernel.testing.mutation.source import Mutant
-from modular_kernel.testing.mutation.steps import Listing, run_cases
 from modular_kernel.testing.ranks.closing import Closing
 from modular_kernel.testing.ranks.pool import DIED, SILENT, RankError, RankPool
 from modular_kernel.testing.verify.checks import numeric
 from modular_kernel.testing.verify.over_ranks import RANK_CHECKS, examined, faults
-from modular_kernel.types import Machine
 
 R = TypeVar("R")
 
@@ -76,7 +76,7 @@ class Ranks(Closing):
             )
             if self._mutants:
                 dependents({mutant.module for mutant in self._mutants})  # reads who imports whom
-                self._pool.run(rank_runs.put_in, self._mutants, known_imports())
+                self._pool.run(rank_tasks.put_in, self._mutants, known_imports())
         return self._pool
 
     def this_machine(self) -> Machine:
@@ -84,11 +84,11 @@ class Ranks(Closing):
 
     def case_list(self, pairs: tuple[Pair, ...], level: Level) -> tuple[Sequence[Case], Machine]:
         machine = self.this_machine()
-        asked = rank_runs.Asked(pairs, level, machine, self._per_host)
-        return self._asked(rank_runs.listed, asked), machine
+        asked = rank_tasks.Asked(pairs, level, machine, self._per_host)
+        return self._asked(rank_tasks.listed, asked), machine
 
     def refused(self, cases: Sequence[Case]) -> list[str]:
-        return self._asked(rank_runs.refused, tuple(cases), self.this_machine())
+        return self._asked(rank_tasks.refused, tuple(cases), self.this_machine())
 
     def _asked(self, task: Callable[..., R], *arguments: object) -> R:
         """Return what rank 0 answers. RuntimeError with what it raised."""
@@ -103,7 +103,9 @@ class Ranks(Closing):
         waits, limit = self._limits(case)
         start = time.perf_counter()
         try:
-            return together(self.start().run(rank_runs.digest, case, machine, waits, timeout=limit))
+            return together(
+                self.start().run(rank_tasks.digest, case, machine, waits, timeout=limit)
+            )
         except RankError as error:
             self.close()
             ended = ended_by(next(iter(error.failures.values())))
@@ -117,7 +119,7 @@ class Ranks(Closing):
         """RanksEnded where ranks are lost."""
         assert isinstance(case, RankCase)
         waits, limit = self._limits(case)
-        build = rank_runs.builds(waits)
+        build = rank_tasks.builds(waits)
         early = (numeric, faults) if case.fault else (numeric,)
         seconds = 0.0
         for checks in (early, RANK_CHECKS):  # most that fail fail in the first call
@@ -155,13 +157,13 @@ class OverRanks:
         found: list[Covered] = []
         with self._ranks() as ranks:
             run = ranks.start().run
-            asked = rank_runs.Asked(pairs, level, machine, self.ranks_per_host)
+            asked = rank_tasks.Asked(pairs, level, machine, self.ranks_per_host)
             try:
-                told = run(rank_runs.watch, files, known_imports(), asked)
+                told = run(rank_tasks.watch, files, known_imports(), asked)
                 loading = united(lines for _, lines in told)
                 for case in told[0][0]:
                     given = case, machine, _WATCHED_S, tuple(files.values())
-                    each = run(rank_runs.watched_digest, *given, timeout=2 * _WATCHED_S)
+                    each = run(rank_tasks.watched_digest, *given, timeout=2 * _WATCHED_S)
                     bits, seconds, lines, loaded = zip(*each, strict=True)
                     found.append(Covered(case, max(seconds), together(bits), united(lines)))
                     loading = united((loading, *loaded))

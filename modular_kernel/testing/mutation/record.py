@@ -4,8 +4,8 @@ from collections import Counter
 from importlib.metadata import version
 from typing import Any
 
-from modular_kernel.testing.mutation.equivalent import Equivalent
-from modular_kernel.testing.mutation.fate import Fate
+from modular_kernel.testing.mutation.mutant_outcome import Fate
+from modular_kernel.testing.mutation.reviewed_equivalents import Equivalent
 from modular_kernel.testing.mutation.score import Score, Survey
 
 Record = dict[str, Any]

@@ -32,10 +32,10 @@ LEFT_OUT: tuple[tuple[str, str], ...] = (
     ("modular_kernel.interpreter.bounds", "finds overruns, part of the harness"),
     ("modular_kernel.interpreter.races", "finds races, part of the harness"),
     ("modular_kernel.interpreter.access_log", "finds races, part of the harness"),
-    ("modular_kernel.ops.launch.runtime", "says where operations run"),
-    ("modular_kernel.ops.launch.launch", "launches, and says why nothing is replayed"),
-    ("modular_kernel.ops.launch.record", "records for replay, which needs a GPU"),
-    ("modular_kernel.ops.launch.cuda_replay", "replay, which needs a GPU"),
+    ("modular_kernel.replay.launch.runtime", "says where operations run"),
+    ("modular_kernel.replay.launch.launch", "launches, and says why nothing is replayed"),
+    ("modular_kernel.replay.launch.record", "records for replay, which needs a GPU"),
+    ("modular_kernel.replay.launch.cuda_replay", "replay, which needs a GPU"),
 )
 
 

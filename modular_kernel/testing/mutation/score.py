@@ -13,16 +13,16 @@ from types import MappingProxyType
 
 from modular_kernel.catalog import Catalog, load_catalog
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.testing.mutation.apart import apart
-from modular_kernel.testing.mutation.attempt import Killers, Where, attempt
+from modular_kernel.testing.mutation.case_runs import Level, Pair
 from modular_kernel.testing.mutation.coverage import Coverage, joined
-from modular_kernel.testing.mutation.equivalent import Equivalent, reviewed
-from modular_kernel.testing.mutation.fate import Fate
+from modular_kernel.testing.mutation.cpu_undetectable import apart
+from modular_kernel.testing.mutation.mutant_outcome import Fate
 from modular_kernel.testing.mutation.one_process import OneProcess
-from modular_kernel.testing.mutation.runs import Level, Pair
+from modular_kernel.testing.mutation.reviewed_equivalents import Equivalent, reviewed
+from modular_kernel.testing.mutation.run_mutant import Killers, Where, attempt
 from modular_kernel.testing.mutation.scope import modules_of
+from modular_kernel.testing.mutation.sites import mutants_of
 from modular_kernel.testing.mutation.source import Mutant
-from modular_kernel.testing.mutation.walk import mutants_of
 
 # Where all mutants would take longer than an hour, so many are drawn.
 SAMPLE = 150

@@ -10,6 +10,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from modular_kernel.catalog import check, load_catalog, this_machine
+from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.testing.ranks.pool import Backend, RankError, RankPool
 from modular_kernel.testing.stress.faults import (
     CPU_LAYER,
@@ -22,7 +23,6 @@ from modular_kernel.testing.stress.faults import (
     pid_of,
     suffer,
 )
-from modular_kernel.types import Parallel, Problem
 
 OTHERS: tuple[tuple[tuple[str, object], ...], ...] = (
     (("hidden", 4096),),

@@ -21,9 +21,9 @@ from modular_kernel.catalog import check, load_catalog, make_kernel, this_machin
 from modular_kernel.errors import CommunicationError, ConfigurationError
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.settings import deadline
+from modular_kernel.spec.problem import Machine, Parallel, Problem
 from modular_kernel.testing.cases.inputs import Inputs, Place, make_inputs
 from modular_kernel.testing.cases.rank_inputs import part_of
-from modular_kernel.types import Machine, Parallel, Problem
 
 VICTIM = 1
 DEADLINE_S = 1.0

@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from modular_kernel.catalog import check, load_catalog, make_kernel, this_machine
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.testing.stress.soak_scenes import Scene, Scenes, judged
-from modular_kernel.types import Machine, Parallel, Problem
+from modular_kernel.spec.problem import Machine, Parallel, Problem
+from modular_kernel.testing.stress.soak_inputs import Scene, Scenes, judged
 
 _EAGER_SCENES, _GRAPH_SCENES = 16, 4
 _WITH_GRAPHS = {"graph": 6, "plan": 3, "kernel": 1}  # how often, of ten steps

@@ -14,11 +14,11 @@ import torch
 
 from modular_kernel.catalog import load_catalog, make_kernel
 from modular_kernel.testing.cases.hostile import apart
+from modular_kernel.testing.verify.bitwise_reference import one_rounding
 from modular_kernel.testing.verify.invariance import as_bytes, batch_invariant
 from modular_kernel.testing.verify.prepared import prepared_weights
 from modular_kernel.testing.verify.sample import Sample
 from modular_kernel.testing.verify.trial import Trial, call, start
-from modular_kernel.testing.verify.twins import one_rounding
 from modular_kernel.testing.verify.without_adapters import adapters_by_turns, without_adapters
 
 Findings = Iterator[str]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from modular_kernel.types import Combine, Problem, dtype_name
+from modular_kernel.spec.problem import Combine, Problem, dtype_name
 
 # Rounding differs from one order of summation to the next, the recipe's own included: a quarter
 # more of its root mean square covers that, and no defect is that small.

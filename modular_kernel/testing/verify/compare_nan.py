@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 
+from modular_kernel.spec.problem import Problem
 from modular_kernel.testing.verify.compare import Comparison, compare
-from modular_kernel.testing.verify.compare_apart import NONE_FAIR, Fair
-from modular_kernel.types import Problem
+from modular_kernel.testing.verify.compare_isolated import NONE_FAIR, Fair
 
 
 def compare_with_nan(

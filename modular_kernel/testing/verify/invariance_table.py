@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from modular_kernel.catalog import check, load_catalog
+from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.testing.cases.lists import Case
 from modular_kernel.testing.verify.invariance import as_bytes, regrouped
 from modular_kernel.testing.verify.trial import Trial
-from modular_kernel.types import Machine, Problem
 
 LAYER = Problem(tokens=64, hidden=256, intermediate=192, experts=4, top_k=2)
 COLUMNS: dict[str, dict[str, object]] = {

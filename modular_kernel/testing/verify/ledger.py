@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.verify.one_process import Proof
-from modular_kernel.types import Machine
 
 KINDS = ("cpu", "cpu-interpreter", "cuda")
 

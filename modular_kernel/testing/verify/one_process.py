@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from modular_kernel.catalog import this_machine
 from modular_kernel.errors import CorruptionError, ModularKernelError
-from modular_kernel.ops.launch.runtime import known_launches
 from modular_kernel.path_log import EnteredPath, watched_paths
+from modular_kernel.replay.launch.runtime import known_launches
+from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.cases.case import Case, command
-from modular_kernel.testing.cases.path_cells import PathCell, cells_of
+from modular_kernel.testing.cases.path_coverage import PathCell, cells_of
 from modular_kernel.testing.verify.checks import CHECKS, Check
 from modular_kernel.testing.verify.trial import Build, Trial, build_kernel
-from modular_kernel.types import Machine
 
 
 @dataclass(frozen=True)

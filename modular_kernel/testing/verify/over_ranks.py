@@ -23,24 +23,24 @@ from modular_kernel import reference
 from modular_kernel.catalog import make_kernel, this_machine
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.placement import pairs_to_slots
+from modular_kernel.spec.placement import pairs_to_slots
+from modular_kernel.spec.problem import Combine, Machine, Parallel, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import Inputs, Manner, Place, fill_of, make_inputs
 from modular_kernel.testing.cases.rank_inputs import part_of
 from modular_kernel.testing.cases.ranks import RankCase
-from modular_kernel.testing.ranks.launched import AnyRanks
+from modular_kernel.testing.ranks.external_launcher import AnyRanks
 from modular_kernel.testing.ranks.pool import RankError
 from modular_kernel.testing.verify.checks import CHECKS, Check, Findings
 from modular_kernel.testing.verify.compare import Comparison, compare
-from modular_kernel.testing.verify.compare_apart import Fair
+from modular_kernel.testing.verify.compare_isolated import Fair
 from modular_kernel.testing.verify.compare_nan import compare_with_nan
 from modular_kernel.testing.verify.one_process import Proof, raised
 from modular_kernel.testing.verify.sample import Sample
-from modular_kernel.testing.verify.scene_stage import Stage
-from modular_kernel.testing.verify.scenes import play
+from modular_kernel.testing.verify.scenario_context import Stage
+from modular_kernel.testing.verify.scenarios import play
 from modular_kernel.testing.verify.trial import Build, Trial, call
-from modular_kernel.types import Combine, Machine, Parallel, Problem
 
 # (..., poison, process group)
 RankBuild = Callable[[Case, Machine, bool, object], FusedMoEModularKernel]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from modular_kernel.prepared import MADE_OF
+from modular_kernel.quant.prepared import MADE_OF
 from modular_kernel.testing.verify.trial import Trial
 
 

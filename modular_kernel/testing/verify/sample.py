@@ -7,12 +7,12 @@ import torch
 
 from modular_kernel import reference
 from modular_kernel.catalog import load_catalog
+from modular_kernel.spec.problem import Combine, Problem
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import Inputs, Manner, fenced, invalid_count, make_inputs
 from modular_kernel.testing.verify.compare import Comparison
-from modular_kernel.testing.verify.compare_apart import Fair, compare_apart
+from modular_kernel.testing.verify.compare_isolated import Fair, compare_apart
 from modular_kernel.testing.verify.compare_nan import compare_with_nan
-from modular_kernel.types import Combine, Problem
 
 # Enough for some 36 groups of 7 tokens: with 64, w8a8 cases of so few failed by chance where the
 # error over many tokens is the recipe's.

@@ -8,11 +8,11 @@ import torch
 
 from modular_kernel.catalog import check, load_catalog, make_kernel
 from modular_kernel.kernel import FusedMoEModularKernel, Pending, Plan
-from modular_kernel.ops.launch.runtime import watched_races
+from modular_kernel.replay.launch.runtime import watched_races
+from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import ORDINARY, fences_intact
 from modular_kernel.testing.verify.sample import Sample
-from modular_kernel.types import Machine
 
 Build = Callable[[Case, Machine, bool], FusedMoEModularKernel]  # (..., poison)
 

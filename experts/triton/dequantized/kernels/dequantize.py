@@ -1,7 +1,7 @@
 """Stored 4- and 8-bit weights to bf16, for experts that have rows; and their tiles, by themselves.
 
 A call with many rows an expert reads each weight many times: writing it once as a value is cheaper
-than unpacking it in every product (experts.triton.dequantized.path).
+than unpacking it in every product (experts.triton.dequantized.dequantized_path).
 """
 
 import triton

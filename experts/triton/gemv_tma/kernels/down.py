@@ -26,7 +26,7 @@ from experts.triton.gemv_tma.kernels.pipeline import (
 from modular_kernel.ops.kernels.extrema import max_nan
 from modular_kernel.ops.kernels.ids import load_local_ids
 from modular_kernel.ops.kernels.quantize import scale_of
-from modular_kernel.ops.launch.triton_versions import load_box
+from modular_kernel.replay.launch.triton_versions import load_box
 
 _OUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 

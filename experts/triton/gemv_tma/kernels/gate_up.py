@@ -28,7 +28,7 @@ from experts.triton.kernels.gluon_epilogue import activate
 from modular_kernel.ops.kernels.extrema import max_nan
 from modular_kernel.ops.kernels.ids import load_local_ids
 from modular_kernel.ops.kernels.quantize import scale_of
-from modular_kernel.ops.launch.triton_versions import load_box
+from modular_kernel.replay.launch.triton_versions import load_box
 
 _COLUMNS = gl.constexpr(32)  # of a tile: gate and up rows
 _HALVES = gl.constexpr(gl.BlockedLayout([1, 2], [32, 1], [4, 1], [1, 0]))

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from experts.triton.kernels.gluon_ring import barriers
 from modular_kernel.ops.kernels.extrema import max_nan, maximum_nan
 from modular_kernel.ops.kernels.quantize import quantized_values, scale_of
-from modular_kernel.ops.launch.triton_versions import reinterpret
+from modular_kernel.replay.launch.triton_versions import reinterpret
 
 ROWS = gl.constexpr(64)  # of weights in a tile
 VECTORS = gl.constexpr(8)

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from modular_kernel.ops.launch.triton_versions import copy_rows
+from modular_kernel.replay.launch.triton_versions import copy_rows
 
 _COPY = gl.constexpr(16)  # bytes
 

@@ -26,7 +26,7 @@ from experts.triton.grouped_tma.kernels.gather import (
 )
 from experts.triton.kernels.gluon_epilogue import finish
 from experts.triton.kernels.gluon_ring import barriers
-from modular_kernel.ops.launch.triton_versions import load_box
+from modular_kernel.replay.launch.triton_versions import load_box
 
 ROWS = gl.constexpr(64)  # of a warpgroup
 

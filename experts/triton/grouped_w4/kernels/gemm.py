@@ -21,7 +21,7 @@ from experts.triton.grouped_tma.kernels.gemm import look_up
 from experts.triton.grouped_w4.kernels.unpack import BLOCK, scales_of_blocks, unpack
 from experts.triton.kernels.gluon_epilogue import activate, store_by_threads, store_rows
 from experts.triton.kernels.gluon_ring import barriers
-from modular_kernel.ops.launch.triton_versions import load_box
+from modular_kernel.replay.launch.triton_versions import load_box
 
 
 @gluon.jit

@@ -28,7 +28,7 @@ def _pair(word, INDEX: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _repacked(w0, w1, w2, w3, INDEX: tl.constexpr, FORMAT: tl.constexpr):
-    """Pair INDEX of each word, four, in one word as modular_kernel.repacked packs them."""
+    """Pair INDEX of each word, four, in one word as modular_kernel.quant.repacking packs them."""
     p2 = _pair(w2, INDEX, FORMAT)
     p3 = _pair(w3, INDEX, FORMAT)
     w = _pair(w0, INDEX, FORMAT) | _pair(w1, INDEX, FORMAT) >> 3

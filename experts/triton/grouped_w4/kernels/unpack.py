@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 BLOCK = gl.constexpr(64)  # weight rows of one product, and the depth of a step
 _WORDS = 4  # of a thread and block
 _FIELDS = "0x81C081C0"
-# As modular_kernel.repacked has it: pair i of word W, in bf16's fields, to t.
+# As modular_kernel.quant.repacking has it: pair i of word W, in bf16's fields, to t.
 _PAIRS = (
     f"and.b32 t, W, {_FIELDS}; ",
     f"shl.b32 t, W, 3; and.b32 t, t, {_FIELDS}; ",

@@ -5,8 +5,8 @@ import secrets
 import sys
 from collections import Counter
 
+from modular_kernel.testing.stress.fuzz.isolated_runs import FuzzReport, run
 from modular_kernel.testing.stress.fuzz.outcome import BAD, GOOD
-from modular_kernel.testing.stress.fuzz.runs import FuzzReport, run
 from modular_kernel.testing.stress.fuzz.targets import NAMES
 
 _INTERPRETED = 20  # of these, one configuration is run with interpreted kernels

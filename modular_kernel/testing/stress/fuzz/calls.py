@@ -9,14 +9,7 @@ import torch
 
 from modular_kernel.catalog import make_kernel
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.testing.stress.fuzz.changes import ALL
-from modular_kernel.testing.stress.fuzz.draw import (
-    Given,
-    described,
-    draw_inputs,
-    draw_parts,
-    draw_problem,
-)
+from modular_kernel.testing.stress.fuzz.call_changes import ALL
 from modular_kernel.testing.stress.fuzz.oracle import Oracle
 from modular_kernel.testing.stress.fuzz.outcome import (
     ACCEPTED,
@@ -26,6 +19,13 @@ from modular_kernel.testing.stress.fuzz.outcome import (
     WRONG,
     FuzzOutcome,
     attempt,
+)
+from modular_kernel.testing.stress.fuzz.random_problems import (
+    Given,
+    described,
+    draw_inputs,
+    draw_parts,
+    draw_problem,
 )
 
 _MODES = ("call", "call", "plan", "twice", "start", "inference", "default64")

@@ -10,14 +10,18 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from modular_kernel.placement import Placement
-from modular_kernel.quant import check_weights_quantized, quantize_weights, values_of
+from modular_kernel.quant.quantized_weights import (
+    check_weights_quantized,
+    quantize_weights,
+    values_of,
+)
+from modular_kernel.spec.placement import Placement
+from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.testing.stress.fuzz.draw import generator_of
+from modular_kernel.testing.stress.fuzz.entry_functions import named
 from modular_kernel.testing.stress.fuzz.files import changed, hurt_text
 from modular_kernel.testing.stress.fuzz.outcome import ACCEPTED, RIGHT, WRONG, FuzzOutcome, attempt
-from modular_kernel.testing.stress.fuzz.outside import named
-from modular_kernel.types import Problem
+from modular_kernel.testing.stress.fuzz.random_problems import generator_of
 
 Tensors = dict[str, torch.Tensor]
 _AT = "model.layers.1.block_sparse_moe.experts"
@@ -83,7 +87,7 @@ def checkpoints(rng: Random) -> FuzzOutcome:
         told = _written(rng, Path(folder), tensors, config)
         found = attempt(
             f"{what}{told}",
-            lambda: named("modular_kernel.importers.checkpoint:load_experts")(
+            lambda: named("modular_kernel.checkpoints.loading:load_experts")(
                 folder, 1, ep=ep, tp=tp
             ),
         )

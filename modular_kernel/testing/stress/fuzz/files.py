@@ -8,9 +8,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from modular_kernel.spec.problem import Problem
+from modular_kernel.testing.stress.fuzz.entry_functions import named
 from modular_kernel.testing.stress.fuzz.outcome import RIGHT, WRONG, FuzzOutcome, attempt
-from modular_kernel.testing.stress.fuzz.outside import named
-from modular_kernel.types import Problem
 
 # What a value of JSON may be exchanged for.
 _VALUES: tuple[Any, ...] = (
@@ -138,7 +138,7 @@ _CHOICES = {
 
 
 def _choices(text: str) -> Any:
-    return named("modular_kernel.select.stored:from_text")(text, _IDENTITY)
+    return named("modular_kernel.select.saved_choices:from_text")(text, _IDENTITY)
 
 
 def _choices_fault(records: Any) -> str:
@@ -153,7 +153,7 @@ def _choices_fault(records: Any) -> str:
                         return f"a time of {number}"
                 if not (outcome.why.isprintable() and "".join(outcome.pair).isprintable()):
                     return "text that is not printable"
-    text = named("modular_kernel.select.stored:to_text")(_IDENTITY, records)
+    text = named("modular_kernel.select.saved_choices:to_text")(_IDENTITY, records)
     again = sorted(_choices(text), key=lambda record: str(record))
     return "" if again == sorted(records, key=lambda record: str(record)) else "read otherwise"
 

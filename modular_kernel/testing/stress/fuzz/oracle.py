@@ -8,8 +8,8 @@ import math
 
 import torch
 
+from modular_kernel.spec.problem import ActivationSpec, Combine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.types import ActivationSpec, Combine, Problem
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _PLAIN = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from modular_kernel.placement import Placement, near_ranks, pairs_to_slots
-from modular_kernel.testing.stress.fuzz.facts import JUNK, word
+from modular_kernel.spec.placement import Placement, near_ranks, pairs_to_slots
+from modular_kernel.testing.stress.fuzz.entry_functions import named
 from modular_kernel.testing.stress.fuzz.outcome import ACCEPTED, RIGHT, FuzzOutcome, attempt
-from modular_kernel.testing.stress.fuzz.outside import named
+from modular_kernel.testing.stress.fuzz.specs import JUNK, word
 
 _BASE = Placement.linear(6, 3).with_copies({0: (1,), 1: (2,)})
 _TABLES = _BASE.tables()

@@ -6,12 +6,12 @@ from random import Random
 from modular_kernel.testing.stress.fuzz import (
     calls,
     checkpoints,
-    composed,
-    entries,
-    facts,
+    compose_calls,
+    entry_functions,
+    entry_points,
     files,
-    outside,
     placements,
+    specs,
 )
 from modular_kernel.testing.stress.fuzz.outcome import FuzzOutcome, attempt
 
@@ -22,19 +22,19 @@ TARGETS: tuple[tuple[Target, int], ...] = (
     (calls.right_call, 18),
     (calls.changed_call, 23),
     (calls.nan_call, 5),
-    (facts.problem_fields, 13),
-    (facts.small_facts, 5),
+    (specs.problem_fields, 13),
+    (specs.small_facts, 5),
     (placements.placements, 1),
-    (facts.judges, 7),
-    (outside.fused_experts, 8),
-    (outside.importers, 4),
-    (outside.command_line, 6),
-    (composed.composed_call, 3),
+    (specs.judges, 7),
+    (entry_functions.fused_experts, 8),
+    (entry_functions.importers, 4),
+    (entry_functions.command_line, 6),
+    (compose_calls.composed_call, 3),
     (files.stored_files, 4),
     (checkpoints.checkpoints, 2),
-    (entries.entry_points, 1),
+    (entry_points.entry_points, 1),
 )
-CALLS = (calls.right_call, calls.changed_call, calls.nan_call, outside.fused_experts)
+CALLS = (calls.right_call, calls.changed_call, calls.nan_call, entry_functions.fused_experts)
 
 
 NAMES = tuple(target.__name__ for target, _ in TARGETS)

@@ -1,0 +1,86 @@
+"""Between two products of a library: the activation, and the quantization behind it."""
+
+from collections.abc import Mapping
+
+import torch
+
+from modular_kernel.ops.activation import gated_activation
+from modular_kernel.ops.live_rows import BatchedRows
+from modular_kernel.ops.quantize import (
+    Quantized,
+    activation_and_quantize,
+    quantize_rows,
+    quantize_specs,
+    take_quantized,
+)
+from modular_kernel.replay import stages
+from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.rounding import Roundings
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.workspace import BufferSpec, Workspace
+
+# What a library's product leaves is in 16 bits, before the activation and before the sums.
+ROUNDINGS = Roundings(gate_up=True)
+
+
+def hidden_specs(problem: Problem, rows: int, segments: int = 1) -> Mapping[str, BufferSpec]:
+    """Return the buffers that `hidden_rows` takes."""
+    scheme, columns = problem.scheme, problem.intermediate
+    plain = {"h": BufferSpec((rows, columns), problem.dtype)}
+    if not scheme.quantizes_activations:
+        return plain
+    quantized = quantize_specs("h", scheme, rows, columns, segments=segments)
+    return plain | quantized if _in_two_steps(problem) else quantized
+
+
+def hidden_rows(
+    gate_up_RN: torch.Tensor,
+    problem: Problem,
+    counts_e: torch.Tensor,
+    weights: ExpertWeights,
+    workspace: Workspace,
+    *,
+    along_rows: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return GEMM 2's rows (R, I) and `Quantized.scale_of_rows` of them; None in 16 bits.
+
+    gate_up_RN: (R, N), of which the first counts_e[i] rows of segment i stand for tokens; others
+    hold anything, and what is made of them does too. along_rows: scales of rows or groups do.
+    """
+    rows, scheme = len(gate_up_RN), problem.scheme
+    shape = (rows, problem.intermediate)
+    live = BatchedRows(counts_e)
+    if not scheme.quantizes_activations:
+        h_RI = workspace.take("h", shape)
+        with stages.stage(stages.GEMM1):
+            gated_activation(gate_up_RN, problem.act, h_RI)
+        return h_RI, None
+    out = take_quantized(
+        workspace,
+        "h",
+        scheme,
+        shape,
+        segments=counts_e.numel(),
+        static_scale=weights.a2_scale,
+        along_rows=along_rows,
+    )
+    if not _in_two_steps(problem):
+        with stages.stage(stages.fused(stages.GEMM1, stages.QUANTIZE)):
+            activation_and_quantize(gate_up_RN, problem.act, scheme, out=out, live=live)
+        return _rows(out)
+    h_RI = workspace.take("h", shape)
+    with stages.stage(stages.GEMM1):
+        gated_activation(gate_up_RN, problem.act, h_RI)
+    with stages.stage(stages.QUANTIZE):
+        quantize_rows(h_RI, scheme, out=out, live=live)
+    return _rows(out)
+
+
+def _rows(out: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
+    return out.q_RK, out.scale_of_rows
+
+
+def _in_two_steps(problem: Problem) -> bool:
+    """Whether every value of h must be seen before the first can be rounded."""
+    scheme = problem.scheme
+    return scheme.activation_granularity == "tensor" and not scheme.static

@@ -1,0 +1,209 @@
+"""Experts parts assembled of registered stages, or of a fused operation in their place.
+
+    ToyExperts = experts_of("ToyExperts", "toy", "standard", dtypes=frozenset({torch.bfloat16}))
+    FusedToyExperts = fused_experts_of("FusedToyExperts", "none", "toy")
+
+They are parts like any other: offered by entry point, judged, verified, timed, composed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, ClassVar
+
+import torch
+
+from modular_kernel.compatibility.support import ExpertsRequirements, Rejection
+from modular_kernel.contracts import PermuteExpertsUnpermute, PickledByProblem, TopKWeightAndReduce
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.replay import stages as names
+from modular_kernel.runner import (
+    FORMATS,
+    FusedFunction,
+    RunnerCall,
+    RunnerInput,
+    RunnerOutput,
+    Stages,
+    fused_op,
+    keep_fused_part,
+    keep_part,
+    of_backend,
+    shown,
+    stages_of,
+)
+from modular_kernel.spec.problem import ActivationFormat, Combine, Machine, Problem, Reduce
+from modular_kernel.tensors import (
+    BatchedShape,
+    ContiguousShape,
+    Dispatched,
+    DispatchShape,
+    ExpertWeights,
+)
+from modular_kernel.utils.argument_checks import check_fields, expect
+from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
+from topk_reduce import (
+    TopKWeightAndReduceContiguous,
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNaiveBatched,
+    TopKWeightAndReduceNoOp,
+    unless_kept,
+)
+
+_REDUCERS: Mapping[Reduce, type[TopKWeightAndReduce]] = {
+    Reduce.NOOP: TopKWeightAndReduceNoOp,
+    Reduce.CONTIGUOUS: TopKWeightAndReduceContiguous,
+    Reduce.NAIVE_BATCHED: TopKWeightAndReduceNaiveBatched,
+    Reduce.DELEGATE: TopKWeightAndReduceDelegate,
+}
+_FIELDS = frozenset(field.name for field in fields(ExpertsRequirements)) - {"activation_format"}
+
+
+class AssembledExperts(PickledByProblem, PermuteExpertsUnpermute):
+    """Pre-permute, core and post-permute of one backend, in this order."""
+
+    stages: ClassVar[Stages]
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._core = self.stages.core(problem)
+
+    def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
+        """Return the core's buffers; the output is what `requires.reduce` leaves to finalize."""
+        problem = self.problem
+        nothing = BufferSpec((0,), problem.dtype)
+        output = BufferSpec(_output_shape(shape, self.requires.reduce, problem), problem.dtype)
+        return WorkspaceShapes(nothing, nothing, output, self._core.workspace_shapes(shape))
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        return unless_kept(self.problem, _REDUCERS[self.requires.reduce]())
+
+    def apply(
+        self,
+        tokens: Dispatched,
+        *,
+        weights: ExpertWeights,
+        workspace: Workspace,
+        output: torch.Tensor,
+    ) -> None:
+        state = self.stages.core.state()
+        self.compute(RunnerCall(tokens, weights, self.problem, workspace, output, state))
+
+    def compute(self, call: RunnerCall[Any]) -> None:
+        """Write call.output; ConfigurationError where a stage returns what another one takes."""
+        stages = self.stages
+        with names.stage(names.PERMUTE):
+            runner_input = stages.pre(call)
+        of_backend("pre-permute", runner_input, RunnerInput, stages)
+        with names.stage(_CORE):
+            result = self._core.run(runner_input, call)
+        of_backend("core", result, RunnerOutput, stages)
+        with names.stage(names.UNPERMUTE):
+            stages.post(result, call)
+
+
+_CORE = names.fused(names.GEMM1, names.GEMM2)
+
+
+class FusedExperts(AssembledExperts):
+    """A fused operation in the place of its twin's stages."""
+
+    operation: ClassVar[FusedFunction]  # a staticmethod: it takes the call alone
+
+    @classmethod
+    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+        """Return those of the twin: it serves what the stages serve."""
+        assert cls.twin is not None
+        return cls.twin.extra_rejections(problem, machine)
+
+    def compute(self, call: RunnerCall[Any]) -> None:
+        with names.stage(_ALL):
+            type(self).operation(call)
+
+
+_ALL = names.fused(names.PERMUTE, names.GEMM1, names.GEMM2, names.UNPERMUTE)
+
+
+def experts_of(
+    name: str, backend: str, format: str, **requires: Any
+) -> type[PermuteExpertsUnpermute]:
+    """Return the experts part `name` of the stages registered for `backend` and `format`.
+
+    requires: fields of ExpertsRequirements beside the activation format. `reduce` is what
+    post-permute leaves to finalize. Left out, that is nothing for contiguous tokens (NOOP: it
+    writes weighted sums), and all for batched ones (DELEGATE: it writes unweighted rows). The
+    class is of the module that has the core: assign it there to its own name.
+    UnknownPartError where a stage is not registered, ConfigurationError for another field.
+    """
+    stages = stages_of(backend, format)
+    check_name(name)
+    unknown = sorted(requires.keys() - _FIELDS)
+    if unknown:
+        need = f"fields of ExpertsRequirements: {', '.join(sorted(_FIELDS))}"
+        raise ConfigurationError(f"requires of {name}", got=", ".join(unknown), need=need)
+    declared = _declared(name, FORMATS[format], requires)
+    body = {"requires": declared, "stages": stages, "__module__": stages.core.__module__}
+    body["__doc__"] = f"Stages of {backend!r} over tokens of the format {format!r}."
+    part = type(name, (AssembledExperts,), body)
+    keep_part(part, stages)
+    return part
+
+
+def fused_experts_of(name: str, a2a_backend: str, backend: str) -> type[PermuteExpertsUnpermute]:
+    """Return the experts part `name` of a fused function: all that it declares is its twin's.
+
+    UnknownPartError where none is registered, ConfigurationError where what is registered is a part
+    itself, or its twin is not of stages.
+    """
+    op = fused_op(a2a_backend, backend)
+    check_name(name)
+    key = f"fused operation {shown((a2a_backend, backend))}"
+    if isinstance(op.run, type):
+        raise ConfigurationError(key, got=f"the part {op.run.__name__}", need="a function")
+    if not issubclass(op.twin, AssembledExperts):
+        need = "a twin that experts_of made"
+        raise ConfigurationError(key, got=f"twin {op.twin.__name__}", need=need)
+    body = {
+        "requires": op.twin.requires,
+        "stages": op.twin.stages,
+        "operation": staticmethod(op.run),
+        "twin": op.twin,
+        "__module__": op.run.__module__,
+        "__doc__": f"What {op.twin.__name__} computes, in one operation.",
+    }
+    part = type(name, (FusedExperts,), body)
+    keep_fused_part(part, op)
+    return part
+
+
+def check_name(name: object) -> None:
+    """Raise the ConfigurationError of a name that no class can have."""
+    expect("name of a part", name, str)
+    assert isinstance(name, str)
+    if not name.isidentifier():
+        raise ConfigurationError("name of a part", got=repr(name)[:80], need="an identifier")
+
+
+def _declared(
+    name: str, activation_format: ActivationFormat, requires: Mapping[str, Any]
+) -> ExpertsRequirements:
+    batched = activation_format is ActivationFormat.BATCHED_EXPERTS
+    default = Reduce.DELEGATE if batched else Reduce.NOOP
+    declared = ExpertsRequirements(
+        **{"reduce": default, **requires, "activation_format": activation_format}
+    )
+    check_fields(declared, f"{name}.requires.")
+    standard = (Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE)
+    fits = (Reduce.NAIVE_BATCHED, Reduce.DELEGATE) if batched else standard
+    if declared.reduce not in fits:
+        got, need = declared.reduce.value, " or ".join(each.value for each in fits)
+        what = f"{name}.requires.reduce over {activation_format.value}"
+        raise ConfigurationError(what, got=got, need=need)
+    return declared
+
+
+def _output_shape(shape: DispatchShape, reduce: Reduce, problem: Problem) -> tuple[int, ...]:
+    if isinstance(shape, BatchedShape):
+        return (shape.experts, shape.capacity, problem.hidden)
+    assert isinstance(shape, ContiguousShape)
+    if reduce is Reduce.NOOP and problem.combine is Combine.SUM:
+        return (shape.tokens, problem.hidden)
+    return (shape.tokens, shape.top_k, problem.hidden)

@@ -1,0 +1,226 @@
+"""The aligned path: sort pairs into blocks of an expert, two grouped GEMMs over them, sum."""
+
+from collections.abc import Iterable, Iterator
+from typing import ClassVar
+
+import torch
+
+from experts.triton.adapters import PairAdapters, Shrunk, adapter_specs
+from experts.triton.aligned import aligned_config
+from experts.triton.aligned.aligned_config import candidates
+from experts.triton.candidates import Groups
+from experts.triton.launch_config import (
+    Device,
+    Gemm,
+    Launch,
+    LaunchConfig,
+    MoEConfig,
+    Violation,
+    violations,
+)
+from experts.triton.operands import Product, first_product, second_product
+from experts.triton.path import Path, PathCall
+from modular_kernel.ops.align import Aligned, align, align_specs
+from modular_kernel.ops.live_rows import PairRows
+from modular_kernel.ops.quantize import quantize_rows, quantize_specs, take_quantized
+from modular_kernel.ops.reduce import weight_and_sum
+from modular_kernel.replay import stages
+from modular_kernel.replay.launch.launch import launch
+from modular_kernel.replay.launch.pdl import overlap
+from modular_kernel.spec.problem import Combine, Problem
+from modular_kernel.spec.rounding import Roundings
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.workspace import BufferSpec
+
+
+class AlignedPath(Path):
+    """Serves every problem. Row p of both products' results is pair p."""
+
+    name = aligned_config.NAME
+    refuses = False
+    former_names: ClassVar[tuple[str, ...]] = (aligned_config.NAME,)
+    roundings = Roundings()
+
+    @classmethod
+    def serves(cls, problem: Problem, device: Device) -> bool:
+        """Return True: no problem is beyond it."""
+        return True
+
+    @classmethod
+    def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
+        """Return the launches by the mean rows of an expert."""
+        return aligned_config.default(problem, tokens, device)
+
+    @classmethod
+    def turns(cls, problem: Problem) -> Iterable[int]:
+        """Return where the mean rows of an expert enter the next row of the table."""
+        return aligned_config.turns(problem)
+
+    @classmethod
+    def violations(
+        cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
+    ) -> Iterator[Violation]:
+        """Yield what the least product, a scheme's groups and shared memory forbid."""
+        assert isinstance(config, LaunchConfig)
+        return violations(config, gemm, device)
+
+    @classmethod
+    def candidates(cls, problem: Problem, tokens: int) -> Groups:
+        """Return the entries of the table beside this one."""
+        return candidates(problem, tokens)
+
+    def __init__(self, problem: Problem) -> None:
+        """Bind the kernel and what a call repeats."""
+        from experts.triton.aligned.kernels.grouped_gemm import grouped_gemm_kernel
+
+        self.problem = problem
+        self._kernel = grouped_gemm_kernel
+        self._sums = problem.combine is Combine.SUM
+
+    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
+        """Return True: every stride is an argument."""
+        return True
+
+    def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
+        """Return the buffers of a call of `tokens` tokens in blocks of block_m rows."""
+        problem, pairs = self.problem, tokens * self.problem.top_k
+        specs = {
+            "workspace13": BufferSpec((pairs, problem.intermediate), problem.dtype),
+            **align_specs(pairs, block_m, problem.e),
+        }
+        if self._sums:
+            # GEMM 2 reads GEMM 1's results unless they were quantized, into other memory.
+            over = ("workspace13",) if problem.scheme.quantizes_activations else ()
+            specs["workspace2"] = BufferSpec((pairs, problem.hidden), problem.dtype, over)
+        if problem.scheme.quantizes_activations:
+            specs |= quantize_specs("h", problem.scheme, pairs, problem.intermediate)
+        return specs | adapter_specs(problem, pairs)
+
+    def run(self, call: PathCall) -> None:
+        """Align, multiply, quantize, multiply, sum."""
+        self.write(self.rows(self.aligned(call), call), call)
+
+    def aligned(self, call: PathCall) -> Aligned:
+        """Sort the call's pairs into blocks of one expert each."""
+        with stages.stage(stages.SORT):
+            return align(
+                call.tokens.routing,
+                block_size=call.config.gemm1.block_m,
+                num_local=self.problem.e,
+                workspace=call.workspace,
+                ignore_invalid=self._sums,
+            )
+
+    def rows(self, aligned: Aligned, call: PathCall) -> torch.Tensor:
+        """(P, H), both products: call.output itself where top-k is kept."""
+        problem, routing, workspace = self.problem, call.tokens.routing, call.workspace
+        pairs = routing.topk_ids_TK.numel()
+        h_PI = workspace.take("workspace13", (pairs, problem.intermediate))
+        on_input = routing.topk_weights_TK if problem.apply_router_weight_on_input else None
+        adapters = self._adapters(call, aligned)
+        u13 = None if adapters is None else adapters.of_w1(call.tokens.plain_TH)
+        with stages.stage(stages.GATHER_GEMM1):
+            product = first_product(call.weights, problem)
+            rows = (call.tokens.x_TH, call.tokens.scale)
+            self.multiply(rows, product, call.config.gemm1, aligned, h_PI, on_input, u13)
+        u2 = None if adapters is None else adapters.of_w2(h_PI)
+        h_rows = self._quantized(h_PI, call)
+        rows_PH = call.output
+        if self._sums:
+            rows_PH = workspace.take("workspace2", (pairs, problem.hidden))
+        with stages.stage(stages.GEMM2_SCATTER):
+            product = second_product(call.weights, problem)
+            self.multiply(h_rows, product, call.config.gemm2, aligned, rows_PH, None, u2)
+        return rows_PH
+
+    def write(self, rows_PH: torch.Tensor, call: PathCall) -> None:
+        """Write every element of call.output, which the rows are unless they are summed."""
+        if not self._sums:
+            return
+        problem, routing = self.problem, call.tokens.routing
+        with stages.stage(stages.REDUCE):
+            weight_and_sum(
+                rows_PH.view(*routing.topk_ids_TK.shape, problem.hidden),
+                None if problem.apply_router_weight_on_input else routing.topk_weights_TK,
+                scale=problem.routed_scaling_factor,
+                out=call.output,
+                routing=routing,
+                num_local=problem.e,
+            )
+
+    def _adapters(self, call: PathCall, aligned: Aligned) -> PairAdapters | None:
+        """Return what adapters add to both products; None for a call without adapters."""
+        slots_T = call.tokens.routing.adapters_T
+        if slots_T is None:
+            return None
+        return PairAdapters(call, self.problem, aligned, slots_T)
+
+    def _quantized(
+        self, h_PI: torch.Tensor, call: PathCall
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """GEMM 2's rows and their scales; h_PI itself where activations are not quantized."""
+        scheme = self.problem.scheme
+        if not scheme.quantizes_activations:
+            return h_PI, None
+        with stages.stage(stages.QUANTIZE):
+            shape = (h_PI.shape[0], h_PI.shape[1])
+            static = call.weights.a2_scale
+            out = take_quantized(call.workspace, "h", scheme, shape, static_scale=static)
+            live = PairRows(call.tokens.routing, self.problem.e)
+            quantize_rows(h_PI, scheme, out=out, live=live)
+        return out.q_RK, out.scale
+
+    def multiply(
+        self,
+        rows: tuple[torch.Tensor, torch.Tensor | None],
+        product: Product,
+        config: Launch,
+        aligned: Aligned,
+        out: torch.Tensor,
+        row_weights_TK: torch.Tensor | None,
+        shrunk: Shrunk | None,
+    ) -> None:
+        """Launch one grouped GEMM.
+
+        rows: (T, H) tokens, or (P, I) one row per pair, and their scales; out: a row per pair.
+        shrunk: what adapters add.
+        """
+        a, _ = rows
+        pairs = out.numel() // product.columns
+        blocks = aligned.expert_ids.numel()
+        num_n = -(-product.columns // config.block_n)
+        launch(
+            self._kernel,
+            (blocks * num_n,),
+            a_ptr=a,
+            row_weights_ptr=a if row_weights_TK is None else row_weights_TK,
+            out_ptr=out,
+            sorted_ptr=aligned.sorted_token_ids,
+            expert_ids_ptr=aligned.expert_ids,
+            num_post_ptr=aligned.num_tokens_post_padded,
+            num_pairs=pairs,
+            num_m=blocks,
+            stride_am=a.stride(0),
+            A_TOP_K=pairs // a.shape[0],
+            WRITE_ZEROS=not self._sums,
+            HAS_ROW_WEIGHTS=row_weights_TK is not None,
+            **self.arguments(rows, product, config, shrunk),
+            **overlap(),
+        )
+
+    def arguments(
+        self,
+        rows: tuple[torch.Tensor, torch.Tensor | None],
+        product: Product,
+        config: Launch,
+        shrunk: Shrunk | None,
+    ) -> dict[str, object]:
+        """Return the kernel's arguments that do not depend on how rows are found."""
+        assert isinstance(config, LaunchConfig)
+        a, a_scale = rows
+        return {
+            "stride_ak": a.stride(1),
+            "LORA_TOP_K": self.problem.top_k,
+            **({} if shrunk is None else shrunk.arguments()),  # without adapters there is no loop
+            **product.arguments(config, self.problem.fp32_precision, a_scale),
+        }

@@ -1,0 +1,114 @@
+"""The aligned path for 4-bit weights and small M: words of eight, blocks of 8 or 16 rows.
+
+All is as on the aligned path but for the products: weights are the left operand, unpacked in
+registers, and the warps of a program share the depth.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from experts.triton.adapters import Shrunk
+from experts.triton.aligned.aligned_path import AlignedPath
+from experts.triton.aligned_w4 import aligned_w4_config
+from experts.triton.aligned_w4.aligned_w4_config import AlignedW4Config
+from experts.triton.candidates import Groups
+from experts.triton.launch_config import Device, Gemm, Launch, MoEConfig, Violation
+from experts.triton.operands import Product
+from experts.triton.operands_w4 import lie_ready, product_depth, w4_arguments
+from modular_kernel.spec.problem import Problem
+from modular_kernel.tensors import ExpertWeights
+
+
+class AlignedW4Path(AlignedPath):
+    """Serves what config.serves says. Row p of both products' results is pair p."""
+
+    name = aligned_w4_config.NAME
+    former_names = ()
+    refuses = True
+    replaces = AlignedPath.name
+    launch = AlignedW4Config
+    lends = False
+
+    @classmethod
+    def serves(cls, problem: Problem, device: Device) -> bool:
+        """Return whether rows and weights fill words of eight."""
+        return problem.adapters is None and aligned_w4_config.serves(problem)
+
+    @classmethod
+    def most_tokens(cls, problem: Problem) -> int | None:
+        """Return up to where weights are not unpacked too often."""
+        return aligned_w4_config.most_tokens(problem)
+
+    @classmethod
+    def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
+        """Return the launches by how many experts have rows."""
+        return aligned_w4_config.default(problem, tokens)
+
+    @classmethod
+    def turns(cls, problem: Problem) -> Iterable[int]:
+        """Return where the launches change, or would if the next token came."""
+        return aligned_w4_config.turns(problem)
+
+    @classmethod
+    def violations(
+        cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
+    ) -> Iterator[Violation]:
+        """Yield what the kernel's layouts forbid."""
+        assert isinstance(config, AlignedW4Config)
+        return config.violations()
+
+    @classmethod
+    def candidates(cls, problem: Problem, tokens: int) -> Groups:
+        """Return launches around those that won."""
+        return aligned_w4_config.candidates(problem, tokens)
+
+    @classmethod
+    def in_place_of(
+        cls, given: MoEConfig, tokens: int, problem: Problem, device: Device
+    ) -> MoEConfig:
+        """Return the default for tiles of few rows: such files do not say what was launched."""
+        if aligned_w4_config.took_over(problem, tokens, given.gemm1.block_m):
+            return aligned_w4_config.default(problem, tokens)
+        return given
+
+    def __init__(self, problem: Problem) -> None:
+        """Bind the kernel."""
+        from experts.triton.aligned_w4.kernels.grouped_gemm_w4 import grouped_gemm_w4_kernel
+
+        super().__init__(problem)
+        self._kernel = grouped_gemm_w4_kernel
+
+    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
+        """Return whether words of weights can be read 16 bytes at once, and x along its rows."""
+        return x_TH.stride(1) == 1 and lie_ready(weights)
+
+    def arguments(
+        self,
+        rows: tuple[torch.Tensor, torch.Tensor | None],
+        product: Product,
+        config: Launch,
+        shrunk: Shrunk | None,
+    ) -> dict[str, object]:
+        """Return those of the kernel for words. rows: values side by side, without scales."""
+        assert isinstance(config, AlignedW4Config)
+        assert shrunk is None  # no problem with adapters is served
+        depth = product_depth(product.scheme, product.depth, config.block_k)
+        return {
+            **w4_arguments(product),
+            "columns": product.columns,
+            "depth": product.depth,
+            "UP_ROW": product.up_row,
+            "ROW_STEP": product.step,
+            "EVEN_K": product.depth % (config.num_warps * config.block_k) == 0,
+            "DEPTH": depth,
+            "PARTS": config.num_warps,
+            "GROUPS": config.block_k // depth,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "EVEN_N": product.columns % config.block_n == 0,
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+            "maxnreg": config.registers or None,
+            **product.constants,
+        }

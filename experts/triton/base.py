@@ -1,0 +1,39 @@
+"""What parts have in common whose products are the Triton kernels of this package."""
+
+from experts.triton.configs import select
+from experts.triton.operands import SCHEMES, weight_rejections
+from experts.triton.tuning.space import ConfigSpace
+from modular_kernel.compatibility.support import ExpertsRequirements, Rejection
+from modular_kernel.contracts import PermuteExpertsUnpermute, PickledByProblem
+from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Reduce
+
+
+class OwnProductsExperts(PickledByProblem, PermuteExpertsUnpermute):
+    """A part over these products, of any scheme. requires: for contiguous tokens."""
+
+    requires = ExpertsRequirements(
+        activation_format=ActivationFormat.STANDARD,
+        packages=("triton",),
+        triton=True,
+        min_arch=(8, 0),
+        graph_capturable=True,
+        batch_invariant=True,
+        reduce=Reduce.NOOP,
+        keep_topk=True,
+        expert_map=True,
+        chunking=True,
+        tf32=True,
+        schemes=SCHEMES,
+        lora=True,
+    )
+
+    def is_overridden(self) -> bool:
+        return select.is_contextual()
+
+    @classmethod
+    def tunable(cls, problem: Problem) -> ConfigSpace | None:
+        return ConfigSpace.unless_fixed(problem, cls.__name__)
+
+    @classmethod
+    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+        return weight_rejections(cls.__name__, problem, machine)

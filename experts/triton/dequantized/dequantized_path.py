@@ -1,0 +1,193 @@
+"""The dequantized path: weights of 4 or 8 bits become bf16, then grouped GEMMs multiply them.
+
+For many rows an expert. Experts go a few at a time, so that the buffer of dequantized weights stays
+small (config); only those that have rows are dequantized.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+
+from experts.triton.candidates import Groups
+from experts.triton.dequantized import dequantized_config
+from experts.triton.dequantized.dequantized_config import violations
+from experts.triton.grouped.base import Rows
+from experts.triton.grouped_tma.grouped_tma_path import GroupedTmaPath
+from experts.triton.launch_config import Device, Gemm, Launch, LaunchConfig, MoEConfig, Violation
+from experts.triton.operands import MIDDLE, Product, scale_group, word_format
+from experts.triton.path import PathCall
+from modular_kernel.ops.count import next_power_of_2
+from modular_kernel.ops.sort import Sorted, most_tiles
+from modular_kernel.quant.quantized_weights import SCALE_FIELDS
+from modular_kernel.replay.launch.launch import launch
+from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.rounding import Roundings
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.workspace import BufferSpec, Workspace
+
+# Values that a program writes, and its warps: the best of 4096 to 32768 and of 4 and 8 on an H200.
+_BLOCK, _WARPS = 8192, 4
+_WIDEST = 1024  # of the depth
+_WIDEST_STEP = 128  # of the depth, with one scale
+_FILL = 64  # tiles that a program copies
+
+
+class DequantizedPath(GroupedTmaPath):
+    """Serves what config.serves says."""
+
+    name = dequantized_config.NAME
+    former_names: ClassVar[tuple[str, ...]] = (dequantized_config.NAME,)
+    roundings = Roundings(weights=True)
+
+    @classmethod
+    def serves(cls, problem: Problem, device: Device) -> bool:
+        """Return whether weights alone are quantized, and grouped GEMMs serve the rest."""
+        return problem.adapters is None and dequantized_config.serves(problem, device)
+
+    @classmethod
+    def least_tokens(cls, problem: Problem) -> int:
+        """Return from where experts have enough rows."""
+        return dequantized_config.least_tokens(problem)
+
+    @classmethod
+    def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
+        """Return the launches for unquantized weights."""
+        return dequantized_config.default(problem)
+
+    @classmethod
+    def violations(
+        cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
+    ) -> Iterator[Violation]:
+        """Yield what forbids a launch for unquantized weights."""
+        assert isinstance(config, LaunchConfig)
+        return violations(config, gemm, problem, device)
+
+    @classmethod
+    def candidates(cls, problem: Problem, tokens: int) -> Groups:
+        """Return the launches for unquantized weights."""
+        return dequantized_config.candidates(problem, tokens)
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(dequantized_config.plain(problem))
+        self._scheme = problem.scheme
+        self._at_once = dequantized_config.experts_at_once(problem)
+        self._values = dequantized_config.values_at_once(problem)
+
+    def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
+        """Return buffers of grouped GEMMs, of dequantized weights, and of some experts' tiles."""
+        specs = super().specs(tokens, block_m) | self.weight_buffers()
+        if self._at_once < self.problem.e:
+            tiles = most_tiles(tokens * self.problem.top_k, block_m, self.problem.e)
+            specs["dequantized_tiles"] = BufferSpec((3 * tiles + 1,), torch.int32)
+        return specs
+
+    def weight_buffers(self) -> dict[str, BufferSpec]:
+        """Return the buffer of the weights that are multiplied at a time."""
+        return {"dequantized": BufferSpec((self._values,), self.problem.dtype)}
+
+    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
+        """Whether x lies as TMA wants it, and what is beside it as it is read."""
+        beside = (getattr(weights, name) for name in SCALE_FIELDS)
+        whole = all(t.is_contiguous() for t in beside if t is not None)
+        return whole and super().takes(weights, x_TH)
+
+    def products(
+        self,
+        rows: Rows,
+        product: Product,
+        tile: LaunchConfig,
+        order: Sorted,
+        out: torch.Tensor,
+        call: PathCall,
+    ) -> None:
+        """One product, some experts at a time."""
+        quantized = replace(product, scheme=self._scheme)
+        for first in range(0, self.problem.e, self._at_once):
+            count = min(self._at_once, self.problem.e - first)
+            bias = None if product.bias is None else product.bias[first : first + count]
+            some = self.ready(replace(quantized, bias=bias), first, count, order, call.workspace)
+            tiles = self._tiles_of(first, count, order, tile.block_m, call.workspace)
+            self.multiply(rows, some, tile, tiles, out)
+
+    def ready(
+        self, product: Product, first: int, count: int, order: Sorted, workspace: Workspace
+    ) -> Product:
+        """Return the product of experts `first` and on, as `multiply` takes it; its bias is theirs.
+
+        Weights are undefined where experts have no rows.
+        """
+        w_eNK = self._dequantized(product, first, count, order, workspace)
+        return replace(product, w=w_eNK, scale=None, zero_point=None, scheme=self.problem.scheme)
+
+    def _dequantized(
+        self, product: Product, first: int, count: int, order: Sorted, workspace: Workspace
+    ) -> torch.Tensor:
+        """(count, N, K) bf16 of experts `first` and on; undefined where they have no rows."""
+        from experts.triton.dequantized.kernels.dequantize import dequantize_kernel
+
+        rows, depth = product.w.shape[1], product.depth
+        values = workspace.take("dequantized", (self._values,))[: count * rows * depth]
+        w_eNK = values.view(count, rows, depth)
+        group_n, group = scale_group(product.scheme, depth)
+        step = math.gcd(group, _WIDEST_STEP) if group else _WIDEST_STEP
+        steps = min(_WIDEST // step, next_power_of_2(-(-depth // step)))
+        block_rows = _BLOCK // (step * steps)
+        words = product.scheme.repacked
+        scale, zero, whole = product.scale, product.zero_point, product.global_scale
+        matrices = 1 if whole is None else whole.shape[1]
+        beside = zero if whole is None else whole
+        assert scale is not None
+        launch(
+            dequantize_kernel,
+            (-(-rows // block_rows), -(-depth // (step * steps)), count),
+            w_ptr=product.w.view(torch.int32) if words else product.w,
+            scale_ptr=scale,
+            zero_ptr=product.w if beside is None else beside,
+            starts_ptr=order.starts,
+            out_ptr=w_eNK,
+            first_expert=first,
+            rows=rows,
+            depth=depth,
+            scale_groups=scale.shape[2] if scale.dim() == 3 else 1,
+            scale_rows=scale.shape[1] if scale.dim() > 1 else 1,
+            FORMAT=word_format(product.scheme),
+            PACKED=product.scheme.packed,
+            HAS_ZERO=zero is not None,
+            MIDDLE=float(MIDDLE.get(product.scheme.weight, 0)),
+            MATRICES=matrices,
+            UP_ROW=product.up_row if matrices > 1 else rows,
+            GROUP_N=group_n if scale.dim() > 1 else 0,
+            GROUP_K=group,
+            STEP=step,
+            STEPS=steps,
+            ROWS=block_rows,
+            num_warps=_WARPS,
+        )
+        return w_eNK
+
+    def _tiles_of(
+        self, first: int, count: int, order: Sorted, block_m: int, workspace: Workspace
+    ) -> Sorted:
+        """`order` with the tiles of experts `first` to first + count, numbered from 0."""
+        from experts.triton.dequantized.kernels.dequantize import tiles_of_experts_kernel
+
+        if count == self.problem.e:
+            return order
+        tiles = workspace.take("dequantized_tiles", order.tiles.shape)
+        launch(
+            tiles_of_experts_kernel,
+            (-(-order.max_tiles // _FILL),),
+            tiles_ptr=order.tiles,
+            starts_ptr=order.starts,
+            out_ptr=tiles,
+            first_expert=first,
+            experts=count,
+            max_tiles=order.max_tiles,
+            TILE_M=block_m,
+            BINS=next_power_of_2(self.problem.e),
+            FILL=_FILL,
+        )
+        return replace(order, tiles=tiles)

@@ -1,0 +1,288 @@
+"""The gemv path: a few tokens without an alignment, in two launches.
+
+GEMM 1 has a program for each routed pair, GEMM 2 one for each token, which weights and sums its
+pairs itself. Both multiply without tensor cores: the weights of a few tokens are read once, and
+nothing else takes time. Activations are quantized where they are used.
+
+What a tile means here: see config.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+
+from experts.triton.adapters import Shrunk, adapter_specs, shrink_few
+from experts.triton.candidates import Groups
+from experts.triton.gemv import gemv_config
+from experts.triton.gemv.gemv_config import candidates
+from experts.triton.launch_config import (
+    Device,
+    Gemm,
+    Launch,
+    LaunchConfig,
+    MoEConfig,
+    Violation,
+    violations,
+)
+from experts.triton.operands import (
+    Product,
+    first_product,
+    input_scales,
+    row_scale,
+    scale_group,
+    second_product,
+)
+from experts.triton.path import Path, PathCall
+from modular_kernel.ops.count import id_arguments, next_power_of_2
+from modular_kernel.quant.quantized_weights import LARGEST, MIDDLE, MIN_SCALE
+from modular_kernel.replay import stages
+from modular_kernel.replay.launch.launch import launch
+from modular_kernel.replay.launch.pdl import overlap
+from modular_kernel.replay.launch.runtime import use_triton
+from modular_kernel.spec.problem import Combine, Problem
+from modular_kernel.spec.rounding import Roundings
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.workspace import BufferSpec
+
+_LEAST_BLOCK_N = 16  # of a tile, so that GEMM 1 leaves at most so many largest values
+_VECTOR = 16  # bytes that a thread loads at once
+_MOST_ROW = 8192  # columns of x that a program looks through at once for the largest
+_MOST_IDS = 1024
+
+
+class GemvPath(Path):
+    """Serves what config.serves says. Row p of h is pair p."""
+
+    name = gemv_config.NAME
+    refuses = False
+    former_names = ("single",)
+    quantizes_input = True
+
+    @classmethod
+    def serves(cls, problem: Problem, device: Device) -> bool:
+        """Return whether its kernels can cut the groups of activations by halves."""
+        return gemv_config.serves(problem)
+
+    @classmethod
+    def most_tokens(cls, problem: Problem) -> int | None:
+        """Return up to where experts are seldom shared."""
+        return gemv_config.most_tokens(problem)
+
+    @classmethod
+    def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
+        """Return the launches by the depths of both GEMMs."""
+        return gemv_config.default(problem, tokens)
+
+    @classmethod
+    def violations(
+        cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
+    ) -> Iterator[Violation]:
+        """Yield what bounds any tile, but for a scheme's groups."""
+        assert isinstance(config, LaunchConfig)
+        return violations(config, replace(gemm, group_k=0), device)
+
+    @classmethod
+    def candidates(cls, problem: Problem, tokens: int) -> Groups:
+        """Return launches that differ in how many warps share what."""
+        return candidates(problem, tokens)
+
+    def __init__(self, problem: Problem) -> None:
+        from experts.triton.gemv.kernels.down import gemv_down_kernel
+        from experts.triton.gemv.kernels.gate_up import gemv_gate_up_kernel
+
+        self.problem = problem
+        # Of a sum: products of all of a token's pairs are added up before anything is rounded.
+        self.roundings = Roundings(rows=problem.combine is not Combine.SUM)
+        self._up, self._down = gemv_gate_up_kernel, gemv_down_kernel
+        self._sums = problem.combine is Combine.SUM
+
+    def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
+        """Return the buffers of a call of `tokens` tokens; block_m is ignored."""
+        problem, pairs = self.problem, tokens * self.problem.top_k
+        specs = {"workspace13": BufferSpec((pairs, problem.intermediate), problem.dtype)}
+        if row_scale(problem.scheme, problem.intermediate) in ("token", "tensor"):
+            blocks = -(-problem.intermediate // _LEAST_BLOCK_N)
+            specs["gemv_amax"] = BufferSpec((pairs * blocks,), torch.float32)
+        return specs | adapter_specs(problem, pairs)
+
+    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
+        """Whatever the strides, values beside each other in rows are the fastest."""
+        return True
+
+    def run(self, call: PathCall) -> None:
+        problem, routing, workspace = self.problem, call.tokens.routing, call.workspace
+        pairs = routing.topk_ids_TK.numel()
+        one, two = call.config.both(LaunchConfig)
+        h_PI = workspace.take("workspace13", (pairs, problem.intermediate))
+        largest, blocks = h_PI, -(-problem.intermediate // one.block_n)
+        keeps = row_scale(problem.scheme, problem.intermediate) in ("token", "tensor")
+        if keeps:
+            largest = workspace.take("gemv_amax", (pairs * blocks,))
+        use_triton(h_PI)  # the interpreter's numbers are made honest at the first call
+        ids = {**id_arguments(routing, problem.e), **overlap()}
+        with stages.stage(self._first_stage(call)):
+            up = self._adapters(call, "lora_u13", call.tokens.plain_TH)
+            launch(
+                self._up,
+                (pairs, blocks + 1),
+                row_weights_ptr=routing.topk_weights_TK,
+                invalid_ptr=routing.invalid_ids,
+                h_ptr=h_PI,
+                largest_ptr=largest,
+                num_pairs=pairs,
+                TOP_K=problem.top_k,
+                HAS_ROW_WEIGHTS=problem.apply_router_weight_on_input,
+                KEEP_LARGEST=keeps,
+                BLOCK_P=min(next_power_of_2(pairs), _MOST_IDS),
+                **self._up_arguments(call, one),
+                **up,
+                **ids,
+            )
+        with stages.stage(self._second_stage):
+            down = self._adapters(call, "lora_u2", h_PI)
+            launch(
+                self._down,
+                self._down_grid(pairs, two),
+                h_ptr=h_PI,
+                largest_ptr=largest,
+                row_weights_ptr=routing.topk_weights_TK,
+                out_ptr=call.output,
+                num_pairs=pairs,
+                blocks=blocks,
+                HAS_ROW_WEIGHTS=self._sums and not problem.apply_router_weight_on_input,
+                BLOCK_B=next_power_of_2(blocks),
+                **self._down_arguments(call, two),
+                **down,
+                **ids,
+            )
+
+    def _adapters(self, call: PathCall, name: str, rows: torch.Tensor | None) -> dict[str, object]:
+        """Launch A of one product's rows; return what its kernel takes to add B of it."""
+        if call.tokens.routing.adapters_T is None:
+            return {}
+        assert rows is not None
+        weights, first = call.weights, name == "lora_u13"
+        one, two = (weights.lora_a13, weights.lora_b13), (weights.lora_a2, weights.lora_b2)
+        with stages.stage(stages.SHRINK):
+            shrunk = shrink_few(call, name, rows, one if first else two, self.problem)
+        return _adapter_arguments(shrunk, None if first else self.problem.top_k)
+
+    def _first_stage(self, call: PathCall) -> str:
+        """Name what GEMM 1's launch does: x that comes unquantized is quantized in it."""
+        quantizes = self.problem.scheme.quantizes_activations and call.tokens.scale is None
+        return stages.fused(stages.QUANTIZE_INPUT, stages.GEMM1) if quantizes else stages.GEMM1
+
+    @cached_property
+    def _second_stage(self) -> str:
+        """What GEMM 2's launch does: h is quantized in it, rows are weighted and summed."""
+        before = (stages.QUANTIZE,) if self.problem.scheme.quantizes_activations else ()
+        return stages.fused(*before, stages.GEMM2, *((stages.REDUCE,) if self._sums else ()))
+
+    def _up_arguments(self, call: PathCall, tile: LaunchConfig) -> dict[str, object]:
+        """GEMM 1's, as far as x, the weights and the tile decide."""
+        problem = self.problem
+        product = first_product(call.weights, problem)
+        quant, scales = input_scales(call.tokens, call.weights.a1_scale, problem)
+        x_TH = call.tokens.x_TH
+        return {
+            "x_ptr": x_TH,
+            "intermediate": problem.intermediate,
+            "hidden": problem.hidden,
+            "up_row": product.up_row,
+            "up_offset": product.up_row * product.w.stride(1),
+            "stride_xm": x_TH.stride(0),
+            "stride_xk": x_TH.stride(1),
+            "ROW_STEP": product.step,
+            "QUANT": quant,
+            "BLOCK_R": min(next_power_of_2(problem.hidden), _MOST_ROW),
+            **scales,
+            **product.constants,
+            **_arguments(product, tile, tile.block_n),
+        }
+
+    def _down_arguments(self, call: PathCall, tile: LaunchConfig) -> dict[str, object]:
+        """GEMM 2's, as far as h, the weights and the tile decide."""
+        problem = self.problem
+        slots, held = self._slots(tile)
+        static = call.weights.a2_scale
+        return {
+            "h_scale_ptr": call.tokens.x_TH if static is None else static,
+            "hidden": problem.hidden,
+            "depth": problem.intermediate,
+            "factor": float(problem.routed_scaling_factor) if self._sums else 1.0,
+            "SLOTS": slots,
+            "S": held,
+            "QUANT": row_scale(problem.scheme, problem.intermediate),
+            **_arguments(second_product(call.weights, problem), tile, tile.block_n // held),
+        }
+
+    def _slots(self, tile: LaunchConfig) -> tuple[int, int]:
+        """Pairs of an output row, and how many a program of GEMM 2 holds at once."""
+        slots = self.problem.top_k if self._sums else 1
+        most = min(next_power_of_2(slots), tile.block_n)
+        held = 1 << (min(most, tile.group_m).bit_length() - 1)
+        return slots, held
+
+    def _down_grid(self, pairs: int, tile: LaunchConfig) -> tuple[int, ...]:
+        slots, held = self._slots(tile)
+        columns = tile.block_n // held
+        return (pairs // slots * -(-self.problem.hidden // columns),)
+
+
+def _arguments(product: Product, tile: LaunchConfig, columns: int) -> dict[str, object]:
+    """Return what both kernels take of a product; columns: BLOCK_N."""
+    scheme, w = product.scheme, product.w
+    scale = w if product.scale is None else product.scale
+    zero = w if product.zero_point is None else product.zero_point
+    strides = () if product.scale is None else product.scale.stride()
+    zeros = (0, 0, 0) if product.zero_point is None else product.zero_point.stride()
+    group_n, group_k = scale_group(scheme, product.depth)
+    if not group_k:  # one group is all of the depth: its zero point is everybody's
+        zeros = (*zeros[:2], 0)
+    kind = scheme.activation
+    return {
+        "b_ptr": w,
+        "b_scale_ptr": scale,
+        "zero_ptr": zero,
+        "bias_ptr": w if product.bias is None else product.bias,
+        "stride_be": w.stride(0),
+        "stride_bn": w.stride(1),
+        "stride_bk": w.stride(2),
+        **dict(zip(("stride_bse", "stride_bsn", "stride_bsk"), (*strides, 0, 0, 0), strict=False)),
+        **dict(zip(("stride_bze", "stride_bzn", "stride_bzk"), zeros, strict=True)),
+        "stride_bias": 0 if product.bias is None else product.bias.stride(0),
+        "HAS_BIAS": product.bias is not None,
+        "LARGEST": LARGEST.get(kind, 1.0),
+        "ROUND": kind == "int8",
+        "MIN_SCALE": MIN_SCALE,
+        "SCALED": scheme.quantized,
+        "MIDDLE": 0 if product.zero_point is not None else MIDDLE.get(scheme.weight, 0),
+        "HAS_ZERO": product.zero_point is not None,
+        "GROUP_N": group_n,
+        "GROUP_K": group_k,
+        "SCALE_ROWS": 1 if _one_scale_row(product, columns, group_n) else columns,
+        "BLOCK_N": columns,
+        "BLOCK_K": max(tile.block_k, next_power_of_2(group_k)) if kind != "none" else tile.block_k,
+        "VEC": min(_VECTOR // w.element_size(), tile.block_k),
+        "STAGES": tile.num_stages,
+        "num_warps": tile.num_warps,
+    }
+
+
+def _adapter_arguments(shrunk: Shrunk, top_k: int | None) -> dict[str, object]:
+    """Return what GEMM 1's kernel takes, or GEMM 2's, which is told top_k."""
+    given = shrunk.arguments()
+    given["LORA_R"] = next_power_of_2(shrunk.b.shape[3])
+    del given["BLOCK_R"]
+    if top_k is not None:
+        del given["U_UP"]
+        given["LORA_TOP_K"] = top_k
+    return given
+
+
+def _one_scale_row(product: Product, columns: int, group_n: int) -> bool:
+    """Whether the weights of `columns` columns, from a multiple of it on, share their scales."""
+    rows = columns * product.step
+    return group_n % rows == 0 and (product.step > 1 or product.up_row % rows == 0)

@@ -1,0 +1,220 @@
+"""The TMA-pipelined gemv path: a few tokens and fp8 weights on sm_90, in two launches.
+
+As the gemv path, but weights come through shared memory by TMA, as fast as memory gives them,
+whatever the multiplying warps wait for. What a launch means here: see config.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from experts.triton.candidates import Groups
+from experts.triton.gemv_tma import gemv_tma_config
+from experts.triton.gemv_tma.gemv_tma_config import (
+    COLUMNS,
+    PANEL,
+    ROWS,
+    VECTORS,
+    candidates,
+    pieces,
+    violations,
+)
+from experts.triton.launch_config import Device, Gemm, Launch, LaunchConfig, MoEConfig, Violation
+from experts.triton.operands import (
+    TMA_BYTES,
+    Product,
+    first_product,
+    input_scales,
+    second_product,
+)
+from experts.triton.path import Path, PathCall
+from modular_kernel.ops.count import id_arguments, next_power_of_2
+from modular_kernel.quant.quantized_weights import LARGEST, MIN_SCALE
+from modular_kernel.replay import stages
+from modular_kernel.replay.launch.launch import launch
+from modular_kernel.replay.launch.pdl import overlap
+from modular_kernel.spec.problem import Combine, Problem
+from modular_kernel.spec.rounding import Roundings
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.workspace import BufferSpec
+
+# Of a thread in GEMM 1 and 2: the loading warp leaves most of its own to the others.
+_REGISTERS = (128, 144)
+
+
+class GemvTmaPath(Path):
+    """Serves what config.serves says. Row p of h is pair p."""
+
+    name = gemv_tma_config.NAME
+    former_names = ("streamed",)
+    quantizes_input = True
+    lends = False
+
+    @classmethod
+    def serves(cls, problem: Problem, device: Device) -> bool:
+        """Return whether fp8 weights come in boxes that TMA fetches."""
+        return problem.adapters is None and gemv_tma_config.serves(problem, device)
+
+    @classmethod
+    def most_tokens(cls, problem: Problem) -> int | None:
+        """Return up to where experts are seldom shared."""
+        return gemv_tma_config.most_tokens(problem)
+
+    @classmethod
+    def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
+        """Return the launches of the deepest places of which there are enough."""
+        return gemv_tma_config.default(problem, device)
+
+    @classmethod
+    def violations(
+        cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
+    ) -> Iterator[Violation]:
+        """Yield what bounds the ring of places in shared memory."""
+        assert isinstance(config, LaunchConfig)
+        return violations(config, gemm, device)
+
+    @classmethod
+    def candidates(cls, problem: Problem, tokens: int) -> Groups:
+        """Return rings of as many places as fit, and of fewer."""
+        return candidates(problem, tokens)
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        # Of a sum: products of all of a token's pairs are added up before anything is rounded.
+        self.roundings = Roundings(rows=problem.combine is not Combine.SUM)
+        self._grouped = problem.scheme.granularity == "block"
+
+    def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
+        """Return the buffers of a call of `tokens` tokens; block_m is ignored."""
+        problem, pairs = self.problem, tokens * self.problem.top_k
+        specs = {"workspace13": BufferSpec((pairs, problem.intermediate), problem.dtype)}
+        if not self._grouped:
+            specs["gemv_tma_amax"] = BufferSpec((pairs * self._blocks,), torch.float32)
+        return specs
+
+    @property
+    def _blocks(self) -> int:
+        """Of GEMM 1's columns."""
+        return -(-self.problem.intermediate // COLUMNS)
+
+    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
+        """Whether every tensor lies as the boxes of TMA and the kernels' indices want it."""
+        given = (weights.b1, weights.b2, weights.w1_scale, weights.w2_scale)
+        tensors = (weights.w1, weights.w2, *(t for t in given if t is not None))
+        return all(t.is_contiguous() for t in tensors) and all(
+            t.is_meta or t.data_ptr() % TMA_BYTES == 0 for t in tensors[:2]
+        )
+
+    def run(self, call: PathCall) -> None:
+        from experts.triton.gemv_tma.kernels.down import gemv_tma_down_kernel
+        from experts.triton.gemv_tma.kernels.gate_up import gemv_tma_gate_up_kernel
+        from experts.triton.kernels.tma_descriptors import multiprocessors
+
+        problem, workspace = self.problem, call.workspace
+        pairs = call.tokens.routing.topk_ids_TK.numel()
+        h_PI = workspace.take("workspace13", (pairs, problem.intermediate))
+        largest = h_PI
+        if not self._grouped:
+            largest = workspace.take("gemv_tma_amax", (pairs * self._blocks,))
+        most = multiprocessors()
+        common = {
+            "h_ptr": h_PI,
+            "largest_ptr": largest,
+            "TOP_K": problem.top_k,
+            "GROUPED": self._grouped,
+            "LARGEST": LARGEST[problem.scheme.activation],
+            "MIN_SCALE": MIN_SCALE,
+            "num_warps": 4,
+            **overlap(),
+        }
+        with stages.stage(self._first_stage(call)):
+            launch(
+                gemv_tma_gate_up_kernel,
+                (min(most, pairs * self._blocks),),
+                invalid_ptr=call.tokens.routing.invalid_ids,
+                num_pairs=pairs,
+                maxnreg=_REGISTERS[0],
+                **self._up_arguments(call),
+                **self._ids(call),
+                **common,
+            )
+        tokens, slots = len(call.output), next_power_of_2(problem.top_k)
+        with stages.stage(stages.fused(stages.QUANTIZE, stages.GEMM2, stages.REDUCE)):
+            launch(
+                gemv_tma_down_kernel,
+                (min(most, tokens * -(-problem.hidden // (ROWS // slots))),),
+                out_ptr=call.output,
+                num_tokens=tokens,
+                maxnreg=_REGISTERS[1],
+                **self._down_arguments(call, slots),
+                **self._ids(call),
+                **common,
+            )
+
+    def _first_stage(self, call: PathCall) -> str:
+        """Name what GEMM 1's launch does: x that comes unquantized is quantized in it."""
+        given = call.tokens.scale is not None
+        return stages.GEMM1 if given else stages.fused(stages.QUANTIZE_INPUT, stages.GEMM1)
+
+    def _ids(self, call: PathCall) -> dict[str, object]:
+        return id_arguments(call.tokens.routing, self.problem.e)
+
+    def _up_arguments(self, call: PathCall) -> dict[str, object]:
+        """GEMM 1's, as far as x, the weights and the tile decide."""
+        problem, x_TH = self.problem, call.tokens.x_TH
+        product = first_product(call.weights, problem)
+        quant, scales = input_scales(call.tokens, None, problem)
+        # A group that is all of the depth is a group still.
+        quant = "group" if self._grouped and quant == "token" else quant
+        constants = {k: v for k, v in product.constants.items() if k != "GATED"}
+        return {
+            "x_ptr": x_TH,
+            "stride_xm": x_TH.stride(0),
+            "stride_xk": x_TH.stride(1),
+            "intermediate": problem.intermediate,
+            "hidden": problem.hidden,
+            "w_rows": product.w.shape[1],
+            "up_rows": product.up_row,
+            "STEP": product.step,
+            "QUANT": quant,
+            "HELD": min(VECTORS, next_power_of_2(len(x_TH))),
+            **scales,
+            **constants,
+            **_weights(product, COLUMNS if product.step == 1 else ROWS),
+            **_ring(call.config.both(LaunchConfig)[0], problem.hidden),
+        }
+
+    def _down_arguments(self, call: PathCall, slots: int) -> dict[str, object]:
+        """GEMM 2's, as far as h, the weights and the tile decide."""
+        problem = self.problem
+        return {
+            "weights_ptr": call.tokens.routing.topk_weights_TK,
+            "hidden": problem.hidden,
+            "depth": problem.intermediate,
+            "largest_blocks": self._blocks,
+            "factor": float(problem.routed_scaling_factor),
+            "SLOTS": slots,
+            "BLOCKS": max(PANEL // 4, next_power_of_2(self._blocks)),
+            **_weights(second_product(call.weights, problem), ROWS // slots),
+            **_ring(call.config.both(LaunchConfig)[1], problem.intermediate),
+        }
+
+
+def _weights(product: Product, box_rows: int) -> dict[str, object]:
+    from experts.triton.kernels.tma_descriptors import tma_descriptor
+
+    w, scale, bias = product.w, product.scale, product.bias
+    assert scale is not None
+    groups = scale.shape[1:] if scale.dim() == 3 else (0, 0)
+    return {
+        "w_desc": tma_descriptor(w.view(-1, w.shape[2]), box_rows),
+        "w_scale_ptr": scale,
+        "scale_rows": groups[0],
+        "scale_groups": groups[1],
+        "bias_ptr": scale if bias is None else bias,
+        "HAS_BIAS": bias is not None,
+    }
+
+
+def _ring(tile: LaunchConfig, depth: int) -> dict[str, object]:
+    return {"EACH": tile.block_k // PANEL, "STAGES": tile.num_stages, "PIECES": pieces(depth)}

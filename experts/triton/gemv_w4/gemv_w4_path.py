@@ -1,0 +1,206 @@
+"""The gemv path for 4-bit weights: a few tokens without an alignment, in two launches.
+
+As the gemv path, with tensor cores: eight 4-bit weights are a word, unpacked in registers. GEMM 1
+leaves its results in the order and with the factors that GEMM 2's products need.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from experts.triton.candidates import Groups
+from experts.triton.gemv_w4 import gemv_w4_config
+from experts.triton.gemv_w4.gemv_w4_config import GemvW4Config, candidates, violations
+from experts.triton.launch_config import Device, Gemm, Launch, MoEConfig, Violation
+from experts.triton.operands import Product, first_product, scale_group, second_product
+from experts.triton.operands_w4 import lie_ready, w4_arguments
+from experts.triton.path import Path, PathCall
+from modular_kernel.ops.count import id_arguments, next_power_of_2
+from modular_kernel.replay import stages
+from modular_kernel.replay.launch.launch import launch
+from modular_kernel.replay.launch.pdl import overlap
+from modular_kernel.replay.launch.runtime import use_triton
+from modular_kernel.spec.problem import Combine, Problem
+from modular_kernel.spec.rounding import Roundings
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.workspace import BufferSpec
+
+_MOST_IDS = 128  # looked at at once: one kernel for all numbers of tokens
+
+
+class GemvW4Path(Path):
+    """Serves what config.serves says. Row p of h is pair p."""
+
+    name = gemv_w4_config.NAME
+    former_names = ("single",)
+    launch = GemvW4Config
+    lends = False
+
+    @classmethod
+    def serves(cls, problem: Problem, device: Device) -> bool:
+        """Return whether rows and weights fill words of eight."""
+        return problem.adapters is None and gemv_w4_config.serves(problem)
+
+    @classmethod
+    def most_tokens(cls, problem: Problem) -> int | None:
+        """Return up to where experts are seldom shared."""
+        return gemv_w4_config.most_tokens(problem)
+
+    @classmethod
+    def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
+        """Return the launches by how many programs there are."""
+        return gemv_w4_config.default(problem, tokens)
+
+    @classmethod
+    def turns(cls, problem: Problem) -> Iterable[int]:
+        """Return every number of tokens that takes this path."""
+        return range(1, gemv_w4_config.most_tokens(problem) + 1)
+
+    @classmethod
+    def violations(
+        cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
+    ) -> Iterator[Violation]:
+        """Yield what bounds any tile, but for a scheme's groups."""
+        assert isinstance(config, GemvW4Config)
+        return violations(config, gemm, device)
+
+    @classmethod
+    def candidates(cls, problem: Problem, tokens: int) -> Groups:
+        """Return launches that differ in how many warps share what."""
+        return candidates(problem, tokens)
+
+    def __init__(self, problem: Problem) -> None:
+        """Bind the kernels."""
+        from experts.triton.gemv_w4.kernels.down import gemv_w4_down_kernel
+        from experts.triton.gemv_w4.kernels.gate_up import gemv_w4_gate_up_kernel
+        from modular_kernel.replay.launch.triton_versions import WORDS_STAY_IN_LANES
+
+        assert gemv_w4_config.serves(problem)
+        self.problem = problem
+        # Of a sum: products of all of a token's pairs are added up before anything is rounded.
+        self.roundings = Roundings(rows=problem.combine is not Combine.SUM)
+        self._up, self._down = gemv_w4_gate_up_kernel, gemv_w4_down_kernel
+        self._in_lanes = WORDS_STAY_IN_LANES
+        self._sums = problem.combine is Combine.SUM
+        reduce = (stages.REDUCE,) if self._sums else ()
+        self._second_stage = stages.fused(stages.GEMM2, *reduce)
+
+    def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
+        """Return the buffers of a call of `tokens` tokens; block_m is ignored."""
+        problem = self.problem
+        shape = (tokens * problem.top_k, problem.intermediate)
+        return {"workspace13": BufferSpec(shape, problem.dtype)}
+
+    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
+        """Weights that lie as words are read, 16 bytes at once."""
+        return lie_ready(weights)
+
+    def run(self, call: PathCall) -> None:
+        pairs = call.tokens.routing.topk_ids_TK.numel()
+        h_PI = call.workspace.take("workspace13", (pairs, self.problem.intermediate))
+        use_triton(h_PI)  # the interpreter's numbers are made honest at the first call
+        ids = {**id_arguments(call.tokens.routing, self.problem.e), **overlap()}
+        with stages.stage(stages.GEMM1):
+            self._multiply_x(call, h_PI, ids)
+        with stages.stage(self._second_stage):
+            self._multiply_h(call, h_PI, ids)
+
+    def _multiply_x(self, call: PathCall, h_PI: torch.Tensor, ids: dict[str, object]) -> None:
+        problem, routing = self.problem, call.tokens.routing
+        tile, _ = call.config.both(GemvW4Config)
+        product, pairs = first_product(call.weights, problem), h_PI.shape[0]
+        x_TH = call.tokens.x_TH
+        launch(
+            self._up,
+            (pairs, -(-product.columns // tile.block_n) + 1),
+            x_ptr=x_TH,
+            row_weights_ptr=routing.topk_weights_TK,
+            invalid_ptr=routing.invalid_ids,
+            h_ptr=h_PI,
+            num_pairs=pairs,
+            intermediate=product.columns,
+            UP_ROW=product.up_row,
+            stride_xm=x_TH.stride(0),
+            stride_xk=x_TH.stride(1),
+            ROW_STEP=product.step,
+            TOP_K=problem.top_k,
+            HAS_ROW_WEIGHTS=problem.apply_router_weight_on_input,
+            BLOCK_P=_MOST_IDS,
+            **product.constants,
+            **_arguments(product, tile, 1),
+            maxnreg=gemv_w4_config.registers(tile, 1, in_lanes=self._in_lanes),
+            **ids,
+        )
+
+    def _multiply_h(self, call: PathCall, h_PI: torch.Tensor, ids: dict[str, object]) -> None:
+        problem, routing = self.problem, call.tokens.routing
+        _, tile = call.config.both(GemvW4Config)
+        product = second_product(call.weights, problem)
+        slots = problem.top_k if self._sums else 1
+        halves = gemv_w4_config.halves(tile)
+        tokens = h_PI.shape[0] // slots
+        launch(
+            self._down,
+            (tokens, -(-product.columns // tile.block_n)),
+            h_ptr=h_PI,
+            row_weights_ptr=routing.topk_weights_TK,
+            out_ptr=call.output,
+            hidden=product.columns,
+            factor=float(problem.routed_scaling_factor) if self._sums else 1.0,
+            TOP_K=slots,
+            HAS_ROW_WEIGHTS=self._sums and not problem.apply_router_weight_on_input,
+            BLOCK_K=next_power_of_2(slots),
+            HALVES=halves,
+            TEAM=_team(tile, slots),
+            **_arguments(product, tile, slots, halves),
+            maxnreg=gemv_w4_config.registers(tile, 2, in_lanes=self._in_lanes),
+            **ids,
+        )
+
+
+def _arguments(
+    product: Product, tile: GemvW4Config, slots: int, halves: int = 1
+) -> dict[str, object]:
+    """Return what both kernels take of a product.
+
+    slots: pairs whose products a program adds up. halves: of a block, as HALVES of the kernels.
+    """
+    _, group = scale_group(product.scheme, product.depth)
+    group = group or product.depth
+    chunks = max(1, gemv_w4_config.chunks(tile, group) // halves)
+    blocks = -(-product.depth // (halves * chunks * gemv_w4_config.CHUNK))
+    team = _team(tile, slots)
+    steps = -(-blocks // team) if team else -(-slots * blocks // tile.num_warps)
+    return {
+        **w4_arguments(product),
+        "DEPTH": product.depth,
+        "IN_TWOS": _in_twos(product, group, chunks),
+        "BLOCK_N": tile.block_n,
+        "EVEN_N": product.columns % tile.block_n == 0,
+        "CHUNKS": chunks,
+        "STEPS": steps,
+        "steps": steps,
+        "PARTS": tile.num_warps,
+        "STAGES": max(1, tile.num_stages - 1),
+        "LATE": tile.num_stages == 1,
+        "num_warps": tile.num_warps,
+        "num_stages": 1,
+    }
+
+
+def _team(tile: GemvW4Config, slots: int) -> int:
+    """Warps that keep to one of a program's pairs; 0 if they cannot be shared out evenly."""
+    return 0 if tile.num_warps % slots else tile.num_warps // slots
+
+
+def _in_twos(product: Product, group: int, chunks: int) -> bool:
+    """Whether scales can be loaded two at a time: a block has an even number of whole groups, and
+    so has a row, whose scales are contiguous."""
+    slots = max(1, gemv_w4_config.CHUNK // group)
+    assert product.scale is not None
+    return (
+        group * slots == gemv_w4_config.CHUNK
+        and slots * chunks % 2 == 0
+        and product.depth % (2 * group) == 0
+        and product.scale.shape[2] % 2 == 0
+    )

@@ -1,0 +1,159 @@
+"""Persistent grouped GEMMs: which problems they serve, what bounds a launch, which is taken."""
+
+from collections.abc import Iterator
+
+from experts.triton.candidates import ByBlock, Groups, Rows, groups, worth
+from experts.triton.launch_config import Device, Gemm, LaunchConfig, MoEConfig, Violation
+from experts.triton.operands import TMA_BYTES, fed_by_tma
+from modular_kernel.spec.problem import Problem
+
+NAME = "grouped_tma"
+
+BOX_BYTES = 128  # of the depth that one step covers: the widest swizzle of a TMA box
+BLOCK_M = 128  # two warpgroups of 64 rows
+# How the kernel scales, by scheme.
+MODES = {"none": "plain", "fp8_w8a8_channel": "channel", "fp8_w8a8_block": "block"}
+_BLOCK = (128, 128)
+# Weight rows of half a tile. With a scale per block a product has sums of its own beside the
+# tile's, and registers for half as many.
+_HALVES = {"plain": (64, 128), "channel": (64, 128), "block": (64,)}
+MOST_ADAPTERS = 8  # slots of which a tile may name each, with as many steps more
+# Mean rows of an expert from which the path pays, and below which narrow tiles do. Measured on one
+# H200 (2026-11-28, triton 3.6.0) on seven layers of E 48 to 256, H 2048 to 8192, I 1024 to 3584. In
+# bf16, over the aligned path: 0.97 to 1.02 x its time with 48 rows, 0.87 to 0.91 with 64; fp8 by
+# block 1.03 to 1.07 with 48, 1.01 to 1.05 with 52, 0.84 to 0.92 with 64. Narrow over wide tiles:
+# 0.96 to 1.00 with 64 rows, 0.99 to 1.03 with 96, 1.03 to 1.16 with 128.
+_LEAST_ROWS = {"plain": 48, "channel": 56, "block": 56}
+_NARROW_ROWS = 88
+_STAGED = BLOCK_M * 2  # bytes of a column of results of half a tile on their way out: 16 bits each
+_MOST_STAGES = 6  # that fit into the shared memory of sm_90 with the narrowest tile
+
+
+def serves(problem: Problem, device: Device) -> bool:
+    """Whether the kernels of this path can compute `problem` on `device`."""
+    if not fed_by_tma(problem, device, MODES) or not _one_scale_a_half(problem):
+        return False
+    if problem.adapters is not None and not _takes_adapters(problem):
+        return False
+    itemsize = 1 if problem.scheme.quantized else problem.dtype.itemsize
+    widths = (problem.hidden, problem.intermediate)
+    return not problem.apply_router_weight_on_input and all(
+        width * itemsize % TMA_BYTES == 0 for width in widths
+    )
+
+
+def least_tokens(problem: Problem) -> int:
+    """Return the fewest tokens of a call that takes this path without a tuned file."""
+    return _LEAST_ROWS[MODES[problem.scheme.name]] * problem.experts // problem.top_k
+
+
+def narrow_tokens(problem: Problem) -> int:
+    """Return the most tokens of a call that takes narrow tiles without a tuned file."""
+    return _NARROW_ROWS * problem.experts // problem.top_k
+
+
+def _takes_adapters(problem: Problem) -> bool:
+    """Whether B of every slot can be fetched by boxes, as more depth of weights in 16 bits.
+
+    Of alternating gate and up rows one box has both, but their u is not the same.
+    """
+    spec = problem.adapters
+    assert spec is not None
+    shared = spec.a13_shared or not problem.act.gated or not problem.act.interleaved
+    few = spec.adapters <= MOST_ADAPTERS and spec.rank * problem.dtype.itemsize % TMA_BYTES == 0
+    return MODES[problem.scheme.name] == "plain" and shared and few
+
+
+def _one_scale_a_half(problem: Problem) -> bool:
+    """Whether every half of a tile lies within one scale block of the weights, if there are any."""
+    if problem.scheme.granularity != "block":
+        return True
+    gate_then_up = problem.act.gated and not problem.act.interleaved
+    whole = problem.intermediate % max(_HALVES["block"]) == 0
+    return problem.scheme.group == _BLOCK and (whole or not gate_then_up)
+
+
+def gathers(problem: Problem) -> bool:
+    """Whether GEMM 1 fetches tokens from where they are, so that no launch moves them before.
+
+    It runs ahead into the next tile, but not past it: a tile needs as many steps as it is ahead.
+    """
+    itemsize = 1 if problem.scheme.quantized else problem.dtype.itemsize
+    steps = -(-problem.hidden * itemsize // BOX_BYTES)
+    if problem.adapters is not None:  # u lies in the order of experts
+        return False
+    return MODES[problem.scheme.name] != "block" and steps >= _MOST_STAGES - 1
+
+
+def half_rows(tile: LaunchConfig, sides: int) -> int:
+    """Weight rows of half a tile: gate rows, or half the columns."""
+    return tile.block_n if sides == 2 else tile.block_n // 2
+
+
+def _ring_bytes(tile: LaunchConfig, half: int) -> int:
+    return tile.num_stages * (BLOCK_M + 2 * half) * BOX_BYTES
+
+
+def staging_slots(tile: LaunchConfig, half: int, columns: int) -> int:
+    """How many boxes of results, `columns` wide, a warpgroup keeps until they are stored: 1 or 2.
+
+    Two where they fit beside the ring, so that a tile's second one need not wait for its first.
+    """
+    fit = _ring_bytes(tile, half) + 2 * _STAGED * columns <= Device().shared
+    return 2 if fit else 1
+
+
+def violations(tile: LaunchConfig, gemm: Gemm, mode: str, device: Device) -> Iterator[Violation]:
+    """Every reason not to launch `tile` on this path."""
+    step = BOX_BYTES * 8 // gemm.a_bits
+    halves = _HALVES[mode]
+    fixed = (
+        ("block_m", tile.block_m, BLOCK_M),
+        ("block_k", tile.block_k, step),
+        ("num_warps", tile.num_warps, 4),
+    )
+    for name, got, need in fixed:
+        if got != need:
+            yield Violation(name, got, f"{need} on the {NAME} path")
+    half = half_rows(tile, gemm.sides)
+    if half not in halves:
+        sizes = (h if gemm.sides == 2 else 2 * h for h in halves)
+        yield Violation("block_n", tile.block_n, f"one of {tuple(sizes)} on the {NAME} path")
+        return
+    shared = _ring_bytes(tile, half) + _STAGED * half
+    if shared > device.shared:
+        yield Violation("bytes of shared memory", shared, f"<= {device.shared}")
+
+
+def default(problem: Problem, tokens: int | None = None) -> MoEConfig:
+    """Return the tiles of a call of `tokens` tokens without a tuned file; None: of many."""
+    mode = MODES[problem.scheme.name]
+    half, num_stages = (64, 6) if mode == "block" else (128, 4)
+    if mode == "plain" and tokens is not None and tokens <= narrow_tokens(problem):
+        half, num_stages = 64, 5
+    block_k = BOX_BYTES // (1 if problem.scheme.quantized else problem.dtype.itemsize)
+    first = half if problem.act.gated else 2 * half
+    one, two = (LaunchConfig(BLOCK_M, n, block_k, 8, 4, num_stages) for n in (first, 2 * half))
+    return MoEConfig(one, two, NAME)
+
+
+_ROWS: Rows = {128: (48, 1 << 62)}
+# Boxes are 128 bytes deep whatever the number format.
+_HALF: ByBlock = {
+    128: (
+        (256, 64, 4, 4, 8), (256, 64, 4, 4, 4), (256, 64, 4, 4, 16), (256, 64, 4, 4, 32),
+        (256, 64, 4, 3, 8), (128, 64, 4, 6, 8), (128, 64, 4, 6, 16), (128, 64, 4, 5, 8),
+    ),
+}  # fmt: skip
+_W8A8: ByBlock = {128: tuple((n, 128, warps, *more) for n, _, warps, *more in _HALF[128])}
+_BLOCK_CANDIDATES: ByBlock = {
+    128: tuple((128, 128, 4, places, group) for places in (6, 5) for group in (4, 8, 16, 32))
+}
+
+
+def candidates(problem: Problem, tokens: int, rows: Rows = _ROWS) -> Groups:
+    """Return launches worth timing with so many tokens."""
+    scheme, known = problem.scheme, _HALF
+    if scheme.quantized:
+        known = _BLOCK_CANDIDATES if scheme.granularity == "block" else _W8A8
+    return groups(worth(rows, problem, tokens), (known, known), problem)

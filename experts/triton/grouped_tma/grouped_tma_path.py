@@ -1,0 +1,177 @@
+"""Persistent grouped GEMMs over rows in the order of experts, fed by TMA (sm_90).
+
+For many rows an expert: whole boxes are loaded, and nothing is masked. GEMM 1 fetches the tokens
+from where they are; where it cannot, a launch moves them first. What is launched besides the
+products is in experts.triton.grouped.base.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import ClassVar
+
+import torch
+
+from experts.triton.adapters import TileShrunk
+from experts.triton.candidates import Groups
+from experts.triton.grouped.base import ExpertSortedGemms, Rows
+from experts.triton.grouped_tma import grouped_tma_config
+from experts.triton.grouped_tma.adapters import TileAdapters, tile_specs, whole_boxes
+from experts.triton.grouped_tma.grouped_tma_config import (
+    BLOCK_M,
+    BOX_BYTES,
+    MODES,
+    candidates,
+    gathers,
+    half_rows,
+    staging_slots,
+    violations,
+)
+from experts.triton.launch_config import Device, Gemm, Launch, LaunchConfig, MoEConfig, Violation
+from experts.triton.operands import TMA_BYTES, Product
+from experts.triton.path import Path
+from modular_kernel.ops.sort import Sorted, most_tiles
+from modular_kernel.replay.launch.launch import launch
+from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.rounding import Roundings
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.workspace import BufferSpec
+
+_BOX_VALUES = BOX_BYTES // 2  # of 16 bits
+
+
+class GroupedTmaPath(ExpertSortedGemms, Path):
+    """Products in Gluon."""
+
+    name = grouped_tma_config.NAME
+    former_names: ClassVar[tuple[str, ...]] = ("permuted",)
+    roundings = Roundings()
+
+    @classmethod
+    def serves(cls, problem: Problem, device: Device) -> bool:
+        """Return whether rows start where TMA fetches them, on sm_90."""
+        return grouped_tma_config.serves(problem, device)
+
+    @classmethod
+    def least_tokens(cls, problem: Problem) -> int:
+        """Return from where experts have enough rows."""
+        return grouped_tma_config.least_tokens(problem)
+
+    @classmethod
+    def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
+        """Return the launches that were the fastest on one H200."""
+        return grouped_tma_config.default(problem, tokens)
+
+    @classmethod
+    def turns(cls, problem: Problem) -> Iterable[int]:
+        """Return where tiles become wider."""
+        return (grouped_tma_config.narrow_tokens(problem),)
+
+    @classmethod
+    def violations(
+        cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
+    ) -> Iterator[Violation]:
+        """Yield what the kernel's fixed sizes and shared memory forbid."""
+        assert isinstance(config, LaunchConfig)
+        mode = MODES[problem.scheme.name]
+        return violations(config, gemm, mode, device)
+
+    @classmethod
+    def candidates(cls, problem: Problem, tokens: int) -> Groups:
+        """Return launches with other swizzle groups and fewer stages."""
+        return candidates(problem, tokens)
+
+    skips_unused = False  # as it was measured: all rows were in use
+    adapters_class = TileAdapters
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._mode = MODES[problem.scheme.name]
+        self.moves_tokens = not gathers(problem)
+
+    def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
+        """Return buffers of grouped GEMMs, with u of adapters as TMA fetches it."""
+        pairs = tokens * self.problem.top_k
+        tiles = most_tiles(pairs, block_m, self.problem.e)
+        return super().specs(tokens, block_m) | tile_specs(self.problem, pairs, tiles)
+
+    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
+        """Whether every tensor lies as TMA, 16-byte copies and the kernel's indices want it."""
+        fetched = (weights.w1, weights.w2, weights.lora_b13, weights.lora_b2)
+        given = (*fetched, weights.b1, weights.b2, weights.w1_scale, weights.w2_scale)
+        tensors = [t for t in given if t is not None]
+        starts = [t.data_ptr() for t in fetched if t is not None]
+        if not self.moves_tokens:
+            starts += [x_TH.data_ptr(), x_TH.stride(0) * x_TH.element_size()]
+        return all(t.is_contiguous() for t in tensors) and all(n % TMA_BYTES == 0 for n in starts)
+
+    def multiply(
+        self, rows: Rows, product: Product, tile: LaunchConfig, order: Sorted, out: torch.Tensor
+    ) -> None:
+        from experts.triton.grouped_tma.kernels.gemm import grouped_gemm_tma_kernel
+        from experts.triton.kernels.tma_descriptors import multiprocessors, tma_descriptor
+
+        a, a_scale, _, tokens, shrunk = rows  # it serves no weights on the input
+        assert shrunk is None or isinstance(shrunk, TileShrunk)
+        experts, rows_b, depth = product.w.shape
+        itemsize = a.element_size()
+        half = half_rows(tile, 2 if product.constants["GATED"] else 1)
+        stored = half // product.step  # gate and up rows by turns give half as many columns
+        b_desc = tma_descriptor(product.w.view(experts * rows_b, depth), half)
+        unused = product.w
+        b_scale = unused if product.scale is None else product.scale
+        launch(
+            grouped_gemm_tma_kernel,
+            (multiprocessors(),),
+            a_desc=b_desc if tokens is not None else tma_descriptor(a, BLOCK_M),
+            b_desc=b_desc,
+            out_desc=tma_descriptor(out, BLOCK_M // 2, stored),
+            x_ptr=a,
+            tokens_ptr=order.tiles if tokens is None else tokens,
+            out_ptr=out,
+            tiles_ptr=order.tiles,
+            a_scale_ptr=unused if a_scale is None else a_scale,
+            b_scale_ptr=b_scale,
+            bias_ptr=unused if product.bias is None else product.bias,
+            max_tiles=order.max_tiles,
+            columns=product.columns,
+            depth=depth,
+            rows_b=rows_b,
+            up_rows=product.up_row,
+            stride_x=a.stride(0) * itemsize // TMA_BYTES,
+            a_groups=0 if a_scale is None else a_scale.shape[-1],
+            b_scale_rows=b_scale.shape[1],
+            b_groups=b_scale.shape[-1],
+            MODE=self._mode,
+            STEP=product.step,
+            HAS_BIAS=product.bias is not None,
+            GATHERED=tokens is not None,
+            EVEN_K=depth * itemsize % BOX_BYTES == 0,
+            STAGES=tile.num_stages,
+            SLOTS=staging_slots(tile, half, stored),
+            GROUP_M=tile.group_m,
+            num_warps=4,
+            **_adapter_arguments(shrunk, b_desc, half, order),
+            **product.constants,
+        )
+
+
+def _adapter_arguments(
+    shrunk: TileShrunk | None, unused: object, half: int, order: Sorted
+) -> dict[str, object]:
+    """Return what the kernel takes of adapters; half: weight rows of a box."""
+    from experts.triton.kernels.tma_descriptors import tma_descriptor
+
+    if shrunk is None:
+        numbers = dict.fromkeys(("stride_named", "slot_rows", "expert_rows", "u_up"), 0)
+        descriptors = {"u_desc": unused, "lora_b_desc": unused, "named_ptr": order.tiles}
+        return {**descriptors, **numbers, "LORA_STEPS": 0}
+    slots, experts, rows, rank = shrunk.b.shape
+    return {
+        "u_desc": tma_descriptor(shrunk.u, BLOCK_M),
+        "lora_b_desc": tma_descriptor(shrunk.b.view(slots * experts * rows, rank), half),
+        "named_ptr": shrunk.named,
+        "stride_named": shrunk.named.shape[1],
+        "slot_rows": experts * rows,
+        "expert_rows": rows if experts > 1 else 0,
+        "u_up": shrunk.up,
+        "LORA_STEPS": whole_boxes(rank + shrunk.up) // _BOX_VALUES,
+    }

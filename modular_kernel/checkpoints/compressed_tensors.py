@@ -1,0 +1,67 @@
+"""compressed-tensors' packed integers -> int4_w4a16_group and int8_w8a16_group.
+
+w1 = from_compressed_tensors(weight_packed, weight_scale, weight_zero_point, group=32)
+
+Its float8 and int8 channels, tensors and blocks are stored as the schemes want them: `formats`.
+"""
+
+from typing import Annotated
+
+import torch
+
+from modular_kernel.checkpoints.gptq_awq import (
+    GroupWeights,
+    check_order,
+    check_packed,
+    checked_group,
+    pack_values,
+    unpack_words,
+)
+from modular_kernel.errors import DtypeError, ShapeError
+from modular_kernel.spec.problem import dtype_name
+from modular_kernel.utils.argument_checks import OneOf, expect
+from modular_kernel.utils.tensor_checks import check_tensor
+
+
+def from_compressed_tensors(
+    weight_packed: torch.Tensor,
+    weight_scale: torch.Tensor,
+    weight_zero_point: torch.Tensor | None = None,
+    *,
+    group: int,
+    bits: int = 4,
+    weight_g_idx: torch.Tensor | None = None,
+) -> GroupWeights:
+    """Read "pack-quantized" weights: integers of 4 or 8 bits in words of 32, the first lowest.
+
+    weight_packed: (..., N, K / p) int32 with p = 8 or 4 values in a word, each plus 8 or 128, so
+    that a word's bytes are the scheme's own: w is a view. weight_scale: (..., N, G) floating.
+    weight_zero_point: (..., N / p, G) int32, packed along N; None where all are the middle.
+    group: columns that share a scale, -1 for one group of all K. weight_g_idx: refused unless it
+    is k // group (no act-order).
+    """
+    expect("bits", bits, Annotated[int, OneOf((4, 8))])
+    check_packed(weight_packed, "weight_packed")
+    check_tensor("weight_scale", weight_scale)
+    per_word = 32 // bits
+    rows, depth = weight_packed.shape[-2], weight_packed.shape[-1] * per_word
+    group = checked_group(group, depth)
+    check_order(weight_g_idx, depth, group, "weight_g_idx")
+    shape = (*weight_packed.shape[:-2], rows, -(-depth // group))
+    if tuple(weight_scale.shape) != shape:
+        raise ShapeError(
+            "weight_scale", got=tuple(weight_scale.shape), need=f"(..., N, G) = {shape}"
+        )
+    if not weight_scale.dtype.is_floating_point:
+        got = dtype_name(weight_scale.dtype)
+        raise DtypeError("weight_scale", got=got, need="a floating dtype")
+    zeros = None
+    if weight_zero_point is not None:
+        check_packed(weight_zero_point, "weight_zero_point")
+        unpacked = unpack_words(weight_zero_point, -2, range(per_word))
+        if tuple(unpacked.shape) != shape:
+            found = tuple(weight_zero_point.shape)
+            raise ShapeError("weight_zero_point", got=found, need=f"(..., N / {per_word}, G)")
+        zeros = pack_values(unpacked.mT, bits).mT.contiguous()
+    w = weight_packed.contiguous().view(torch.uint8)
+    return GroupWeights(w, weight_scale.contiguous(), zeros, group, bits)

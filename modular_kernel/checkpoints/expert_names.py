@@ -1,0 +1,206 @@
+"""Where a checkpoint keeps the experts of a layer: one table, by the model_type of its config.json.
+
+A line names the module of the experts below a layer's own, and how its projections are stored.
+Several layouts of one model_type are what packers make of it; which one a checkpoint has is told by
+its names and shapes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from modular_kernel.checkpoints.matrix_layout import Range, Stored
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertLayout:
+    """How the experts of a layer lie in files. E experts, I intermediate, H hidden.
+
+    block: the module of the experts, below the layer's own. gate, up, down: names of projections;
+    up is "" where `gate` holds gate and up rows both, gate is "" of ungated experts. stacked: one
+    tensor (E, ...) for all experts; else `block.e.name` for each. bare: tensors are parameters
+    (`gate_up_proj`, `gate_up_proj_scale_inv`); else they are a module's (`gate_proj.weight`).
+    transposed: names of projections stored as (K, N). interleaved: gate and up rows alternate.
+    flat: (E * rows, ...) instead of (E, rows, ...).
+    """
+
+    block: str
+    gate: str
+    up: str
+    down: str
+    stacked: bool = False
+    bare: bool = False
+    transposed: tuple[str, ...] = ()
+    interleaved: bool = False
+    flat: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The projections, those of w1 first."""
+        return tuple(name for name in (self.gate, self.up, self.down) if name)
+
+
+@dataclass(frozen=True)
+class ProjectionPlace:
+    """Where one projection of one expert lies.
+
+    base: name of its tensors without what each is called. rows, depth: of the stored matrix, of
+    which the projection begins at row `first`. expert: its index in a stack of `experts`, or None.
+    """
+
+    base: str
+    rows: int
+    depth: int
+    first: int
+    expert: int | None
+    experts: int
+    bare: bool
+    transposed: bool
+    flat: bool
+
+    def keys(self, stored: Stored) -> Iterator[str]:
+        """Yield the names that a file may have for a tensor, the usual one first."""
+        for name in (stored.name, *stored.also):
+            if not self.bare:
+                yield f"{self.base}.{name}"
+            elif name == "weight":
+                yield self.base
+            else:
+                yield f"{self.base}_{name.removeprefix('weight_')}"
+                if name.startswith("weight_"):
+                    yield f"{self.base}_{name}"
+
+    def is_one(self, stored: Stored, shape: tuple[int, ...]) -> bool:
+        """Tell whether a tensor of this shape is one number for a whole stack of experts."""
+        return self.bare and stored.is_number and prod(shape) == 1
+
+    def shape(self, stored: Stored) -> tuple[int, ...]:
+        """Return the shape that a tensor has in the file, where it is not one number."""
+        shape = stored.shape(self.rows, self.depth)
+        if self.transposed and len(shape) > 1:
+            shape = shape[::-1]
+        if self.expert is None:
+            return shape
+        return (self.experts * shape[0], *shape[1:]) if self.flat else (self.experts, *shape)
+
+    def box(self, stored: Stored, rows: Range, columns: Range) -> tuple[slice, ...]:
+        """Return the slices that hold rows [a, b), columns [c, d) of this expert's matrix."""
+        box, sizes = stored.box(rows, columns), stored.shape(self.rows, self.depth)
+        if self.transposed and len(box) > 1:
+            box, sizes = box[::-1], sizes[::-1]
+        if self.expert is None:
+            return box
+        if not self.flat:
+            return (slice(self.expert, self.expert + 1), *box)
+        begin = self.expert * sizes[0]
+        return (slice(begin + box[0].start, begin + box[0].stop), *box[1:])
+
+
+@dataclass(frozen=True)
+class LayerPlaces:
+    """One layer's experts in a file: a layout, the name in front of it, and its sizes."""
+
+    layout: ExpertLayout
+    prefix: str  # up to the block, with its dot
+    experts: int
+    hidden: int
+    intermediate: int
+
+    def projections(
+        self, expert: int
+    ) -> tuple[tuple[ProjectionPlace, ...], tuple[ProjectionPlace, ...]]:
+        """Return where the matrices of w1 (gate and up, or one) and of w2 lie."""
+        layout = self.layout
+        gated, width = bool(layout.gate), self.intermediate
+        first: tuple[ProjectionPlace, ...]
+        if gated and not layout.up:
+            both = self._place(layout.gate, expert, 2 * width, self.hidden, 0)
+            up = self._place(layout.gate, expert, 2 * width, self.hidden, width)
+            first = (both,) if layout.interleaved else (both, up)
+        else:
+            names = tuple(name for name in (layout.gate, layout.up) if name)
+            first = tuple(self._place(name, expert, width, self.hidden, 0) for name in names)
+        return first, (self._place(layout.down, expert, self.hidden, width, 0),)
+
+    def _place(self, name: str, expert: int, rows: int, depth: int, first: int) -> ProjectionPlace:
+        layout = self.layout
+        own = "" if layout.stacked else f"{expert}."
+        return ProjectionPlace(
+            base=f"{self.prefix}{own}{name}",
+            rows=rows,
+            depth=depth,
+            first=first,
+            expert=expert if layout.stacked else None,
+            experts=self.experts,
+            bare=layout.bare,
+            transposed=name in layout.transposed,
+            flat=layout.flat,
+        )
+
+
+def _each(block: str, names: str = "gate_proj up_proj down_proj") -> ExpertLayout:
+    gate, up, down = names.split(" ")
+    return ExpertLayout(block=block, gate=gate, up=up, down=down)
+
+
+def _fused(block: str, *, transposed: bool = False, interleaved: bool = False) -> ExpertLayout:
+    both = ("gate_up_proj", "down_proj")
+    return ExpertLayout(
+        block=block,
+        gate=both[0],
+        up="",
+        down=both[1],
+        stacked=True,
+        bare=True,
+        transposed=both if transposed else (),
+        interleaved=interleaved,
+    )
+
+
+def _modules(
+    block: str, gate: str, up: str, down: str, *, transposed: bool = False
+) -> ExpertLayout:
+    names = (gate, down) if transposed else ()
+    return ExpertLayout(block=block, gate=gate, up=up, down=down, stacked=True, transposed=names)
+
+
+_MLP, _W = "mlp.experts", "w1 w3 w2"
+_PLAIN = (_each(_MLP), _fused(_MLP))
+_MIXTRAL = (_each("block_sparse_moe.experts", _W),)
+_GRANITE = (_modules("block_sparse_moe", "input_linear", "", "output_linear"),)
+_EITHER_WAY = (_fused(_MLP, transposed=True), *_PLAIN)
+_GEMMA = (_fused("experts"), _each("experts"))
+_LATENT = (_each("experts", _W),)
+
+# fmt: off
+LAYOUTS: dict[str, tuple[ExpertLayout, ...]] = {
+    **dict.fromkeys((
+        "afmoe", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_ocr2_text",
+        "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "dots3_note_text", "ernie4_5_moe",
+        "exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text",
+        "glm5_next_text", "glm_moe_dsa", "hunyuan_v1_moe", "hy_v3", "hy_v4", "hy_v4_vl_text", "kimi_k2", "kolibri1",
+        "laguna", "lara_mini", "longcat_flash", "mellum", "mimo_v2_flash", "mistral4", "olmoe", "qwen2_moe",
+        "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_omni_moe_talker_text",
+        "qwen3_omni_moe_text", "qwen4_exp_text", "sarvam_mla", "sarvam_moe", "solar_open",
+        "unlimited_ocr_text", "zaya",
+    ), _PLAIN),
+    **dict.fromkeys(("mixtral", "minimax", "minimax_m2", "minimax_m3_vl_text", "phimoe", "kimi_linear"), _MIXTRAL),
+    **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared"), _GRANITE),
+    **dict.fromkeys(("gemma4_text", "diffusion_gemma_text"), _GEMMA),
+    "aria_text": (_modules(_MLP, "fc1", "", "fc2", transposed=True),),
+    "dbrx": (ExpertLayout(block="ffn.experts.mlp", gate="w1", up="v1", down="w2", stacked=True, bare=True, transposed=("w2",), flat=True),),
+    "deepseek_v4": (_each("ffn.experts", _W),),
+    "gpt_oss": (_fused(_MLP, transposed=True, interleaved=True), _fused(_MLP, interleaved=True), _each(_MLP), _each(f"{_MLP}.experts")),
+    "granitemoe_swa": (_fused("block_sparse_moe.experts"),),
+    "inkling_text": (ExpertLayout(block=_MLP, gate="w13_weight", up="", down="w2_weight", stacked=True, bare=True, interleaved=True),),
+    "jamba": (_each("feed_forward.experts"),),
+    "jetmoe": (_modules("mlp", "input_linear", "", "output_linear"),),
+    "lfm2_moe": (_each("feed_forward.experts", _W),),
+    "llama4_text": (_fused("feed_forward.experts", transposed=True), _each("feed_forward.experts")),
+    "mistral_large4_text": _LATENT,
+    "nemotron_h": (ExpertLayout(block="mixer.experts", gate="", up="up_proj", down="down_proj"),),
+    "openai_privacy_filter": (_fused(_MLP, transposed=True),),
+    "qwen3_vl_moe_text": _EITHER_WAY,
+    "step3p5": (_modules("moe", "gate_proj", "up_proj", "down_proj"),),
+}
+# fmt: on

@@ -1,0 +1,254 @@
+"""The formats of checkpoints: `format_of` names one, `fit` says how a layer holds it.
+
+`modular_kernel.checkpoints.fusing` makes weights of what is in it. Everything here is pure: no file
+is read, no library of a packer is imported.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import gcd
+
+import torch
+
+from modular_kernel.checkpoints.gptq_awq import fit_group
+from modular_kernel.checkpoints.matrix_layout import FLOATS, Dim, Stored
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.models.quantization_config import gptq_version, quantizes_inputs, scheme_of
+from modular_kernel.quant.nvfp4 import GROUP
+from modular_kernel.spec.quantization import QuantScheme
+from modular_kernel.utils.argument_checks import Count, expect
+
+_LEAST_TILE = 32  # columns that a share may leave of a block; as `fit_group` has it for groups
+_N, _K = Dim("N"), Dim("K")
+_FP8, _INT32 = torch.float8_e4m3fn, torch.int32
+_SCALES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a checkpoint stores the matrices of its experts.
+
+    method: quant_method of its quantization_config, "none" if there is none. scheme: what a matrix
+    loads as. minus_one: GPTQ's zero points are stored less one. quantizes_inputs: the files' recipe
+    rounds activations too (nvfp4), which stay in 16 bits unless `with_inputs` says otherwise.
+    """
+
+    method: str
+    scheme: QuantScheme
+    minus_one: bool = True
+    quantizes_inputs: bool = False
+
+    @cached_property
+    def stored(self) -> tuple[Stored, ...]:
+        """The tensors of one matrix."""
+        return _STORED[self.method](self.scheme)
+
+    def with_scheme(self, scheme: QuantScheme) -> "Format":
+        """Return the format of the same tensors with the tiles of `scheme`."""
+        return replace(self, scheme=scheme)
+
+    def with_inputs(self) -> "Format":
+        """Return the format of the same tensors where activations are rounded as files say.
+
+        ConfigurationError where the files' recipe does not, or the scheme does so anyhow.
+        """
+        if not self.quantizes_inputs:
+            need = "nvfp4 files whose recipe rounds activations too"
+            raise ConfigurationError("quantize_inputs", got=str(self), need=need)
+        return replace(self, scheme=QuantScheme.parse("nvfp4_w4a4"), quantizes_inputs=False)
+
+    def __str__(self) -> str:
+        if self.method == "none":
+            return str(self.scheme)
+        inputs = "; activations stay in 16 bits" if self.quantizes_inputs else ""
+        return f"{self.scheme} ({self.method}{inputs})"
+
+
+def format_of(given: object, *, path: str = "config.json", depth: int | None = None) -> Format:
+    """Name the format of a quantization_config; None is an unquantized checkpoint.
+
+    path: of the file, for messages. depth: max(H, I) of the layer, which a group_size of -1 and
+    channels of 4 bits need: they are groups as long as that. ConfigurationError for what is not
+    known, or has no recipe here: AWQ of other than 4 bits.
+    """
+    expect("path", path, str)
+    expect("depth", depth, Count | None)
+    if given is None:
+        return Format("none", QuantScheme.parse("none"))
+    if not isinstance(given, Mapping):
+        need = "an object, or null"
+        raise ConfigurationError(
+            f"model {path}: quantization_config", got=str(given)[:80], need=need
+        )
+    quant = scheme_of(path, {"quantization_config": dict(given)}, depth=depth)
+    scheme = QuantScheme.parse(str(quant))
+    method = str(given["quant_method"])
+    if method == "awq" and scheme.weight != "uint4":
+        need = "AWQ of 4 bits"
+        raise ConfigurationError(f"model {path}: quantization_config", got=str(scheme), need=need)
+    minus_one = method != "gptq" or gptq_version(path, given) == 1
+    inputs = scheme.matrix_scales and quantizes_inputs(given)
+    return Format(method.removesuffix("_fp4"), scheme, minus_one, inputs)
+
+
+def fit(format: Format, intermediate: int, *, world: int = 1, gated: bool = True) -> QuantScheme:
+    """Return the scheme that a layer has on each of `world` tensor-parallel ranks.
+
+    intermediate: I of the whole layer. Blocks and groups are divided, and their scales repeated,
+    where a share of I, or the border between gate and up rows, would cut through them; what they
+    stand for stays the same. Weights alone with a scale of each of gate and up have one of each
+    row: merged, those of the smaller would be rounded again. ConfigurationError if I / world is no
+    whole number, or leaves less than 32 columns of a block or group, or cuts through an mxfp4 or
+    nvfp4 group.
+    """
+    expect("format", format, Format)
+    expect("gated", gated, bool)
+    expect("intermediate", intermediate, Count)
+    expect("tp: ranks", world, Count)
+    scheme, (share, rest) = format.scheme, divmod(intermediate, world)
+    if scheme.act_order and world > 1:
+        need = "1: groups of act-order have columns of every share"
+        raise ConfigurationError("tp: ranks", got=world, need=need)
+    if rest:
+        need = f"a multiple of the {world} tensor-parallel ranks"
+        raise ConfigurationError("intermediate", got=intermediate, need=need)
+    if scheme.granularity == "tensor" and gated and not scheme.quantizes_activations:
+        return QuantScheme.parse(str(scheme).replace("_tensor", "_channel"))
+    if scheme.granularity == "block":
+        return _fit_blocks(scheme, share, cut=world > 1, gated=gated)
+    if scheme.granularity != "group" or world == 1 or share % scheme.group[0] == 0:
+        return scheme
+    if scheme.group[0] >= intermediate:  # one group of a row, and so of each share
+        return scheme
+    if scheme.weight == "float4_e2m1":
+        got, need = f"{share} columns of groups of {scheme.group[0]}", "whole groups"
+        raise ConfigurationError("tp: share", got=got, need=need)
+    return replace(scheme, group=(fit_group(scheme.group[0], share),))
+
+
+def _fit_blocks(scheme: QuantScheme, share: int, *, cut: bool, gated: bool) -> QuantScheme:
+    rows, columns = scheme.group
+    if gated or cut:
+        rows = gcd(rows, share)
+    if cut:
+        columns = gcd(columns, share)
+        if min(rows, columns) < min(_LEAST_TILE, *scheme.group):
+            got = f"{share} columns of blocks of {scheme.group[1]}"
+            need = f"shares that blocks of {_LEAST_TILE} or more divide"
+            raise ConfigurationError("tp: share", got=got, need=need)
+    return replace(scheme, group=(rows, columns))
+
+
+# ------------------------------------------------------------------------- what is stored
+
+
+def _plain(scheme: QuantScheme) -> tuple[Stored, ...]:
+    return (Stored("weight", "w", (_N, _K), FLOATS),)
+
+
+def _scaled(
+    scheme: QuantScheme, names: tuple[str, ...], a_names: tuple[str, ...]
+) -> tuple[Stored, ...]:
+    """Weights of 8 bits with scales of a tensor, channels or blocks."""
+    weight = torch.int8 if scheme.weight == "int8" else _FP8
+    dims: dict[str, tuple[Dim, ...]] = {"tensor": (), "channel": (_N,)}
+    if scheme.granularity == "block":
+        dims["block"] = (Dim("N", scheme.group[0]), Dim("K", scheme.group[1]))
+    floats = (*_SCALES, torch.float8_e8m0fnu) if scheme.granularity == "block" else _SCALES
+    scale = Stored(names[0], "scale", dims[scheme.granularity], floats, names[1:])
+    found = [Stored("weight", "w", (_N, _K), (weight,)), scale]
+    if scheme.static:
+        found.append(Stored(a_names[0], "a_scale", (), _SCALES, a_names[1:]))
+    return tuple(found)
+
+
+def _fp8(scheme: QuantScheme) -> tuple[Stored, ...]:
+    names = ("weight_scale_inv", "weight_scale", "scale")
+    if scheme.granularity == "tensor":
+        names = ("weight_scale", "weight_scale_inv", "scale")
+    return _scaled(scheme, names, ("input_scale", "activation_scale"))
+
+
+def _modelopt(scheme: QuantScheme) -> tuple[Stored, ...]:
+    if scheme.matrix_scales:
+        return _nvfp4(scheme, "weight", "weight_scale_2", "input_scale")
+    return _scaled(scheme, ("weight_scale",), ("input_scale",))
+
+
+def _nvfp4(scheme: QuantScheme, weight: str, whole: str, inputs: str) -> tuple[Stored, ...]:
+    """Codes two a byte, scales of 16 columns, one of the matrix; that of its inputs is read where
+    the scheme has one.
+    """
+    float32 = (torch.float32,)
+    return (
+        Stored(weight, "w", (_N, Dim("K", 2, whole=True)), (torch.uint8,)),
+        Stored("weight_scale", "scale", (_N, Dim("K", GROUP)), (_FP8,)),
+        Stored(whole, "global_scale", (), float32),
+        Stored(inputs, "a_scale", (), float32)
+        if scheme.static
+        else Stored(inputs, "unused", (), float32, optional=True),
+    )
+
+
+def _compressed(scheme: QuantScheme) -> tuple[Stored, ...]:
+    if scheme.matrix_scales:
+        return _nvfp4(scheme, "weight_packed", "weight_global_scale", "input_global_scale")
+    if scheme.weight == "float4_e2m1":
+        return (
+            Stored("weight_packed", "w", (_N, Dim("K", 2, whole=True)), (torch.uint8,)),
+            Stored("weight_scale", "scale", (_N, Dim("K", 32)), (torch.uint8,)),
+        )
+    if scheme.quantizes_activations or scheme.weight == "float8_e4m3fn":
+        return _modelopt(scheme)
+    per_word = 8 if scheme.weight == "uint4" else 4
+    shape = Stored("weight_shape", "shape", (), (torch.int64, _INT32), optional=True)
+    packed = Stored("weight_packed", "w", (_N, Dim("K", per_word, whole=True)), (_INT32,))
+    if scheme.granularity == "channel":
+        return (packed, Stored("weight_scale", "scale", (_N,), _SCALES), shape)
+    groups = Dim("K", scheme.group[0])
+    found = [packed, Stored("weight_scale", "scale", (_N, groups), _SCALES), shape]
+    if scheme.zero_points:
+        zeros = (Dim("N", per_word, whole=True), groups)
+        found.append(Stored("weight_zero_point", "zero_point", zeros, (_INT32,)))
+    optional = not scheme.act_order
+    return (*found, Stored("weight_g_idx", "order", (_K,), (_INT32,), optional=optional))
+
+
+def _awq(scheme: QuantScheme) -> tuple[Stored, ...]:
+    word, groups = Dim("N", 8, whole=True), Dim("K", scheme.group[0])
+    return (
+        Stored("qweight", "w", (_K, word), (_INT32,)),
+        Stored("scales", "scale", (groups, _N), _SCALES),
+        Stored("qzeros", "zero_point", (groups, word), (_INT32,), optional=not scheme.zero_points),
+    )
+
+
+def _gptq(scheme: QuantScheme) -> tuple[Stored, ...]:
+    per_word, groups = 8 if scheme.weight == "uint4" else 4, Dim("K", scheme.group[0])
+    zeros = (groups, Dim("N", per_word, whole=True))
+    return (
+        Stored("qweight", "w", (Dim("K", per_word, whole=True), _N), (_INT32,)),
+        Stored("scales", "scale", (groups, _N), _SCALES),
+        Stored("qzeros", "zero_point", zeros, (_INT32,), optional=not scheme.zero_points),
+        Stored("g_idx", "order", (_K,), (_INT32, torch.int64), optional=not scheme.act_order),
+    )
+
+
+def _mxfp4(scheme: QuantScheme) -> tuple[Stored, ...]:
+    groups = Dim("K", 32, whole=True)
+    return (
+        Stored("blocks", "w", (_N, groups, Dim("", 16)), (torch.uint8,)),
+        Stored("scales", "scale", (_N, groups), (torch.uint8,)),
+    )
+
+
+_STORED: dict[str, Callable[[QuantScheme], tuple[Stored, ...]]] = {
+    "none": _plain,
+    "fp8": _fp8,
+    "modelopt": _modelopt,
+    "compressed-tensors": _compressed,
+    "awq": _awq,
+    "gptq": _gptq,
+    "mxfp4": _mxfp4,
+}

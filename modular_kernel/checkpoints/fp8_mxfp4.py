@@ -1,0 +1,103 @@
+"""Scales of float8 checkpoints, and gpt-oss's mxfp4.
+
+w1, w1_scale = one_scale(gate_up, scales_e2)       # a scale of each half -> one of each expert
+a1_scale = static_scale(input_scales)              # "quant": fp8_w8a8_tensor:static=true
+w1, w1_scale = from_gpt_oss(blocks, scales)        # "quant": mxfp4_w4a16, interleaved rows
+"""
+
+import torch
+
+from modular_kernel.errors import DtypeError, ShapeError, WeightsError
+from modular_kernel.spec.problem import dtype_name
+from modular_kernel.tensors import check_divisors
+from modular_kernel.utils.tensor_checks import check_tensor
+
+_FP8 = torch.float8_e4m3fn
+_MXFP4_GROUP = 32
+
+
+def one_scale(w_eNK: torch.Tensor, scale_eS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp8_w8a8_tensor's w (e, N, K) and scale (e,), where a checkpoint has S scales an expert.
+
+    w_eNK: float8_e4m3fn. scale_eS: (e, S) floating, scale s of rows [s N / S, (s + 1) N / S): of
+    gate and up rows for S = 2. The largest one stays, and its rows keep their bits; the others are
+    rounded again. WeightsError if a scale is not a finite number above 0.
+    """
+    check_tensor("w", w_eNK)
+    check_tensor("scale", scale_eS)
+    if w_eNK.dtype is not _FP8:
+        raise DtypeError("w", got=dtype_name(w_eNK.dtype), need=dtype_name(_FP8))
+    if w_eNK.dim() != 3:
+        raise ShapeError("w", got=tuple(w_eNK.shape), need="(e, N, K)")
+    e, rows = w_eNK.shape[:2]
+    shape = tuple(scale_eS.shape)
+    if len(shape) != 2 or shape[0] != e or not shape[1] or rows % shape[1]:
+        raise ShapeError("scale", got=shape, need=f"(e, S) with e = {e} and S dividing N = {rows}")
+    scale_eS = _usable(scale_eS, "scale")
+    largest_e = scale_eS.amax(1)
+    ratio = (scale_eS / largest_e[:, None]).repeat_interleave(rows // shape[1], 1)
+    # 1 exactly for rows of the largest scale, below 1 for the others: nothing overflows.
+    return (w_eNK.float() * ratio[:, :, None]).to(_FP8), largest_e
+
+
+def channel_scale(scale: torch.Tensor) -> torch.Tensor:
+    """(e, N) contiguous float32 from scales (e, N, 1) or (e, N) in any floating dtype."""
+    check_tensor("scale", scale)
+    if scale.dim() == 3 and scale.shape[2] == 1:
+        scale = scale[:, :, 0]
+    if scale.dim() != 2:
+        raise ShapeError("scale", got=tuple(scale.shape), need="(e, N, 1) or (e, N)")
+    return _usable(scale, "scale").contiguous()
+
+
+def static_scale(scales: torch.Tensor) -> torch.Tensor:
+    """(1,) float32, the largest of the experts' static activation scales: none saturates.
+
+    One scale serves all experts, because a token is quantized once, before it meets any.
+    """
+    check_tensor("activation scales", scales)
+    if not scales.numel():
+        raise ShapeError("activation scales", got=tuple(scales.shape), need="one or more")
+    return usable_inputs(scales, "activation scales").amax().reshape(1)
+
+
+def usable_inputs(scale: torch.Tensor, what: str) -> torch.Tensor:
+    """Return static activation scales in float32; WeightsError if one cannot be divided by."""
+    scale = _in_float32(scale, what)
+    check_divisors(what, scale)
+    return scale
+
+
+def _usable(scale: torch.Tensor, what: str) -> torch.Tensor:
+    """In float32; every one finite and above 0."""
+    scale = _in_float32(scale, what)
+    bad = ~(scale.isfinite() & (scale > 0))
+    if bool(bad.any()):
+        raise WeightsError(what, got=float(scale[bad][0]), need="finite numbers above 0")
+    return scale
+
+
+def _in_float32(scale: torch.Tensor, what: str) -> torch.Tensor:
+    if not scale.dtype.is_floating_point:
+        raise DtypeError(what, got=dtype_name(scale.dtype), need="a floating dtype")
+    return scale.float()
+
+
+def from_gpt_oss(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """mxfp4_w4a16's w (e, N, K / 2) and scale (e, N, K / 32), of which w is a view of blocks.
+
+    blocks: (e, N, K / 32, 16) uint8, the even k in the low nibble. scales: (e, N, K / 32) uint8
+    (E8M0). gate_up_proj's rows alternate gate and up: the activation is swiglu_oai. Kernels are
+    faster on what `modular_kernel.quant.repacking.repack` makes of w, for "mxfp4_w4a16:repacked=true".
+    """
+    for what, tensor in (("blocks", blocks), ("scales", scales)):
+        check_tensor(what, tensor)
+        if tensor.dtype is not torch.uint8:
+            raise DtypeError(what, got=dtype_name(tensor.dtype), need="uint8")
+    packed = _MXFP4_GROUP // 2
+    if blocks.dim() != 4 or blocks.shape[3] != packed:
+        raise ShapeError("blocks", got=tuple(blocks.shape), need=f"(e, N, K / 32, {packed})")
+    if scales.shape != blocks.shape[:3]:
+        need = f"(e, N, K / 32) = {tuple(blocks.shape[:3])}"
+        raise ShapeError("scales", got=tuple(scales.shape), need=need)
+    return blocks.flatten(2), scales.contiguous()

@@ -1,0 +1,329 @@
+"""GPTQ and AWQ -> int4_w4a16_group and int8_w8a16_group.
+
+w1 = from_gptq(qweight, scales, qzeros, group=128)      # any leading dimensions: (e, ...) too
+w2 = shard_columns(from_gptq(...), rank, world)         # groups halved where they must be
+w1 = regroup(w1, w2.group)                              # a layer has one group size
+Problem(..., quant=w2.quant), ExpertWeights(w1.w, w2.w, w1_scale=w1.scale, ...)
+"""
+
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import torch
+
+from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
+from modular_kernel.quant.scale_tiles import unpack_pairs
+from modular_kernel.spec.problem import dtype_name
+from modular_kernel.utils.argument_checks import MOST, Between, Count, OneOf, expect
+from modular_kernel.utils.tensor_checks import check_tensor, check_tensors
+
+_WORD = 32  # bits of the integers that are packed
+# AWQ's nibble i holds column _AWQ_ORDER[i] of eight: column n is found in nibble [0,4,1,5,2,6,3,7].
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_LEAST_GROUP = 32
+_NAMES = {4: "int4_w4a16_group", 8: "int8_w8a16_group"}
+
+
+@dataclass(frozen=True)
+class GroupWeights:
+    """One matrix, or a stack of them, as the schemes of groups store it.
+
+    w: uint8, (..., N, K / 2) with the even k in the low nibble, or (..., N, K) for 8 bits.
+    scale: (..., N, ceil(K / group)). zero_point: uint8, (..., N / 2, ceil(K / group)) with the
+    even n in the low nibble, or (..., N, ceil(K / group)); None means 8, or 128 for 8 bits.
+    """
+
+    w: torch.Tensor
+    scale: torch.Tensor
+    zero_point: torch.Tensor | None
+    group: int
+    bits: int = 4
+
+    @property
+    def per_byte(self) -> int:
+        """Values that share a byte."""
+        return 8 // self.bits
+
+    @property
+    def depth(self) -> int:
+        """K."""
+        return self.w.shape[-1] * self.per_byte
+
+    @property
+    def quant(self) -> str:
+        """The scheme by name, as `Problem.quant` takes it."""
+        zeros = "" if self.zero_point is None else ",zero_points=true"
+        return f"{_NAMES[self.bits]}:group={self.group}{zeros}"
+
+
+def _check_group_weights(weights: object) -> None:
+    expect("weights", weights, GroupWeights)
+    assert isinstance(weights, GroupWeights)
+    named = {name: getattr(weights, name) for name in ("w", "scale", "zero_point")}
+    check_tensors(named, optional=("zero_point",))
+    expect("weights: bits", weights.bits, Annotated[int, OneOf((4, 8))])
+    expect("weights: group", weights.group, Count)
+    w, scale, zeros = weights.w, weights.scale, weights.zero_point
+    if w.dim() < 2 or w.dtype is not torch.uint8:
+        got = f"{tuple(w.shape)} {dtype_name(w.dtype)}"
+        raise ShapeError("weights: w", got=got, need="(..., N, K) uint8, packed")
+    *lead, rows = w.shape[:-1]
+    groups = -(-weights.depth // weights.group)
+    if tuple(scale.shape) != (*lead, rows, groups):
+        raise ShapeError("weights: scale", got=tuple(scale.shape), need=(*lead, rows, groups))
+    if not scale.is_floating_point():
+        raise DtypeError("weights: scale", got=dtype_name(scale.dtype), need="a floating dtype")
+    if zeros is None:
+        return
+    if tuple(zeros.shape) != (*lead, rows // weights.per_byte, groups):
+        need = (*lead, rows // weights.per_byte, groups)
+        raise ShapeError("weights: zero_point", got=tuple(zeros.shape), need=need)
+    if zeros.dtype is not torch.uint8:
+        raise DtypeError("weights: zero_point", got=dtype_name(zeros.dtype), need="uint8")
+
+
+def from_gptq(
+    qweight: torch.Tensor,
+    scales: torch.Tensor,
+    qzeros: torch.Tensor | None,
+    *,
+    group: int,
+    g_idx: torch.Tensor | None = None,
+    minus_one: bool = True,
+    bits: int = 4,
+) -> GroupWeights:
+    """GPTQ: qweight (..., K / p, N) int32, scales (..., G, N), qzeros (..., G, N / p) int32.
+
+    bits: 4 or 8, of which an int32 holds p = 8 or 4. group: -1 for one group of all K. g_idx:
+    refused unless it is k // group (no act-order). minus_one: qzeros hold the zero point less one,
+    as the format's first version does; the second stores it as it is.
+    """
+    expect("bits", bits, Annotated[int, OneOf((4, 8))])
+    expect("minus_one", minus_one, bool)
+    check_packed(qweight, "qweight")
+    in_order = range(_WORD // bits)
+    k_NK = unpack_words(qweight, -2, in_order).mT
+    depth = k_NK.shape[-1]
+    group = checked_group(group, depth)
+    check_order(g_idx, depth, group, "g_idx")
+    zeros = None
+    if qzeros is not None:
+        check_packed(qzeros, "qzeros")
+        zeros = unpack_words(qzeros, -1, in_order)
+        top = (1 << bits) - 1
+        if minus_one and bool((zeros == top).any()):
+            # top + 1 does not fit, and packers disagree on what a zero point of 0 wraps to.
+            need = f"at most {top - 1}: the zero point - 1"
+            raise WeightsError("qzeros", got=f"a stored {top}", need=need)
+        zeros = zeros + int(minus_one)
+    return _packed(k_NK, scales, zeros, group, bits)
+
+
+def from_awq(
+    qweight: torch.Tensor,
+    scales: torch.Tensor,
+    qzeros: torch.Tensor | None,
+    *,
+    group: int,
+) -> GroupWeights:
+    """AWQ, 4 bits: qweight (..., K, N / 8) int32, scales (..., G, N), qzeros (..., G, N / 8) int32.
+
+    Eight columns share an int32 in the order 0, 2, 4, 6, 1, 3, 5, 7. group: as GPTQ's.
+    """
+    check_packed(qweight, "qweight")
+    k_NK = unpack_words(qweight, -1, _AWQ_ORDER).mT
+    zeros = None
+    if qzeros is not None:
+        check_packed(qzeros, "qzeros")
+        zeros = unpack_words(qzeros, -1, _AWQ_ORDER)
+    group = checked_group(group, k_NK.shape[-1])
+    return _packed(k_NK, scales, zeros, group, 4)
+
+
+def symmetric(weights: GroupWeights) -> GroupWeights:
+    """Return the same weights without zero points, each of which must be the middle, 8 or 128."""
+    _check_group_weights(weights)
+    if weights.zero_point is None:
+        return weights
+    zeros = weights.zero_point
+    if weights.bits == 4:
+        zeros = torch.cat([zeros & 15, zeros >> 4])
+    middle = 1 << (weights.bits - 1)
+    if bool((zeros != middle).any()):
+        got = f"a zero point of {int(zeros[zeros != middle][0])}"
+        raise WeightsError("zero_point", got=got, need=f"{middle}, as symmetric weights have")
+    return replace(weights, zero_point=None)
+
+
+def regroup(weights: GroupWeights, group: int) -> GroupWeights:
+    """Return the same values in groups of `group` columns, scales and zero points repeated.
+
+    group must divide the weights' own, or be anything even where one group spans all columns.
+    """
+    _check_group_weights(weights)
+    expect("group", group, int)
+    depth, groups = weights.depth, weights.scale.shape[-1]
+    if group < 2 or group % 2 or (groups > 1 and weights.group % group):
+        raise ConfigurationError("group", got=group, need=f"an even divisor of {weights.group}")
+    index = torch.arange(-(-depth // group), device=weights.w.device) * group // weights.group
+    zeros = weights.zero_point
+    return replace(
+        weights,
+        scale=weights.scale[..., index].contiguous(),
+        zero_point=None if zeros is None else zeros[..., index].contiguous(),
+        group=group,
+    )
+
+
+def fit_group(group: int, columns: int) -> int:
+    """`group`, halved until it divides `columns`; ConfigurationError below 32."""
+    expect("group", group, Count)
+    expect("columns", columns, Count)
+    fitting = group
+    while columns % fitting:
+        fitting //= 2
+        if fitting < _LEAST_GROUP:
+            need = f"a group that halves to a divisor of {columns}, not below {_LEAST_GROUP}"
+            raise ConfigurationError("group", got=group, need=need)
+    return fitting
+
+
+def shard_columns(weights: GroupWeights, rank: int, world: int) -> GroupWeights:
+    """Rank's share of K (w2's): K / world columns, in groups halved until they divide it."""
+    _check_group_weights(weights)
+    share = _share("columns", weights.depth, rank, world)
+    if weights.scale.shape[-1] > 1:
+        weights = regroup(weights, fit_group(weights.group, share))
+    else:
+        weights = regroup(weights, share)  # one group a row: one group of each share too
+    groups = share // weights.group
+    scales = slice(rank * groups, (rank + 1) * groups)
+    columns = slice(rank * share // weights.per_byte, (rank + 1) * share // weights.per_byte)
+    zeros = weights.zero_point
+    return replace(
+        weights,
+        w=weights.w[..., columns].contiguous(),
+        scale=weights.scale[..., scales].contiguous(),
+        zero_point=None if zeros is None else zeros[..., scales].contiguous(),
+    )
+
+
+def shard_rows(weights: GroupWeights, rank: int, world: int) -> GroupWeights:
+    """Rank's share of N (of w1's gate rows, and alike of its up rows): N / world rows."""
+    _check_group_weights(weights)
+    share = _share("rows", weights.w.shape[-2], rank, world)
+    rows = slice(rank * share, (rank + 1) * share)
+    packed = slice(rank * share // weights.per_byte, (rank + 1) * share // weights.per_byte)
+    zeros = weights.zero_point
+    return replace(
+        weights,
+        w=weights.w[..., rows, :].contiguous(),
+        scale=weights.scale[..., rows, :].contiguous(),
+        zero_point=None if zeros is None else zeros[..., packed, :].contiguous(),
+    )
+
+
+def _share(what: str, size: int, rank: int, world: int) -> int:
+    expect("rank", rank, int)
+    expect("world", world, Count)
+    if not 0 <= rank < world:
+        raise ConfigurationError("rank", got=rank, need=f"0 to {world - 1}")
+    if size % (2 * world):
+        raise ConfigurationError(what, got=size, need=f"an even number for each of {world} ranks")
+    return size // world
+
+
+def checked_group(group: int, depth: int) -> int:
+    """Return the columns of a group; -1 stands for all `depth`."""
+    expect("group", group, Annotated[int, Between(-1, MOST)])
+    if group == -1:
+        return depth
+    if group < 2 or group % 2:
+        raise ConfigurationError("group", got=group, need="-1 or an even number of columns")
+    return group
+
+
+def check_packed(packed: torch.Tensor, what: str) -> None:
+    """Raise the error of what is no int32 tensor of two dimensions or more, none of size 0."""
+    check_tensor(what, packed)
+    if packed.dtype is not torch.int32:
+        raise DtypeError(what, got=dtype_name(packed.dtype), need="int32 of packed values")
+    if packed.dim() < 2 or not packed.numel():
+        need = "two dimensions or more, none of size 0"
+        raise ShapeError(what, got=tuple(packed.shape), need=need)
+
+
+def column_order(g_idx: torch.Tensor, depth: int, group: int, what: str) -> torch.Tensor:
+    """Return which column each of the sorted ones was, (..., depth) int32: by group, then by place.
+
+    g_idx: (..., depth), the group of each column. WeightsError for groups that have not `group`
+    columns each, the last one the rest.
+    """
+    check_tensor(what, g_idx)
+    expected = torch.arange(depth, device=g_idx.device) // group
+    order = g_idx.argsort(dim=-1, stable=True)
+    whole = tuple(g_idx.shape[-1:]) == (depth,)
+    if not whole or bool((g_idx.gather(-1, order) != expected).any()):
+        need = f"{group} of {depth} columns in each, the last the rest"
+        raise WeightsError(what, got="groups of other sizes", need=need)
+    return order.int()
+
+
+def sort_columns(weights: GroupWeights, order: torch.Tensor) -> GroupWeights:
+    """Return columns in the order of their groups; scales and zero points lie so already."""
+    values = unpack_pairs(weights.w, weights.w.dim() - 1) if weights.bits == 4 else weights.w
+    index = order.long()[..., None, :].expand_as(values)
+    return replace(weights, w=pack_values(values.gather(-1, index), weights.bits))
+
+
+def check_order(g_idx: torch.Tensor | None, depth: int, group: int, what: str) -> None:
+    """Raise the WeightsError of columns that are not in the order of their groups."""
+    if g_idx is None:
+        return
+    check_tensor(what, g_idx)
+    expected = torch.arange(depth, device=g_idx.device) // group
+    if tuple(g_idx.shape[-1:]) != (depth,) or bool((g_idx != expected).any()):
+        got = "columns out of order (act-order)"
+        raise WeightsError(what, got=got, need=f"k // {group} for each of {depth} columns")
+
+
+def unpack_words(packed: torch.Tensor, dim: int, order: range | tuple[int, ...]) -> torch.Tensor:
+    """Unpack int32 to uint8 values of 32 / len(order) bits along `dim`, a negative number.
+
+    order[i]: the place, of the values of a word, of the one in its bits i.
+    """
+    bits = _WORD // len(order)
+    parts: list[torch.Tensor] = [packed] * len(order)
+    for part, place in enumerate(order):
+        parts[place] = (packed >> (bits * part) & ((1 << bits) - 1)).to(torch.uint8)
+    dim = packed.dim() + dim
+    return torch.stack(parts, dim + 1).flatten(dim, dim + 1)
+
+
+def _packed(
+    values_NK: torch.Tensor,
+    scales_GN: torch.Tensor,
+    zeros_GN: torch.Tensor | None,
+    group: int,
+    bits: int,
+) -> GroupWeights:
+    """Values and zero points, one an element -> bytes; (..., G, N) -> (..., N, G)."""
+    *lead, rows, depth = values_NK.shape
+    need = (*lead, -(-depth // group), rows)
+    for what, tensor in (("scales", scales_GN), ("qzeros", zeros_GN)):
+        if tensor is not None or what == "scales":
+            check_tensor(what, tensor)
+        if tensor is not None and tuple(tensor.shape) != need:
+            raise ShapeError(what, got=tuple(tensor.shape), need=f"(..., G, N) = {need} unpacked")
+    if not scales_GN.dtype.is_floating_point:
+        raise DtypeError("scales", got=dtype_name(scales_GN.dtype), need="a floating dtype")
+    zeros = None if zeros_GN is None else pack_values(zeros_GN, bits).mT.contiguous()
+    scale = scales_GN.mT.contiguous()
+    return GroupWeights(pack_values(values_NK, bits).contiguous(), scale, zeros, group, bits)
+
+
+def pack_values(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return uint8; of 4 bits two along the last dimension, the even one low."""
+    if bits == 4:
+        values = values[..., 0::2] | (values[..., 1::2] << 4)
+    return values.to(torch.uint8)

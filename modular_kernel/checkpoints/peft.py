@@ -1,0 +1,364 @@
+"""A PEFT checkpoint (LoRA) -> one layer's adapter, without a framework.
+
+    adapter = load_adapter("adapter/", 3, problem)
+    pool.load("mine", adapter)
+
+Names of tensors, the order of fused factors and the rule of patterns are those that PEFT 0.21
+writes and reads. Fused experts, one parameter of shape (E, rows, columns), have A of (E r, columns)
+with an expert's rows together, and B of (rows, r E) with an expert's columns r apart, E from each
+other (`ParamWrapper`, PEFT 0.19 and newer).
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from modular_kernel.checkpoints.peft_config import PeftConfig, read_config
+from modular_kernel.checkpoints.safetensors_files import Tensors, open_tensors
+from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
+from modular_kernel.replay import modes
+from modular_kernel.spec.lora import Adapter, AdapterSpec
+from modular_kernel.spec.problem import Parallel, Problem
+from modular_kernel.utils.argument_checks import expect
+
+TENSORS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+_MOST_NAME = 512
+_NAME = re.compile(
+    r"base_model\.model\.(?P<block>(?:\w+\.)*?layers\.(?P<layer>[0-9]{1,6})\.(?:\w+\.)*?experts)\."
+    r"(?:(?P<expert>[0-9]{1,6})\.(?P<name>\w+)\.|(?P<wrapped>(?:base_layer\.)*))"
+    r"lora_(?P<side>[AB])\.weight"
+)
+_ROLES = {
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+    "w1": "gate",
+    "w3": "up",
+    "w2": "down",
+}
+_FUSED = {"gate_up": "gate_up_proj", "up": "up_proj", "down": "down_proj"}
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+_Role = Literal["gate", "up", "gate_up", "down"]
+_Factors = tuple[torch.Tensor, torch.Tensor]  # (experts, r, depth), (experts, rows, r)
+_Part = tuple[str, torch.Tensor, torch.Tensor]  # "gate" or "up", and its factors
+
+
+@modes.kept()
+def load_adapter(
+    folder: str | Path,
+    layer: int,
+    problem: Problem,
+    *,
+    ep: tuple[int, int] | None = None,
+    elsewhere: Sequence[str] = (),
+) -> Adapter:
+    """Load what a LoRA checkpoint of PEFT has for the experts of one layer.
+
+    folder: with adapter_config.json and adapter_model.safetensors. layer: its number, from 0.
+    problem: with `lora`; it says what experts share, and its sizes are the base model's. ep: (rank,
+    ranks) that share the experts in blocks; None is what `problem.parallel` says. elsewhere: names
+    of modules, such as "self_attn", whose tensors the caller applies to another part of the model.
+
+    The result is on the CPU, in the problem's dtype, and has the experts of this rank. Its rank is
+    the largest of a projection, of two that share one A the sum of theirs; rows beyond a
+    projection's own are zero. Scaling, lora_alpha / r or lora_alpha / sqrt(r), is in B. A
+    projection that the checkpoint does not have is zero, as is a layer that its
+    layers_to_transform leaves out.
+
+    Names, shapes and dtypes are checked before a tensor is read: ConfigurationError for a config
+    that does more than LoRA or another base, WeightsError for names that are none of the experts',
+    or missing ones, ShapeError and DtypeError for tensors. Nothing is returned in part.
+    """
+    expect("adapter folder", folder, str | Path)
+    expect("layer", layer, int)
+    expect("problem", problem, Problem)
+    spec = problem.adapters
+    if spec is None:
+        raise ConfigurationError("lora", got="none", need="a problem with adapters")
+    expect("elsewhere", elsewhere, list | tuple)
+    for each in elsewhere:
+        expect("name of elsewhere", each, str)
+    local = _local(problem, ep)
+    path = Path(folder)
+    config = read_config(path / CONFIG_FILE)
+    with open_tensors(path / TENSORS_FILE) as files:
+        source = _Source(files, config, problem, layer)
+        return _assemble(source, source.projections(tuple(elsewhere)), spec, local)
+
+
+def _local(problem: Problem, ep: tuple[int, int] | None) -> list[int]:
+    """Return the global ids of this rank's experts, in the order of its weights."""
+    parallel = problem.parallel
+    if ep is not None:
+        expect("ep: (rank, ranks)", ep, tuple[int, int])
+        parallel = Parallel(ep[1], "linear", ep[0])
+    local = list(parallel.place(problem.experts).slots[parallel.rank])
+    if len(local) != problem.e:
+        got = f"{len(local)} experts on rank {parallel.rank} of {parallel.world_size}"
+        raise ConfigurationError("ep", got=got, need=f"{problem.e}, as the problem has")
+    return local
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A and B of one projection, of one expert or of all. module: the name that patterns match."""
+
+    module: str
+    a: str
+    b: str
+    rank: int
+    scaling: float
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The tensors of one layer in a file."""
+
+    files: Tensors
+    config: PeftConfig
+    problem: Problem
+    layer: int
+
+    def projections(self, elsewhere: tuple[str, ...]) -> dict[_Role, dict[int | None, _Pair]]:
+        """Return each projection's pairs by expert, or by None where one holds all experts."""
+        sides = self._sides(elsewhere)
+        found = dict[_Role, dict[int | None, _Pair]]()
+        for (block, expert, name), keys in sides.items():
+            what = f"{self.files.path.name}: {block}"
+            if len(keys) < 2:
+                got = f"{next(iter(keys.values()))} alone"
+                raise WeightsError(what, got=got, need="lora_A, lora_B")
+            role, module = self._role(what, expert, name, keys)
+            if expert in found.setdefault(role, {}):
+                got = f"{keys['A']}: {role} once more"
+                raise WeightsError(what, got=got, need="each projection once")
+            found[role][expert] = self._pair(role, f"{block}.{module}", expert, keys)
+        self._check_whole(found)
+        return found
+
+    def _sides(
+        self, elsewhere: tuple[str, ...]
+    ) -> dict[tuple[str, int | None, str], dict[str, str]]:
+        """Return the names of A and B of this layer's projections; refuse what is nobody's."""
+        sides = dict[tuple[str, int | None, str], dict[str, str]]()
+        unknown, blocks = list[str](), set[str]()
+        what = str(self.files.path)
+        for key in sorted(self.files.names):
+            match = _NAME.fullmatch(key) if len(key) <= _MOST_NAME else None
+            if match is None or match["name"] not in (None, *_ROLES):
+                if not set(elsewhere) & set(key.split(".")):
+                    unknown.append(key)
+            elif int(match["layer"]) == self.layer:
+                expert = None if match["expert"] is None else int(match["expert"])
+                blocks.add(match["block"])
+                name = match["name"] or match["wrapped"]
+                keys = sides.setdefault((match["block"], expert, name), {})
+                if match["side"] in keys:
+                    got = f"{keys[match['side']]} and {key}"
+                    raise WeightsError(what, got=got, need="each matrix once")
+                keys[match["side"]] = key
+        if unknown:
+            got = ", ".join(unknown[:4]) + (f" and {len(unknown) - 4} more" * (len(unknown) > 4))
+            need = "LoRA of experts, or a name of `elsewhere`"
+            raise WeightsError(what, got=got, need=need)
+        if len(blocks) > 1:
+            raise WeightsError(what, got=" and ".join(sorted(blocks)[:3]), need="one in a layer")
+        if blocks and not self.config.has_layer(self.layer):
+            need = f"none: layers_to_transform of {CONFIG_FILE} leaves it out"
+            raise WeightsError(what, got=f"tensors of layer {self.layer}", need=need)
+        if not blocks and self.config.has_layer(self.layer):
+            raise WeightsError(what, got=f"no tensor of layer {self.layer}", need="some")
+        return sides
+
+    def _role(
+        self, what: str, expert: int | None, name: str, keys: Mapping[str, str]
+    ) -> tuple[_Role, str]:
+        """Return a projection and the name of its module; of a fused one its shapes tell."""
+        problem = self.problem
+        if expert is not None:
+            role: _Role = _ROLES[name]  # type: ignore[assignment]
+            if not 0 <= expert < problem.experts:
+                raise WeightsError(what, got=keys["A"], need=f"experts 0 to {problem.experts - 1}")
+            if role == "gate" and not problem.act.gated:
+                need = f"no gate: the problem's activation is {problem.act.kind}"
+                raise WeightsError(what, got=keys["A"], need=need)
+            return role, f"{expert}.{name}"
+        first: _Role = "gate_up" if problem.act.gated else "up"
+        shapes = [self._shape(keys[side]) for side in "AB"]
+        roles: tuple[_Role, ...] = (first, "down")
+        fitting = [r for r in roles if (shapes[0][1], shapes[1][0]) == self._sizes(r)[::-1]]
+        if len(fitting) != 1:
+            sizes = [f"(E r, {d}) and ({n}, r E) of {_FUSED[r]}" for r in roles
+                     for n, d in [self._sizes(r)]]  # fmt: skip
+            got = f"{shapes[0]} and {shapes[1]}"
+            raise ShapeError(self.files.where(keys["A"]), got=got, need=" or ".join(sizes))
+        rows, depth = self._sizes(fitting[0])
+        either_way = rows == depth or not problem.act.gated
+        if either_way and not self.config.swaps:
+            need = "0.19 or newer: older ones may have A and B the other way, of the same shapes"
+            raise ConfigurationError(
+                f"{what}: peft_version", got=self.config.peft_version, need=need
+            )
+        return fitting[0], _FUSED[fitting[0]]
+
+    def _sizes(self, role: _Role) -> tuple[int, int]:
+        """Return rows and columns of a projection's weight."""
+        problem = self.problem
+        if role == "down":
+            return problem.hidden, problem.intermediate
+        return problem.w1_rows if role == "gate_up" else problem.intermediate, problem.hidden
+
+    def _shape(self, key: str) -> tuple[int, ...]:
+        shape, dtype = self.files.facts(key)
+        if dtype not in _DTYPES:
+            need = ", ".join(map(str, _DTYPES))
+            raise DtypeError(self.files.where(key), got=dtype, need=need)
+        if len(shape) != 2:
+            raise ShapeError(self.files.where(key), got=shape, need="two dimensions")
+        return shape
+
+    def _pair(self, role: _Role, module: str, expert: int | None, keys: Mapping[str, str]) -> _Pair:
+        rank, scaling = self.config.rank_and_scaling(module)
+        all_ranks = rank * (self.problem.experts if expert is None else 1)
+        rows, depth = self._sizes(role)
+        for side, need in (("A", (all_ranks, depth)), ("B", (rows, all_ranks))):
+            got = self._shape(keys[side])
+            if got != need:
+                where = f"{need}, by {CONFIG_FILE} and the problem"
+                raise ShapeError(self.files.where(keys[side]), got=got, need=where)
+        return _Pair(module, keys["A"], keys["B"], rank, scaling)
+
+    def _check_whole(self, found: Mapping[_Role, Mapping[int | None, _Pair]]) -> None:
+        """Check that projections have all experts, and that what the config targets is there."""
+        what = f"{self.files.path}: layer {self.layer}"
+        everyone = set(range(self.problem.experts))
+        for role, pairs in found.items():
+            missing = everyone - {*pairs} if None not in pairs else {*pairs} - {None}
+            if missing and None in pairs:
+                raise WeightsError(what, got=f"{role} fused and by expert", need="one of both")
+            if missing:
+                got = f"{role} without experts {sorted(missing)[:8]}"  # type: ignore[type-var]
+                raise WeightsError(what, got=got, need="all experts, or none")
+        if "gate_up" in found and {"gate", "up"} & {*found}:
+            raise WeightsError(what, got="gate and up fused and apart", need="one of both")
+        if not self.config.has_layer(self.layer):
+            return
+        there = {*found, *(("gate", "up") if "gate_up" in found else ())}
+        named = {**_ROLES, "gate_up_proj": "gate_up"}
+        for target in self.config.targets:
+            if target in named and named[target] not in there:
+                raise WeightsError(what, got=f"no {target}", need=f"what {CONFIG_FILE} targets")
+
+    def read(self, pairs: Mapping[int | None, _Pair], wanted: Sequence[int]) -> _Factors:
+        """Read A and B of some experts, B scaled; ranks of experts are made one by zeros."""
+        if None in pairs:
+            pair, count = pairs[None], self.problem.experts
+            a, b = self.files.read(pair.a, ()), self.files.read(pair.b, ())
+            a, b = a.view(count, pair.rank, -1), b.view(-1, pair.rank, count)
+            return self._cast(pair, a[list(wanted)], b.permute(2, 0, 1)[list(wanted)])
+        each = [pairs[expert] for expert in wanted]
+        read = [
+            self._cast(pair, self.files.read(pair.a, ()), self.files.read(pair.b, ()))
+            for pair in each
+        ]
+        rank = max(pair.rank for pair in each)
+        a = torch.stack([_grown(a, 0, rank) for a, _ in read])
+        return a, torch.stack([_grown(b, 1, rank) for _, b in read])
+
+    def _cast(self, pair: _Pair, a: torch.Tensor, b: torch.Tensor) -> _Factors:
+        """Scale B in float64 and round once; refuse what the problem's dtype does not hold."""
+        dtype = self.problem.dtype
+        made = a.to(dtype), (b.double() * pair.scaling).to(dtype)
+        for key, values in zip((pair.a, pair.b), made, strict=True):
+            if not bool(values.isfinite().all()):
+                got = "values that are not finite"
+                raise WeightsError(self.files.where(key), got=got, need=f"finite ones in {dtype}")
+        return made
+
+
+def _assemble(
+    source: _Source,
+    found: Mapping[_Role, Mapping[int | None, _Pair]],
+    spec: AdapterSpec,
+    local: list[int],
+) -> Adapter:
+    """Read the projections and put them into the tensors of one slot, as wide as their rank."""
+    problem = source.problem
+    wanted = list(range(problem.experts)) if spec.outer_shared else local
+    read = {role: source.read(pairs, wanted) for role, pairs in found.items()}
+    first = _first(problem, read)
+    if spec.a13_shared:
+        first = _one_a(first)
+    second = [("", *read["down"])] if "down" in read else []
+    ranks = [a.shape[1] for _, a, _ in (*first, *second)]
+    own = replace(spec, rank=max(ranks, default=1))
+    shapes = own.shapes(len(wanted), problem.w1_rows, problem.hidden, problem.intermediate)
+    made = {
+        name: torch.zeros((len(wanted), *shape[2:]), dtype=problem.dtype)
+        for name, shape in shapes.items()
+    }
+    halves = made["lora_a13"].shape[1] // own.rank
+    for part, a, b in first:
+        begin = own.rank if part == "up" and halves == 2 else 0
+        made["lora_a13"][:, begin : begin + a.shape[1]] = a
+        made["lora_b13"][:, _rows(problem, part), : b.shape[2]] = b
+    for _, a, b in second:
+        made["lora_a2"][:, : a.shape[1]] = a
+        made["lora_b2"][:, :, : b.shape[2]] = b
+    if spec.outer_shared:
+        for name in ("lora_a13", "lora_b2"):
+            made[name] = _one(str(source.files.path), name, made[name])
+        for name in ("lora_b13", "lora_a2"):
+            made[name] = made[name][local]
+    return Adapter(**made)
+
+
+def _rows(problem: Problem, part: str) -> slice:
+    """Return gate's or up's rows of w1."""
+    rows = problem.w1_rows
+    if not problem.act.gated:
+        return slice(rows)
+    if problem.act.interleaved:
+        return slice(int(part == "up"), rows, 2)
+    return slice(rows // 2) if part == "gate" else slice(rows // 2, rows)
+
+
+def _first(problem: Problem, read: Mapping[_Role, _Factors]) -> list[_Part]:
+    """Return the parts of w1 that there are, each with A and B; fused ones have the same A."""
+    if "gate_up" in read:
+        a, b = read["gate_up"]
+        return [(part, a, b[:, _rows(problem, part)]) for part in ("gate", "up")]
+    roles: tuple[_Role, ...] = ("gate", "up")
+    return [(role, *read[role]) for role in roles if role in read]
+
+
+def _one_a(first: list[_Part]) -> list[_Part]:
+    """Give gate and up one A: the one they have, or both below each other, B zero for the other."""
+    if len(first) < 2 or torch.equal(first[0][1], first[1][1]):
+        return first
+    (_, a_gate, b_gate), (_, a_up, b_up) = first
+    both = torch.cat([a_gate, a_up], 1)
+    b_gate = _grown(b_gate, 2, both.shape[1])
+    b_up = torch.cat([torch.zeros_like(b_up[:, :, :1]).expand(-1, -1, a_gate.shape[1]), b_up], 2)
+    return [("gate", both, b_gate), ("up", both, b_up)]
+
+
+def _grown(values: torch.Tensor, dimension: int, size: int) -> torch.Tensor:
+    """Add zeros behind a dimension up to `size`."""
+    shape = list(values.shape)
+    shape[dimension] = size - shape[dimension]
+    return torch.cat([values, values.new_zeros(shape)], dimension)
+
+
+def _one(what: str, name: str, values: torch.Tensor) -> torch.Tensor:
+    """Return the matrix that all experts share, as (1, ...)."""
+    if not torch.equal(values, values[:1].expand_as(values)):
+        raise WeightsError(
+            what, got=f"{name} that differs between experts", need="one: outer=shared"
+        )
+    return values[:1].contiguous()

@@ -1,0 +1,209 @@
+"""Safetensors files of a checkpoint: what is in which, and boxes of it, read where they lie.
+
+    with open_tensors(Path("checkpoint/")) as files:
+        files.names               # of all tensors, by the index where there is one
+        files.facts("model.norm.weight")  # (4096,), torch.bfloat16
+        files.read("model.norm.weight", (slice(0, 8),))
+
+Headers are checked by the safetensors library, an index here. Every error names the file. Nothing
+in an index leads out of its folder.
+"""
+
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modular_kernel.errors import ConfigurationError, DtypeError, WeightsError
+from modular_kernel.utils import json_files
+
+_NEED = "safetensors: pip install safetensors"
+_MOST_INDEX_BYTES = 1 << 28
+_SUFFIX, _INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class Tensors:
+    """The tensors of some safetensors files, opened when they are first asked for.
+
+    path: the folder or file, for messages. files: the file that each tensor is said to be in.
+    bytes_read: of the tensors' data, by `read`.
+    """
+
+    def __init__(self, path: Path, files: Mapping[str, Path]) -> None:
+        self.path = path
+        self.files = files
+        self.bytes_read = 0
+        self._open: dict[Path, Any] = {}
+        self._held: dict[Path, frozenset[str]] = {}
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """All tensors."""
+        return frozenset(self.files)
+
+    def where(self, name: str) -> str:
+        """Name a tensor with its file, for messages."""
+        return f"{self.files[name].name}: {name}"
+
+    def facts(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Return shape and dtype of a tensor, as the header has them."""
+        found = self._slice(name)
+        kind = found.get_dtype()
+        if kind not in _DTYPES:
+            raise DtypeError(self.where(name), got=kind, need=f"one of {', '.join(_DTYPES)}")
+        return tuple(found.get_shape()), _DTYPES[kind]
+
+    def read(self, name: str, box: tuple[slice, ...]) -> torch.Tensor:
+        """Return a box of a tensor on the CPU: a view of the file, where nothing else is read.
+
+        box: slices of its first dimensions, within its shape.
+        """
+        try:
+            found: torch.Tensor = self._slice(name)[box or ...]
+        except _raised() as error:
+            raise _unreadable(self.files[name], error) from None
+        self.bytes_read += found.numel() * found.element_size()
+        return found
+
+    def _slice(self, name: str) -> Any:
+        path = self.files[name]
+        if path not in self._open:
+            self._open[path] = opened(path)
+            self._held[path] = frozenset(self._open[path].keys())
+        if name not in self._held[path]:
+            got, need = f"no {name}", "what the index says is there"
+            raise WeightsError(str(path), got=got, need=need)
+        return self._open[path].get_slice(name)
+
+    def close(self) -> None:
+        """Close the files; views that were read stay valid."""
+        for each in self._open.values():
+            each.__exit__(None, None, None)
+        self._open.clear()
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator[Tensors]:
+    """Open a safetensors file, or a folder with an index or with files that need none.
+
+    ConfigurationError for what is no such file or folder, WeightsError for a bad index or header.
+    """
+    found = Tensors(path, _files(path))
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def has_tensors(path: Path) -> bool:
+    """Tell whether a folder or file holds safetensors."""
+    try:
+        return bool(_found(path)) if path.is_dir() else path.name.endswith(_SUFFIX)
+    except OSError:
+        return False
+
+
+def opened(path: Path) -> Any:
+    """Open one regular file, its header checked; an error of ours otherwise."""
+    try:
+        from safetensors import safe_open  # noqa: PLC0415 (a missing one is an error of ours)
+    except ImportError:
+        raise ConfigurationError(f"checkpoint {path}", got="no safetensors", need=_NEED) from None
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise WeightsError(str(path), got="no regular file", need="a safetensors file")
+        return safe_open(str(path), framework="pt", device="cpu")
+    except _raised() as error:
+        raise _unreadable(path, error) from None
+
+
+def _raised() -> tuple[type[Exception], ...]:
+    """Return what the library raises for a file that is not whole."""
+    usual = (OSError, ValueError, IndexError)
+    try:
+        from safetensors import SafetensorError  # noqa: PLC0415
+    except ImportError:
+        return usual
+    return (*usual, SafetensorError)
+
+
+def _unreadable(path: Path, error: Exception) -> WeightsError:
+    if isinstance(error, WeightsError):
+        return error
+    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return WeightsError(str(path), got=" ".join(why.split())[:200], need="a whole safetensors file")
+
+
+def _files(path: Path) -> dict[str, Path]:
+    """Return the file of each tensor."""
+    try:
+        if not path.is_dir():
+            return dict.fromkeys(opened(path).keys(), path)
+        found = _found(path)
+    except (OSError, ValueError) as error:
+        if isinstance(error, WeightsError | ConfigurationError):
+            raise
+        raise _unreadable(path, error) from None
+    if not found:
+        need = f"*{_SUFFIX} in it"
+        raise ConfigurationError(f"checkpoint {path}", got="no safetensors", need=need)
+    if found[0].name.endswith(_INDEX_SUFFIX):
+        return _indexed(found[0])
+    files: dict[str, Path] = {}
+    for each in found:
+        for name in opened(each).keys():  # noqa: SIM118 (it is no mapping)
+            if name in files:
+                got = f"{name}, which is in {files[name].name} too"
+                raise WeightsError(str(each), got=got, need="each tensor once, or an index")
+            files[name] = each
+    return files
+
+
+def _found(path: Path) -> list[Path]:
+    """Return the one index of a folder, or its safetensors files."""
+    names = sorted(each.name for each in path.iterdir())
+    indices = [name for name in names if name.endswith(_INDEX_SUFFIX)]
+    if len(indices) > 1:
+        got, need = " and ".join(indices[:3]), "one index, or the path of one file"
+        raise ConfigurationError(f"checkpoint {path}", got=got, need=need)
+    return [path / name for name in indices or names if name.endswith((_SUFFIX, _INDEX_SUFFIX))]
+
+
+def _indexed(index: Path) -> dict[str, Path]:
+    """Return the weight_map of an index, each file of it beside the index."""
+    try:
+        content = json_files.parse(json_files.content(index, _MOST_INDEX_BYTES))
+    except (OSError, ValueError) as error:
+        got = f"no JSON: {str(error)[:100]}"
+        raise WeightsError(str(index), got=got, need="an index of safetensors") from None
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise WeightsError(str(index), got="no weight_map", need="an object: tensor -> file")
+    for name, file in weight_map.items():
+        plain = isinstance(file, str) and file.endswith(_SUFFIX) and len(file) <= 255
+        if not plain or Path(file).name != file or "\0" in file or "\\" in file:
+            got, need = (
+                f"{name[:200]} in {str(file)[:200]!r}",
+                f"a name of a file beside it, *{_SUFFIX}",
+            )
+            raise WeightsError(str(index), got=got, need=need)
+    return {name: index.parent / file for name, file in weight_map.items()}

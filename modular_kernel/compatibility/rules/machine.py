@@ -1,0 +1,47 @@
+"""What a part needs of the machine: a device, an architecture, packages."""
+
+from modular_kernel.compatibility.support import (
+    Pairing,
+    Rejection,
+    Violations,
+    archs_text,
+    numbered,
+)
+
+
+def device(p: Pairing) -> Violations:
+    for name, req in p.each():
+        if p.machine.device not in req.devices:
+            yield Rejection("device", (name, "machine"), p.machine.device, numbered(req.devices))
+        elif req.triton and p.machine.device == "cpu" and not p.machine.interpreter:
+            need = "a GPU, or Triton's CPU interpreter"
+            hint = "start with TRITON_INTERPRET=1 and ml_dtypes installed"
+            yield Rejection("device", (name, "machine"), "cpu", need, hint)
+
+
+def arch(p: Pairing) -> Violations:
+    for name, req in p.each():
+        arch = p.machine.arch
+        if req.min_arch is not None and arch is not None and arch < req.min_arch:
+            need = f">= {req.min_arch[0]}.{req.min_arch[1]}"
+            yield Rejection("arch", (name, "machine"), f"{arch[0]}.{arch[1]}", need)
+
+
+def archs(p: Pairing) -> Violations:
+    """Refuse an architecture that lacks a part's instructions."""
+    for name, req in p.each():
+        arch = p.machine.arch
+        if req.archs is not None and arch is not None and arch not in req.archs:
+            got, need = f"{arch[0]}.{arch[1]}", archs_text(req.archs)
+            yield Rejection("archs", (name, "machine"), got, need)
+
+
+def package(p: Pairing) -> Violations:
+    for name, req in p.each():
+        for package in req.packages:
+            if package not in p.machine.packages:
+                others = dict(p.machine.others)
+                needs = {provider.name: provider.need for provider in req.providers}
+                got, need = others.get(package, "not importable"), needs.get(package, package)
+                hint = req.how_to_get(package)
+                yield Rejection("package", (name, "machine"), got, need, hint)

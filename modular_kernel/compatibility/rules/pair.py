@@ -1,0 +1,106 @@
+"""What one part leaves to the other: layouts, scales, ids, weights, rows that nobody wrote."""
+
+from modular_kernel.compatibility.support import (
+    Pairing,
+    Rejection,
+    Violations,
+    numbered,
+)
+from modular_kernel.spec.problem import ActivationFormat, Combine, Reduce, Rows
+
+
+def formats(p: Pairing) -> Violations:
+    if p.pf.activation_format is not p.ex.activation_format:
+        got = f"{p.pf.activation_format.value} from {p.pf_name}"
+        need = f"{p.ex.activation_format.value} for {p.ex_name}"
+        hint = f"choose a {p.pf.activation_format.value} experts part"
+        yield Rejection("format", p.both, got, need, hint)
+
+
+def dispatch_quant(p: Pairing) -> Violations:
+    """Someone must quantize the activations: before dispatch, or the experts after it.
+
+    By scales of experts all experts parts do it after it, from rows that came as they are.
+    """
+    if not p.problem.scheme.travels_quantized:
+        return
+    if p.ex.quantizes_input and not p.pf.can_defer_quant:
+        got = f"{p.pf_name} always quantizes before dispatch"
+        yield Rejection("dispatch_quant", p.both, got, "unquantized activations")
+    if not p.ex.quantizes_input and p.problem.scheme.name not in p.pf.dispatch_schemes:
+        need = f"a part that dispatches {p.problem.quant}"
+        yield Rejection("dispatch_quant", p.both, numbered(p.pf.dispatch_schemes) or "none", need)
+
+
+def scale_layout(p: Pairing) -> Violations:
+    quantized = p.problem.scheme.travels_quantized and not p.ex.quantizes_input
+    if quantized and p.pf.scale_layout != p.ex.scale_layout:
+        yield Rejection("scale_layout", p.both, p.pf.scale_layout, p.ex.scale_layout)
+
+
+def capacity_multiple(p: Pairing) -> Violations:
+    """Keep a tile of rows from reaching into the next expert's."""
+    multiple, unit = p.ex.capacity_multiple, p.pf.capacity_unit
+    batched = ActivationFormat.BATCHED_EXPERTS
+    if p.pf.rounds_capacity or not p.pf.activation_format is p.ex.activation_format is batched:
+        return
+    room = p.problem.parallel.world_size * -(-max(1, p.problem.tokens) // unit) * unit
+    if room % multiple:
+        need = f"a multiple of {multiple} for {p.ex_name}"
+        hint = "give the problem that many tokens more, or another PrepareAndFinalize"
+        yield Rejection("capacity_multiple", p.both, f"{room} rows for an expert", need, hint)
+
+
+def reduce(p: Pairing) -> Violations:
+    if p.ex.reduce not in p.pf.reduces:
+        need = f"one of {numbered([r.value for r in p.pf.reduces])}"
+        yield Rejection("reduce", p.both, f"{p.ex.reduce.value} left by {p.ex_name}", need)
+
+
+def keep_topk(p: Pairing) -> Violations:
+    if p.problem.combine is Combine.SUM:
+        return
+    for name, able in ((p.pf_name, p.pf.keep_topk), (p.ex_name, p.ex.keep_topk)):
+        if not able:
+            got, need = p.problem.combine.value, "sum"
+            yield Rejection("keep_topk", (name, "problem"), got, need)
+
+
+def router_weight_on_input(p: Pairing) -> Violations:
+    if not p.problem.apply_router_weight_on_input:
+        return
+    rule, k = "router_weight_on_input", p.problem.top_k
+    if p.pf.multiplies_input:
+        if k != 1:
+            hint = "a dispatched row is shared by its pairs, so it can carry one weight only"
+            yield Rejection(rule, (p.pf_name, "problem"), f"top_k={k}", "top_k=1", hint)
+    elif p.pf.activation_format is ActivationFormat.BATCHED_EXPERTS:
+        yield Rejection(rule, (p.pf_name, "problem"), "batched rows", "weights applied by prepare")
+    elif not p.ex.weight_on_input:
+        yield Rejection(rule, (p.ex_name, "problem"), "on input", "on output")
+
+
+def padding(p: Pairing) -> Violations:
+    if p.pf.padding is Rows.UNDEFINED and not p.ex.skips_padding:
+        got = f"undefined padding rows from {p.pf_name}"
+        yield Rejection("padding", p.both, got, "zero padding rows, or none")
+
+
+def invalid_rows(p: Pairing) -> Violations:
+    """Contiguous reduction reads every pair's row, so a skipped pair's row has to be zero."""
+    standard = p.ex.activation_format is ActivationFormat.STANDARD
+    reads = p.ex.reduce in (Reduce.CONTIGUOUS, Reduce.DELEGATE)
+    if standard and reads and p.ex.invalid_rows is not Rows.ZERO:
+        got = f"undefined rows of skipped pairs from {p.ex_name}"
+        yield Rejection("invalid_rows", p.both, got, "zero rows")
+
+
+def expert_map(p: Pairing) -> Violations:
+    if p.pf.localizes_ids:
+        return
+    if p.problem.expert_map and not p.ex.expert_map:
+        yield Rejection("expert_map", (p.ex_name, "problem"), "an expert_map", "no expert_map")
+    if p.problem.e != p.problem.experts and not p.problem.expert_map:
+        got = f"{p.problem.e} of {p.problem.experts} experts here and no expert_map"
+        hint = "set expert_map=True and give ExpertWeights.expert_map"
+        yield Rejection("expert_map", (p.pf_name, "problem"), got, "an expert_map", hint)

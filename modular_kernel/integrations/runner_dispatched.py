@@ -1,0 +1,151 @@
+"""Run an experts part on rows that a dispatcher outside has left here, quantized or by expert.
+
+The two classes below stand for that dispatcher where pairings are judged; they run nothing.
+"""
+
+from functools import lru_cache
+
+import torch
+
+from modular_kernel import validate
+from modular_kernel.catalog import this_machine
+from modular_kernel.compatibility.rules import judge
+from modular_kernel.compatibility.support import PrepareFinalizeRequirements
+from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
+from modular_kernel.errors import DtypeError, IncompatibleError, ShapeError
+from modular_kernel.ops.quantize import scale_shape
+from modular_kernel.ops.reduce import weight_and_sum
+from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES, STORAGE
+from modular_kernel.replay import modes
+from modular_kernel.spec.problem import ActivationFormat, Problem, Reduce, Rows
+from modular_kernel.tensors import (
+    BatchedShape,
+    BatchedTokens,
+    ContiguousShape,
+    ContiguousTokens,
+    Dispatched,
+    ExpertRows,
+    ExpertWeights,
+)
+from modular_kernel.workspace import Workspace
+
+
+class ReceivedRows(PrepareAndFinalize):
+    """Rows (R, H) with local ids, as "deepep_normal" has them."""
+
+    requires = PrepareFinalizeRequirements(
+        activation_format=ActivationFormat.STANDARD,
+        reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),
+        localizes_ids=True,
+        dispatch_schemes=ACTIVATION_SCHEMES,
+        can_defer_quant=False,
+    )
+
+
+class ReceivedBatches(PrepareAndFinalize):
+    """Rows (e, C, H), as "deepep_ll" has them; another weights and sums what comes back."""
+
+    requires = PrepareFinalizeRequirements(
+        activation_format=ActivationFormat.BATCHED_EXPERTS,
+        reduces=frozenset({Reduce.NAIVE_BATCHED, Reduce.DELEGATE}),
+        localizes_ids=True,
+        padding=Rows.UNDEFINED,
+        dispatch_schemes=ACTIVATION_SCHEMES,
+        can_defer_quant=False,
+    )
+
+
+_STANDS_FOR = {
+    ActivationFormat.STANDARD: ReceivedRows,
+    ActivationFormat.BATCHED_EXPERTS: ReceivedBatches,
+}
+
+
+@lru_cache(maxsize=64)
+def _experts(
+    part: type[PermuteExpertsUnpermute], problem: Problem, device: str
+) -> PermuteExpertsUnpermute:
+    """Return the part for a problem; IncompatibleError with every reason if it is refused."""
+    dispatch = _STANDS_FOR[part.requires.activation_format]
+    machine = this_machine(device="cpu" if device == "cpu" else None)
+    verdict = judge(dispatch, part, problem, machine)  # type: ignore[type-abstract]
+    if not verdict.ok:
+        raise IncompatibleError(verdict.pairing, verdict.rejections)
+    return part(problem)
+
+
+@modes.untraced
+@modes.without_autocast
+def run_received(
+    part: type[PermuteExpertsUnpermute],
+    problem: Problem,
+    tokens: Dispatched,
+    weights: ExpertWeights,
+) -> torch.Tensor:
+    """Return (R, H) weighted sums of contiguous tokens, or (e, C, H) unweighted rows of batches.
+
+    Every InputError of tensors that do not fit the problem, and IncompatibleError.
+    """
+    batched = isinstance(tokens, BatchedTokens)
+    x = tokens.x_eCH if isinstance(tokens, BatchedTokens) else tokens.x_TH
+    _check(x, tokens.scale, problem)
+    validate.check_weights(weights, x, problem)
+    experts = _experts(part, problem, x.device.type)
+    if isinstance(tokens, BatchedTokens):
+        shape: BatchedShape | ContiguousShape = BatchedShape(*x.shape[:2])
+    else:
+        shape = ContiguousShape(*tokens.routing.topk_ids_TK.shape)
+    shapes = experts.workspace_shapes(shape)
+    workspace = Workspace(shapes.buffers(), x.device)
+    output = torch.empty(shapes.output.shape, dtype=problem.dtype, device=x.device)
+    if output.numel():
+        experts.apply(tokens, weights=weights, workspace=workspace, output=output)
+    if batched:
+        return output
+    assert isinstance(tokens, ContiguousTokens)
+    return _reduced(output, tokens, experts)
+
+
+def _reduced(
+    rows: torch.Tensor, tokens: ContiguousTokens, experts: PermuteExpertsUnpermute
+) -> torch.Tensor:
+    """Return what the experts leave, weighted and summed if that is still to be done."""
+    reduce, problem, routing = (
+        experts.finalize_weight_and_reduce_impl(),
+        experts.problem,
+        tokens.routing,
+    )
+    if reduce.kind is Reduce.NOOP:
+        return rows
+    out = torch.empty((rows.shape[0], problem.hidden), dtype=rows.dtype, device=rows.device)
+    scale, weights_TK = problem.routed_scaling_factor, routing.topk_weights_TK
+    if reduce.kind is Reduce.DELEGATE:
+        weight_and_sum(rows, weights_TK, scale=scale, out=out, routing=routing, num_local=problem.e)
+    else:
+        given = ExpertRows(rows, None, weights_TK, scale, routing, problem.e, checked=True)
+        reduce.apply(given, out)
+    return out
+
+
+def _check(x: torch.Tensor, scale: torch.Tensor | None, problem: Problem) -> None:
+    """Check dtype and sizes of rows and their scales."""
+    scheme = problem.scheme
+    need = STORAGE[scheme.activation] if scheme.travels_quantized else problem.dtype
+    if x.dtype is not need:
+        raise DtypeError(f"hidden_states for {problem.quant}", got=x.dtype, need=need)
+    if x.shape[-1] != problem.hidden or not x.is_contiguous():
+        got = f"{tuple(x.shape)}, strides {x.stride()}"
+        raise ShapeError("hidden_states", got=got, need=f"(..., {problem.hidden}), contiguous")
+    if not scheme.travels_quantized:
+        if scale is not None:
+            raise ShapeError("hidden_states_scale", got=tuple(scale.shape), need="None")
+        return
+    if scale is None:
+        raise ShapeError("hidden_states_scale", got=None, need=f"scales of {problem.quant} rows")
+    if scheme.activation_granularity == "tensor":
+        shape: tuple[int, ...] = (1,)
+    else:
+        shape = (*x.shape[:-1], scale_shape(scheme, 1, problem.hidden)[1])
+    if tuple(scale.shape) != shape or scale.dtype is not torch.float32:
+        got = f"{scale.dtype} {tuple(scale.shape)}"
+        raise ShapeError("hidden_states_scale", got=got, need=f"torch.float32 {shape}")

@@ -1,0 +1,386 @@
+"""from_pretrained: a model whose experts stay as their checkpoint packs them.
+
+    from modular_kernel.integrations.transformers import from_pretrained, register
+
+    register()
+    model = from_pretrained("checkpoint/", device="cuda")
+
+Experts are read by `load_experts` and run on our parts; what else is quantized is dequantized once.
+No library of a packer is needed. The modules of the model are the ones that transformers makes:
+their routers, names and dispatch stay.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from modular_kernel.checkpoints.formats import Format
+from modular_kernel.checkpoints.fusing import merge
+from modular_kernel.checkpoints.inspection import Examined, examine, raise_what_headers_tell
+from modular_kernel.checkpoints.loading import LoadedExperts, load_experts
+from modular_kernel.checkpoints.safetensors_files import Tensors, open_tensors
+from modular_kernel.errors import ConfigurationError, ShapeError, UnsupportedError, WeightsError
+from modular_kernel.integrations.transformers.activations import unsupported
+from modular_kernel.integrations.transformers.modules import (
+    FIELDS,
+    INTERLEAVED,
+    QUANT,
+    dispatched,
+    first_of,
+    layer_of,
+)
+from modular_kernel.integrations.transformers.register import Registration, registration
+from modular_kernel.quant.quantized_weights import dequantize
+from modular_kernel.spec.problem import ActivationSpec, parse_dtype
+from modular_kernel.utils import json_files
+from modular_kernel.utils.argument_checks import device_named
+
+METHOD = "modular_kernel"
+_MOST_CONFIG_BYTES = 1 << 24
+_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
+# What would share a model among processes or devices, which loads other tensors on each.
+_SHARING = ("tp_plan", "ep_plan", "distributed_config", "device_mesh", "tp_size")
+
+
+def from_pretrained(
+    name: str | Path,
+    *,
+    experts_implementation: str = "modular_kernel",
+    dtype: torch.dtype | str = "auto",
+    auto_class: Any = AutoModelForCausalLM,
+    device: torch.device | str | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Load a model whose experts are quantized, or are not, as `auto_class.from_pretrained` does.
+
+    name: a folder, or a model's name on the hub. experts_implementation: a name given to
+    `register`. dtype: of what is not quantized; "auto" is the config.json's, or bfloat16. device:
+    where all of it goes, experts at once; transformers' device_map needs accelerate. kwargs: more
+    of from_pretrained; `revision`, `token`, `cache_dir` and `local_files_only` for the hub.
+    Formats: those of `load_experts`.
+
+    ConfigurationError for a format or a name that is unknown, UnsupportedError where a model would
+    be shared among processes, or has experts that transformers does not dispatch; WeightsError and
+    ShapeError for any tensor that is missing or misshapen, where transformers alone would warn and
+    make up numbers; every error of `load_experts`.
+    """
+    registration(experts_implementation)
+    folder = _folder(name, kwargs)
+    older = kwargs.pop("torch_dtype", None)
+    if older is not None:
+        if dtype not in ("auto", older):
+            raise ConfigurationError("torch_dtype", got=older, need=f"dtype={dtype}, or one alone")
+        dtype = older
+    config = _config_of(folder, kwargs.pop("config", None))
+    given = _quantization_of(config)
+    place = None if device is None else device_named(device)
+    kwargs["experts_implementation"] = experts_implementation
+    if given is None:
+        told = kwargs.pop("output_loading_info", False)
+        model, info = _whole(auto_class, folder, folder, config=config, dtype=dtype, **kwargs)
+        model = model if place is None else model.to(place)
+        return (model, info) if told else model
+    for option in ("quantization_config", "output_loading_info"):
+        if kwargs.pop(option, None):
+            need = "none: the format is the checkpoint's own, and what returns is a model alone"
+            raise UnsupportedError("quantized experts", got=option, need=need)
+    shared = [name for name in _SHARING if kwargs.get(name) is not None]
+    if shared:
+        need = "a model in one process: register() and plain from_pretrained share unquantized ones"
+        raise UnsupportedError("quantized experts", got=", ".join(shared), need=need)
+    wanted = getattr(config, "dtype", None) if dtype in ("auto", None) else dtype
+    layer_dtype = parse_dtype(torch.bfloat16 if wanted is None else wanted)
+    original = given if isinstance(given, dict) else given.to_dict()
+    ours = {"quant_method": METHOD, "original": original, "checkpoint": str(folder)}
+    ours |= {} if place is None else {"device": str(place)}
+    for each in (config, config.get_text_config()):
+        if hasattr(each, "quantization_config"):
+            del each.quantization_config
+    config.quantization_config = ours
+    with open_tensors(Path(folder)) as files:
+        state_dict = _rest(files, examine(files), layer_dtype)
+        kwargs |= {"config": config, "state_dict": state_dict, "dtype": layer_dtype}
+        model, _ = _whole(_class_of(auto_class, config), folder, None, **kwargs)
+    if (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model if place is None else model.to(place)
+
+
+def _config_of(folder: Path, given: Any) -> Any:
+    """Return the configuration that a caller gives, which stays as it is, or that of a folder."""
+    if given is not None:
+        return copy.deepcopy(given)
+    try:
+        read = json_files.parse(json_files.content(folder / "config.json", _MOST_CONFIG_BYTES))
+    except (OSError, ValueError):
+        read = None  # transformers says what is wrong
+    stated = read.get("quantization_config") if isinstance(read, dict) else None
+    if not isinstance(stated, dict | None):
+        what, got = f"model {folder}/config.json: quantization_config", str(stated)[:80]
+        raise ConfigurationError(what, got=got, need="an object")
+    return AutoConfig.from_pretrained(folder)
+
+
+def _whole(cls: Any, folder: Path, name: Path | None, **kwargs: Any) -> tuple[Any, Any]:
+    """Load a model and what transformers tells of it; an error where transformers would warn.
+
+    WeightsError for a tensor of the model that is not there, which would get random numbers, but
+    for those of a new head; ShapeError for one of another shape.
+    """
+    any_shape = {"ignore_mismatched_sizes": True}
+    try:
+        model, info = cls.from_pretrained(name, output_loading_info=True, **{**kwargs, **any_shape})
+    except (RuntimeError, SafetensorError) as error:
+        raise_what_headers_tell(folder, error)
+        raise
+    if not kwargs.get("ignore_mismatched_sizes"):
+        for key, got, need in sorted(info["mismatched_keys"]):
+            raise ShapeError(f"{folder}: {key}", got=tuple(got), need=tuple(need))
+    base: str = model.base_model_prefix
+    own = ("lm_head", base) if hasattr(model, base) else ("",)
+    missing = sorted(key for key in info["missing_keys"] if key.startswith(own))
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        need = "every tensor of the model but a new head's"
+        raise WeightsError(str(folder), got=f"no {missing[0]}{more}", need=need)
+    return model, info
+
+
+def _folder(name: str | Path, kwargs: dict[str, Any]) -> Path:
+    """Return the folder of a checkpoint, fetched from the hub if it is no folder here."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    options = ("revision", "token", "cache_dir", "local_files_only")
+    given = {option: kwargs.pop(option) for option in options if option in kwargs}
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=list(_FILES), **given))
+    except HFValidationError:
+        need = "a folder, or a model's name on the hub"
+        raise ConfigurationError("checkpoint", got=str(name)[:200], need=need) from None
+
+
+def _class_of(auto_class: Any, config: Any) -> Any:
+    """Return the class of the model itself: only that one takes a state dict without a name."""
+    mapping = getattr(auto_class, "_model_mapping", None)
+    if mapping is None:
+        return auto_class
+    if type(config) not in mapping:
+        got, need = type(config).__name__, f"a configuration that {auto_class.__name__} knows"
+        raise UnsupportedError("config", got=got, need=need)
+    found = mapping[type(config)]
+    if isinstance(found, tuple):
+        named = {each.__name__: each for each in found}
+        known = [named[name] for name in config.architectures or () if name in named]
+        found = known[0] if known else found[0]
+    return found
+
+
+def _quantization_of(config: Any) -> Any:
+    for each in (config, config.get_text_config()):
+        for key in ("quantization_config", "compression_config"):
+            if getattr(each, key, None) is not None:
+                return getattr(each, key)
+    return None
+
+
+# ------------------------------------------------------------------- everything but the experts
+
+
+def _rest(files: Tensors, found: Examined, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return every tensor that is none of an expert, dequantized, by its name in the files."""
+    own = set(_expert_keys(found))
+    names, made = files.names - own, dict[str, torch.Tensor]()
+    consumed = set[str]()
+    for base, keys in _quantized(found.format, names):
+        made[f"{base}.weight"] = _dequantized(files, found.format, keys, dtype)
+        consumed |= set(keys.values())
+    return made | {name: files.read(name, ()) for name in names - consumed}
+
+
+def _expert_keys(found: Examined) -> Iterator[str]:
+    for layer in found.layers:
+        source = found.source(layer)
+        source.check()
+        for place in source.places():
+            keys = (source.key(place, stored) for stored in source.stored())
+            yield from (key for key in keys if key is not None)
+
+
+def _quantized(format: Format, names: frozenset[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield modules whose weight is quantized, and the key of each tensor by its stored name."""
+    weight, *others = format.stored
+    for name in sorted(names):
+        base, _, last = name.rpartition(".")
+        if last != weight.name or not base:
+            continue
+        keys = {weight.name: name}
+        for stored in others:
+            there = [f"{base}.{each}" for each in (stored.name, *stored.also)]
+            found = [key for key in there if key in names]
+            if found:
+                keys[stored.name] = found[0]
+        if any(stored.role == "scale" and stored.name in keys for stored in others):
+            yield base, keys
+
+
+def _dequantized(
+    files: Tensors, format: Format, keys: Mapping[str, str], dtype: torch.dtype
+) -> torch.Tensor:
+    """(N, K) of one module's weight."""
+    matrix = merge(format, [{name: files.read(key, ()) for name, key in keys.items()}], dtype)
+    assert matrix.scale is not None
+    zero = None if matrix.zero_point is None else matrix.zero_point[None]
+    values = dequantize(matrix.w[None], matrix.scale[None], zero, format.scheme)[0]
+    if matrix.global_scale is not None:
+        values = values * matrix.global_scale
+    if matrix.order is not None:
+        values = torch.empty_like(values).index_copy_(1, matrix.order.long(), values)
+    return values.to(dtype)
+
+
+# ----------------------------------------------------------------------------------- the experts
+
+
+class Config(QuantizationConfigMixin):
+    """What a config.json says of a model that was loaded by `from_pretrained`."""
+
+    def __init__(
+        self, original: dict[str, Any], checkpoint: str, device: str | None = None, **_: Any
+    ) -> None:
+        self.quant_method: Any = METHOD
+        self.original = original
+        self.checkpoint = checkpoint
+        self.device = device
+
+
+class Quantizer(HfQuantizer):
+    """Keeps experts out of transformers' own loading, and puts the packed ones in."""
+
+    quantization_config: Config
+    requires_calibration = False
+
+    def is_serializable(self) -> bool:
+        """Nothing is saved: the checkpoint is there."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        """Adapters may train beside the experts, whose own weights are frozen."""
+        return True
+
+    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
+        with open_tensors(Path(self.quantization_config.checkpoint)) as files:
+            layers = set(examine(files).layers)
+        modules = _modules_of(model)
+        if set(modules) != layers:
+            got = f"experts of layers {sorted(layers)}, of which {sorted(modules)} are dispatched"
+            need = "experts that transformers dispatches by experts_implementation"
+            raise UnsupportedError(type(model).__name__, got=got, need=need)
+        for module in modules.values():
+            for name in list(module._parameters):
+                module.register_parameter(name, None)
+            module._is_hf_initialized = True  # there is nothing to initialize
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        checkpoint, given = self.quantization_config.checkpoint, self.quantization_config.device
+        for number, module in _modules_of(model).items():
+            device = _device_of(model, number) if given is None else device_named(given)
+            loaded = load_experts(checkpoint, number, dtype=model.dtype, device=device)
+            fill(module, loaded)
+        return model
+
+
+if METHOD not in AUTO_QUANTIZER_MAPPING:
+    register_quantization_config(METHOD)(Config)
+    register_quantizer(METHOD)(Quantizer)
+
+
+def _modules_of(model: torch.nn.Module) -> dict[int, Any]:
+    """Return experts modules that transformers dispatches, by the number of their layer."""
+    found = dict[int, Any]()
+    for name, module in model.named_modules():
+        number = layer_of(name)
+        if number is not None and dispatched(module):
+            if number in found:
+                got, need = f"two experts modules in layer {number}", "one"
+                raise UnsupportedError(type(model).__name__, got=got, need=need)
+            found[number] = module
+    return found
+
+
+def _device_of(model: torch.nn.Module, number: int) -> torch.device:
+    """Return where the rest of a layer is."""
+    for name, parameter in model.named_parameters():
+        if layer_of(name) == number:
+            return parameter.device
+    raise UnsupportedError(type(model).__name__, got=f"no parameter in layer {number}", need="one")
+
+
+def fill(module: torch.nn.Module, loaded: LoadedExperts) -> None:
+    """Give an experts module the weights of `loaded` as its parameters, packed as they are.
+
+    The first projection's parameter is w1, `down_proj` is w2; what goes with them has their names
+    and `_mk_scale`, `_zero_point`, `_global_scale`, `_order`, `_a_scale`, `_bias`.
+    """
+    suffixes = {"": "", "_scale": "_mk_scale"}
+    suffixes |= {name: name for name in ("_zero_point", "_global_scale", "_order")}
+    fields = {}
+    for number, projection in ((1, first_of(module)), (2, "down_proj")):
+        names = {f"w{number}{field}": f"{projection}{suffix}" for field, suffix in suffixes.items()}
+        names |= {f"b{number}": f"{projection}_bias", f"a{number}_scale": f"{projection}_a_scale"}
+        for field, name in names.items():
+            tensor: torch.Tensor | None = getattr(loaded.weights, field, None)
+            if tensor is not None:
+                parameter = torch.nn.Parameter(tensor, requires_grad=False)
+                module.register_parameter(name, parameter)
+                fields[name] = field
+    act = ActivationSpec.parse(loaded.problem_fields["activation"])
+    setattr(module, FIELDS, fields)
+    setattr(module, QUANT, str(loaded.problem_fields["quant"]))
+    setattr(module, INTERLEAVED, act.interleaved)
+    cls: Any = type(module)
+    module.__class__ = _packed(cls)
+
+
+@lru_cache
+def _packed(cls: Any) -> Any:
+    """Make the class of a module whose weights only our implementations can read."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        name = self.config._experts_implementation
+        implementation = ALL_EXPERTS_FUNCTIONS.get(name)
+        if not isinstance(implementation, Registration):
+            need = "an implementation that `register` made: the weights are packed"
+            raise unsupported(self, f"experts_implementation {name!r}", need)
+        found: torch.Tensor = implementation(self, *args, **kwargs)
+        return found
+
+    def reduced(self: Any, _protocol: Any) -> tuple[Any, ...]:
+        return _blank, (cls,), self.__getstate__()
+
+    body = {"forward": forward, "__reduce_ex__": reduced, "__module__": __name__}
+    return type(f"Packed{cls.__name__}", (cls,), body)
+
+
+def _blank(cls: Any) -> Any:
+    """Make what a pickle fills: a class that is made here cannot be found by its name."""
+    packed = _packed(cls)
+    return packed.__new__(packed)

@@ -1,0 +1,176 @@
+"""Loads and stores of plain elements, in one step: as `short_cuts` does for operations."""
+
+from collections.abc import Callable
+from functools import cache, lru_cache
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter as upstream
+
+from modular_kernel.interpreter.dtypes import (
+    BOOL,
+    Array,
+    Dtype,
+    Foreign,
+    convert,
+    storage_of,
+)
+from modular_kernel.interpreter.fast_paths import (
+    LEAST_INT,
+    MOST_INT,
+    ShortCut,
+    block_of,
+    is_float32,
+    is_plus_zero,
+    made,
+)
+
+_tensor, _block, _pointer = tl.tensor, tl.block_type, tl.pointer_type
+_ELEMENTS = {
+    id(kind): storage_of(kind)
+    for kind in (
+        *(tl.int8, tl.uint8, tl.int16, tl.int32, tl.uint32, tl.int64, tl.uint64),
+        *(tl.float32, tl.float16, tl.bfloat16, tl.float8e4nv, tl.float8e5),
+    )
+}
+# Conversions on the way to memory that are one step of upstream's, too.
+_ROUNDED = frozenset((id(tl.float32), id(kind)) for kind in (tl.float16, tl.bfloat16))
+_LOAD_POLICIES = frozenset({"", ".ca", ".cg", ".cv"})
+_STORE_POLICIES = frozenset({"", ".wb", ".cg", ".cs", ".wt"})
+_POLICIES = frozenset({"cache_modifier", "eviction_policy"})
+_EVICTIONS = frozenset({"", "evict_first", "evict_last"})
+
+
+def _load(slow: ShortCut) -> ShortCut:
+    def fast(
+        pointer: Foreign,
+        mask: Foreign = None,
+        other: Foreign = None,
+        *rest: Foreign,
+        **given: Foreign,
+    ) -> Foreign:
+        found = _addresses(pointer, mask)
+        if found is None or rest or not _known(given, _LOAD_POLICIES):
+            return slow(pointer, mask, other, *rest, **given)
+        addresses, lanes, kind, storage = found
+        fill = None
+        if other is not None:
+            fill = _filling(other, kind, storage, addresses.shape)
+            alike = type(other) is not _tensor or _is_block(other) == _is_block(pointer)
+            if fill is None or mask is None or not alike:
+                return slow(pointer, mask, other, **given)
+        data = upstream.interpreter_builder.read(addresses, lanes, fill, storage)
+        return made(data, kind, block_of(kind, data.shape) if _is_block(pointer) else kind)
+
+    return fast
+
+
+def _store(slow: ShortCut) -> ShortCut:
+    def fast(
+        pointer: Foreign,
+        value: Foreign,
+        mask: Foreign = None,
+        *rest: Foreign,
+        **given: Foreign,
+    ) -> Foreign:
+        found = _addresses(pointer, mask)
+        if (
+            found is None
+            or rest
+            or type(value) is not _tensor
+            or not _known(given, _STORE_POLICIES)
+        ):
+            return slow(pointer, value, mask, *rest, **given)
+        addresses, lanes, kind, storage = found
+        data, own = value.handle.data, value.dtype
+        if own is not kind and (id(own), id(kind)) not in _ROUNDED:
+            return slow(pointer, value, mask, **given)
+        if _is_block(value) and (data.shape != addresses.shape or not _is_block(pointer)):
+            return slow(pointer, value, mask, **given)
+        data = convert(data, storage)
+        if data.shape != addresses.shape:
+            data = np.broadcast_to(data, addresses.shape)
+        upstream.interpreter_builder.write(addresses, data, lanes, storage)
+        return tl.tensor(None, tl.void)
+
+    return fast
+
+
+def _is_block(tensor: Foreign) -> bool:
+    return type(tensor.type) is _block
+
+
+def _known(given: dict[str, Foreign], modifiers: frozenset[str]) -> bool:
+    """Tell whether no more is given than policies that change no number."""
+    if not given.keys() <= _POLICIES:
+        return False
+    modifier, eviction = given.get("cache_modifier", ""), given.get("eviction_policy", "")
+    return type(modifier) is type(eviction) is str and (
+        modifier in modifiers and eviction in _EVICTIONS
+    )
+
+
+def _addresses(pointer: Foreign, mask: Foreign) -> tuple[Array, Array, Foreign, Dtype] | None:
+    """Return addresses, which of them are live, and the type of the elements there.
+
+    None unless all of it is plain.
+    """
+    if type(pointer) is not _tensor or type(pointer.dtype) is not _pointer:
+        return None
+    kind = pointer.dtype.element_ty
+    storage = _ELEMENTS.get(id(kind))
+    if storage is None:
+        return None
+    addresses = pointer.handle.data
+    if mask is None:
+        return addresses, _all_lanes(addresses.shape), kind, storage
+    if type(mask) is not _tensor or mask.dtype is not tl.int1:
+        return None
+    lanes = mask.handle.data
+    if lanes.shape != addresses.shape:
+        if not _is_block(pointer) or _spread(lanes.shape, addresses.shape) != addresses.shape:
+            return None
+        lanes = np.broadcast_to(lanes, addresses.shape)
+    elif _is_block(mask) and not _is_block(pointer):
+        return None
+    return addresses, lanes, kind, storage
+
+
+@cache
+def _spread(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...] | None:
+    try:
+        return np.broadcast_shapes(one, other)
+    except ValueError:
+        return None
+
+
+@cache
+def _all_lanes(shape: tuple[int, ...]) -> Array:
+    lanes = np.ones(shape, BOOL)
+    lanes.flags.writeable = False
+    return lanes
+
+
+def _filling(other: Foreign, kind: Foreign, storage: Dtype, shape: tuple[int, ...]) -> Array | None:
+    """Return what lanes that are off read; None if upstream has to say."""
+    if type(other) is _tensor:
+        data: Array = other.handle.data
+        return data if other.dtype is kind and data.shape == shape else None
+    if type(other) is int:
+        is_zero = other == 0 and not kind.is_fp8()  # upstream makes no fp8 of integers
+        fits = is_zero or (kind is tl.int32 and LEAST_INT <= other <= MOST_INT)
+    elif type(other) is float:
+        fits = is_plus_zero(other) or (kind is tl.float32 and is_float32(other))
+    else:
+        fits = False
+    return _equal(other, storage, shape) if fits else None
+
+
+@lru_cache(maxsize=1024)
+def _equal(number: float, storage: Dtype, shape: tuple[int, ...]) -> Array:
+    data = np.full(shape, number, storage)
+    data.flags.writeable = False
+    return data
+
+
+OF_MEMORY: dict[str, Callable[[ShortCut], ShortCut]] = {"load": _load, "store": _store}

@@ -1,0 +1,255 @@
+"""Adapters of a layer that come and go, in tensors that stay where they are.
+
+pool = AdapterPool(problem, device)
+slot = pool.load("mine", load_adapter("adapter/", 3, problem))
+y_TH = kernel(x_TH, pool.weights(base), routing)  # its tokens name `slot`
+"""
+
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from modular_kernel.errors import (
+    CapacityError,
+    ConfigurationError,
+    DeviceError,
+    DtypeError,
+    ShapeError,
+    StateError,
+    WeightsError,
+)
+from modular_kernel.replay import modes
+from modular_kernel.replay.recording import capturing
+from modular_kernel.spec.lora import Adapter
+from modular_kernel.spec.problem import Problem
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.utils import forks
+from modular_kernel.utils.argument_checks import available_device, expect
+from modular_kernel.utils.tensor_checks import check_tensor
+
+_MOST_NAME = 256
+_NO_MEMORY = re.compile("can't allocate memory|size calculation overflowed")
+
+
+@contextmanager
+def _memory(what: str, needed: int, device: torch.device | str) -> Iterator[None]:
+    """CapacityError with the bytes that are needed, where torch has not got them."""
+    try:
+        yield
+    except RuntimeError as error:
+        why = str(error).splitlines()[0]
+        # Beside its own type for devices: what the host's allocator and its arithmetic say.
+        if not isinstance(error, torch.OutOfMemoryError) and not _NO_MEMORY.search(why):
+            raise
+        need = f"{needed} bytes on {device}"
+        raise CapacityError(what, got=f"no memory: {why[:160]}", need=need) from None
+
+
+class AdapterPool:
+    """The slots of a problem's adapters: L of rank R, as `problem.lora` says, zero while free.
+
+    Adapters are copied into the same memory, so that kernels, plans and captured graphs which have
+    read `weights` read the new ones. Copies are on the current stream: a call that names the slot
+    on another stream has to wait for it.
+
+    Threads may load and evict at the same time: they take turns. A kernel's call takes no turn, so
+    evict an adapter only when no call names its slot any more.
+    """
+
+    def __init__(self, problem: Problem, device: torch.device | str = "cpu") -> None:
+        """Make the tensors, zeros in the problem's dtype.
+
+        ConfigurationError without adapters, DeviceError for a device that is not there or has no
+        memory of its own (meta), CapacityError with the bytes that the pool needs and has not got.
+        """
+        expect("problem", problem, Problem)
+        expect("device", device, torch.device | str)
+        if problem.adapters is None:
+            raise ConfigurationError("lora", got="none", need="a problem with adapters")
+        self._problem, self._spec = problem, problem.adapters
+        shapes = self._shapes(self._spec.rank)
+        device = available_device(device, what="pool")
+        slots, sizes = self._spec.adapters, (problem.e, problem.w1_rows)
+        numbers = self._spec.slot_numbers(*sizes, problem.hidden, problem.intermediate)
+        self._slot_bytes = numbers * problem.dtype.itemsize
+        with _memory(f"pool of {slots} slots", slots * self._slot_bytes, device), modes.kept():
+            self._tensors = {
+                name: torch.zeros(slots, *shape, dtype=problem.dtype, device=device)
+                for name, shape in shapes.items()
+            }
+        self._slots = dict[str, int]()
+        # Slots that nobody has and that may not be zero: of a change that was interrupted.
+        self._unclean = set[int]()
+        self._turn = threading.RLock()
+        forks.on_fork(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state to pickle or copy: everything except the lock."""
+        return {name: each for name, each in vars(self).items() if name != "_turn"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._turn = threading.RLock()
+        forks.on_fork(self)
+
+    def after_fork(self) -> None:
+        """In a forked child, unlock what a thread that is not there had locked."""
+        forks.renew(self._turn)
+
+    @property
+    def slots(self) -> Mapping[str, int]:
+        """The slot of each loaded adapter by its name, to be read alone."""
+        return MappingProxyType(self._slots)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self._tensors["lora_a2"].device
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot."""
+        return self._slot_bytes
+
+    def weights(self, base: ExpertWeights) -> ExpertWeights:
+        """Return the base weights with the tensors of this pool; WeightsError if they have some."""
+        expect("base weights", base, ExpertWeights)
+        given = [name for name in self._tensors if getattr(base, name) is not None]
+        if given:
+            raise WeightsError("base weights", got=", ".join(given), need="none: the pool has them")
+        return replace(base, **self._tensors)
+
+    def load(self, name: str, adapter: Adapter) -> int:
+        """Copy an adapter into a free slot and return the slot.
+
+        name: of at most 256 characters, not loaded yet. adapter: of a rank up to the pool's, its
+        tensors on the pool's device or the CPU; what the slot has beyond that rank stays zero. Its
+        values are read, which waits for the device.
+
+        Raises StateError for a name that is loaded, or while a stream is being captured;
+        CapacityError without a free slot, or memory for the copy; WeightsError for a rank above the
+        pool's, and values that are not finite; ShapeError, DtypeError, DeviceError, LayoutError for
+        tensors that do not fit. After any exception, KeyboardInterrupt included, the pool holds
+        what it held before.
+        """
+        with self._turn:
+            return self._load(name, adapter)
+
+    def _load(self, name: str, adapter: Adapter) -> int:
+        self.check_change(name)
+        if name in self._slots:
+            got = f"loaded in slot {self._slots[name]}"
+            raise StateError(f"adapter {name!r}", got=got, need="a name that is not, or evict it")
+        taken = set(self._slots.values())
+        free = [slot for slot in range(self._spec.adapters) if slot not in taken]
+        if not free:
+            got = f"{self._spec.adapters} slots, all of them in use"
+            need = f"a free one, {self.slot_bytes} bytes on {self.device}: evict, or a larger pool"
+            raise CapacityError(f"adapter {name!r}", got=got, need=need)
+        rank = self._check(name, adapter)
+        self._clean()
+        slot = free[0]
+        with torch.no_grad():
+            # All memory that it takes is there before the slot is written.
+            size = sum(getattr(adapter, each).nbytes for each in self._tensors)
+            with _memory(f"adapter {name!r}", size, self.device):
+                ready = {each: getattr(adapter, each).to(self.device) for each in self._tensors}
+            self._unclean.add(slot)
+            try:
+                for each, tensor in ready.items():
+                    self._room(each, slot, rank).copy_(self._in_halves(each, tensor))
+            except BaseException:
+                self._clean()
+                raise
+        self._slots[name] = slot
+        self._unclean.discard(slot)
+        return slot
+
+    def evict(self, name: str) -> None:
+        """Free an adapter's slot, with zeros: tokens that still name it are as without an adapter.
+
+        StateError for a name that is not loaded, or while a stream is being captured.
+        """
+        with self._turn:
+            self._evict(name)
+
+    def _evict(self, name: str) -> None:
+        self.check_change(name)
+        if name not in self._slots:
+            loaded = ", ".join(sorted(self._slots)[:8]) or "none"
+            need = f"a loaded one: {loaded}"
+            raise StateError(f"adapter {name!r}", got="not loaded", need=need)
+        self._unclean.add(self._slots[name])
+        del self._slots[name]
+        self._clean()
+
+    @torch.no_grad()
+    def _clean(self) -> None:
+        """Fill unclean slots with zeros; a slot that was taken in the last moment stays."""
+        self._unclean.difference_update(self._slots.values())
+        for slot in tuple(self._unclean):
+            for tensor in self._tensors.values():
+                tensor[slot].zero_()
+            self._unclean.discard(slot)
+
+    def _shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of one adapter of a rank."""
+        problem = self._problem
+        sizes = problem.e, problem.w1_rows, problem.hidden, problem.intermediate
+        shapes = replace(self._spec, rank=rank).shapes(*sizes)
+        return {name: shape[1:] for name, shape in shapes.items()}
+
+    def check_change(self, name: str) -> None:
+        """Raise ConfigurationError for what is no name, StateError while a stream is captured."""
+        expect("name of an adapter", name, str)
+        if not 0 < len(name) <= _MOST_NAME:
+            need = f"1 to {_MOST_NAME} characters"
+            raise ConfigurationError("name of an adapter", got=len(name), need=need)
+        if capturing(self.device):
+            got = "a stream that is being captured"
+            raise StateError(f"adapter {name!r}", got=got, need="a change outside of captures")
+
+    def _check(self, name: str, adapter: Adapter) -> int:
+        """Check an adapter's tensors, and return its rank."""
+        expect(f"adapter {name!r}", adapter, Adapter)
+        tensors = {each: getattr(adapter, each) for each in self._tensors}
+        for each, tensor in tensors.items():
+            check_tensor(f"adapter {name!r}: {each}", tensor)
+        rank = tensors["lora_a2"].shape[1] if tensors["lora_a2"].dim() == 3 else self._spec.rank
+        if not 0 < rank <= self._spec.rank:
+            need = f"1 to {self._spec.rank}, the pool's"
+            raise WeightsError(f"adapter {name!r}: rank", got=rank, need=need)
+        for each, shape in self._shapes(rank).items():
+            what, tensor = f"adapter {name!r}: {each}", tensors[each]
+            if tuple(tensor.shape) != shape:
+                raise ShapeError(what, got=tuple(tensor.shape), need=f"{shape}, of rank {rank}")
+            if tensor.dtype is not self._problem.dtype:
+                raise DtypeError(what, got=tensor.dtype, need=self._problem.dtype)
+            if tensor.device not in (self.device, torch.device("cpu")):
+                raise DeviceError(what, got=tensor.device, need=f"{self.device} or cpu")
+        for each, tensor in tensors.items():
+            if not bool(tensor.isfinite().all()):
+                got = "values that are not finite"
+                raise WeightsError(f"adapter {name!r}: {each}", got=got, need="finite ones")
+        return rank
+
+    def _room(self, name: str, slot: int, rank: int) -> torch.Tensor:
+        """Return the part of a slot that an adapter of a rank fills."""
+        tensor = self._tensors[name][slot]
+        if "_a" not in name:
+            return tensor[:, :, :rank]
+        halves = tensor.shape[1] // self._spec.rank
+        return tensor.view(len(tensor), halves, self._spec.rank, -1)[:, :, :rank]
+
+    def _in_halves(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return an adapter's tensor in the dimensions of its room: A with gate and up apart."""
+        if "_a" not in name:
+            return tensor
+        halves = self._shapes(1)[name][1]
+        return tensor.reshape(len(tensor), halves, -1, tensor.shape[-1])

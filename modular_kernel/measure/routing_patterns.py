@@ -1,0 +1,99 @@
+"""Which experts the tokens of a benchmark go to.
+
+uniform   every set of K experts is equally likely
+zipfA     K draws without replacement, an expert as likely as 1 / place ** A; zipf means zipf1.2
+hotN      N experts (at most K) are among every token's K, the others are uniform; hot1 is
+          "all to one"
+
+Which experts are in front is drawn anew for every input.
+"""
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.spec.problem import Problem
+from modular_kernel.tensors import Routing
+
+_KIND = re.compile(r"(uniform)|zipf(\d+(?:\.\d+)?)?|hot(\d+)")
+_ZIPF = 1.2
+
+
+@dataclass(frozen=True)
+class RoutingKind:
+    """kind: uniform, zipf or hot. value: the exponent A, or the number N of hot experts."""
+
+    kind: str
+    value: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> "RoutingKind":
+        match = _KIND.fullmatch(text)
+        if match is None:
+            need = "uniform, zipf, zipfA (zipf1.2) or hotN (hot1)"
+            raise ConfigurationError("routing", got=repr(text), need=need)
+        if match[1]:
+            return cls("uniform")
+        if match[3]:
+            return cls("hot", float(match[3]))
+        return cls("zipf", float(match[2]) if match[2] else _ZIPF)
+
+    def __str__(self) -> str:
+        return self.kind if self.kind == "uniform" else f"{self.kind}{self.value:g}"
+
+
+def check_distinct(problem: Problem) -> None:
+    """Raise ConfigurationError where a token cannot have K distinct experts."""
+    if problem.top_k > problem.experts:
+        raise ConfigurationError("top_k", got=problem.top_k, need=f"<= experts = {problem.experts}")
+
+
+def draw(problem: Problem, kind: RoutingKind, generator: torch.Generator) -> Routing:
+    """Routing of `problem.tokens` tokens, K distinct experts each, on the generator's device.
+
+    Weights are positive and sum to 1 over a token's K.
+    """
+    check_distinct(problem)
+    tokens, top_k, experts = problem.tokens, problem.top_k, problem.experts
+    device = generator.device
+    scores_TE = torch.rand(tokens, experts, device=device, generator=generator)
+    if kind.kind == "zipf":  # the largest of log-odds plus Gumbel noise are such draws
+        place_E = torch.randperm(experts, device=device, generator=generator) + 1
+        noise_TE = -scores_TE.clamp(min=1e-20).log().neg().clamp(min=1e-20).log()
+        scores_TE = noise_TE - kind.value * place_E.float().log()
+    elif kind.kind == "hot":
+        hot = torch.randperm(experts, device=device, generator=generator)[: int(kind.value)]
+        scores_TE[:, hot[:top_k]] += 2
+    ids_TK = scores_TE.topk(top_k, dim=1).indices
+    weights_TK = torch.rand(tokens, top_k, device=device, generator=generator) + 0.1
+    weights_TK /= weights_TK.sum(1, keepdim=True)
+    dtype = problem.ids_dtype or torch.int32
+    return Routing(weights_TK.contiguous(), ids_TK.to(dtype).contiguous())
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a routing asks of the experts here.
+
+    pairs: (token, expert) products. touched: experts with at least one. skew: the fullest
+    expert's pairs over the mean of all.
+    """
+
+    pairs: int
+    touched: int
+    skew: float
+
+
+def load_of(routing: Routing, problem: Problem, expert_map: torch.Tensor | None = None) -> Load:
+    """Count the load of a routing on the host."""
+    ids = routing.topk_ids_TK.flatten().long()
+    ids = ids[(ids >= 0) & (ids < problem.experts)]
+    if expert_map is not None:
+        ids = expert_map.long()[ids]
+        ids = ids[ids >= 0]
+    counts = torch.bincount(ids, minlength=problem.e)
+    pairs = int(counts.sum())
+    skew = float(counts.max()) * problem.e / pairs if pairs else 0.0
+    return Load(pairs, int((counts > 0).sum()), skew)

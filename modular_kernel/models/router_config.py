@@ -1,0 +1,229 @@
+"""The router of a Hugging Face config.json as a RouterSpec, for model types whose code is known.
+
+A line for each model_type says what only its code says; what is left is read from the file.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.spec.router import RouterSpec
+
+Config = dict[str, Any]
+_FLOOR = 1e-12  # where the file does not say it
+_TINY = 1e-9  # a difference of eps that no sum of weights shows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """How the code of one model_type routes.
+
+    score, order, group_score, bias, eps: as RouterSpec's (bias: its selection_bias), or keys of the
+        file: `score_key` names the score, `bias_key` says whether there is a bias, `floor_key` is
+        RouterSpec's floor.
+    renormalize: None where the file's norm_topk_prob says it, `unsaid` where it does not.
+    groups: (n_group, topk_group) of a file that does not say them; None where the code has none.
+    method_key: the file's topk_method is "greedy" (no groups, also where unsaid) or
+        "group_limited_greedy".
+    only: keys whose value, where it is stated, must be this one, or the router is another.
+    """
+
+    score: str = "softmax"
+    order: str = "score_first"
+    group_score: str = "top2"
+    bias: bool = False
+    eps: float = 0.0
+    renormalize: bool | None = None
+    unsaid: bool = True
+    groups: tuple[int, int] | None = None
+    score_key: str = ""
+    bias_key: str = ""
+    floor_key: str = ""
+    method_key: str = ""
+    only: tuple[tuple[str, object], ...] = ()
+
+
+_SOFTMAX = (("scoring_func", "softmax"),)
+_SIGMOID = (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"))
+
+
+def _renormalized_by_key(*, unsaid: bool) -> Rule:
+    return Rule(unsaid=unsaid)
+
+
+def _deepseek_v3(groups: tuple[int, int] = (1, 1), *, unsaid: bool = True) -> Rule:
+    return Rule(score="sigmoid", bias=True, eps=1e-20, unsaid=unsaid, groups=groups, only=_SIGMOID)
+
+
+_ALWAYS, _NEVER = Rule(renormalize=True), Rule(renormalize=False)
+_TOPK_FIRST = Rule(order="topk_first", renormalize=False)
+_BIASED_SIGMOID = Rule(score="sigmoid", bias=True, renormalize=True)
+_DEEPSEEK_V2 = Rule(
+    group_score="max",
+    renormalize=False,
+    groups=(1, 1),
+    method_key="topk_method",
+    only=(("norm_topk_prob", False), *_SOFTMAX),
+)
+
+RULES: dict[str, Rule] = {
+    "afmoe": replace(_BIASED_SIGMOID, eps=1e-20),
+    "aria_text": _TOPK_FIRST,
+    "axk1": _deepseek_v3((8, 4)),
+    "cohere2_moe": Rule(order="topk_first", score_key="expert_selection_fn"),
+    "deepseek_ocr2_text": _DEEPSEEK_V2,
+    "deepseek_v2": _DEEPSEEK_V2,
+    "deepseek_v3": _deepseek_v3((8, 4)),
+    "deepseek_v32": _deepseek_v3((8, 4)),
+    "dots1": _deepseek_v3(unsaid=False),
+    "ernie4_5_moe": Rule(bias=True, renormalize=True, floor_key="moe_norm_min"),
+    "exaone_moe": _deepseek_v3(),
+    "flex_olmo": _renormalized_by_key(unsaid=False),
+    "flint": Rule(score="sigmoid"),
+    "glm4_moe": _deepseek_v3(),
+    "glm4_moe_lite": _deepseek_v3(),
+    "glm4v_moe_text": _deepseek_v3(),
+    "glm_moe_dsa": _deepseek_v3(),
+    "gpt_oss": _TOPK_FIRST,
+    "granitemoe": _TOPK_FIRST,
+    "granitemoe_swa": _TOPK_FIRST,
+    "granitemoehybrid": _TOPK_FIRST,
+    "granitemoeshared": _TOPK_FIRST,
+    "hunyuan_v1_moe": _ALWAYS,
+    "jamba": _NEVER,
+    "kimi_k2": _deepseek_v3((8, 4)),
+    "kolibri1": Rule(score="sigmoid", order="topk_first", bias=True, unsaid=False),
+    "laguna": replace(_BIASED_SIGMOID, only=(("moe_router_logit_softcapping", 0.0),)),
+    "lfm2_moe": Rule(score="sigmoid", bias=True, bias_key="use_expert_bias", eps=1e-6),
+    "llama4_text": Rule(score="sigmoid", order="topk_first", renormalize=False),
+    "longcat_flash": Rule(bias=True, renormalize=False),
+    "mellum": _renormalized_by_key(unsaid=True),
+    "mimo_v2_flash": _deepseek_v3(),
+    "minimax": _ALWAYS,
+    "minimax_m2": _BIASED_SIGMOID,
+    "mistral4": Rule(eps=1e-20, groups=(1, 1)),
+    "mixtral": _ALWAYS,
+    "nemotron_h": _deepseek_v3(),
+    "olmoe": _renormalized_by_key(unsaid=False),
+    "qwen2_moe": _renormalized_by_key(unsaid=False),
+    "qwen3_5_moe_text": _ALWAYS,
+    "qwen3_moe": _renormalized_by_key(unsaid=False),
+    "qwen3_next": _renormalized_by_key(unsaid=True),
+    "qwen3_omni_moe_talker_text": _renormalized_by_key(unsaid=False),
+    "qwen3_omni_moe_text": _renormalized_by_key(unsaid=True),
+    "qwen3_vl_moe_text": _ALWAYS,
+    "qwen4_exp_text": _renormalized_by_key(unsaid=True),
+    "sarvam_mla": _deepseek_v3((8, 4)),
+    "sarvam_moe": _deepseek_v3(),
+    "solar_open": _deepseek_v3(),
+    "unlimited_ocr_text": _DEEPSEEK_V2,
+}
+
+
+def router_of_config(path: Path, config: Config, top_k: int) -> RouterSpec | None:
+    """Return the router that a config.json's object of a known model_type describes.
+
+    top_k: K, as the file's layer has it. None for a model_type whose router is not in RULES.
+    ConfigurationError for a value that the type's code does not have, or that RouterSpec refuses.
+    """
+    rule = RULES.get(config["model_type"])
+    if rule is None:
+        return None
+    for key, value in rule.only:
+        stated = config.get(key)
+        if stated is not None and stated != value:
+            raise _bad(path, key, stated, f"{value}: its router is not known otherwise")
+    bias = rule.bias
+    if rule.bias_key:
+        bias = _flag(path, config, rule.bias_key, unsaid=rule.bias)
+    score = _score(path, config, rule)
+    renormalize = rule.renormalize
+    if renormalize is None:
+        renormalize = _flag(path, config, "norm_topk_prob", unsaid=rule.unsaid)
+    if score == "softmax" and rule.order == "topk_first":
+        renormalize = False  # the weights of a token sum to 1 as they are
+    groups, topk_groups = _groups(path, config, rule)
+    return RouterSpec(
+        top_k,
+        score=score,  # type: ignore[arg-type]
+        order=rule.order,  # type: ignore[arg-type]
+        groups=groups,
+        topk_groups=topk_groups,
+        group_score=rule.group_score if groups > 1 else "top2",  # type: ignore[arg-type]
+        selection_bias=bias,
+        renormalize=renormalize,
+        eps=rule.eps if renormalize else 0.0,
+        floor=_floor(path, config, rule),
+    )
+
+
+def _score(path: Path, config: Config, rule: Rule) -> str:
+    score = config.get(rule.score_key) if rule.score_key else None
+    if score is None:
+        return rule.score
+    if score not in ("softmax", "sigmoid"):
+        raise _bad(path, rule.score_key, score, "softmax or sigmoid")
+    return str(score)
+
+
+def _floor(path: Path, config: Config, rule: Rule) -> float:
+    if not rule.floor_key:
+        return 0.0
+    floor = config.get(rule.floor_key, _FLOOR)
+    if type(floor) is not float or not 0 <= floor < 1:
+        raise _bad(path, rule.floor_key, floor, "a number from 0 to 1")
+    return floor
+
+
+def _groups(path: Path, config: Config, rule: Rule) -> tuple[int, int]:
+    if rule.groups is None:
+        return 1, 1
+    if rule.method_key:
+        method = config.get(rule.method_key)
+        if method in (None, "greedy"):
+            return 1, 1
+        if method != "group_limited_greedy":
+            raise _bad(path, rule.method_key, method, "greedy or group_limited_greedy")
+    found = []
+    for key, unsaid in zip(("n_group", "topk_group"), rule.groups, strict=True):
+        value = config.get(key)
+        value = unsaid if value is None else value
+        if type(value) is not int or value < 1:
+            raise _bad(path, key, value, "a whole number from 1")
+        found.append(value)
+    return found[0], found[1]
+
+
+def _flag(path: Path, config: Config, key: str, *, unsaid: bool) -> bool:
+    value = config.get(key)
+    if value is None:
+        return unsaid
+    if not isinstance(value, bool):
+        raise _bad(path, key, value, "true or false")
+    return value
+
+
+def router_differences(spec: RouterSpec, other: RouterSpec) -> tuple[str, ...]:
+    """Return the fields of two routers that differ where it changes what is computed."""
+    one, two = vars(_effective(spec)), vars(_effective(other))
+    return tuple(name for name, value in one.items() if not _same(value, two[name]))
+
+
+def _effective(spec: RouterSpec) -> RouterSpec:
+    """Return a spec that computes the same, with what it does not use at its defaults."""
+    if spec.groups == spec.topk_groups:
+        spec = replace(spec, groups=1, topk_groups=1, group_score="top2")
+    if spec.order == "topk_first" and spec.score == "softmax":
+        spec = replace(spec, renormalize=False, eps=0.0, floor=0.0)
+    return spec
+
+
+def _same(one: object, two: object) -> bool:
+    if isinstance(one, float) and isinstance(two, float):
+        return abs(one - two) <= _TINY
+    return one == two
+
+
+def _bad(path: Path, key: str, got: object, need: str) -> ConfigurationError:
+    return ConfigurationError(f"model {str(path)[:200]}", got=f"{key} = {str(got)[:80]}", need=need)

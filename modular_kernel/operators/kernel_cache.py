@@ -1,0 +1,151 @@
+"""Kernels by capacity: layers of one shape share them, at any number of tokens.
+
+    planned = Planned()
+    y_TH = planned.run((NO_EP, "TorchExperts"), problem, x_TH, weights, routing)
+
+A call of T tokens runs on the kernel of the next power of two.
+"""
+
+import threading
+from collections import OrderedDict
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import cache, lru_cache
+from typing import Any, Literal
+
+import torch
+
+from modular_kernel.catalog import check, make_kernel, this_machine
+from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
+from modular_kernel.errors import StateError
+from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.plan import capacity_of
+from modular_kernel.replay.recording import capturing
+from modular_kernel.spec.problem import Machine, Problem
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.utils import forks
+
+NO_EP = "MoEPrepareAndFinalizeNoEP"
+
+PrepareFinalize = str | type[PrepareAndFinalize]
+Experts = str | type[PermuteExpertsUnpermute]
+Pairing = tuple[PrepareFinalize, Experts]
+_Key = tuple[Pairing, Problem, torch.device]
+
+
+@lru_cache(maxsize=1 << 12)
+def _of_tokens(problem: Problem, tokens: int) -> Problem:
+    """Return one object for equal problems: what is looked up by it is found by identity."""
+    return problem.with_tokens(tokens)
+
+
+@cache
+def machine_of(kind: Literal["cuda", "cpu"]) -> Machine:
+    """Describe this machine, or its CPU."""
+    return this_machine(device=kind)
+
+
+def usual_experts(prepare: PrepareFinalize, problem: Problem, device: torch.device) -> Experts:
+    """Return TritonExperts on a GPU that they serve `problem` on, else TorchExperts."""
+    if device.type != "cuda":
+        return "TorchExperts"
+    served = check(prepare, "TritonExperts", problem, machine_of("cuda")).ok
+    return "TritonExperts" if served else "TorchExperts"
+
+
+def pairing_told(
+    pairing: tuple[PrepareFinalize, Experts | None], problem: Problem, device: torch.device
+) -> str:
+    """Name both parts; experts that are None as `usual_experts` chooses them, with the device."""
+    prepare, experts = pairing
+    if experts is not None:
+        told = _name(experts)
+    elif device.type == "meta":
+        told = "experts not chosen yet (by device, and parameters are on meta)"
+    else:
+        told = f"{_name(usual_experts(prepare, problem, device))} (default on {device.type})"
+    return f"{_name(prepare)}, {told}"
+
+
+def _name(part: PrepareFinalize | Experts) -> str:
+    return part if isinstance(part, str) else part.__name__
+
+
+class Planned:
+    """Kernels of pairings, problems and devices; of more than `most_kernels`, the least recently
+    used are dropped, with the plans of their calls.
+    """
+
+    def __init__(self, *, most_kernels: int = 256) -> None:
+        self.kernels: OrderedDict[_Key, FusedMoEModularKernel] = OrderedDict()
+        self._most_kernels = most_kernels
+        self._turn = threading.RLock()
+        forks.on_fork(self)
+
+    def after_fork(self) -> None:
+        """In a forked child, unlock what a thread that is not there had locked."""
+        forks.renew(self._turn)
+
+    def kernel(
+        self, pairing: Pairing, problem: Problem, device: torch.device
+    ) -> FusedMoEModularKernel:
+        """Return the kernel of just this problem; IncompatibleError if the pairing is refused.
+
+        StateError if there is none yet, and a CUDA graph is being captured.
+        """
+        key = (pairing, problem, device)
+        with self._turn:
+            kernel = self.kernels.get(key)
+            if kernel is None:
+                if capturing(device):  # kernels are compiled and loaded as they are made
+                    got, need = "a CUDA graph being captured", "warm_up, or a call, before it"
+                    raise StateError("a kernel of a new size", got=got, need=need)
+                kind: Literal["cuda", "cpu"] = "cuda" if device.type == "cuda" else "cpu"
+                kernel = make_kernel(*pairing, problem, machine=machine_of(kind))
+                kernel.count_invalid_ids_on(device)
+                self.kernels[key] = kernel
+            self.kernels.move_to_end(key)
+            while len(self.kernels) > self._most_kernels:
+                self.kernels.popitem(last=False)
+        return kernel
+
+    def run(
+        self,
+        pairing: Pairing,
+        problem: Problem,
+        x_TH: torch.Tensor,
+        weights: ExpertWeights,
+        routing: Routing,
+    ) -> torch.Tensor:
+        """Run a call of `problem`, whatever its tokens; returns a new tensor.
+
+        Every InputError of a kernel's call, and IncompatibleError if the pairing is refused.
+        """
+        device = x_TH.device
+        problem = _of_tokens(problem, capacity_of(x_TH.shape[0]))
+        with current(device):
+            kernel = self.kernel(pairing, problem, device)
+            return kernel(x_TH, weights, with_ids_of(kernel, routing))
+
+    def warm_up(self, pairing: Pairing, problem: Problem, device: torch.device) -> None:
+        """Make the kernel and plan of problem.tokens: calls of as many allocate their output alone.
+
+        Nothing is kept for calls that allocate their own workspace (see `call_plans`).
+        """
+        problem = _of_tokens(problem, capacity_of(problem.tokens))
+        with current(device):
+            self.kernel(pairing, problem, device).reserve_workspace(problem.tokens, device)
+
+
+def with_ids_of(kernel: FusedMoEModularKernel, routing: Routing) -> Routing:
+    """Return the routing with ids of the dtype that the kernel's parts want."""
+    dtype = kernel.prepare_finalize.topk_indices_dtype() or kernel.problem.ids_dtype
+    ids_TK = routing.topk_ids_TK
+    if dtype in (None, ids_TK.dtype) or ids_TK.dtype not in (torch.int32, torch.int64):
+        return routing
+    return replace(routing, topk_ids_TK=ids_TK.to(dtype))
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels are launched on the current GPU, which a model spread over several may not set."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

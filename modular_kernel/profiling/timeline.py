@@ -1,0 +1,79 @@
+"""Colors of stages, and a call drawn on the host and on the device."""
+
+from collections.abc import Sequence
+
+from modular_kernel.profiling.events import CallTimes, Span
+from modular_kernel.profiling.summary import number
+from modular_kernel.replay import stages
+from modular_kernel.report.pages.document import Figure
+from modular_kernel.report.pages.plots import Scale, svg, text, titled
+
+_WIDTH, _LEFT, _RIGHT = 920, 140, 20
+_ROW, _BAR = 18, 15
+_COLORS = {
+    stages.QUANTIZE_INPUT: "#b07aa1",
+    stages.DISPATCH: "#f28e2b",
+    stages.SORT: "#9c755f",
+    stages.PERMUTE: "#edc948",
+    stages.GEMM1: "#4e79a7",
+    stages.QUANTIZE: "#d37295",
+    stages.GEMM2: "#59a14f",
+    stages.UNPERMUTE: "#86bcb6",
+    stages.REDUCE: "#76b7b2",
+    stages.COMBINE: "#e15759",
+}
+_OTHER = "#a0a0a0"
+_MAIN = (stages.GEMM1, stages.GEMM2, stages.DISPATCH, stages.COMBINE)
+
+
+def color(stage: str) -> str:
+    """Return the color of a stage; of a fused one that of its product, exchange or first part."""
+    names = stages.parts(stage)
+    main = next((name for name in names if name in _MAIN), names[0])
+    return _COLORS.get(main, _OTHER)
+
+
+def timeline(call: CallTimes) -> Figure:
+    """Draw the call on the host and on the device, each from its own first moment."""
+    lanes = [("host", [span for span in call.ranges if span.stage != stages.CALL])]
+    if call.work:
+        lanes.append(("device", list(call.work)))
+    shapes: list[str] = []
+    y = 4
+    for name, spans in lanes:
+        y += _lane(shapes, name, spans, y) + 10
+    title = "One call: ranges on the host, and work on the device"
+    return Figure("timeline", svg(shapes, _WIDTH, y, title), title)
+
+
+def _lane(shapes: list[str], name: str, spans: Sequence[Span], y: int) -> int:
+    """Add one lane's shapes; return its height."""
+    start = min((span.start_us for span in spans), default=0.0)
+    end = max((span.end_us for span in spans), default=0.0)
+    scale = Scale(0.0, max(end - start, 1e-9), 0.0, _WIDTH - _LEFT - _RIGHT, log=False)
+    label = f"{name}, {number(end - start)} us"
+    shapes.append(text(_LEFT - 8, y + _BAR - 3, label, ' text-anchor="end"'))
+    levels = _levels(spans)
+    for span, level in zip(spans, levels, strict=True):
+        us = span.end_us - span.start_us
+        title = f"{span.name}: {number(us)} us"
+        if span.name != span.stage:
+            title = f"{span.stage} - {title}"
+        place = (
+            f'x="{_LEFT + scale.at(span.start_us - start):.1f}" y="{y + level * _ROW}" '
+            f'width="{max(scale.at(us), 0.6):.1f}" height="{_BAR}" fill="{color(span.stage)}"'
+        )
+        shapes.append(titled("rect", place, title))
+    return (max(levels, default=0) + 1) * _ROW
+
+
+def _levels(spans: Sequence[Span]) -> list[int]:
+    """Return how many spans before each in time are not over when it begins."""
+    order = sorted(range(len(spans)), key=lambda i: (spans[i].start_us, -spans[i].end_us))
+    levels, active = [0] * len(spans), list[tuple[float, int]]()
+    for index in order:
+        active = [each for each in active if each[0] > spans[index].start_us]
+        taken = {level for _, level in active}
+        levels[index] = next(level for level in range(len(taken) + 1) if level not in taken)
+        active.append((spans[index].end_us, levels[index]))
+    return levels

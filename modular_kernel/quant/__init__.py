@@ -1,0 +1,1 @@
+"""Quantized weights: tensors of each scheme, scale layouts, repacking and preparation for kernels."""

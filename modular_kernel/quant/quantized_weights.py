@@ -1,0 +1,408 @@
+"""Quantized expert weights: what their tensors must be, from numbers to tensors, and back.
+
+With q stored, s its scale and z its zero point, a weight is
+
+    float8_e4m3fn, int8   q s
+    uint8, uint4          (q - z) s, where z is 128 or 8 if the scheme has no zero points
+    float4_e2m1           e2m1(q) 2^(s - 127), s a byte (E8M0), or (e2m1(q) s) g, s e4m3 and g
+                          float32 of the whole matrix (`modular_kernel.quant.nvfp4`)
+
+Two nibbles share a byte: of weights the even k is the low one, of zero points the even n; repacked
+e2m1 weights lie as `modular_kernel.quant.repacking` says. A tile of rows or columns may be ragged at the
+end of a matrix: it has a scale like any other.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import torch
+
+from modular_kernel.errors import (
+    ConfigurationError,
+    DeviceError,
+    DtypeError,
+    LayoutError,
+    ShapeError,
+    WeightsError,
+)
+from modular_kernel.quant import nvfp4, repacking
+from modular_kernel.quant.scale_tiles import (
+    ceil_div,
+    extremes,
+    from_e8m0,
+    pack_pairs,
+    spread,
+    unpack_pairs,
+)
+from modular_kernel.spec.problem import Problem, dtype_name
+from modular_kernel.spec.quantization import QUANT_SCHEMES, QuantScheme
+from modular_kernel.tensors import ExpertWeights, check_weight_tensors
+from modular_kernel.utils.argument_checks import expect
+
+# Names of every scheme that can be executed, of those whose activations are 8-bit values that may
+# be dispatched so, and of those whose activations stay as they are or become such.
+SCHEMES = frozenset(QUANT_SCHEMES)
+ACTIVATION_SCHEMES = frozenset(n for n in SCHEMES if QUANT_SCHEMES[n].travels_quantized)
+UP_TO_8_BITS = frozenset(n for n in SCHEMES if not QUANT_SCHEMES[n].scales_by_expert)
+
+STORAGE = {
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "uint4": torch.uint8,
+    "float4_e2m1": torch.uint8,
+}
+# The largest magnitude that a symmetric scale maps to, and the zero point that is not stored.
+LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0, "uint8": 127.0, "uint4": 7.0}
+MIDDLE = {"uint8": 128, "uint4": 8}
+_TOP = {"uint8": 255, "uint4": 15}
+# The least scale a computed one can have: zeros stay zeros, and 1 / scale stays finite.
+MIN_SCALE = 2.0**-33
+
+_Quantize = Callable[[torch.Tensor], Sequence[torch.Tensor | None]]
+_WEIGHTS_AT_ONCE = 1 << 25  # that float32 copies are made of
+
+# Fields of ExpertWeights beside w1, w2, biases and expert_map.
+SCALE_FIELDS = (
+    "w1_scale",
+    "w2_scale",
+    "w1_zero_point",
+    "w2_zero_point",
+    "a1_scale",
+    "a2_scale",
+    "w1_global_scale",
+    "w2_global_scale",
+    "w1_order",
+)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What one tensor must be. legend: its shape in letters."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    legend: str
+
+    def __str__(self) -> str:
+        return f"{self.legend} = {self.shape} {' or '.join(map(dtype_name, self.dtypes))}"
+
+
+def values_at_once(scheme: QuantScheme) -> int:
+    """Of a row, that a stored byte or repacked word holds whole: a row is a multiple of them."""
+    if scheme.repacked:
+        return repacking.VALUES
+    return 2 if scheme.packed else 1
+
+
+def unpackable(problem: Problem) -> tuple[str, ...]:
+    """Return which of "hidden" and "intermediate" are no multiple of `values_at_once`."""
+    step = values_at_once(problem.scheme)
+    if step == 1:
+        return ()
+    return tuple(name for name in ("hidden", "intermediate") if getattr(problem, name) % step)
+
+
+def weight_specs(problem: Problem) -> Mapping[str, TensorSpec]:
+    """Return the spec of every field of ExpertWeights that the scheme has; others must be None.
+
+    Biases and expert_map are not among them. ConfigurationError if the problem cannot be stored.
+    """
+    expect("problem", problem, Problem)
+    return _weight_specs(problem)
+
+
+@cache
+def _weight_specs(problem: Problem) -> Mapping[str, TensorSpec]:
+    scheme = problem.scheme
+    for name in unpackable(problem):
+        step = values_at_once(scheme)
+        need = f"a multiple of {step}: {scheme} packs so many values of a row together"
+        raise ConfigurationError(name, got=getattr(problem, name), need=need)
+    rows = "2I" if problem.act.gated else "I"
+    specs = _matrix_specs("w1", problem, (problem.w1_rows, problem.hidden), (rows, "H"))
+    specs |= _matrix_specs("w2", problem, (problem.hidden, problem.intermediate), ("H", "I"))
+    if scheme.act_order:
+        shape = (problem.e, problem.hidden)
+        specs["w1_order"] = TensorSpec(shape, (torch.int32,), "(e, H)")
+    if scheme.static:
+        one = TensorSpec((1,), (torch.float32,), "(1,)")
+        if scheme.scales_by_expert:
+            one = TensorSpec((problem.e,), (torch.float32,), "(e,)")
+        specs |= {"a1_scale": one, "a2_scale": one}
+    return specs
+
+
+def _matrix_specs(
+    name: str, problem: Problem, sizes: tuple[int, int], letters: tuple[str, str]
+) -> dict[str, TensorSpec]:
+    scheme, e, (rows, depth), (n, k) = problem.scheme, problem.e, sizes, letters
+    if not scheme.quantized:
+        return {name: TensorSpec((e, rows, depth), (problem.dtype,), f"(e, {n}, {k})")}
+    stored = (STORAGE[scheme.weight],)
+    if scheme.packed:
+        specs = {name: TensorSpec((e, rows, depth // 2), stored, f"(e, {n}, {k} / 2)")}
+    else:
+        specs = {name: TensorSpec((e, rows, depth), stored, f"(e, {n}, {k})")}
+    shape: tuple[int, ...]
+    if scheme.granularity == "tensor":
+        shape, legend = (e,), "(e,)"
+    elif scheme.granularity == "channel":
+        shape, legend = (e, rows), f"(e, {n})"
+    elif scheme.granularity == "block":
+        bn, bk = scheme.group
+        shape = (e, ceil_div(rows, bn), ceil_div(depth, bk))
+        legend = f"(e, ceil({n} / {bn}), ceil({k} / {bk}))"
+    else:
+        (g,) = scheme.group
+        groups = f"ceil({k} / {g})"
+        shape, legend = (e, rows, ceil_div(depth, g)), f"(e, {n}, {groups})"
+        if scheme.zero_points and scheme.packed:
+            zeros = TensorSpec(
+                (e, rows // 2, ceil_div(depth, g)), (torch.uint8,), f"(e, {n} / 2, {groups})"
+            )
+            specs[f"{name}_zero_point"] = zeros
+        elif scheme.zero_points:
+            specs[f"{name}_zero_point"] = TensorSpec(shape, (torch.uint8,), legend)
+    specs[f"{name}_scale"] = TensorSpec(shape, _scale_dtypes(problem), legend)
+    if scheme.matrix_scales:
+        count = matrices_of(name, problem)
+        legend = f"(e, {count})"
+        specs[f"{name}_global_scale"] = TensorSpec((e, count), (torch.float32,), legend)
+    return specs
+
+
+def matrices_of(name: str, problem: Problem) -> int:
+    """How many projections w1 or w2 holds: gate and up, or one."""
+    return 2 if name == "w1" and problem.act.gated else 1
+
+
+def _scale_dtypes(problem: Problem) -> tuple[torch.dtype, ...]:
+    scheme = problem.scheme
+    if scheme.weight == "float4_e2m1":
+        return (torch.float8_e4m3fn if scheme.matrix_scales else torch.uint8,)
+    if scheme.quantizes_activations or problem.dtype is torch.float32:
+        return (torch.float32,)
+    if scheme.weight in MIDDLE:  # 16-bit files have either, whatever the layer computes in
+        return (torch.float32, torch.float16, torch.bfloat16)
+    return (torch.float32, problem.dtype)
+
+
+def check_weights_quantized(weights: ExpertWeights, problem: Problem, device: torch.device) -> None:
+    """w1, w2, their scales and zero points, and static scales exactly as the scheme has them.
+
+    w1 and w2 may be strided; everything beside them is contiguous, on `device`.
+    """
+    specs = weight_specs(problem)
+    for name in ("w1", "w2", *SCALE_FIELDS):
+        tensor, spec = getattr(weights, name), specs.get(name)
+        if spec is None and tensor is not None:
+            raise WeightsError(name, got="a tensor", need=f"None for quant={problem.quant}")
+        if spec is not None and tensor is None:
+            raise WeightsError(name, got="None", need=f"{spec} for quant={problem.quant}")
+        if spec is not None and tensor is not None:
+            _check(name, tensor, spec, device)
+
+
+def _check(name: str, tensor: torch.Tensor, spec: TensorSpec, device: torch.device) -> None:
+    if tuple(tensor.shape) != spec.shape:
+        raise ShapeError(name, got=tuple(tensor.shape), need=f"{spec.legend} = {spec.shape}")
+    if tensor.dtype not in spec.dtypes:
+        need = " or ".join(map(dtype_name, spec.dtypes))
+        raise DtypeError(name, got=dtype_name(tensor.dtype), need=need)
+    if tensor.device != device:
+        raise DeviceError(name, got=tensor.device, need=f"{device}, where x is")
+    if name in SCALE_FIELDS and not tensor.is_contiguous():
+        raise LayoutError(name, got=f"strides {tensor.stride()}", need="contiguous")
+
+
+# ------------------------------------------------------------------------- tensors to numbers
+
+
+def values_of(
+    weights: ExpertWeights, name: str, problem: Problem, experts: slice = slice(None)
+) -> torch.Tensor:
+    """float32 (e, N, K) of w1 or w2 of some experts, from all the fields that it has.
+
+    Columns of w1 are in the order of x; those of w2 as they lie.
+    """
+
+    def field(end: str) -> torch.Tensor | None:
+        tensor: torch.Tensor | None = getattr(weights, f"{name}{end}")
+        return None if tensor is None else tensor[experts]
+
+    w_eNK, scale = field(""), field("_scale")
+    assert w_eNK is not None
+    assert scale is not None
+    values = dequantize(w_eNK, scale, field("_zero_point"), problem.scheme)
+    if name == "w1" and weights.w1_order is not None:
+        order, columns = weights.w1_order[experts].long(), values.shape[2]
+        # One column more for those of w1 that multiply none of x.
+        order = torch.where((order < 0) | (order >= columns), columns, order)[:, None]
+        room = values.new_zeros(*values.shape[:2], columns + 1)
+        values = room.scatter_(2, order.expand_as(values), values)[..., :columns].contiguous()
+    whole = field("_global_scale")
+    if whole is None:
+        return values
+    of_row = nvfp4.matrix_of_rows(
+        values.shape[1], whole.shape[1], interleaved=problem.act.interleaved
+    )
+    return values * whole[:, of_row.to(whole.device), None]
+
+
+def dequantize(
+    w_eNK: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    scheme: QuantScheme,
+) -> torch.Tensor:
+    """float32 (e, N, K) of weights stored as `weight_specs` says; computed in float32.
+
+    Of nvfp4 without the scale of the matrix: `values_of` has it.
+    """
+    if scheme.repacked:
+        w_eNK = repacking.as_nibbles(w_eNK)
+    if scheme.packed:
+        w_eNK = unpack_pairs(w_eNK, 2)
+    depth = w_eNK.shape[2]
+    if scheme.weight == "float4_e2m1":
+        values = nvfp4.e2m1_values(w_eNK)
+        if not scheme.matrix_scales:
+            scale = from_e8m0(scale)
+    else:
+        values = w_eNK.float()
+    rows = values.shape[1]
+    if scheme.weight in MIDDLE:
+        if zero_point is None:
+            values = values - MIDDLE[scheme.weight]
+        else:
+            zero = unpack_pairs(zero_point, 1) if scheme.packed else zero_point
+            values = values - spread(zero.float(), scheme, rows, depth)
+    return values * spread(scale.float(), scheme, rows, depth)
+
+
+# ------------------------------------------------------------------------- numbers to tensors
+
+
+def quantize_weights(
+    weights: ExpertWeights, problem: Problem, *, scale_dtype: torch.dtype = torch.float32
+) -> ExpertWeights:
+    """Quantize the weights of `problem`: round each value to the nearest one it can have.
+
+    weights: w1 (e, N, H) and w2 (e, H, I) in any floating dtype and any strides; biases,
+    expert_map and, for a static scheme, a1_scale and a2_scale are taken over. scale_dtype: of
+    the scales, where the scheme lets it be the problem's. Equal weights give equal bits. Beside
+    the result it takes memory for float32 copies of some experts at a time. Raises the InputError
+    of a weight that cannot be read (see `modular_kernel.utils.tensor_checks`) or does not fit.
+    """
+    specs, scheme = weight_specs(problem), problem.scheme
+    expect("weights", weights, ExpertWeights)
+    check_weight_tensors(weights)
+    expect("scale_dtype", scale_dtype, torch.dtype)
+    sizes = {
+        "w1": (problem.e, problem.w1_rows, problem.hidden),
+        "w2": (problem.e, problem.hidden, problem.intermediate),
+    }
+    if not scheme.quantized:
+        raise ConfigurationError("quant", got=problem.quant, need="a quantized scheme")
+    if scheme.weight == "float4_e2m1":
+        (scale_dtype,) = specs["w1_scale"].dtypes
+    fields: dict[str, torch.Tensor | None] = {}
+    for name, shape in sizes.items():
+        w_eNK = getattr(weights, name)
+        if tuple(w_eNK.shape) != shape:
+            raise ShapeError(name, got=tuple(w_eNK.shape), need=f"(e, N, K) = {shape}")
+        if not w_eNK.dtype.is_floating_point or w_eNK.element_size() < 2:
+            raise DtypeError(name, got=dtype_name(w_eNK.dtype), need="unquantized weights")
+        allowed = specs[f"{name}_scale"].dtypes
+        if scale_dtype not in allowed:
+            need = " or ".join(map(dtype_name, allowed))
+            raise ConfigurationError("scale_dtype", got=dtype_name(scale_dtype), need=need)
+        if scheme.act_order and name == "w1":
+            w_eNK, fields["w1_order"] = _by_size(w_eNK)
+        parts = (name, f"{name}_scale", f"{name}_zero_point")
+        if scheme.matrix_scales:
+            parts = (name, f"{name}_scale", f"{name}_global_scale")
+            quantize: _Quantize = partial(
+                nvfp4.quantize_matrices,
+                matrices=matrices_of(name, problem),
+                interleaved=problem.act.interleaved,
+            )
+        else:
+            quantize = partial(_quantize, scheme=scheme, scale_dtype=scale_dtype)
+        fields |= zip(parts, _quantize_in_pieces(w_eNK, quantize), strict=True)
+    quantized = replace(weights, **fields)  # type: ignore[arg-type]
+    check_weights_quantized(quantized, problem, weights.w1.device)
+    return quantized
+
+
+def _by_size(w_eNK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return columns by their largest weights, and which each was, (e, K) int32."""
+    order = w_eNK.abs().amax(1).argsort(dim=1, descending=True, stable=True)
+    return w_eNK.gather(2, order[:, None].expand_as(w_eNK)), order.int()
+
+
+def _quantize_in_pieces(w_eNK: torch.Tensor, quantize: _Quantize) -> list[torch.Tensor | None]:
+    """Quantize weights of any floating dtype, as float32 and some experts at a time."""
+    step = max(1, _WEIGHTS_AT_ONCE // w_eNK[0].numel())
+    whole: list[torch.Tensor | None] = []
+    for start in range(0, len(w_eNK), step):
+        some = slice(start, start + step)
+        pieces = quantize(w_eNK[some].float())
+        if not whole:
+            whole = [p if p is None else p.new_empty(len(w_eNK), *p.shape[1:]) for p in pieces]
+        for tensor, piece in zip(whole, pieces, strict=True):
+            if tensor is not None and piece is not None:
+                tensor[some] = piece
+    return whole
+
+
+def _quantize(
+    w_eNK: torch.Tensor, scheme: QuantScheme, scale_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return stored weights, scales and zero points of float32 weights."""
+    if scheme.weight == "float4_e2m1":
+        return _quantize_mxfp4(w_eNK, scheme)
+    rows, depth = w_eNK.shape[1:]
+    high, low = extremes(w_eNK, scheme)
+    # Divisors are tensors: on a GPU torch divides by a number as it multiplies by its reciprocal.
+    if scheme.zero_points:
+        width = high.clamp(min=0) - low.clamp(max=0)
+        scale = width / width.new_tensor(_TOP[scheme.weight])
+    else:
+        scale = torch.maximum(high, -low) / high.new_tensor(LARGEST[scheme.weight])
+    floor = max(MIN_SCALE, torch.finfo(scale_dtype).smallest_normal)
+    scale = scale.clamp(min=floor).to(scale_dtype)
+    q_eNK = w_eNK / spread(scale.float(), scheme, rows, depth)
+    if scheme.weight in ("float8_e4m3fn", "int8"):
+        largest = LARGEST[scheme.weight]
+        if scheme.weight == "int8":
+            q_eNK = q_eNK.round()
+        return q_eNK.clamp(-largest, largest).to(STORAGE[scheme.weight]), scale, None
+    top = _TOP[scheme.weight]
+    zero = None
+    middle: torch.Tensor | int = MIDDLE[scheme.weight]
+    if scheme.zero_points:
+        zero = (-low.clamp(max=0) / scale.float()).round().clamp(0, top)
+        middle = spread(zero, scheme, rows, depth)
+        zero = pack_pairs(zero.to(torch.uint8), 1) if scheme.packed else zero.to(torch.uint8)
+    stored = (q_eNK.round() + middle).clamp(0, top).to(torch.uint8)
+    return pack_pairs(stored, 2) if scheme.packed else stored, scale, zero
+
+
+def _quantize_mxfp4(
+    w_eNK: torch.Tensor, scheme: QuantScheme
+) -> tuple[torch.Tensor, torch.Tensor, None]:
+    """Quantize with the least power of two whose sevenfold is not exceeded.
+
+    What is below 7 rounds to 6, as it would if 8 came next; ties round to the even code.
+    """
+    high, low = extremes(w_eNK, scheme)
+    ratio = (torch.maximum(high, -low) / high.new_tensor(7.0)).clamp(min=MIN_SCALE)
+    mantissa, exponent = torch.frexp(ratio)  # ratio = mantissa 2^exponent, mantissa in [0.5, 1)
+    exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
+    scale = (exponent + 127).clamp(1, 254).to(torch.uint8)
+    scaled = w_eNK / spread(from_e8m0(scale), scheme, *w_eNK.shape[1:])
+    packed = pack_pairs(nvfp4.e2m1_codes(scaled), 2)
+    return repacking.repack(packed) if scheme.repacked else packed, scale, None

@@ -1,0 +1,377 @@
+"""The authority: the layer in plain torch, a loop over experts, sharing no code with any part.
+
+`oracle` computes in float64, on the values that quantized weights stand for. `recipe` is the same
+loop with the roundings that plain torch in the problem's dtype makes, and with quantized
+activations where the scheme has them; its distance from the oracle is the error a correct part
+may have. `twin` rounds where a part says that it does, and nowhere else: what it and the part
+compute differs by the order of float32 sums alone.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from modular_kernel.reference.adapters import Adapters
+from modular_kernel.reference.nvfp4 import held_by_nvfp4
+from modular_kernel.reference.weights import matrix
+from modular_kernel.spec.problem import ActivationSpec, Combine, Problem
+from modular_kernel.spec.quantization import QuantScheme
+from modular_kernel.spec.rounding import Roundings
+from modular_kernel.tensors import ExpertWeights, Routing
+
+Rounding = Callable[[torch.Tensor], torch.Tensor]
+# Of rows (R, K) and each one's local expert, (R,) int64, -1 for none.
+OfRows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+# Of a scale that is computed from activations, so that zeros have one too.
+_LEAST_SCALE = 2.0**-33
+
+
+@dataclass(frozen=True)
+class _Arithmetic:
+    """What is rounded, and where.
+
+    dtype: of every sum. rounded: to the problem's dtype. weight: a dequantized weight. operand:
+    what tensor cores see. x, h: activations (rows, values) as the products see them. gate_up: what
+    GEMM 1 gives, rows: what GEMM 2 gives, weighted: x times router weights. product: of rows (R, K)
+    and a matrix (N, K), (R, N).
+    """
+
+    dtype: torch.dtype
+    rounded: Rounding
+    weight: Rounding
+    operand: Rounding
+    x: OfRows
+    h: OfRows
+    gate_up: Rounding
+    rows: Rounding
+    weighted: Rounding
+    product: Product
+
+
+_ROUNDINGS = ("rounded", "weight", "operand", "gate_up", "rows", "weighted")
+
+
+def oracle(
+    x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing, problem: Problem
+) -> torch.Tensor:
+    """Return the exact output, (T, H) or (T, K, H), float64.
+
+    Ids outside [0, E), and of experts that are not here, are skipped; their weights are not read.
+    """
+    same = dict.fromkeys(_ROUNDINGS, _exact)
+    exact = _Arithmetic(dtype=torch.float64, product=_product, x=_exact_rows, h=_exact_rows, **same)
+    return _moe(x_TH, weights, routing, problem, exact, behind=False)
+
+
+def recipe(
+    x_TH: torch.Tensor,
+    weights: ExpertWeights,
+    routing: Routing,
+    problem: Problem,
+    *,
+    input_weighted: bool = False,
+) -> torch.Tensor:
+    """Return the output of plain torch in the problem's dtype, as float64.
+
+    Products accumulate in float32; x times the router weight (where it goes on the input), GEMM 1
+    with its bias, the activation, GEMM 2 with its bias and the result are each rounded to the
+    problem's dtype. With tf32, operands of both products lose
+    their last 13 mantissa bits, as Hopper's tensor cores drop them.
+
+    A scheme that quantizes activations quantizes x and h: with one scale for all of x and one for
+    all h of valid pairs, with one for each row, or for each group of a row, of nvfp4 below one of
+    the row's expert. The router weight then
+    multiplies the product, not x, unless input_weighted: then x before it is quantized. Otherwise
+    dequantized weights are rounded to the problem's dtype.
+    """
+    quantizes = problem.scheme.quantizes_activations
+    rules = _rounding(weights, problem, Roundings(weights=not quantizes, gate_up=True))
+    behind = quantizes and not input_weighted
+    return _moe(x_TH, weights, routing, problem, rules, behind=behind).double()
+
+
+def twin(
+    x_TH: torch.Tensor,
+    weights: ExpertWeights,
+    routing: Routing,
+    problem: Problem,
+    roundings: Roundings,
+    *,
+    input_weighted: bool,
+) -> torch.Tensor:
+    """Return what a part that rounds as `roundings` says has to return, in the problem's dtype.
+
+    (T, H) or (T, K, H); of one chunk where calls are split. input_weighted: router weights on the
+    input multiply x itself, before it is quantized; otherwise GEMM 1's results, before the bias.
+    """
+    given = x_TH, weights, routing, problem, roundings
+    return twins(*given, input_weighted=input_weighted, jitters=(None,))[0]
+
+
+def twins(
+    x_TH: torch.Tensor,
+    weights: ExpertWeights,
+    routing: Routing,
+    problem: Problem,
+    roundings: Roundings,
+    *,
+    input_weighted: bool,
+    jitters: Sequence[torch.Generator | None],
+) -> torch.Tensor:
+    """Return the twin of one call once for each of `jitters`: (their number, T, ...).
+
+    jitters: each moves every product at random, as much as another order of its float32 sums may;
+    None moves nothing. They are computed as one call of as many copies of the tokens.
+    """
+    copies, tokens = len(jitters), len(x_TH)
+    product = partial(_float32_product, jitters=jitters)
+    rules = _rounding(weights, problem, roundings, product, copies=copies)
+    again = routing.of(torch.arange(tokens, device=x_TH.device).repeat(copies))
+    x_TH = x_TH.repeat(copies, 1)
+    value = _moe(x_TH, weights, again, problem, rules, behind=not input_weighted)
+    return value.to(problem.dtype).view(copies, tokens, *value.shape[1:])
+
+
+def _rounding(
+    weights: ExpertWeights,
+    problem: Problem,
+    roundings: Roundings,
+    product: Product | None = None,
+    copies: int = 1,
+) -> _Arithmetic:
+    """Float32 arithmetic that rounds to the problem's dtype where it is said.
+
+    product: of a twin, which also quantizes as the parts do, by reciprocals of scales. copies: of a
+    call, one after the other: what has one scale for all its rows has one for each copy.
+    """
+    scheme, reciprocal = problem.scheme, product is not None
+
+    def rounded(value: torch.Tensor) -> torch.Tensor:
+        return value.to(problem.dtype).to(torch.float32)
+
+    def held(
+        rows: torch.Tensor, experts_R: torch.Tensor, *, given: torch.Tensor | None
+    ) -> torch.Tensor:
+        if scheme.scales_by_expert and given is not None:
+            return held_by_nvfp4(rows, experts_R, given, reciprocal=reciprocal)
+        calls = rows.chunk(copies) if copies > 1 else (rows,)
+        return torch.cat([_as_quantized(r, scheme, given, reciprocal=reciprocal) for r in calls])
+
+    quantizes = scheme.quantizes_activations
+    tf32 = problem.fp32_precision == "tf32" and problem.dtype is torch.float32
+    return _Arithmetic(
+        torch.float32,
+        rounded=rounded,
+        weight=rounded if roundings.weights else _exact,
+        operand=_drop_13_bits if tf32 and not quantizes else _exact,
+        x=partial(held, given=weights.a1_scale) if quantizes else _exact_rows,
+        h=partial(held, given=weights.a2_scale) if quantizes else _exact_rows,
+        gate_up=rounded if roundings.gate_up else _exact,
+        rows=rounded if roundings.rows else _exact,
+        weighted=_exact if scheme.travels_quantized else rounded,
+        product=product or _product,
+    )
+
+
+def _product(a_RK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
+    return _contiguous(a_RK) @ _contiguous(b_NK).T
+
+
+def _contiguous(matrix: torch.Tensor) -> torch.Tensor:
+    """Return a copy without gaps between its rows: float32 products on some CPUs read those."""
+    return matrix.clone(memory_format=torch.contiguous_format)
+
+
+def _float32_product(
+    a_RK: torch.Tensor, b_NK: torch.Tensor, *, jitters: Sequence[torch.Generator | None]
+) -> torch.Tensor:
+    """Return a @ b.T, exact until it is rounded to float32.
+
+    jitters: one for each of as many copies of the rows; it moves theirs, before that, within what
+    sums may be off by.
+    """
+    a_RK, b_NK = a_RK.double(), b_NK.double()
+    exact = a_RK @ b_NK.T
+    if any(each is not None for each in jitters):
+        reach = (a_RK.abs() @ b_NK.abs().T) * 2.0**-24
+        copies = (each.chunk(len(jitters)) for each in (exact, reach))
+        for jitter, moved, by in zip(jitters, *copies, strict=True):
+            if jitter is not None:
+                noise = torch.randn(moved.shape, generator=jitter, dtype=torch.float64)
+                moved += noise.to(moved.device) * by
+    return exact.float()
+
+
+def _exact(value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
+def _exact_rows(rows: torch.Tensor, experts_R: torch.Tensor) -> torch.Tensor:
+    return rows
+
+
+def _drop_13_bits(value: torch.Tensor) -> torch.Tensor:
+    return (value.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
+def _moe(
+    x_TH: torch.Tensor,
+    weights: ExpertWeights,
+    routing: Routing,
+    problem: Problem,
+    rules: _Arithmetic,
+    *,
+    behind: bool,
+) -> torch.Tensor:
+    """behind: router weights on the input multiply GEMM 1's results instead of x."""
+    dtype, rounded, operand = rules.dtype, rules.rounded, rules.operand
+    ids = _local_ids(routing, weights, problem)
+    here = (ids >= 0) & (ids < weights.w1.shape[0])
+    local = torch.where(here, ids, -1).flatten()
+    router = torch.where(here, routing.topk_weights_TK.to(dtype), 0)
+    on_input = problem.apply_router_weight_on_input
+    x = x_TH.to(dtype)
+    if on_input and not behind:
+        x_TKH = torch.where(here[..., None], x[:, None] * router[..., None], 0.0)
+        x_TKH = rules.x(rules.weighted(x_TKH).flatten(0, 1), local).view_as(x_TKH)
+    elif problem.scheme.scales_by_expert:
+        x_TKH = x[:, None].expand(-1, ids.shape[1], -1)
+        x_TKH = rules.x(x_TKH.flatten(0, 1), local).view_as(x_TKH)
+    else:
+        x_TKH = rules.x(x, local)[:, None].expand(-1, ids.shape[1], -1)
+    # Of experts that have any; they may be few of many.
+    some = sorted(set(local[local >= 0].tolist()))
+    pairs = [(expert, (ids == expert).nonzero(as_tuple=True)) for expert in some]
+    h_TKI = torch.zeros(*ids.shape, problem.intermediate, dtype=dtype, device=x.device)
+    adapters = Adapters(
+        weights, routing, product=rules.product, operand=rules.operand, rounded=rounded
+    )
+    for expert, (token, slot) in pairs:
+        w1 = rules.weight(matrix(weights, "w1", expert, problem, dtype))
+        x_RH = x_TKH[token, slot]
+        if weights.w1_order is not None:
+            order = weights.w1_order[expert].long()
+            inside = (order >= 0) & (order < x_RH.shape[1])  # any other column reads 0
+            x_RH = torch.where(inside, x_RH[:, order.where(inside, 0)], 0.0)
+        h = rules.product(operand(x_RH), operand(w1))
+        plain = x[token]
+        if on_input and not behind:
+            plain = rounded(plain * router[token, slot, None])
+        h = h + adapters.of_w1(plain, token, expert, problem.act)
+        if on_input and behind:
+            h = h * router[token, slot, None]
+        if weights.b1 is not None:
+            h = h + weights.b1[expert].to(dtype)
+        h_TKI[token, slot] = rounded(activation(rules.gate_up(h), problem.act))
+    plain_TKI = h_TKI
+    # Rows of skipped pairs are zero: they change no largest value.
+    h_TKI = rules.h(h_TKI.flatten(0, 1), local).view_as(h_TKI)
+    rows_TKH = torch.zeros(*ids.shape, problem.hidden, dtype=dtype, device=x.device)
+    for expert, (token, slot) in pairs:
+        w2 = rules.weight(matrix(weights, "w2", expert, problem, dtype))
+        y = rules.product(operand(h_TKI[token, slot]), operand(w2))
+        y = y + adapters.of_w2(plain_TKI[token, slot], token, expert)
+        if weights.b2 is not None:
+            y = y + weights.b2[expert].to(dtype)
+        rows_TKH[token, slot] = rules.rows(y)
+    return rounded(_combine(rows_TKH, router, problem))
+
+
+def _as_quantized(
+    rows: torch.Tensor, scheme: QuantScheme, given: torch.Tensor | None, *, reciprocal: bool = False
+) -> torch.Tensor:
+    """Float32 rows (R, K) to the nearest values that the scheme can hold; given: static scale.
+
+    reciprocal: a value is multiplied by the float32 reciprocal of its scale instead of divided by
+    it: of values of 16 bits many lie in the middle between two of 8 bits, until that moves them.
+    """
+    if rows.numel() == 0:
+        return rows
+    integers = scheme.activation == "int8"
+    largest = 127.0 if integers else 448.0
+    width = rows.shape[1]
+    if scheme.activation_granularity == "group":
+        width = min(width, scheme.group[1])
+    parts = []
+    for start in range(0, rows.shape[1], width):
+        part = rows[:, start : start + width]
+        amax = part.abs().amax(1, keepdim=True)
+        if scheme.activation_granularity == "tensor":
+            amax = amax.amax()
+        # A tensor: by a number torch divides on a GPU as it multiplies by its reciprocal, and a
+        # scale that is the least bit off decides what becomes of every tie.
+        top = amax.new_tensor(largest)
+        scale = (amax / top).clamp(min=_LEAST_SCALE) if given is None else given
+        scaled = part * (1 / scale) if reciprocal else part / scale
+        scaled = scaled.clamp(-largest, largest)
+        near = scaled.round() if integers else scaled.to(torch.float8_e4m3fn).to(rows.dtype)
+        parts.append(near * scale)
+    return torch.cat(parts, dim=1)
+
+
+def _combine(rows_TKH: torch.Tensor, router: torch.Tensor, problem: Problem) -> torch.Tensor:
+    if problem.combine is Combine.TOPK_UNWEIGHTED:
+        return rows_TKH
+    if not problem.apply_router_weight_on_input:
+        rows_TKH = rows_TKH * router[..., None]
+    rows_TKH = rows_TKH * problem.routed_scaling_factor
+    return rows_TKH if problem.combine is Combine.TOPK_WEIGHTED else rows_TKH.sum(1)
+
+
+def _local_ids(routing: Routing, weights: ExpertWeights, problem: Problem) -> torch.Tensor:
+    """Row of w1 for each pair, -1 where it is skipped: (T, K) int64."""
+    ids = routing.topk_ids_TK.long()
+    valid = (ids >= 0) & (ids < problem.experts)
+    if weights.expert_map is not None:
+        local = weights.expert_map.long()[ids.clamp(0, problem.experts - 1)]
+        return torch.where(valid, local, -1)
+    return torch.where(valid, ids, -1)
+
+
+def activation(value: torch.Tensor, spec: ActivationSpec) -> torch.Tensor:
+    """(R, N) -> (R, I): the rules of ActivationSpec, written out once more."""
+    if spec.kind == "relu2":
+        return value.clamp(min=0).square()
+    if not spec.gated:
+        return _one(value, spec.kind.removesuffix("_no_mul"))
+    gate, up = _gate_and_up(value, spec)
+    if spec.kind == "situ":
+        assert spec.alpha is not None
+        if spec.limit is not None:
+            up = torch.tanh(up / spec.limit) * spec.limit
+        return torch.tanh(gate / spec.alpha) * spec.alpha / (1 + torch.exp(-gate)) * up
+    if spec.kind in ("silu", "gelu", "gelu_tanh"):
+        if spec.limit is not None:
+            gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
+        return _one(gate, spec.kind) * up
+    assert spec.limit is not None
+    up = up.clamp(-spec.limit, spec.limit)
+    if spec.kind == "swiglu_clamp_after":
+        return (gate / (1 + torch.exp(-gate))).clamp(max=spec.limit) * up
+    gate = gate.clamp(max=spec.limit)
+    if spec.kind == "swiglu_clamp_before":
+        return gate / (1 + torch.exp(-gate)) * up
+    assert spec.kind == "swiglu_oai"
+    assert spec.alpha is not None
+    return gate / (1 + torch.exp(-spec.alpha * gate)) * (up + 1)
+
+
+def _gate_and_up(value: torch.Tensor, spec: ActivationSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    if spec.interleaved:
+        return value[:, 0::2], value[:, 1::2]
+    first, second = value.chunk(2, dim=1)
+    return (second, first) if spec.up_first else (first, second)
+
+
+def _one(value: torch.Tensor, kind: str) -> torch.Tensor:
+    if kind == "silu":
+        return value / (1 + torch.exp(-value))
+    if kind == "gelu":
+        return value * 0.5 * (1 + torch.erf(value / 2**0.5))
+    assert kind == "gelu_tanh"
+    inner = (2 / torch.pi) ** 0.5 * (value + 0.044715 * value**3)
+    return value * 0.5 * (1 + torch.tanh(inner))

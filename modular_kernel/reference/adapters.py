@@ -1,0 +1,76 @@
+"""What the adapters of a call's tokens add to both products, in the arithmetic of `reference`."""
+
+from collections.abc import Callable
+
+import torch
+
+from modular_kernel.spec.problem import ActivationSpec
+from modular_kernel.tensors import ExpertWeights, Routing
+
+Rounding = Callable[[torch.Tensor], torch.Tensor]
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (R, K) and (N, K) to (R, N)
+
+
+class Adapters:
+    """Deltas B (A x) of a call, 0 where a token has no adapter.
+
+    u = A x is `rounded`, to the problem's dtype; x and h are read before they are quantized.
+    """
+
+    def __init__(
+        self,
+        weights: ExpertWeights,
+        routing: Routing,
+        *,
+        product: Product,
+        operand: Rounding,
+        rounded: Rounding,
+    ) -> None:
+        self._weights, self._slots_T = weights, routing.slots_T
+        self._product, self._operand, self._rounded = product, operand, rounded
+
+    def of_w1(
+        self, x_RH: torch.Tensor, token: torch.Tensor, expert: int, act: ActivationSpec
+    ) -> torch.Tensor | float:
+        """Return (R, N) for rows (R, H) of these tokens (R,) at an expert."""
+        a, b = self._weights.lora_a13, self._weights.lora_b13
+        if a is None or b is None or self._slots_T is None:
+            return 0.0
+        rank, rows = b.shape[3], b.shape[2]
+        if a.shape[2] == rank:  # one A for gate and up, or no gate
+            return self._delta(x_RH, a, b, token, expert)
+        gates, ups = slice(0, rows // 2), slice(rows // 2, None)
+        if act.interleaved:
+            gates, ups = slice(0, None, 2), slice(1, None, 2)
+        out = x_RH.new_zeros(len(x_RH), rows)
+        for where, part in ((gates, slice(0, rank)), (ups, slice(rank, None))):
+            out[:, where] = self._delta(x_RH, a[:, :, part], b[:, :, where], token, expert)
+        return out
+
+    def of_w2(self, h_RI: torch.Tensor, token: torch.Tensor, expert: int) -> torch.Tensor | float:
+        """Return (R, H) for rows (R, I) of these tokens (R,) at an expert."""
+        a, b = self._weights.lora_a2, self._weights.lora_b2
+        if a is None or b is None or self._slots_T is None:
+            return 0.0
+        return self._delta(h_RI, a, b, token, expert)
+
+    def _delta(
+        self,
+        rows_RK: torch.Tensor,
+        a_LeRK: torch.Tensor,
+        b_LeNR: torch.Tensor,
+        token: torch.Tensor,
+        expert: int,
+    ) -> torch.Tensor:
+        assert self._slots_T is not None
+        slots = self._slots_T[token]
+        out = rows_RK.new_zeros(len(rows_RK), b_LeNR.shape[2])
+        for slot in sorted(set(slots.tolist())):
+            if not 0 <= slot < len(a_LeRK):
+                continue
+            mine = slots == slot
+            a = a_LeRK[slot, expert % a_LeRK.shape[1]].to(out.dtype)
+            b = b_LeNR[slot, expert % b_LeNR.shape[1]].to(out.dtype)
+            u = self._rounded(self._product(self._operand(rows_RK[mine]), self._operand(a)))
+            out[mine] = self._product(self._operand(u), self._operand(b))
+        return out

@@ -1,0 +1,94 @@
+"""The values that stored weights stand for, decoded bit by bit, sharing no code with any part."""
+
+from math import prod
+
+import torch
+
+from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.quantization import QuantScheme
+from modular_kernel.tensors import ExpertWeights
+
+
+def matrix(
+    weights: ExpertWeights, name: str, expert: int, problem: Problem, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the values that one expert's w1 or w2 stands for, (rows, depth)."""
+    scheme = problem.scheme
+    stored: torch.Tensor = getattr(weights, name)[expert]
+    if not scheme.quantized:
+        return stored.to(dtype)
+    rows, depth = stored.shape[0], stored.shape[1] * (2 if scheme.packed else 1)
+    n = torch.arange(rows, device=stored.device)[:, None]
+    k = torch.arange(depth, device=stored.device)[None, :]
+    if scheme.packed:
+        stored = code_at(stored, n, k, scheme)
+    scale: torch.Tensor = getattr(weights, f"{name}_scale")[expert]
+    if scheme.granularity == "channel":
+        scale = scale[n]
+    elif scheme.granularity == "block":
+        scale = scale[n // scheme.group[0], k // scheme.group[1]]
+    elif scheme.granularity == "group":
+        scale = scale[n, k // scheme.group[0]]
+    if scheme.weight == "float4_e2m1":
+        whole = getattr(weights, f"{name}_global_scale")
+        factors = _e2m1_scales(scale, None if whole is None else whole[expert], n, problem)
+        return prod((each.to(dtype) for each in factors), start=_e2m1(stored.to(dtype)))
+    zero_point = getattr(weights, f"{name}_zero_point")
+    value = stored.to(dtype)
+    if zero_point is not None and scheme.packed:
+        zero = zero_point[expert][n // 2, k // scheme.group[0]] >> (4 * (n % 2)) & 15
+        value = value - zero.to(dtype)
+    elif zero_point is not None:
+        value = value - zero_point[expert][n, k // scheme.group[0]].to(dtype)
+    elif scheme.weight in ("uint4", "uint8"):
+        value = value - (8 if scheme.packed else 128)
+    return value * scale.to(dtype)
+
+
+def _e2m1_scales(
+    scale: torch.Tensor, whole: torch.Tensor | None, n: torch.Tensor, problem: Problem
+) -> tuple[torch.Tensor, ...]:
+    """Return what multiplies e2m1 values of rows n, in turn.
+
+    whole: scales of gate and up, or of one matrix.
+    """
+    if whole is None:
+        return (torch.exp2(scale.double() - 127).where(scale != 255, torch.nan),)
+    count = len(whole)
+    return scale, whole[n % count if problem.act.interleaved else n * count // len(n)]
+
+
+# Of a repacked code's bits 0 to 3, by the pair that it is in: the stored bits whose difference each
+# is, counted from the half of a word that the code lies in; 18 is past the upper one, and 0 there.
+_REPACKED_BITS = (
+    ((6,), (7,), (8,), (15,)),
+    ((3,), (4,), (5,), (12,)),
+    ((0, 5), (1, 6), (2, 7), (14, 9)),
+    ((9, 4), (10, 5), (11, 6), (13, 18)),
+)
+
+
+def code_at(
+    stored: torch.Tensor, n: torch.Tensor, k: torch.Tensor, scheme: QuantScheme
+) -> torch.Tensor:
+    """Codes of four bits of rows n and columns k of one expert's weights; repacked, bit by bit."""
+    if not scheme.repacked:
+        return stored[n, k // 2] >> (4 * (k % 2)) & 15
+    code = torch.zeros_like(n + k)
+    for pair, bits in enumerate(_REPACKED_BITS):
+        for place, sources in enumerate(bits):
+            bit = torch.zeros_like(code)
+            for source in sources:
+                at = source + 16 * (k % 2)
+                byte = stored[n, k // 8 * 4 + at.clamp(max=31) // 8].long()
+                bit ^= torch.where(at < 32, byte >> (at % 8) & 1, 0)
+            code += torch.where(k % 8 // 2 == pair, bit << place, 0)
+    return code
+
+
+def _e2m1(code: torch.Tensor) -> torch.Tensor:
+    """sign 1, exponent 2 (bias 1), mantissa 1: (-1)^s 2^(x - 1) (1 + m / 2), or m / 2 if x = 0."""
+    sign, rest = torch.where(code >= 8, -1.0, 1.0), code % 8
+    exponent, mantissa = torch.floor(rest / 2), rest % 2
+    normal = torch.exp2(exponent - 1) * (1 + mantissa / 2)
+    return sign.to(code.dtype) * torch.where(exponent == 0, mantissa / 2, normal)

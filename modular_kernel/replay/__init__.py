@@ -1,0 +1,1 @@
+"""Launch replay: kernel launches are recorded once and replayed by later calls."""

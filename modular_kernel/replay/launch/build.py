@@ -1,0 +1,92 @@
+"""Compiles a C file of this package into a Python module, and keeps the result."""
+
+import importlib.util
+import platform
+import subprocess
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from modular_kernel.errors import ModularKernelError
+from modular_kernel.replay.launch.compiled_files import find, keep, key_of
+from modular_kernel.settings import c_compiler
+from modular_kernel.text import printable
+
+_SECONDS = 120.0  # for a compiler; it takes one or two
+_MOST_WORDS = 300
+_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
+_FLAGS = ("-O3", "-shared", "-fPIC", "-Wno-psabi")
+
+
+class BuildError(ModularKernelError):
+    """A C file could not be compiled or loaded; the text says why."""
+
+
+def module_of(
+    source: Path, name: str, include_dirs: Sequence[str], release: str = ""
+) -> ModuleType:
+    """Return the extension module `name` that the C file `source` makes, compiled if need be.
+
+    Kept in MK_CACHE_DIR; where that cannot be, in a folder of this process that goes when it ends.
+    release: of what owns those folders, whose headers another one may change.
+    BuildError where there is no compiler, or it fails, or what it made cannot be loaded.
+    """
+    compiler = c_compiler()
+    words = (*_FLAGS, *(f"-I{each}" for each in (*include_dirs, *_python_s())))
+    facts = (release, compiler, *words, _SUFFIX, platform.machine(), *platform.libc_ver())
+    stem = f"{name}-{key_of(*facts, files=(source,))}"
+    found = find(stem, _SUFFIX)
+    if found is None:
+        if compiler is None:
+            raise BuildError("there is no C compiler: neither CC, nor gcc, nor clang")
+        command = [compiler, str(source), *words]
+        try:
+            found = keep(stem, _SUFFIX, lambda made: _compile(command, made))
+        except OSError as error:
+            raise BuildError(f"{name} could not be written: {_words(str(error))}") from None
+    return _loaded(name, found)
+
+
+def _python_s() -> tuple[str, ...]:
+    """Folders of Python's own headers; Debian's scheme for local packages has none there."""
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    return (sysconfig.get_paths(scheme=scheme)["include"],)
+
+
+def _compile(command: list[str], made: Path) -> None:
+    """Run the compiler; BuildError where it fails or makes nothing."""
+    try:
+        done = subprocess.run(
+            [*command, "-o", str(made)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"{_words(command[0])} did not end within {_SECONDS:g} s") from None
+    except OSError as error:
+        raise BuildError(f"the C compiler could not be run: {_words(str(error))}") from None
+    if done.returncode != 0 or not made.is_file():
+        raise BuildError(
+            f"{_words(command[0])} failed with {done.returncode}: {_words(done.stderr)}"
+        )
+
+
+def _loaded(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except (ImportError, OSError, RuntimeError) as error:
+        raise BuildError(f"{name} cannot be loaded: {_words(str(error))}") from None
+    return module
+
+
+def _words(text: str) -> str:
+    return printable(" ".join(text.split()), most=_MOST_WORDS)

@@ -1,0 +1,82 @@
+"""What a plan notes of a launch, so that modular_kernel.replay.launch.cuda_replay can do it again."""
+
+import logging
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from triton.compiler import CompiledKernel
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import JITFunction
+
+from modular_kernel.replay.launch import cuda_replay, triton_versions
+from modular_kernel.replay.recording import Recorder
+
+# Triton ships no annotations.
+Foreign = Any
+
+_LOG = logging.getLogger("modular_kernel.replay.recording")
+
+
+def note(
+    recording: Recorder,
+    kernel: Foreign,
+    compiled: Foreign,
+    grid: tuple[int, ...],
+    arguments: dict[str, Foreign],
+) -> None:
+    """Note a launch of `kernel`, or why it cannot be done again.
+
+    Pointers to the call's inputs are left open.
+    """
+    reason = _unknown(kernel, compiled)
+    if reason:
+        recording.refuse(reason)
+        return
+    values: list[Foreign] = []
+    slots: dict[int, tuple[int, int]] = {}
+    for parameter in kernel.params:
+        value = arguments.get(parameter.name, parameter.default)
+        tensor = value.base if isinstance(value, TensorDescriptor) else value
+        if isinstance(tensor, torch.Tensor):
+            place = recording.place(tensor)
+            if place is not None:
+                slots[len(values)] = place
+            value = value.data_ptr() if value is tensor else value
+        elif not parameter.is_constexpr and not isinstance(value, int | float | None):
+            recording.refuse(f"{parameter.name} is a {type(value).__name__}")
+            return
+        values.append(value)
+    packed = cuda_replay.pack(compiled, grid, values, slots)
+    if packed is None:
+        recording.refuse(f"{kernel} has a parameter of unknown type")
+    elif 0 not in packed.grid:
+        recording.note(packed, cuda_replay.replayer, _watched)
+
+
+def _unknown(kernel: Foreign, compiled: Foreign) -> str:
+    """Why a launch cannot be done again without triton's own code; "" if it can."""
+    if not isinstance(kernel, JITFunction) or not isinstance(compiled, CompiledKernel):
+        return f"{kernel} is interpreted, or no plain @triton.jit function"
+    if kernel.pre_run_hooks:
+        return f"{kernel} has pre-run hooks"
+    reason = triton_versions.unreplayed(compiled.metadata)
+    if triton_versions.RELEASE not in triton_versions.REPLAYED:
+        _say(reason)
+    if reason:
+        return f"{kernel}: {reason}"
+    return cuda_replay.why_no_module()
+
+
+@cache
+def _say(reason: str) -> None:
+    """Log what holds for every launch of this process, the first time."""
+    _LOG.warning("launches are not replayed: %s", reason)
+
+
+def _watched() -> bool:
+    """Whether a profiler has hooked itself to triton's launches."""
+    runtime = triton.knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

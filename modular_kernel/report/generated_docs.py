@@ -1,0 +1,138 @@
+"""The files under docs/ that are made from the code and the records: what they must hold."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from modular_kernel.bench.tables import ratios
+from modular_kernel.catalog import Catalog
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.report.benchmarks import benchmarks_document, date_of
+from modular_kernel.report.errors_page import errors_document
+from modular_kernel.report.judge_all import Matrix, built_in, judged_matrix
+from modular_kernel.report.markdown import markdown
+from modular_kernel.report.matrix import matrix_document
+from modular_kernel.report.mutation_page import mutation_document, read_scores
+from modular_kernel.report.pages.document import Block, Contents, Document, Figure, Heading, Tiles
+from modular_kernel.report.pages.html import page
+from modular_kernel.report.records import BenchmarkRecord, read_records
+from modular_kernel.utils import json_files
+
+RECORDS = "benchmarks"
+SCORES = "mutation"
+DEFECTS = "source-defects.json"
+NOTES = "mutation-notes.json"
+_FIGURES = "plots"
+
+
+@dataclass(frozen=True)
+class Stale:
+    """A generated file that is not what it must be."""
+
+    path: Path
+    fault: str  # missing, changed, or made from nothing
+
+
+def html_page(catalog: Catalog, docs: Path) -> str:
+    """Put all parts of `catalog` and all records of `docs` on one page, after what stands out.
+
+    Without records, as from a wheel, their section comes last and says where some are.
+    """
+    matrix, records = judged_matrix(catalog), read_records(docs / RECORDS)
+    measured = _below(benchmarks_document(records, cells=True))
+    judged = _below(matrix_document(matrix))
+    return page(
+        "modular_kernel",
+        [
+            Heading(1, "What pairs with what, and how fast"),
+            _tiles(matrix, records),
+            Contents(),
+            *(measured + judged if records else judged + measured),
+        ],
+    )
+
+
+def _tiles(matrix: Matrix, records: Sequence[BenchmarkRecord]) -> Tiles:
+    parts = {name for pair in matrix.pairs for name in pair}
+    valid = {cell.pair for cell in matrix.cells if cell.ok}
+    drawn = [record for record in records if record.report is not None and record.report.rows]
+    newest = max(drawn, key=date_of, default=None)
+    tiles = [
+        (str(len(parts)), "parts that can be paired"),
+        (f"{len(valid)} of {len(matrix.pairs)}", f"pairs valid on {matrix.machine}"),
+        (str(len(matrix.quants)), "quantization schemes"),
+        *([(str(len(drawn)), "benchmark records")] if drawn else []),
+    ]
+    if newest is not None and newest.report is not None:
+        tiles += [(mean, f"{what} ({newest.name})") for mean, what in ratios(newest.report)]
+    return Tiles(tiles)
+
+
+def _below(document: Document) -> list[Block]:
+    """Return the document's blocks below a page's title."""
+    return [
+        Heading(block.level + 1, block.text) if isinstance(block, Heading) else block
+        for block in document
+    ]
+
+
+def generated(catalog: Catalog, docs: Path) -> dict[Path, str]:
+    """Path below `docs` -> text, of every file that is made; built-in parts alone count."""
+    _check_folder(docs)
+    documents: dict[str, Document] = {
+        "support-matrix.md": matrix_document(judged_matrix(built_in(catalog))),
+        "errors.md": errors_document(),
+        "benchmark-results.md": benchmarks_document(read_records(docs / RECORDS), cells=False),
+        "mutation-scores.md": mutation_document(
+            read_scores(docs / SCORES), docs / DEFECTS, docs / NOTES, _parts(built_in(catalog))
+        ),
+    }
+    texts = {Path(n): markdown(document, figures=_FIGURES) for n, document in documents.items()}
+    for document in documents.values():
+        figures = [block for block in document if isinstance(block, Figure)]
+        texts |= {Path(_FIGURES, f"{figure.name}.svg"): figure.svg for figure in figures}
+    return texts
+
+
+def _parts(catalog: Catalog) -> list[str]:
+    return sorted(part.name for part in catalog.parts)
+
+
+def stale(catalog: Catalog, docs: Path) -> list[Stale]:
+    """List what `write` would change, by path."""
+    return _compared(generated(catalog, docs), docs)
+
+
+def _compared(texts: dict[Path, str], docs: Path) -> list[Stale]:
+    found = []
+    for path, text in texts.items():
+        if not (docs / path).is_file():
+            found.append(Stale(path, "missing"))
+        elif (docs / path).read_text(encoding="utf-8") != text:
+            found.append(Stale(path, "changed"))
+    found += [Stale(path, "made from nothing") for path in _orphans(texts, docs)]
+    return sorted(found, key=lambda one: one.path)
+
+
+def write(catalog: Catalog, docs: Path) -> list[Stale]:
+    """Write what is stale, and remove drawings whose record is gone; returns what was stale."""
+    texts = generated(catalog, docs)
+    found = _compared(texts, docs)
+    for one in found:
+        path = docs / one.path
+        if one.path in texts:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            json_files.write(path, texts[one.path])
+        else:
+            path.unlink()
+    return found
+
+
+def _orphans(texts: dict[Path, str], docs: Path) -> list[Path]:
+    drawings = (path.relative_to(docs) for path in (docs / _FIGURES).glob("*.svg"))
+    return [path for path in drawings if path not in texts]
+
+
+def _check_folder(docs: Path) -> None:
+    if not docs.is_dir():
+        raise ConfigurationError("--docs", got=str(docs), need="the docs folder of a checkout")

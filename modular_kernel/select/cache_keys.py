@@ -1,0 +1,92 @@
+"""What a choice depends on besides its times: where, with what and for what they were taken."""
+
+import hashlib
+import platform
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from modular_kernel.catalog import load_catalog, providers_of
+from modular_kernel.settings import read_settings
+from modular_kernel.spec.problem import Machine, Problem
+from modular_kernel.utils.package_probes import find, version_of
+
+_DIGITS = 16
+
+Facts = dict[str, str]
+
+
+def identity(problem: Problem, machine: Machine, *, routing: str, replicated: bool) -> Facts:
+    """For what: one file of the cache each. Neither the tokens nor the rank are part of it."""
+    parallel = problem.parallel
+    plain = replace(problem, tokens=0, parallel=replace(parallel, rank=0))
+    facts = {
+        "device": machine.name or platform.processor() or platform.machine(),
+        "arch": f"{machine.arch[0]}.{machine.arch[1]}" if machine.arch else machine.device,
+        "problem": str(plain),
+        "world_size": str(parallel.world_size),
+        "placement": _digest(repr(problem.placement.slots)),
+        "routing": routing,
+        "input": "replicated" if replicated else "own",
+    }
+    return {name: text[:400] for name, text in facts.items()}
+
+
+def versions(machine: Machine) -> Facts:
+    """With what: times taken with anything else say nothing about now.
+
+    tuned: the files of the configuration folder, by name, size and date, because `mk tune` changes
+    what is launched. threads: on a CPU, how many compute.
+    """
+    facts = {
+        "modular-kernel": _version("modular-kernel"),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "cuda": str(torch.version.cuda),
+        "parts": _digest(repr(_parts())),
+        "packages": ", ".join(f"{name} {_version(name)}" for name in sorted(machine.packages)),
+        "tuned": _files(read_settings().config_dir),
+    }
+    if machine.device == "cpu":
+        facts["threads"] = str(torch.get_num_threads())
+    return facts
+
+
+def digest(facts: Facts) -> str:
+    """Name a file; the facts themselves are in it and are compared."""
+    return _digest(repr(sorted(facts.items())))
+
+
+@cache
+def _parts() -> tuple[tuple[str, str, str], ...]:
+    """Every part with its origin and the version of the package that brought it."""
+    catalog = load_catalog()
+    return tuple((p.name, p.origin, _version(p.origin.split(" ")[0])) for p in catalog.parts)
+
+
+@cache
+def _version(name: str) -> str:
+    """Of the distribution, or of that which has the import package; "none" if there is none."""
+    for provider in providers_of(load_catalog()):  # a copy that another package carries, say
+        if provider.name == name and (stated := find(provider).version):
+            return stated
+    spellings = (name, name.replace("_", "-"), name.replace("_", ""))
+    return next(filter(None, map(version_of, spellings)), "none")
+
+
+def _files(folder: Path | None) -> str:
+    """Of every file below `folder`; "none" if there are none."""
+    if folder is None:
+        return "none"
+    try:
+        stats = [(path, path.stat()) for path in sorted(folder.rglob("*.json"))]
+    except OSError:
+        return "unreadable"
+    found = [(str(p.relative_to(folder)), stat.st_size, stat.st_mtime_ns) for p, stat in stats]
+    return _digest(repr(found)) if found else "none"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]

@@ -1,0 +1,240 @@
+"""A layer that runs one of several pairings, by the number of tokens of a call.
+
+All kernels are built when the layer is, and a plan makes all their plans: a call looks up where its
+number of tokens lies, and nothing else is decided.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from modular_kernel.catalog import make_kernel
+from modular_kernel.errors import CapacityError, ConfigurationError, WeightsError
+from modular_kernel.kernel import FusedMoEModularKernel, Plan
+from modular_kernel.measure.routing_patterns import RoutingKind, draw
+from modular_kernel.select.choice import Choice
+from modular_kernel.select.record import Pair, Segment
+from modular_kernel.spec.problem import Machine, Size
+from modular_kernel.tensors import ExpertWeights, Routing, check_weight_tensors
+from modular_kernel.text import notebook_html
+from modular_kernel.utils.argument_checks import expect_each
+from modular_kernel.validate import rows_of
+
+_SEED = 5
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Calls of up to `last` tokens, more than the stretch before, run on `kernel`."""
+
+    last: int
+    kernel: FusedMoEModularKernel
+
+
+class ComposedKernel:
+    """Kernels by the number of tokens, as `choice` says; made by `compose`.
+
+    Over ranks all of them must run the same pairing, and each knows its own tokens only: calls run
+    what was chosen for problem.tokens, unless every rank passes the same `most_tokens`, the most
+    that any of them has in this call. With replicated input the ranks' tokens are alike anyway.
+    """
+
+    def __init__(self, choice: Choice, stretches: Sequence[Stretch]) -> None:
+        self.choice, self.stretches = choice, tuple(stretches)
+        self.problem = choice.problem
+        self._switch = Switch(choice, [stretch.last for stretch in stretches])
+
+    def __repr__(self) -> str:
+        return f"<composed of {self.pairing}, {self.problem} on {self.choice.machine}>"
+
+    def _repr_html_(self) -> str:
+        """Return which pairing serves which calls, for notebooks."""
+        rows, first = [], 0
+        for stretch in self.stretches:
+            rows.append((f"{first} to {stretch.last}", *stretch.kernel.pairing.split(" x ")))
+            first = stretch.last + 1
+        caption = f"composed, {self.problem} on {self.choice.machine}"
+        return notebook_html(caption, ("tokens", "prepare_finalize", "experts"), rows)
+
+    @property
+    def pairing(self) -> str:
+        """The pairings in use, few tokens first."""
+        return ", ".join(dict.fromkeys(stretch.kernel.pairing for stretch in self.stretches))
+
+    def kernel(self, tokens: int) -> FusedMoEModularKernel:
+        """Return what serves calls of so many tokens; CapacityError beyond the problem's."""
+        return self.stretches[self._switch.place(tokens, tokens)].kernel
+
+    def __call__(
+        self,
+        x_TH: torch.Tensor,
+        weights: ExpertWeights,
+        routing: Routing,
+        *,
+        out: torch.Tensor | None = None,
+        most_tokens: int | None = None,
+    ) -> torch.Tensor:
+        """Run a call as FusedMoEModularKernel.__call__ does."""
+        stretch = self.stretches[self._switch.place(rows_of(x_TH), most_tokens)]
+        return stretch.kernel(x_TH, weights, routing, out=out)
+
+    def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
+        """Return the weights with what the pairings' experts make of them, made once.
+
+        See FusedMoEModularKernel.prepare_weights.
+        """
+        weights = self.stretches[0].kernel.prepare_weights(weights)
+        for kernel in (stretch.kernel for stretch in self.stretches[1:]):
+            specs = kernel.experts.prepared_specs()
+            if any(getattr(weights, name) is None for name in specs):
+                weights = kernel.prepare_weights(weights)
+        return weights
+
+    def plan(self) -> "ComposedPlan":
+        """Allocate what every pairing in use needs, once."""
+        plans: dict[int, Plan] = {}
+        for stretch in self.stretches:
+            if id(stretch.kernel) not in plans:
+                plans[id(stretch.kernel)] = stretch.kernel.plan()
+        return ComposedPlan(self, [plans[id(stretch.kernel)] for stretch in self.stretches])
+
+    def destroy(self) -> None:
+        """Close what parts hold of other ranks."""
+        for kernel in {id(s.kernel): s.kernel for s in self.stretches}.values():
+            destroy = getattr(kernel.prepare_finalize, "destroy", None)
+            if destroy is not None:
+                destroy()
+
+
+class ComposedPlan:
+    """Plans of all pairings in use: a call allocates nothing and can be captured where theirs can.
+
+    The tensor returned is the plan's own until the next call, as with Plan.
+    """
+
+    def __init__(self, kernel: ComposedKernel, plans: Sequence[Plan]) -> None:
+        self.kernel, self.problem = kernel, kernel.problem
+        self.plans = tuple(plans)
+        self._switch = kernel._switch
+
+    def __repr__(self) -> str:
+        return f"<plans of {self.kernel.pairing}, {self.problem}: {self.nbytes} bytes>"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of workspace held by all of them, outputs apart."""
+        return sum(plan.nbytes for plan in {id(p): p for p in self.plans}.values())
+
+    def __call__(
+        self,
+        x_TH: torch.Tensor,
+        weights: ExpertWeights,
+        routing: Routing,
+        *,
+        out: torch.Tensor | None = None,
+        most_tokens: int | None = None,
+    ) -> torch.Tensor:
+        """Run a call as Plan.__call__ does. most_tokens: see ComposedKernel."""
+        plan = self.plans[self._switch.place(rows_of(x_TH), most_tokens)]
+        return plan(x_TH, weights, routing, out=out)
+
+    def warm_up(self, weights: ExpertWeights, tokens: Iterable[int] | None = None) -> int:
+        """Call the plan once for each number of tokens, so that serving compiles nothing.
+
+        Returns how many calls that were.
+
+        tokens: None takes numbers at which kernels are chosen, specialized or sized differently, at
+        every scale. Collective over ranks.
+        """
+        if not isinstance(weights, ExpertWeights):
+            raise WeightsError("weights", got=type(weights).__name__, need="ExpertWeights")
+        check_weight_tensors(weights)
+        numbers = warm_tokens(self.problem.tokens)
+        if tokens is not None:
+            numbers = expect_each("tokens to warm up", tokens, Size)
+        device = weights.w1.device
+        generator = torch.Generator(device).manual_seed(_SEED)
+        for number in numbers:
+            shape = (number, self.problem.hidden)
+            x_TH = torch.randn(shape, device=device, generator=generator).to(self.problem.dtype)
+            routing = draw(self.problem.with_tokens(number), RoutingKind("uniform"), generator)
+            self(x_TH, weights, routing, most_tokens=number)
+        return len(numbers)
+
+
+class Switch:
+    """Finds the stretch of a call. lasts: of every stretch, ascending."""
+
+    def __init__(self, choice: Choice, lasts: Sequence[int]) -> None:
+        self._lasts = list(lasts)
+        self._most = min(choice.problem.tokens, self._lasts[-1])  # above, no pairing is valid
+        self._alike = choice.problem.parallel.world_size == 1 or choice.replicated
+
+    def place(self, tokens: int, most_tokens: int | None) -> int:
+        """Its number; CapacityError beyond the problem's tokens."""
+        if most_tokens is None:
+            most_tokens = tokens if self._alike else self._most
+        elif type(most_tokens) is not int or most_tokens < tokens:
+            raise ConfigurationError("most_tokens", got=most_tokens, need=f">= {tokens}, x's")
+        if most_tokens > self._most:
+            raise CapacityError("tokens", got=most_tokens, need=f"<= {self._most}, the kernel's")
+        return bisect_left(self._lasts, most_tokens)
+
+
+def warm_tokens(most: int) -> tuple[int, ...]:
+    """Return powers of two, one and a half times those, and one more than each.
+
+    These are multiples of 16 and odd numbers of every magnitude.
+    """
+    found = {most}
+    power = 1
+    while power <= most:
+        found |= {n for n in (power, power + 1, power * 3 // 2, power * 3 // 2 + 1) if n <= most}
+        power *= 2
+    return tuple(sorted(found - {0}))
+
+
+def build(choice: Choice, machine: Machine, group: object | None) -> ComposedKernel:
+    """Build every kernel that the choice names, each for as many tokens as it has to serve.
+
+    One kernel a pairing, except where a part's work follows its problem's tokens, not the call's
+    (rows in fixed places): then one for each bucket. Collective over ranks.
+    """
+    problem, made = choice.problem, dict[tuple[Pair, int], FusedMoEModularKernel]()
+    managers: dict[str, object] = {}
+
+    def kernel(pair: Pair, tokens: int) -> FusedMoEModularKernel:
+        key = pair, tokens
+        if key not in made:
+            sized, with_whom = problem.with_tokens(tokens), managers.get(pair[0], group)
+            made[key] = make_kernel(*pair, sized, group=with_whom, machine=machine)
+            manager = getattr(made[key].prepare_finalize, "manager", None)
+            if manager is not None:  # one for all kernels of a part
+                managers[pair[0]] = manager
+        return made[key]
+
+    most: dict[Pair, int] = {}
+    for segment in choice.segments:
+        most[segment.pair] = max(most.get(segment.pair, 0), segment.last)
+    stretches = []
+    for segment in choice.segments:
+        if _fixed(kernel(segment.pair, most[segment.pair])):
+            steps = _steps(segment, choice.tokens)
+            stretches += [Stretch(last, kernel(segment.pair, last)) for last in steps]
+        else:
+            stretches.append(Stretch(segment.last, kernel(segment.pair, most[segment.pair])))
+    return ComposedKernel(choice, stretches)
+
+
+def _fixed(kernel: FusedMoEModularKernel) -> bool:
+    """Whether calls of one token give the experts as much to look at as the largest."""
+    tokens = kernel.problem.tokens
+    part = kernel.prepare_finalize
+    return tokens > 1 and part.dispatch_shape(1) == part.dispatch_shape(tokens)
+
+
+def _steps(segment: Segment, tokens: Sequence[int]) -> list[int]:
+    """Return the buckets' numbers inside a segment, and its last."""
+    return [*(t for t in tokens if segment.first <= t < segment.last), segment.last]

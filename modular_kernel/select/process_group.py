@@ -1,0 +1,89 @@
+"""Who measures: this process alone, or the ranks of a process group, in step.
+
+Over ranks every decision (what is timed next, whether there is time left, what was too slow) is
+made from what all of them know, so that all of them do the same.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.spec.problem import Problem
+
+T = TypeVar("T")
+
+
+class Team(Protocol):
+    """rank, size: of this process among those that measure. group: for parts that exchange."""
+
+    rank: int
+    size: int
+    group: Any
+
+    def all(self, value: T) -> list[T]:
+        """Every rank's value, by rank; returns when all have come here."""
+
+    def leader(self, value: T) -> T:
+        """Rank 0's value."""
+
+
+class Alone:
+    """One process, one rank."""
+
+    rank, size, group = 0, 1, None
+
+    def all(self, value: T) -> list[T]:
+        return [value]
+
+    def leader(self, value: T) -> T:
+        return value
+
+
+class RankTeam:
+    """The ranks of a process group; every method is collective."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def all(self, value: T) -> list[T]:
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def leader(self, value: T) -> T:
+        return self.all(value if self.rank == 0 else None)[0]  # type: ignore[return-value]
+
+
+def team_of(problem: Problem, group: object | None) -> Team:
+    """For the problem's ranks; ConfigurationError if the group is not theirs."""
+    parallel = problem.parallel
+    if parallel.world_size == 1:
+        if group is not None:
+            raise ConfigurationError("group", got="a process group", need="None for one rank")
+        return Alone()
+    if not dist.is_available() or not dist.is_initialized():
+        need = "torch.distributed, initialized, for a problem of several ranks"
+        raise ConfigurationError("group", got="none", need=need)
+    team = RankTeam(group if group is not None else dist.group.WORLD)
+    if (team.size, team.rank) != (parallel.world_size, parallel.rank):
+        got = f"rank {team.rank} of {team.size}"
+        need = f"rank {parallel.rank} of {parallel.world_size}, the problem's"
+        raise ConfigurationError("group", got=got, need=need)
+    return team
+
+
+def slowest(team: Team, values: Sequence[float]) -> list[float]:
+    """Each value's largest over ranks."""
+    return [max(column) for column in zip(*team.all(list(values)), strict=True)]
+
+
+def any_failure(team: Team, own: str) -> str:
+    """ "" if no rank has one; else the first, with its rank where there are several."""
+    texts = team.all(own)
+    rank = next((r for r, text in enumerate(texts) if text), None)
+    if rank is None:
+        return ""
+    return texts[rank] if team.size == 1 else f"rank {rank}: {texts[rank]}"

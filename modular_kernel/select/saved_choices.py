@@ -1,0 +1,172 @@
+"""A record of the cache as JSON, and back: nothing of a file is believed before it was checked.
+
+A file holds the records of one identity (see keys): one for each set of versions, newest first. It
+can name pairings and give times, nothing else. Names are looked up among the parts that are
+installed and judged again, so the worst that a forged file can do is to have a slower valid pairing
+chosen.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.select.cache_keys import Facts
+from modular_kernel.select.record import Bucket, Pair, TimedOutcome
+from modular_kernel.utils import json_files
+
+SCHEMA = "mk-choices/2"
+MOST_BYTES = 1 << 20
+_MOST_RECORDS = 8  # of one identity; the oldest go
+_MOST_BUCKETS = 128
+_MOST_OUTCOMES = 256
+_MOST_TOKENS = 1 << 24
+_MOST_US = 1e12
+_MOST_RATIO = 1e9
+_LONGEST = 400  # characters of a text
+_MODES = ("graph", "eager", "cpu", "")
+
+
+@dataclass(frozen=True)
+class StoredChoice:
+    """Times taken with one set of versions. made: seconds since 1970, of the last time."""
+
+    versions: Facts
+    made: float
+    buckets: tuple[Bucket, ...] = ()
+
+    def at(self, tokens: int) -> Bucket | None:
+        """Return the bucket of that many tokens; None if there is none."""
+        return next((b for b in self.buckets if b.tokens == tokens), None)
+
+    def with_buckets(self, new: Sequence[Bucket]) -> "StoredChoice":
+        """Return a record where new buckets replace those of the same numbers of tokens."""
+        merged = {b.tokens: b for b in (*self.buckets, *new)}
+        return replace(self, buckets=tuple(merged[t] for t in sorted(merged)))
+
+
+def to_text(identity: Facts, records: Sequence[StoredChoice]) -> str:
+    """Return what a file holds: the newest of the records given."""
+    newest = sorted(records, key=lambda r: -r.made)[:_MOST_RECORDS]
+    while True:
+        plain = [_plain(record) for record in newest]
+        whole = {"schema": SCHEMA, "identity": identity, "records": plain}
+        text = json.dumps(whole, indent=1, allow_nan=False)
+        if len(text) < MOST_BYTES:  # all of it is ASCII
+            return text
+        last = newest.pop()  # what no reader would take is no use: the oldest go
+        if not newest:
+            newest = [replace(last, buckets=last.buckets[len(last.buckets) // 2 + 1 :])]
+
+
+def from_text(text: str | bytes, identity: Facts) -> tuple[StoredChoice, ...]:
+    """Read the records of a file's text.
+
+    ConfigurationError says what is wrong with it.
+    """
+    try:
+        found = json_files.parse(text)
+    except ValueError as error:
+        raise _bad(f"no JSON: {str(error)[:100]}") from None
+    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+        raise _bad(f"no {SCHEMA}")
+    if found.get("identity") != identity:
+        raise _bad("choices for something else")
+    return tuple(_record(one) for one in _list(found, "records", _MOST_RECORDS))
+
+
+def _plain(record: StoredChoice) -> dict[str, Any]:
+    buckets = [
+        {
+            "tokens": bucket.tokens,
+            "default": list(bucket.default),
+            "outcomes": [
+                {
+                    "pair": list(o.pair),
+                    "us": o.us,
+                    "ratio": o.ratio,
+                    "noise": o.noise,
+                    "rough": o.rough,
+                    "mode": o.mode,
+                    "why": _line(o.why),
+                }
+                for o in bucket.outcomes
+            ],
+        }
+        for bucket in record.buckets[-_MOST_BUCKETS:]
+    ]
+    return {"versions": record.versions, "made": record.made, "buckets": buckets}
+
+
+def _line(text: str) -> str:
+    """Return the text as a line that `_text` takes."""
+    return "".join(c if c.isprintable() else " " for c in text)[:_LONGEST]
+
+
+def _record(value: Any) -> StoredChoice:
+    made = _number(value, "made", 1e12)
+    versions = value.get("versions")
+    if not isinstance(versions, dict) or not all(_text(t) for t in (*versions, *versions.values())):
+        raise _bad("versions that are no texts")
+    buckets = tuple(_bucket(one) for one in _list(value, "buckets", _MOST_BUCKETS))
+    if len({b.tokens for b in buckets}) != len(buckets):
+        raise _bad("one number of tokens twice")
+    return StoredChoice(versions, made, buckets)
+
+
+def _bucket(value: Any) -> Bucket:
+    tokens = value.get("tokens") if isinstance(value, dict) else None
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or not 0 < tokens <= _MOST_TOKENS:
+        raise _bad("tokens that are no number of tokens")
+    outcomes = tuple(_outcome(one) for one in _list(value, "outcomes", _MOST_OUTCOMES))
+    if len({o.pair for o in outcomes}) != len(outcomes):
+        raise _bad("one pairing twice")
+    return Bucket(tokens, _pair(value, "default"), outcomes)
+
+
+def _outcome(value: Any) -> TimedOutcome:
+    pair = _pair(value, "pair")
+    mode, why, rough = value.get("mode"), value.get("why"), value.get("rough")
+    if mode not in _MODES or not _text(why) or not isinstance(rough, bool):
+        raise _bad("an outcome of another form")
+    if value.get("us") is None and value.get("ratio") is None:
+        if not why:
+            raise _bad("an outcome without a time or a reason")
+        return TimedOutcome(pair, rough=rough, mode=mode, why=why)
+    us, ratio = _number(value, "us", _MOST_US), _number(value, "ratio", _MOST_RATIO)
+    noise = 0.0 if value.get("noise") == 0 else _number(value, "noise", _MOST_RATIO)
+    return TimedOutcome(pair, us, ratio, noise, rough, mode, why)
+
+
+def _pair(value: Any, name: str) -> Pair:
+    names = _list(value, name, 2)
+    if len(names) != 2 or not all(_text(part) and part for part in names):
+        raise _bad("a pairing that is not two names")
+    return names[0], names[1]
+
+
+def _text(value: Any) -> bool:
+    """Tell whether it is a line that can be shown: nothing in it moves a terminal's cursor."""
+    return isinstance(value, str) and len(value) <= _LONGEST and value.isprintable()
+
+
+def _number(value: Any, name: str, most: float) -> float:
+    found = value.get(name) if isinstance(value, dict) else None
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        raise _bad(f"{name} that is no number")
+    if not (0 < found <= most and math.isfinite(found)):
+        raise _bad(f"{name} out of range")
+    return float(found)
+
+
+def _list(value: Any, name: str, most: int) -> list[Any]:
+    found = value.get(name) if isinstance(value, Mapping) else None
+    if not isinstance(found, list) or len(found) > most:
+        raise _bad(f"{name} that are no list of at most {most}")
+    return found
+
+
+def _bad(got: str) -> ConfigurationError:
+    return ConfigurationError("cached choices", got=got, need=SCHEMA)

@@ -1,0 +1,1 @@
+"""Specifications as frozen data: the problem, quantization, routing, placement and LoRA."""

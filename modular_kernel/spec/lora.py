@@ -1,0 +1,181 @@
+"""Adapters (LoRA) of a layer: how many there may be, and how their matrices are shared.
+
+    AdapterSpec.parse("adapters=4,rank=32,a13=shared")
+
+Each expert's products become w1 x + B13 (A13 x), before the activation, and w2 h + B2 (A2 h), with
+the matrices of the token's adapter. See `modular_kernel.tensors.ExpertWeights` for their layout.
+"""
+
+import re
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from math import prod
+from typing import Annotated
+
+import torch
+from torch.compiler import is_compiling
+
+from modular_kernel.errors import ConfigurationError, DeviceError, DtypeError, ShapeError
+from modular_kernel.utils.argument_checks import MOST, Between, Count, check_fields, expect, shown
+from modular_kernel.utils.tensor_checks import check_tensor, check_tensors
+
+NO_ADAPTERS = "none"
+MOST_ADAPTERS, MOST_RANK = 65536, 256
+_OPTION = re.compile(r"(adapters|rank)=([0-9]{1,9})|(a13|outer)=shared")
+_NEED = "none, or adapters=L,rank=R[,a13=shared][,outer=shared], each option once"
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """The slots of a layer for adapters.
+
+    adapters: L, slots that a token can name. rank: R, the largest rank of an adapter. a13_shared:
+    gate and up have one A, (R, H), instead of R rows each. outer_shared: all experts share the A
+    of w1 and the B of w2.
+    """
+
+    adapters: Annotated[int, Between(1, MOST_ADAPTERS)]
+    rank: Annotated[int, Between(1, MOST_RANK)]
+    a13_shared: bool = False
+    outer_shared: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, "lora ")
+
+    @classmethod
+    def parse(cls, text: object) -> "AdapterSpec | None":
+        """Read what `str()` prints; None for "none". ConfigurationError for another text."""
+        if isinstance(text, AdapterSpec):
+            return text
+        if not isinstance(text, str):
+            raise ConfigurationError("lora", got=shown(text), need=_NEED)
+        if text == NO_ADAPTERS:
+            return None
+        return _parsed(text)
+
+    def __str__(self) -> str:
+        shared = (("a13", self.a13_shared), ("outer", self.outer_shared))
+        options = "".join(f",{key}=shared" for key, given in shared if given)
+        return f"adapters={self.adapters},rank={self.rank}{options}"
+
+    def shapes(
+        self, experts: int, w1_rows: int, hidden: int, intermediate: int
+    ) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each tensor of ExpertWeights that adapters need, by its name.
+
+        experts: e, those on this rank. w1_rows: N, twice `intermediate` where there is a gate.
+        """
+        slots, rank = self.adapters, self.rank
+        outer = 1 if self.outer_shared else experts
+        halves = 1 if self.a13_shared or w1_rows == intermediate else 2
+        return {
+            "lora_a13": (slots, outer, halves * rank, hidden),
+            "lora_b13": (slots, experts, w1_rows, rank),
+            "lora_a2": (slots, experts, rank, intermediate),
+            "lora_b2": (slots, outer, hidden, rank),
+        }
+
+    def slot_numbers(self, experts: int, w1_rows: int, hidden: int, intermediate: int) -> int:
+        """Return how many numbers one slot has, of sizes as in `shapes`."""
+        shapes = self.shapes(experts, w1_rows, hidden, intermediate)
+        return sum(prod(shape[1:]) for shape in shapes.values())
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: str) -> AdapterSpec:
+    """Read a spec once for the many problems that name it."""
+    words = text.split(",")
+    options = [_OPTION.fullmatch(word) for word in words]
+    keys = [match[1] or match[3] for match in options if match]
+    if not {"adapters", "rank"} <= set(keys) or len(set(keys)) < len(words):
+        raise ConfigurationError("lora", got=shown(text), need=_NEED)
+    sizes = {match[1]: int(match[2]) for match in options if match and match[1]}
+    return AdapterSpec(sizes["adapters"], sizes["rank"], "a13" in keys, "outer" in keys)
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """One adapter of rank r for one layer: the tensors of `ExpertWeights` without their slots.
+
+    lora_a13: (e, 2r, H), gate's r rows, then up's; (e, r, H) where both share them, or without a
+    gate. lora_b13: (e, N, r), rows as w1's. lora_a2: (e, r, I). lora_b2: (e, H, r). e is 1 for
+    lora_a13 and lora_b2 where the experts share them. Its scaling is in lora_b13 and lora_b2.
+    """
+
+    lora_a13: torch.Tensor
+    lora_b13: torch.Tensor
+    lora_a2: torch.Tensor
+    lora_b2: torch.Tensor
+
+    def share(self, rank: int, ranks: int, *, gated: bool = True) -> "Adapter":
+        """Return what one of the TP ranks has, which cut I: views, whose results add up.
+
+        A of w1 and B of w2 are whole on every rank; of B of w1 a rank has its rows, those of gate
+        and of up apart, and of A of w2 its columns. gated: whether w1 has both; rows that alternate
+        are cut in one piece, as without a gate. ConfigurationError if I does not divide, DtypeError
+        or ShapeError for tensors that are no adapter's, B of w1 without a gate's rows among them.
+        """
+        expect("gated", gated, bool)
+        check_tensors(vars(self))
+        for name in ("lora_b13", "lora_a2"):
+            tensor = getattr(self, name)
+            if tensor.dim() != 3:
+                raise ShapeError(name, got=tuple(tensor.shape), need="three dimensions")
+        (experts, rows, columns), (_, depth, intermediate) = self.lora_b13.shape, self.lora_a2.shape
+        expect("ranks", ranks, Count)
+        expect("rank", rank, Annotated[int, Between(0, ranks - 1)])
+        if intermediate % ranks:
+            need = f"a multiple of {ranks}, the ranks"
+            raise ConfigurationError("intermediate size", got=intermediate, need=need)
+        fitting = (2 * intermediate,) if gated else (intermediate, 2 * intermediate)
+        if rows not in fitting:
+            need = f"{' or '.join(map(str, fitting))} with gated={gated}"
+            raise ShapeError("lora_b13: rows", got=rows, need=need)
+        parts = 2 if gated else 1
+        b13 = self.lora_b13.reshape(experts, parts, ranks, rows // (parts * ranks), columns)
+        a2 = self.lora_a2.reshape(experts, depth, ranks, intermediate // ranks)
+        return replace(
+            self, lora_b13=b13[:, :, rank].flatten(1, 2), lora_a2=a2[:, :, rank].contiguous()
+        )
+
+    def __repr__(self) -> str:
+        """Return its shapes, without its numbers."""
+        shapes = (f"{each.name}={tuple(getattr(self, each.name).shape)}" for each in fields(self))
+        return f"Adapter({', '.join(shapes)})"
+
+
+def adapters_of_sequences(
+    starts_S1: torch.Tensor, slots_S: torch.Tensor, tokens: int
+) -> torch.Tensor:
+    """Return `Routing.adapters_T`, (T,) int32, of tokens that lie sequence by sequence.
+
+    starts_S1: (S + 1,) integers, ascending from 0: sequence s has the tokens from starts[s] up to
+    starts[s + 1], none if these are equal. slots_S: (S,) integers, the slot of each sequence's
+    adapter, -1 for none. tokens: T; those behind the last sequence have no adapter. It neither
+    synchronizes nor depends on values in its shapes, so it can be captured in a CUDA graph; starts
+    are therefore read on the CPU alone. ConfigurationError, DtypeError, ShapeError or DeviceError
+    for what is not these.
+    """
+    for what, tensor in (("starts of sequences", starts_S1), ("slots of sequences", slots_S)):
+        check_tensor(what, tensor)
+        number = tensor.is_floating_point() or tensor.is_complex()
+        if number or tensor.dtype is torch.bool:
+            raise DtypeError(what, got=tensor.dtype, need="integers")
+    expect("tokens", tokens, Annotated[int, Between(0, MOST)])
+    if starts_S1.device != slots_S.device:
+        need = f"{starts_S1.device}, where the starts are"
+        raise DeviceError("slots of sequences", got=slots_S.device, need=need)
+    if slots_S.dim() != 1 or starts_S1.shape != (len(slots_S) + 1,):
+        got = f"{tuple(starts_S1.shape)} starts, {tuple(slots_S.shape)} slots"
+        raise ShapeError("sequences", got=got, need="(S + 1,) starts and (S,) slots")
+    if starts_S1.device.type == "cpu" and not is_compiling():
+        starts = starts_S1.long()
+        if starts[0] or starts[-1] > tokens or bool((starts[1:] < starts[:-1]).any()):
+            need = f"ascending from 0, up to {tokens} tokens"
+            raise ConfigurationError("starts of sequences", got=starts[:8].tolist(), need=need)
+    # Narrow integers hold neither every token nor -1; wide ones are not cut to a slot that exists.
+    token_T = torch.arange(tokens, device=starts_S1.device)
+    sequence_T = torch.searchsorted(starts_S1[1:].long().contiguous(), token_T, right=True)
+    slots_S = slots_S.long().clamp(-(1 << 31), (1 << 31) - 1)
+    nobody = slots_S.new_full((1,), -1)
+    return torch.cat([slots_S, nobody])[sequence_T].to(torch.int32)

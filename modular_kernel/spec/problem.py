@@ -1,0 +1,406 @@
+"""Enums and frozen facts: what a layer must compute, and where; nothing here reads the machine."""
+
+from dataclasses import MISSING, dataclass, field, fields, replace
+from enum import Enum
+from functools import cached_property, lru_cache
+from typing import Annotated, Literal
+
+import torch
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.spec.lora import NO_ADAPTERS, AdapterSpec
+from modular_kernel.spec.placement import Experts, Placement
+from modular_kernel.spec.quantization import QuantScheme
+from modular_kernel.utils.argument_checks import (
+    MOST,
+    Between,
+    Count,
+    OneOf,
+    check_fields,
+    expect,
+    shown,
+)
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+Size = Annotated[int, Between(0, MOST)]
+_DTYPE_ALIASES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name a dtype: `torch.bfloat16` is "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def parse_dtype(value: object) -> torch.dtype:
+    """Return one of DTYPES, by itself or by its name ("bf16", ...); ConfigurationError else."""
+    if isinstance(value, torch.dtype):
+        value = dtype_name(value)
+    name = _DTYPE_ALIASES.get(value, value) if isinstance(value, str) else ""
+    if name not in DTYPES:
+        got = value[:80] if isinstance(value, str) else shown(value)
+        raise ConfigurationError("dtype", got=got, need=f"one of {', '.join(sorted(DTYPES))}")
+    return DTYPES[name]
+
+
+class ActivationFormat(Enum):
+    """How activations lie between prepare and the experts, and on the way back."""
+
+    STANDARD = "standard"  # contiguous tokens (T, H) with their top-k routing beside them
+    BATCHED_EXPERTS = "batched_experts"  # (e, C, H): expert by expert, the first counts_e[i] valid
+
+
+class Reduce(Enum):
+    """Who applies the router weights and sums over top-k, seen from the experts' side."""
+
+    NOOP = "noop"  # the experts did it: their output is (T, H)
+    CONTIGUOUS = "contiguous"  # finalize does it over rows (T, K, H)
+    NAIVE_BATCHED = "naive_batched"  # finalize does it over rows (e, C, H)
+    DELEGATE = "delegate"  # the PrepareAndFinalize substitutes what it prefers
+
+
+class Combine(Enum):
+    """What the layer returns."""
+
+    SUM = "sum"  # (T, H): weighted by the router and summed over top-k
+    TOPK_WEIGHTED = "topk_weighted"  # (T, K, H): weighted and scaled, not summed (no_combine)
+    TOPK_UNWEIGHTED = "topk_unweighted"  # (T, K, H): neither weighted nor scaled
+
+
+class Rows(Enum):
+    """What a part leaves in, or accepts from, rows that stand for no valid token."""
+
+    ZERO = "zero"
+    UNDEFINED = "undefined"
+
+
+class IdSpace(Enum):
+    """Which experts top-k ids count: all of the model's, or those of this rank."""
+
+    GLOBAL = "global"
+    LOCAL = "local"
+
+
+GATED = (
+    "silu", "gelu", "gelu_tanh", "swiglu_oai", "swiglu_clamp_after", "swiglu_clamp_before", "situ",
+)  # fmt: skip
+UNGATED = ("relu2", "silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul")
+_TAKE_ALPHA = ("swiglu_oai", "situ")
+_TAKE_LIMIT = ("gelu", "gelu_tanh", "situ")  # or none
+
+
+@dataclass(frozen=True)
+class ActivationSpec:
+    """The function between the two GEMMs. g and u are the gate and up values, L the limit.
+
+    silu                 silu(g) * u
+    gelu                 gelu(g) * u, exact (erf); given L, gelu(g') * u' as in swiglu_oai
+    gelu_tanh            gelu(g) * u, tanh approximation; L as for gelu
+    swiglu_oai           g' sigmoid(alpha g') (u' + 1) with g' = min(g, L), u' = clamp(u, -L, L);
+                         this is gpt-oss's
+    swiglu_clamp_after   min(silu(g), L) * clamp(u, -L, L): the limit acts after silu
+    swiglu_clamp_before  silu(min(g, L)) * clamp(u, -L, L): the limit acts before silu
+    situ                 alpha tanh(g / alpha) sigmoid(g) * u'' with u'' = L tanh(u / L), or u if no
+                         L is given: SwiGLU with soft caps
+    relu2                max(v, 0)^2, ungated: w1 has I rows, not 2I
+    silu_no_mul          silu(v), ungated; gelu_no_mul and gelu_tanh_no_mul likewise
+
+    interleaved: w1's rows alternate gate, up, gate, up, ... instead of all gate rows first.
+    up_first: all up rows first, then the gate rows: `modular_kernel.quant.row_order` puts them so.
+    """
+
+    kind: str = "silu"
+    alpha: float | None = None
+    limit: float | None = None
+    interleaved: bool = False
+    up_first: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, "activation ")
+        if self.kind not in GATED + UNGATED:
+            need = f"one of {', '.join(GATED + UNGATED)}"
+            raise ConfigurationError("activation", got=self.kind, need=need)
+        if (self.alpha is not None) != (self.kind in _TAKE_ALPHA):
+            some = " or ".join(_TAKE_ALPHA)
+            need = "a value" if self.alpha is None else f"alpha only with {some}"
+            raise ConfigurationError(f"activation {self.kind} alpha", got=self.alpha, need=need)
+        given, must = self.limit is not None, self.kind.startswith("swiglu")
+        if given != must and not (given and self.kind in _TAKE_LIMIT):
+            some = ", ".join(_TAKE_LIMIT)
+            need = "a value" if must else f"a limit only with a swiglu_* rule, {some}"
+            raise ConfigurationError(f"activation {self.kind} limit", got=self.limit, need=need)
+        if self.limit is not None and not self.limit > 0:
+            raise ConfigurationError("activation limit", got=self.limit, need="a finite value > 0")
+        if self.kind == "situ" and self.alpha is not None and not self.alpha > 0:
+            raise ConfigurationError("activation alpha", got=self.alpha, need="a finite value > 0")
+        if self.interleaved and not self.gated:
+            raise ConfigurationError("activation interleaved", got=self.kind, need="a gated kind")
+        if self.up_first and (self.interleaved or not self.gated):
+            need = "a gated kind, not interleaved"
+            raise ConfigurationError("activation up_first", got=self.kind, need=need)
+
+    @property
+    def gated(self) -> bool:
+        """Whether w1 holds gate and up rows (2I) or one row per intermediate value (I)."""
+        return self.kind in GATED
+
+    @classmethod
+    def parse(cls, text: "str | ActivationSpec") -> "ActivationSpec":
+        """Read an activation from `kind[:option=value,...]`, as `str()` prints it.
+
+        `swiglu_oai` alone means gpt-oss's alpha 1.702, limit 7 and interleaved rows; the two
+        clamp rules alone mean limit 7, `situ` alone alpha 4.
+        """
+        if isinstance(text, ActivationSpec):
+            return text
+        expect("activation", text, ActivationSpec | str)
+        kind, _, rest = text.partition(":")
+        pairs = [pair.partition("=")[::2] for pair in rest.split(",") if pair]
+        options: dict[str, str] = dict(pairs)
+        unknown = set(options) - {"alpha", "limit", "interleaved", "up_first"}
+        up_first = options.get("up_first", "false").lower()
+        alternate = kind == "swiglu_oai" and up_first != "true"
+        truth = options.get("interleaved", str(alternate)).lower()
+        if unknown or len(options) != len(pairs) or {truth, up_first} - {"true", "false"}:
+            need = "kind[:alpha=,limit=,interleaved=true|false,up_first=true|false], each once"
+            raise ConfigurationError("activation", got=text, need=need)
+        default_alpha = {"swiglu_oai": 1.702, "situ": 4.0}.get(kind)
+        try:
+            alpha = float(options["alpha"]) if "alpha" in options else default_alpha
+            default_limit = 7.0 if kind.startswith("swiglu") else None
+            limit = float(options["limit"]) if "limit" in options else default_limit
+        except ValueError:
+            raise ConfigurationError("activation", got=text, need="numbers") from None
+        return cls(kind, alpha, limit, truth == "true", up_first == "true")
+
+    def __str__(self) -> str:
+        options = [f"{k}={v}" for k in ("alpha", "limit") if (v := getattr(self, k)) is not None]
+        if self.interleaved or self.kind == "swiglu_oai":
+            options.append(f"interleaved={str(self.interleaved).lower()}")
+        options += ["up_first=true"] * self.up_first
+        return self.kind + (":" + ",".join(options) if options else "")
+
+
+@lru_cache(maxsize=64)
+def _in_blocks(experts: int, world_size: int) -> Placement:
+    """Made once for the many problems that are one layer with other tokens."""
+    return Placement.linear(experts, world_size)
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How ranks share the experts.
+
+    placement: "linear" gives each rank a block of E / world_size, the first ranks one more where
+    that leaves a rest; or any Placement. rank: which of them this is. ranks_per_host: how many
+    ranks each host has, in blocks of the numbers of ranks; None: all are on one host.
+    """
+
+    world_size: Count = 1
+    placement: Literal["linear"] | Placement = "linear"
+    rank: Size = 0
+    ranks_per_host: Count | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.ranks_per_host is not None and self.world_size % self.ranks_per_host:
+            need = f"a divisor of world_size {self.world_size}"
+            raise ConfigurationError("ranks_per_host", got=self.ranks_per_host, need=need)
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigurationError("rank", got=self.rank, need=f"in [0, {self.world_size})")
+        placed = self.placement.world_size if isinstance(self.placement, Placement) else None
+        if placed not in (None, self.world_size):
+            raise ConfigurationError("placement", got=f"{placed} ranks", need=f"{self.world_size}")
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts."""
+        return self.world_size // (self.ranks_per_host or self.world_size)
+
+    def place(self, experts: int) -> Placement:
+        """Return where `experts` experts live; ConfigurationError if that is not possible."""
+        if not isinstance(self.placement, Placement):
+            return _in_blocks(experts, self.world_size)
+        if self.placement.experts != experts:
+            got, need = f"{self.placement.experts} experts", f"experts = {experts}"
+            raise ConfigurationError("placement", got=got, need=need)
+        return self.placement
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One MoE layer as a kernel must compute it. Letters as in `modular_kernel.tensors`.
+
+    tokens: the most tokens T one rank passes in one call; buffers are sized for it.
+    hidden, intermediate, experts, top_k: H, I (per rank), E (all ranks), K.
+    local_experts: e, the experts whose weights this rank holds; None means as `parallel` says.
+    ids_dtype: what the router emits (torch.int32 or torch.int64); None means either.
+    bias: b1 and b2 are given.  expert_map: ExpertWeights.expert_map is given.
+    apply_router_weight_on_input: the weight multiplies x before GEMM 1 and b1, not the output.
+    routed_scaling_factor: multiplies the combined output, once.
+    inplace: the result overwrites x and is the same tensor.
+    fp32_precision: float32 products in true "ieee" or in the tensor cores' "tf32".
+    chunk_tokens: split calls into pieces of at most so many tokens; None never splits.
+    max_received: the most rows that a rank may receive in a call; None: world_size * tokens.
+    graph, deterministic, asynchronous: properties the pairing must have.
+    batch_invariant: a token's bits must not depend on the other tokens of its call, their number
+        or order, on chunks, or on `tokens`.
+    lora: "none", or the adapters whose weights are given and that a call's tokens may name:
+        "adapters=L,rank=R[,a13=shared][,outer=shared]" (modular_kernel.spec.lora).
+
+    dtype: torch.float32, torch.float16 or torch.bfloat16.
+
+    dtype and activation may also be given by name. ConfigurationError for a field that is not of
+    the type or in the range declared here, or that contradicts another.
+
+    >>> problem = Problem(tokens=64, hidden=256, intermediate=192, experts=4, top_k=2)
+    >>> problem.w1_rows, problem.output_shape
+    (384, (64, 256))
+    >>> print(problem.with_tokens(8))
+    T8-H256-I192-E4-K2-bfloat16
+    """
+
+    tokens: Size
+    hidden: Count
+    intermediate: Count
+    experts: Experts
+    top_k: Count
+    dtype: torch.dtype = torch.bfloat16
+    quant: str = "none"
+    activation: ActivationSpec | str = "silu"
+    local_experts: Count | None = None
+    ids_dtype: Annotated[torch.dtype, OneOf((torch.int32, torch.int64))] | None = None
+    bias: bool = False
+    expert_map: bool = False
+    apply_router_weight_on_input: bool = False
+    routed_scaling_factor: float = 1.0
+    combine: Combine = Combine.SUM
+    inplace: bool = False
+    fp32_precision: Literal["ieee", "tf32"] = "ieee"
+    chunk_tokens: Count | None = None
+    max_received: Count | None = None
+    graph: bool = False
+    deterministic: bool = False
+    batch_invariant: bool = False
+    asynchronous: bool = False
+    lora: AdapterSpec | str = NO_ADAPTERS
+    parallel: Parallel = field(default_factory=Parallel)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", parse_dtype(self.dtype))
+        object.__setattr__(self, "activation", ActivationSpec.parse(self.activation))
+        object.__setattr__(self, "quant", str(QuantScheme.parse(self.quant)))
+        object.__setattr__(self, "lora", str(AdapterSpec.parse(self.lora) or NO_ADAPTERS))
+        check_fields(self)
+        if self.adapters is not None and self.adapters.a13_shared and not self.act.gated:
+            need = "a gated activation, or A of w1 without shared"
+            raise ConfigurationError("lora a13=shared", got=self.act.kind, need=need)
+        if self.adapters is not None and self.act.up_first:
+            raise ConfigurationError("lora", got=str(self.act), need="no up_first=true")
+        if self.local_experts is not None and self.local_experts > self.experts:
+            need = f"1 to experts = {self.experts}"
+            raise ConfigurationError("local_experts", got=self.local_experts, need=need)
+        _ = self.placement  # raises where there is none
+        if self.inplace and self.combine is not Combine.SUM:
+            # (T, K, H) does not fit into x.
+            need = "combine=SUM"
+            raise ConfigurationError("inplace", got=f"combine={self.combine.name}", need=need)
+
+    @cached_property
+    def act(self) -> ActivationSpec:
+        """The parsed activation."""
+        return ActivationSpec.parse(self.activation)
+
+    @cached_property
+    def scheme(self) -> QuantScheme:
+        """The quantization that `quant` names."""
+        return QuantScheme.parse(self.quant)
+
+    @cached_property
+    def adapters(self) -> AdapterSpec | None:
+        """The adapters that `lora` names; None if there are none."""
+        return AdapterSpec.parse(self.lora)
+
+    @cached_property
+    def e(self) -> int:
+        """Experts held by this rank."""
+        if self.local_experts is not None:
+            return self.local_experts
+        return len(self.placement.slots[self.parallel.rank])
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Where the experts live."""
+        return self.parallel.place(self.experts)
+
+    @property
+    def w1_rows(self) -> int:
+        """Rows of one expert's w1: 2I if gated, else I."""
+        return self.intermediate * (2 if self.act.gated else 1)
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        """(T, H), or (T, K, H) where top-k is kept."""
+        if self.combine is Combine.SUM:
+            return (self.tokens, self.hidden)
+        return (self.tokens, self.top_k, self.hidden)
+
+    def with_tokens(self, tokens: int) -> "Problem":
+        """Return the same layer sized for another number of tokens."""
+        return replace(self, tokens=tokens)
+
+    def __repr__(self) -> str:
+        """Return what makes an equal one; fields at their defaults are left out."""
+        shown = []
+        for each in fields(self):
+            value = getattr(self, each.name)
+            value = str(value) if isinstance(value, ActivationSpec) else value
+            factory = each.default_factory
+            if value != (each.default if factory is MISSING else factory()):
+                text = f"Combine.{value.name}" if isinstance(value, Combine) else repr(value)
+                shown.append(f"{each.name}={text}")
+        return f"{type(self).__qualname__}({', '.join(shown)})"
+
+    def __str__(self) -> str:
+        head = f"T{self.tokens}-H{self.hidden}-I{self.intermediate}-E{self.experts}-K{self.top_k}"
+        parts = [head, dtype_name(self.dtype)]
+        defaults = {f.name: f.default for f in fields(self)}
+        shown = ("tokens", "hidden", "intermediate", "experts", "top_k", "dtype", "parallel")
+        for name in (n for n in defaults if n not in shown):
+            value = getattr(self, name)
+            plain = str(value) if isinstance(value, ActivationSpec) else value
+            if plain != defaults[name]:
+                text = value.value if isinstance(value, Enum) else str(value)
+                parts.append(name if value is True else f"{name}={text}")
+        if self.parallel.world_size > 1:
+            placed = "" if self.parallel.placement == "linear" else "p"
+            parts.append(f"W{self.parallel.world_size}{placed}r{self.parallel.rank}")
+        return "-".join(parts)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a pairing would run on. Made by hand, or read by `modular_kernel.machine`.
+
+    device: "cuda" or "cpu".  arch: compute capability such as (9, 0); None on a CPU.
+    packages: importable optional packages.  interpreter: Triton kernels run on the CPU.
+    others: (name, why) of optional packages that are found, but are not those of that name.
+    cuda: version of CUDA that torch was built for, such as (12, 8); None if that is not known.
+    """
+
+    device: Literal["cuda", "cpu"] = "cpu"
+    arch: tuple[int, int] | None = None
+    packages: frozenset[str] = frozenset()
+    interpreter: bool = False
+    name: str = ""
+    others: tuple[tuple[str, str], ...] = ()
+    cuda: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "machine ")
+        if (self.device == "cuda") != (self.arch is not None):
+            need = "an arch exactly where the device is cuda"
+            raise ConfigurationError("machine", got=(self.device, self.arch), need=need)
+
+    def __str__(self) -> str:
+        arch = f" sm_{self.arch[0]}{self.arch[1]}" if self.arch else ""
+        return f"{self.name or self.device}{arch}"

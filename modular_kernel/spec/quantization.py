@@ -1,0 +1,182 @@
+"""One vocabulary for quantization: a scheme is named once, to select parts and to execute it."""
+
+import re
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.utils.argument_checks import check_fields
+
+_SIZES = re.compile(r"[1-9][0-9]{0,8}(x[1-9][0-9]{0,8})?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class QuantScheme:
+    """What weights and activations are stored as, and what one scale covers.
+
+    weight: element type of w1 and w2 ("none": the problem's dtype).
+    activation: element type of the products' left operands ("none": the problem's dtype).
+    granularity: what one weight scale covers: tensor (an expert's matrix), channel (a row of it),
+        block (group[0] rows by group[1] columns), group (group[0] columns of a row) or none.
+    scale: element type of weight scales: "float" is float32 or the problem's dtype, of integers
+        float16 or bfloat16 whichever of these the problem has. Where it is
+        float8_e4m3fn, each matrix (gate, up, down) has a float32 scale beside them.
+    zero_points: unsigned weights with a zero point per group; without, the middle of the range.
+    act_order: columns of w1 and w2 lie in the order of their groups, not in that of x and h
+        (GPTQ's desc_act): `w1_order` says which of x each is, and w1's rows follow w2's columns.
+    static: activation scales are given (a1_scale, a2_scale) instead of computed per call. Where
+        activations are e2m1 each expert's are: of x and of h, beside scales of groups, which are
+        computed.
+    repacked: words of eight e2m1 weights hold their bits in another order, which takes fewer
+        instructions to unpack: `modular_kernel.quant.repacking`.
+    """
+
+    name: str
+    weight: str = "none"
+    activation: str = "none"
+    granularity: str = "none"
+    group: tuple[int, ...] = ()
+    scale: str = "float"
+    zero_points: bool = False
+    act_order: bool = False
+    static: bool = False
+    repacked: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, "quant ")
+
+    @cached_property
+    def quantized(self) -> bool:
+        return self.weight != "none"
+
+    @cached_property
+    def quantizes_activations(self) -> bool:
+        """Whether the left operands are quantized too (w8a8), or stay in the problem's dtype."""
+        return self.activation != "none"
+
+    @cached_property
+    def travels_quantized(self) -> bool:
+        """Whether rows may be quantized before they are dispatched: not by an expert's scale."""
+        return self.quantizes_activations and not self.scales_by_expert
+
+    @cached_property
+    def scales_by_expert(self) -> bool:
+        """Whether a row is quantized by a scale of its expert, so only behind the dispatch."""
+        return self.activation == "float4_e2m1"
+
+    @cached_property
+    def matrix_scales(self) -> bool:
+        """Whether a float32 scale of each matrix stands beside those of its groups (nvfp4)."""
+        return self.scale == "float8_e4m3fn"
+
+    @cached_property
+    def activation_granularity(self) -> str:
+        """What one activation scale covers: none, tensor, token, or group (of one token)."""
+        if not self.quantizes_activations:
+            return "none"
+        return {"channel": "token", "block": "group"}.get(self.granularity, self.granularity)
+
+    @cached_property
+    def packed(self) -> bool:
+        """Whether one byte of a weight holds two values: unless they are repacked, the low nibble
+        first along K."""
+        return self.weight in ("uint4", "float4_e2m1")
+
+    @classmethod
+    def parse(cls, text: "str | QuantScheme") -> "QuantScheme":
+        """Read a scheme from `name[:option=value,...]`, as `str()` prints it.
+
+        Options: block=NxK (block schemes), group=G and zero_points=true (integer schemes),
+        static=true (fp8_w8a8_tensor), repacked=true (mxfp4_w4a16).
+
+        >>> scheme = QuantScheme.parse("int4_w4a16_group:group=64,zero_points=true")
+        >>> scheme.weight, scheme.group, scheme.packed
+        ('uint4', (64,), True)
+        """
+        if isinstance(text, QuantScheme):
+            return text._checked()
+        if not isinstance(text, str):
+            raise ConfigurationError("quant", got=type(text).__name__, need="a scheme by its name")
+        return _parsed(text)
+
+    def _checked(self) -> "QuantScheme":
+        """Return this scheme, if its name and options say all of it."""
+        if self.name in QUANT_SCHEMES and QuantScheme.parse(str(self)) == self:
+            return self
+        raise ConfigurationError("quant", got=repr(self), need="a scheme that parse() could give")
+
+    def _with(self, key: str, value: str) -> "QuantScheme":
+        integers = self.weight in ("uint8", "uint4")
+        sizes = tuple(map(int, value.split("x"))) if _SIZES.fullmatch(value) else ()
+        if key == "block" and self.granularity == "block" and len(sizes) == 2:
+            return replace(self, group=sizes)
+        if key == "group" and integers and len(sizes) == 1 and sizes[0] % 2 == 0:
+            return replace(self, group=sizes)
+        if key == "zero_points" and integers and value in ("true", "false"):
+            return replace(self, zero_points=value == "true")
+        if (
+            key == "static"
+            and self.activation_granularity == "tensor"
+            and value in ("true", "false")
+        ):
+            return replace(self, static=value == "true")
+        if key == "repacked" and self.name == "mxfp4_w4a16" and value in ("true", "false"):
+            return replace(self, repacked=value == "true")
+        known = "block=NxK, group=G, zero_points=true, static=true or repacked=true"
+        need = f"an option this scheme has: {known}"
+        raise ConfigurationError(f"quant {self.name}", got=f"{key}={value}"[:80], need=need)
+
+    def __str__(self) -> str:
+        plain = QUANT_SCHEMES.get(self.name, self)
+        options = []
+        if self.group != plain.group:
+            key = "block" if self.granularity == "block" else "group"
+            options.append(f"{key}={'x'.join(map(str, self.group))}")
+        if self.zero_points:
+            options.append("zero_points=true")
+        if self.static and not plain.static:
+            options.append("static=true")
+        if self.repacked:
+            options.append("repacked=true")
+        return self.name + (":" + ",".join(options) if options else "")
+
+
+_SCHEMES = (
+    QuantScheme("none"),
+    QuantScheme("fp8_w8a8_tensor", "float8_e4m3fn", "float8_e4m3fn", "tensor"),
+    QuantScheme("fp8_w8a8_channel", "float8_e4m3fn", "float8_e4m3fn", "channel"),
+    QuantScheme("fp8_w8a8_block", "float8_e4m3fn", "float8_e4m3fn", "block", (128, 128)),
+    QuantScheme("fp8_w8a16_tensor", "float8_e4m3fn", "none", "tensor"),
+    QuantScheme("fp8_w8a16_channel", "float8_e4m3fn", "none", "channel"),
+    QuantScheme("fp8_w8a16_block", "float8_e4m3fn", "none", "block", (128, 128)),
+    QuantScheme("int8_w8a8_channel", "int8", "int8", "channel"),
+    QuantScheme("int8_w8a8_block", "int8", "int8", "block", (128, 128)),
+    QuantScheme("int8_w8a16_channel", "int8", "none", "channel"),
+    QuantScheme("int8_w8a16_group", "uint8", "none", "group", (128,)),
+    QuantScheme("int4_w4a16_group", "uint4", "none", "group", (128,)),
+    QuantScheme("int8_w8a16_act_order", "uint8", "none", "group", (128,), act_order=True),
+    QuantScheme("int4_w4a16_act_order", "uint4", "none", "group", (128,), act_order=True),
+    QuantScheme("mxfp4_w4a16", "float4_e2m1", "none", "group", (32,), "float8_e8m0fnu"),
+    QuantScheme("nvfp4_w4a16", "float4_e2m1", "none", "group", (16,), "float8_e4m3fn"),
+    QuantScheme(
+        "nvfp4_w4a4", "float4_e2m1", "float4_e2m1", "group", (16,), "float8_e4m3fn", static=True
+    ),
+)
+QUANT_SCHEMES = {scheme.name: scheme for scheme in _SCHEMES}
+
+
+@lru_cache(maxsize=256)
+def _parsed(text: str) -> QuantScheme:
+    """Read a scheme once for the many problems that name it."""
+    name, _, rest = text.partition(":")
+    if name not in QUANT_SCHEMES:
+        need = f"one of {', '.join(sorted(QUANT_SCHEMES))}"
+        raise ConfigurationError("quant", got=name[:80], need=need)
+    scheme, seen = QUANT_SCHEMES[name], set[str]()
+    for option in filter(None, rest.split(",")):
+        key, _, value = option.partition("=")
+        if key in seen:
+            raise ConfigurationError(f"quant {name}", got=text[:80], need=f"{key} once")
+        scheme = scheme._with(key, value)
+        seen.add(key)
+    return scheme

@@ -1,0 +1,147 @@
+"""RouterSpec: how a router turns logits into K experts of a token and their weights, as facts.
+
+    RouterSpec(8, renormalize=True)                                     Qwen3-MoE
+    RouterSpec(4, order="topk_first")                                   gpt-oss
+    RouterSpec(8, "sigmoid", groups=8, topk_groups=4, selection_bias=True,
+               renormalize=True, eps=1e-20)                             DeepSeek-V3
+
+What computes it is `modular_kernel.ops.route`; what a layer has, `modular_kernel.layers.router`.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple
+
+import torch
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.utils.argument_checks import MOST, Between, check_fields, expect
+
+MOST_TOP_K = 16
+# Columns of logits that one program of the kernel takes; zero experts are among them.
+MOST_COLUMNS = 1024
+# eps and floor: float32 has no smaller normal number, and a softmax sums to no more.
+_LEAST_DIVISOR, _MOST_DIVISOR = 2.0**-126, 1.0
+TopK = Annotated[int, Between(1, MOST_TOP_K)]
+Groups = Annotated[int, Between(1, MOST_COLUMNS)]
+Many = Annotated[int, Between(0, MOST)]
+
+
+class StandardTopKOutput(NamedTuple):
+    """What a router says of T tokens, in the field's names.
+
+    topk_weights: (T, K) float32. topk_ids: (T, K) int32 or int64, -1 where a pair is skipped.
+    router_logits: (T, E), or None.
+    """
+
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    router_logits: torch.Tensor | None = None
+
+
+class RoutingData(NamedTuple):
+    """The routing of T * K pairs in the order of experts, in the names of triton_kernels.
+
+    n_expts_act: K. gate_scal: (T * K,) float32, the weight of the pair in each row, 0 in rows past
+    the last pair that is not skipped. expt_hist: (E,) int32, rows of each expert. n_expts_tot: E.
+    """
+
+    n_expts_act: int
+    gate_scal: torch.Tensor
+    expt_hist: torch.Tensor | None = None
+    n_expts_tot: int = 0
+
+
+class Permutation(NamedTuple):
+    """A permutation and its inverse, (T * K,) int32; -1 where there is nothing."""
+
+    src_indx: torch.Tensor
+    dst_indx: torch.Tensor
+
+
+class TritonKernelTopKOutput(NamedTuple):
+    """What a router says of T tokens, sorted by expert.
+
+    gather_indx.src_indx: the pair t * K + k in each row, dst_indx: the row of each pair;
+    scatter_indx has the same the other way round.
+    """
+
+    routing_data: RoutingData
+    gather_indx: Permutation
+    scatter_indx: Permutation
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """How K experts of a token are chosen, and what they weigh.
+
+    top_k: K, 1 to 16. score: what a logit becomes: its softmax over all columns, its sigmoid, or
+    sqrt(softplus). order: "score_first" chooses by scores and weighs by them; "topk_first" chooses
+    by logits and scores the chosen ones alone, softmax over those K.
+    groups: the experts lie in so many equal groups, of which the topk_groups best take part; a
+    group is as good as its best expert ("max"), or as its two best together ("top2").
+    selection_bias: a bias for each column is added to what is chosen by, never to the weights.
+    renormalize: the K weights are divided by max(their sum + eps, floor), in float32. eps and floor
+    are 0 or 2^-126 to 1: a smaller one would be 0 in float32, and one that exceeds the sum of a
+    softmax would scale the weights instead of guarding their division.
+    table: experts come from a table by token id, and the router gives the weights alone.
+    zero_experts: so many columns behind the experts return x itself.
+
+    The routed scaling factor is the Problem's. Equal values go to the lower id. An expert whose
+    logit or biased score is NaN, or whose biased score is -inf, is never chosen; where fewer than K
+    are left, the rest are -1 with weight 0. ConfigurationError for a field that is not as declared
+    or that another makes meaningless.
+    """
+
+    top_k: TopK
+    score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
+    order: Literal["score_first", "topk_first"] = "score_first"
+    groups: Groups = 1
+    topk_groups: Groups = 1
+    group_score: Literal["max", "top2"] = "top2"
+    selection_bias: bool = False
+    renormalize: bool = False
+    eps: float = 0.0
+    floor: float = 0.0
+    table: bool = False
+    zero_experts: Many = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "router ")
+        if self.topk_groups > self.groups:
+            need = f"1 to groups = {self.groups}"
+            raise ConfigurationError("router topk_groups", got=self.topk_groups, need=need)
+        for name in ("eps", "floor"):
+            value = getattr(self, name)
+            if value and not _LEAST_DIVISOR <= value <= _MOST_DIVISOR:
+                need = f"0, or {_LEAST_DIVISOR:.3g} to {_MOST_DIVISOR:.3g}: it is a float32"
+                raise ConfigurationError(f"router {name}", got=value, need=need)
+            if value and not self.renormalize:
+                raise ConfigurationError(f"router {name}", got=value, need="renormalize with it")
+        if self.table and (self.groups > 1 or self.selection_bias):
+            got = "groups" if self.groups > 1 else "selection_bias"
+            raise ConfigurationError("router table", got=got, need="a table alone: it chooses")
+        if self.zero_experts and self.groups > 1:
+            need = "groups = 1 where there are zero experts"
+            raise ConfigurationError("router groups", got=self.groups, need=need)
+
+    def columns(self, experts: int) -> int:
+        """Return the columns of logits for `experts` experts; ConfigurationError if none fit."""
+        expect("router experts", experts, int)
+        columns = experts + self.zero_experts
+        if experts < 1 or not self.top_k <= columns <= MOST_COLUMNS:
+            need = f"top_k = {self.top_k} to {MOST_COLUMNS} columns of logits"
+            raise ConfigurationError("router experts", got=experts, need=need)
+        if self.groups > 1:
+            self._check_groups(experts)
+        return columns
+
+    def _check_groups(self, experts: int) -> None:
+        # Not divmod: torch.compile does not trace it where the experts are a symbol.
+        size, rest = experts // self.groups, experts % self.groups
+        if rest or (self.group_score == "top2" and size < 2):
+            least = 2 if self.group_score == "top2" else 1
+            need = f"groups = {self.groups} of one size, {least} or more each"
+            raise ConfigurationError("router experts", got=experts, need=need)
+        if size * self.topk_groups < self.top_k:
+            need = f"top_k = {self.top_k} experts or more in topk_groups = {self.topk_groups}"
+            raise ConfigurationError("router groups", got=f"{self.groups} of {size}", need=need)

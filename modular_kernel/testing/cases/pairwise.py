@@ -1,0 +1,311 @@
+"""Cases drawn by pairs: every two values of two axes meet in a case, if a pairing takes both.
+
+`AXES` says what varies, `draw` which rows of it prove a pairing on a machine. A row that a rule
+refuses is not drawn; a pair that no valid row holds is impossible, with the rule's reason.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from modular_kernel.catalog import load_catalog
+from modular_kernel.compatibility.rules import judge
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.quant.quantized_weights import weight_specs
+from modular_kernel.spec.problem import UNGATED, ActivationSpec, Combine, Machine, Parallel, Problem
+from modular_kernel.testing.cases.adapters import NAMED
+from modular_kernel.testing.cases.case import Case
+from modular_kernel.testing.cases.covering import Array, Axis, Row, Space, covering_array
+from modular_kernel.testing.cases.hostile import NOT_DRAWN, VALUES, why_impossible
+from modular_kernel.testing.cases.inputs import LAYOUTS, ROUTINGS, Manner, some_routed
+from modular_kernel.testing.cases.quantized import SCHEMES
+from modular_kernel.testing.cases.row_order import in_row_order
+
+_FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
+
+# Limits of about one standard deviation of the data, so that every clamp acts on many values.
+_ACTIVATIONS = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_tanh",
+    "swiglu_oai": "swiglu_oai:alpha=1.702,limit=1.0",
+    "swiglu_clamp_after": "swiglu_clamp_after:limit=0.5",
+    "swiglu_clamp_before": "swiglu_clamp_before:limit=0.5",
+    "relu2": "relu2",
+    "gelu_clamped": "gelu:limit=0.5",
+    "situ": "situ:alpha=1.5,limit=0.7",
+    "silu_no_mul": "silu_no_mul",
+    "gelu_no_mul": "gelu_no_mul",
+}
+
+# Of `placement`: how many of E experts are here, and whether by a map.
+_PLACEMENTS = ("all", "mapped", "half_mapped", "one_mapped")
+
+# Of `chunks`: the most tokens of a piece, by the tokens T of the case.
+_CHUNKS: dict[str, Callable[[int], int | None]] = {
+    "none": lambda _tokens: None,
+    "whole": lambda tokens: max(1, tokens),
+    "one_more": lambda tokens: max(1, tokens - 1),  # the last piece is one token
+    "ragged": lambda tokens: max(1, -(-2 * tokens // 5)),  # three pieces, the last one shorter
+}
+
+# The ordinary value first. H and I: on and off every block of a scheme, every step of a tile and
+# every vector of a load. T: what paths and tiles change at, as far as so few tokens reach; where
+# one expert gets all of them, so many rows. E: what counting and sorting change at.
+AXES = (
+    Axis("quant", ("none", *SCHEMES)),
+    Axis("numbers", ((_BF16, "ieee"), (_FP32, "ieee"), (_FP32, "tf32"), (_FP16, "ieee"))),
+    Axis("activation", tuple(_ACTIVATIONS)),
+    Axis("interleaved", (False, True)),
+    Axis("bias", (False, True)),
+    Axis("tokens", (7, 0, 1, 4, 5, 8, 9, 16, 17, 33, 65, 129), frozenset({0}), dear=True),
+    Axis("hidden", (48, 16, 17, 32, 33, 50, 64, 104, 128, 160), dear=True),
+    Axis("intermediate", (64, 24, 19, 32, 40, 47, 80, 128, 136), dear=True),
+    Axis("experts", (5, 1, 2, 17, 65, 300), dear=True),
+    Axis("top_k", (2, 1, 3, 8, 16), dear=True),
+    Axis("placement", _PLACEMENTS, dear=True),
+    Axis("routing", ROUTINGS, frozenset({"all_skipped"})),
+    Axis("ids", (None, torch.int32, torch.int64)),
+    Axis("weight_on_input", (False, True)),
+    Axis("scaling", (1.0, 2.5)),
+    Axis("combine", (Combine.SUM, Combine.TOPK_WEIGHTED, Combine.TOPK_UNWEIGHTED)),
+    Axis("inplace", (False, True)),
+    Axis("chunks", tuple(_CHUNKS), dear=True),
+    Axis("layout", LAYOUTS),
+    Axis("own_scales", (False, True)),
+    Axis("values", tuple(values for values in VALUES if values not in NOT_DRAWN)),
+    Axis("by_turns", (False, True), dear=True),
+    Axis("batch_invariant", (False, True), dear=True),
+    Axis("seed", (0, 1, 2)),
+)
+# Of pairings that carry adapters alone: the rows of the others stay as they are. Ranks on and off
+# every block, and more than a block holds; slots that no token names.
+LORA_AXES = (
+    Axis(
+        "lora",
+        (
+            "none",
+            "adapters=1,rank=16",
+            "adapters=3,rank=7,a13=shared",
+            "adapters=8,rank=33,outer=shared",
+            "adapters=3,rank=80",
+        ),
+        dear=True,
+    ),
+    Axis("named", NAMED),
+)
+_ALL_AXES = (*AXES, *LORA_AXES)
+
+_ALONE = Parallel()
+_ALL_ROUTED = ("uniform", "all_to_one", "zipf", "empty_experts", "duplicates")
+
+
+@cache
+def _activation(kind: str, interleaved: bool) -> ActivationSpec:
+    text = _ACTIVATIONS[kind]
+    if text in UNGATED:
+        if interleaved:
+            raise ConfigurationError("activation", got=f"{text}, interleaved", need="gate and up")
+    elif interleaved or kind == "swiglu_oai":
+        text += f"{',' if ':' in text else ':'}interleaved={str(interleaved).lower()}"
+    return ActivationSpec.parse(text)
+
+
+def problem_of(row: dict[str, Any]) -> Problem:
+    """Return the problem that a row of values by axis says; ConfigurationError if there is none
+    such.
+    """
+    experts, tokens = row["experts"], row["tokens"]
+    here = {"half_mapped": (experts + 1) // 2, "one_mapped": 1}
+    dtype, precision = row["numbers"]
+    return Problem(
+        tokens=tokens,
+        hidden=row["hidden"],
+        intermediate=row["intermediate"],
+        experts=experts,
+        top_k=row["top_k"],
+        dtype=dtype,
+        quant=row["quant"],
+        activation=_activation(row["activation"], row["interleaved"]),
+        local_experts=here.get(row["placement"]),
+        ids_dtype=row["ids"],
+        bias=row["bias"],
+        expert_map=row["placement"] != "all",
+        apply_router_weight_on_input=row["weight_on_input"],
+        routed_scaling_factor=row["scaling"],
+        combine=row["combine"],
+        inplace=row["inplace"],
+        fp32_precision=precision,
+        chunk_tokens=_CHUNKS[row["chunks"]](tokens),
+        batch_invariant=row["batch_invariant"],
+        lora=row.get("lora", "none"),
+        parallel=_ALONE,
+    )
+
+
+def case_of(prepare_finalize: str, experts: str, row: dict[str, Any]) -> Case:
+    """Return the case that a row of values by axis says."""
+    manner = Manner(row["layout"], row["values"], row["own_scales"], row.get("named", NAMED[0]))
+    return Case(
+        prepare_finalize,
+        experts,
+        in_row_order(problem_of(row), experts),
+        row["routing"],
+        row["seed"],
+        manner,
+        row["by_turns"],
+    )
+
+
+def _harness_reasons(problem: Problem, row: dict[str, Any]) -> tuple[str, ...]:
+    """Why inputs of a row and its problem cannot be made or judged, whatever the pairing."""
+    reasons = []
+    if row["routing"] == "beyond_int32" and problem.ids_dtype is torch.int32:
+        reasons.append("[routing] beyond_int32: int32 ids hold no such values")
+    if row["own_scales"]:
+        dtypes: tuple[torch.dtype, ...] = ()
+        if problem.scheme.quantized:
+            dtypes = weight_specs(problem)["w1_scale"].dtypes
+        if problem.dtype is _FP32 or problem.dtype not in dtypes:
+            reasons.append(f"[own_scales] {problem.quant}: scales have no such dtype")
+    if problem.adapters is None and row.get("named", NAMED[0]) != NAMED[0]:
+        reasons.append(f"[named] {row['named']}: there are no adapters")
+    if (hostile := why_impossible(problem, row["values"])) is not None:
+        reasons.append(hostile)
+    return tuple(reasons)
+
+
+# Axes that no problem tells: rows that differ in these alone are one problem, and judged once.
+_INPUTS_ALONE = frozenset(
+    {"routing", "layout", "own_scales", "values", "by_turns", "seed", "named"}
+)
+
+
+_PROBLEM_AXES = tuple(axis for axis in _ALL_AXES if axis.name not in _INPUTS_ALONE)
+
+
+def _problem_part(axes: tuple[Axis, ...]) -> Callable[[Row], Row]:
+    """Return a function that gives the part of a row which the problem tells."""
+    return itemgetter(*(i for i, axis in enumerate(axes) if axis.name not in _INPUTS_ALONE))
+
+
+@lru_cache(maxsize=2**14)  # as many as a pairing asks for; the next asks for most of them, too
+def _problem_told(part: Row) -> Problem | str:
+    """Return the problem that such a part tells, or why there is none."""
+    named = zip(_PROBLEM_AXES, part, strict=False)  # a part without adapters is shorter
+    try:
+        return problem_of({axis.name: axis.values[i] for axis, i in named})
+    except ConfigurationError as error:
+        return str(error)
+
+
+def space_of(prepare_finalize: str, experts: str, machine: Machine) -> Space:
+    """Return the rows of AXES, judged for a pairing on a machine; LORA_AXES too if it has them."""
+    catalog = load_catalog()
+    pf, ex = catalog.prepare_finalize(prepare_finalize), catalog.experts(experts)
+    axes = _ALL_AXES if pf.requires.lora and ex.requires.lora else AXES
+    problem_part = _problem_part(axes)
+    problems: dict[Row, tuple[Problem | None, Sequence[str]]] = {}
+
+    def judged(part: Row) -> tuple[Problem | None, Sequence[str]]:
+        found = _problem_told(part)
+        if isinstance(found, str):
+            return None, (found,)
+        problem = in_row_order(found, ex)
+        return problem, tuple(map(str, judge(pf, ex, problem, machine).rejections))
+
+    def refused(row: Row) -> Sequence[str]:
+        part = problem_part(row)
+        if part not in problems:
+            problems[part] = judged(part)
+        problem, reasons = problems[part]
+        if problem is None or reasons:
+            return reasons
+        return _harness_reasons(problem, _values(row))
+
+    return Space(axes, refused, _live, cost_of)
+
+
+def _values(row: Row) -> dict[str, Any]:
+    """Return the value of each axis by its name."""
+    axes = _ALL_AXES[: len(row)]  # a row without adapters is shorter
+    return {axis.name: axis.values[i] for axis, i in zip(axes, row, strict=True)}
+
+
+_PLACES = {axis.name: place for place, axis in enumerate(_ALL_AXES)}
+
+
+def _part(*names: str) -> Callable[[Sequence[int]], Row]:
+    """Return a function that gives some axes' part of a row."""
+    return itemgetter(*(_PLACES[name] for name in names))
+
+
+def _said(part: Row, *names: str) -> tuple[Any, ...]:
+    """Return the values of such a part."""
+    return tuple(AXES[_PLACES[name]].values[i] for name, i in zip(names, part, strict=True))
+
+
+_ROUTED_BY = ("tokens", "experts", "top_k", "placement", "routing", "seed")
+_BLOCKS_BY = ("tokens", "top_k", "experts", "placement", "chunks")
+_WORK_BY = ("numbers", "hidden", "intermediate", "by_turns", "batch_invariant")
+_routing_part, _blocks_part = _part(*_ROUTED_BY), _part(*_BLOCKS_BY)
+_work_part = _part(*_WORK_BY)
+
+
+def _live(row: Row) -> bool:
+    """Whether any pair of a token and an expert is computed in a valid row."""
+    return _computes(_routing_part(row))
+
+
+@cache
+def _computes(part: Row) -> bool:
+    tokens, experts, top_k, placement, routing, seed = _said(part, *_ROUTED_BY)
+    if not tokens or routing == "all_skipped":
+        return False
+    if placement in ("all", "mapped") and routing in _ALL_ROUTED:
+        return True
+    here = {"half_mapped": (experts + 1) // 2, "one_mapped": 1}.get(placement)
+    mapped = placement != "all"
+    # Whatever else a problem says, its ids are drawn alike.
+    problem = Problem(tokens, 1, 1, experts, top_k, local_experts=here, expert_map=mapped)
+    return some_routed(problem, routing, 1000 * seed)
+
+
+def cost_of(row: Sequence[int]) -> float:
+    """Roughly the seconds that the interpreter takes: blocks of rows by tiles of weights."""
+    fixed, blocks = _blocks(_blocks_part(row))
+    calls, tiles = _work(_work_part(row))
+    return calls * (fixed + blocks * tiles)
+
+
+@cache
+def _blocks(part: Row) -> tuple[float, float]:
+    """Return the seconds of a call whatever its weights, and those for each tile of them: by the
+    pieces of the tokens, and the blocks of rows in all of them.
+    """
+    tokens, top_k, experts, placement, chunks = _said(part, *_BLOCKS_BY)
+    here = {"one_mapped": 1, "half_mapped": (experts + 1) // 2}.get(placement, experts)
+    pairs, pieces = tokens * top_k, {"ragged": 3, "one_more": 2}.get(chunks, 1)
+    blocks = min(pairs, here) * (pieces + 1) / 2 + pairs / 16
+    return 0.4 + 0.3 * pieces, 0.01 * blocks
+
+
+@cache
+def _work(part: Row) -> tuple[float, int]:
+    """Return how many calls there are, and tiles of weights in each."""
+    (dtype, _), hidden, intermediate, by_turns, batch_invariant = _said(part, *_WORK_BY)
+    side = 32 if dtype is _FP32 or hidden % 16 or intermediate % 16 else 64
+    tiles = int(2 * -(-hidden // side) * -(-intermediate // side))
+    return float(1 + 0.3 * by_turns + 0.5 * batch_invariant), tiles
+
+
+@cache
+def draw(prepare_finalize: str, experts: str, machine: Machine) -> tuple[Array, tuple[Case, ...]]:
+    """Return the covering array of a pairing on a machine, and the case of each row, in its
+    order.
+    """
+    array = covering_array(space_of(prepare_finalize, experts, machine))
+    return array, tuple(case_of(prepare_finalize, experts, _values(row)) for row in array.rows)

@@ -1,0 +1,186 @@
+"""Cells of an experts part: a path, a scheme, and one thing that a kernel of the path depends on.
+
+Axes vary the scheme and the shape, and shapes lead to paths: a scheme can have many cases, none of
+which enters its fast path. So a list of cases is judged by cells as well. `reachable` finds those
+that some call of a user enters, `cells_of` those that a call entered.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from modular_kernel.catalog import check, load_catalog
+from modular_kernel.contracts import PermuteExpertsUnpermute
+from modular_kernel.quant.quantized_weights import weight_specs
+from modular_kernel.spec.problem import Machine, Problem, dtype_name
+from modular_kernel.spec.quantization import QuantScheme
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.testing.cases.case import Case
+from modular_kernel.testing.cases.inputs import LAYOUTS, Manner, make_inputs
+from modular_kernel.testing.cases.quantized import SCHEMES, short_scales
+
+# Numbers of tokens by which paths are told apart; a case of the first that leads to a path is the
+# cheapest.
+_TOKENS = (1, 3, 9, 33, 97, 289)
+# Few experts, so that few tokens are many for each of them, and one token is few.
+_BASE = Problem(
+    tokens=_TOKENS[-1], hidden=128, intermediate=64, experts=3, top_k=2, dtype=torch.bfloat16
+)
+_FLAGS = ("zero_points", "static", "repacked")
+
+
+@dataclass(frozen=True, order=True)
+class PathCell:
+    """A path with a scheme, and the value of one axis: "bias=True", "layout=spaced"."""
+
+    path: str
+    scheme: str
+    value: str
+
+    def __str__(self) -> str:
+        return f"{self.path} x {self.scheme} x {self.value}"
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A call that enters a cell: its problem, and how its tensors lie."""
+
+    problem: Problem
+    manner: Manner
+
+
+def cells_of(path: str, problem: Problem, weights: ExpertWeights) -> frozenset[PathCell]:
+    """Return the cells that a call of `problem` with these weights is in."""
+    scales = "none" if weights.w1_scale is None else dtype_name(weights.w1_scale.dtype)
+    values = {
+        "layout": layout_of(weights.w1),
+        "bias": problem.bias,
+        "scales": scales,
+        "dtype": dtype_name(problem.dtype),
+        "adapters": problem.adapters is not None,
+        "batch_invariant": problem.batch_invariant,
+        "interleaved": problem.act.interleaved,
+    }
+    scheme = scheme_name(problem.scheme)
+    return frozenset(PathCell(path, scheme, f"{axis}={value}") for axis, value in values.items())
+
+
+def scheme_name(scheme: QuantScheme) -> str:
+    """Return a scheme without the sizes of its groups: they are no axis of a path."""
+    flags = [flag for flag in _FLAGS if getattr(scheme, flag)]
+    return ":".join([scheme.name, *flags])
+
+
+def layout_of(w_eNK: torch.Tensor) -> str:
+    """Return which of LAYOUTS a matrix lies in."""
+    if not w_eNK.is_contiguous():
+        return "spaced" if w_eNK.stride(-1) == 1 else "transposed"
+    return "shifted" if w_eNK.data_ptr() % 16 else "plain"
+
+
+@cache
+def reachable(prepare_finalize: str, experts: str, machine: Machine) -> dict[PathCell, Probe]:
+    """Return every cell that a call of the pairing can enter on `machine`, with the cheapest probe.
+
+    Which path a call takes is asked of the part. {} for a part with one path.
+    """
+    found: dict[PathCell, Probe] = {}
+    part = load_catalog().experts(experts)
+    for problem, manner in _probes():
+        if not check(prepare_finalize, experts, problem, machine).ok:
+            continue
+        instance = part(problem)
+        inputs = make_inputs(problem, "uniform", torch.device("cpu"), manner=manner)
+        for tokens in _TOKENS:
+            path = instance.path_of(inputs.x_TH[:tokens], inputs.weights)
+            if not path:
+                return {}
+            for cell in cells_of(path, problem, inputs.weights):
+                known = found.get(cell)
+                if known is None or known.problem.tokens > tokens:
+                    found[cell] = Probe(problem.with_tokens(tokens), manner)
+    return found
+
+
+def scale_dtypes(problem: Problem) -> tuple[torch.dtype, ...]:
+    """Return the dtypes that scales of weights may have."""
+    return weight_specs(problem)["w1_scale"].dtypes
+
+
+def _probes() -> Iterator[tuple[Problem, Manner]]:
+    """Every scheme, with one change of what the cells tell apart."""
+    changes: tuple[dict[str, Any], ...] = (
+        {"bias": True},
+        {"dtype": torch.float16},
+        {"dtype": torch.float32},
+        {"lora": "adapters=3,rank=7"},
+        {"batch_invariant": True},
+        {"activation": "silu:interleaved=true"},
+        {"hidden": 50, "intermediate": 47},
+    )
+    for quant in ("none", *SCHEMES):
+        problem = replace(_BASE, quant=quant)
+        for layout in LAYOUTS:
+            yield problem, Manner(layout=layout)
+        for change in changes:
+            yield replace(problem, **change), Manner()
+        if problem.scheme.quantized and short_scales(problem) in scale_dtypes(problem):
+            yield problem, Manner(own_scales=True)
+
+
+def path_cases(experts: str) -> Iterator[tuple[Problem, str, Manner]]:
+    """Yield cases for the cells of paths that drawn cases seldom enter: those of few tokens.
+
+    Of a part with paths. Each scheme in every layout; biases, dtypes, the order of gate and up, and
+    dtypes of scales go along.
+    """
+    part = load_catalog().experts(experts)
+    if part.path_of is PermuteExpertsUnpermute.path_of:
+        return
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    silu, interleaved = "silu", "silu:interleaved=true"
+    rows = (
+        ("plain", False, bf16, silu),
+        ("spaced", True, fp16, interleaved),
+        ("shifted", False, fp32, interleaved),
+        ("transposed", True, bf16, silu),
+    )
+    for quant in ("none", *SCHEMES):
+        scheme = QuantScheme.parse(quant)
+        if scheme.act_order:
+            continue  # no path but the one that drawn cases enter takes it
+        for layout, bias, dtype, activation in rows[:2] if scheme.packed else rows:
+            changes: dict[str, Any] = {"bias": bias, "dtype": dtype, "activation": activation}
+            one = replace(_BASE, tokens=1, quant=quant, **changes)
+            own = scheme.quantized and layout == "plain" and short_scales(one) in scale_dtypes(one)
+            manner = Manner(layout=layout, own_scales=own)
+            yield one, "uniform", manner
+            if scheme.packed:  # words of weights have a path of their own for some tokens more
+                yield replace(one, tokens=9, experts=5), "skips", manner
+        if scheme.packed:
+            yield replace(_BASE, tokens=5, quant=quant, batch_invariant=True), "zipf", Manner()
+
+
+def predicted(case: Case) -> frozenset[PathCell]:
+    """Return the cells that the calls of a case enter, without calling anything.
+
+    Those of a PrepareAndFinalize that hands on the tokens as they came.
+    """
+    part = load_catalog().experts(case.experts)
+    instance, found, tokens = part(case.problem), set[PathCell](), case.problem.tokens
+    device = torch.device("cpu")
+    for salt, count, strided in ((0, tokens, False), (2, (tokens + 1) // 2, True)):
+        problem = case.problem.with_tokens(count)
+        seed = 1000 * case.seed + salt
+        inputs = make_inputs(
+            problem, case.routing, device, seed=seed, strided=strided, manner=case.manner
+        )
+        of_chunks = min(count, problem.chunk_tokens or count)
+        rest = count % of_chunks if of_chunks else 0
+        for rows in {of_chunks, rest} - {0}:
+            path = instance.path_of(inputs.x_TH[:rows], inputs.weights)
+            found |= cells_of(path, case.problem, inputs.weights)
+    return frozenset(found)

@@ -1,0 +1,135 @@
+"""Defects of adapters that the checks must find."""
+
+from dataclasses import replace
+
+import torch
+
+from modular_kernel.spec.problem import Problem
+from modular_kernel.testing.input_mutations import conditions as when
+from modular_kernel.testing.input_mutations.inject import Arguments, CallMutant
+
+
+def _named(args: Arguments, slots_T: torch.Tensor) -> Arguments:
+    return replace(args, routing=replace(args.routing, adapters_T=slots_T.int().contiguous()))
+
+
+def _slots(args: Arguments) -> torch.Tensor:
+    """(T,) int32; of a call without adapters too."""
+    slots_T = args.routing.slots_T
+    if slots_T is None:
+        return torch.full((len(args.x_TH),), -1, dtype=torch.int32, device=args.x_TH.device)
+    return slots_T
+
+
+def other_slot(args: Arguments) -> Arguments:
+    """Tokens of slot 0 take slot 1, and the reverse."""
+    slots_T = _slots(args)
+    return _named(args, torch.where((slots_T == 0) | (slots_T == 1), 1 - slots_T, slots_T))
+
+
+def slot_of_neighbor(args: Arguments) -> Arguments:
+    return _named(args, _slots(args).roll(1))
+
+
+def lost_slots(args: Arguments) -> Arguments:
+    return _named(args, torch.full_like(_slots(args), -1))
+
+
+def wrapped_slots(args: Arguments) -> Arguments:
+    """-1 is the last slot, as in Python."""
+    assert args.weights.lora_b2 is not None
+    slots_T = _slots(args)
+    return _named(args, torch.where(slots_T < 0, len(args.weights.lora_b2) - 1, slots_T))
+
+
+def scaled_twice(args: Arguments) -> Arguments:
+    """B, which holds an adapter's scaling, of the second product by 1.5."""
+    return _changed(args, "lora_b2", lambda b: b * 1.5)
+
+
+def beyond_rank(args: Arguments) -> Arguments:
+    """Put other values than zero beyond an adapter's rank."""
+    for name in ("lora_a13", "lora_a2", "lora_b13", "lora_b2"):
+        args = _changed(args, name, lambda m: torch.where(m == 0, 0.25, m))
+    return args
+
+
+def gate_for_up(args: Arguments) -> Arguments:
+    """B of gate's rows adds to up's values too."""
+    interleaved = args.problem.act.interleaved
+
+    def changed(b_LeNR: torch.Tensor) -> torch.Tensor:
+        if interleaved:
+            return b_LeNR[:, :, 0::2].repeat_interleave(2, 2)
+        return b_LeNR[:, :, : b_LeNR.shape[2] // 2].repeat(1, 1, 2, 1)
+
+    return _changed(args, "lora_b13", changed)
+
+
+def one_a(args: Arguments) -> Arguments:
+    """Make up's u by gate's rows of A."""
+
+    def changed(a_LeRH: torch.Tensor) -> torch.Tensor:
+        return a_LeRH[:, :, : a_LeRH.shape[2] // 2].repeat(1, 1, 2, 1)
+
+    return _changed(args, "lora_a13", changed)
+
+
+def next_expert_s(args: Arguments) -> Arguments:
+    """Give each expert its neighbor's A of the second product."""
+    return _changed(args, "lora_a2", lambda a: a.roll(1, 1))
+
+
+def _changed(args: Arguments, name: str, change: object) -> Arguments:
+    tensor = getattr(args.weights, name)
+    assert callable(change)
+    weights = replace(args.weights, **{name: change(tensor).to(tensor.dtype).contiguous()})
+    return replace(args, weights=weights)
+
+
+def _adapted(problem: Problem, routing: str) -> bool:
+    """Surely some pair of a token with an adapter, and one of another without, is computed."""
+    return problem.adapters is not None and when.all_routed(problem, routing) and problem.tokens > 9
+
+
+_several = when.both(_adapted, lambda p: p.adapters is not None and p.adapters.adapters > 2)
+_two_a = when.both(
+    _adapted, lambda p: p.act.gated and p.adapters is not None and not p.adapters.a13_shared
+)
+
+ADAPTER_MUTANTS = (
+    CallMutant("adapter_wrong", "slots 0 and 1 are exchanged", _several, arguments=other_slot),
+    CallMutant(
+        "adapter_of_neighbor",
+        "token t has the adapter of t - 1",
+        _several,
+        arguments=slot_of_neighbor,
+    ),
+    CallMutant("adapter_lost", "no token has an adapter", _adapted, arguments=lost_slots),
+    CallMutant("adapter_wraps", "-1 is the last slot", _adapted, arguments=wrapped_slots),
+    CallMutant(
+        "adapter_scaled_twice",
+        "an adapter's scaling is applied once more",
+        _adapted,
+        arguments=scaled_twice,
+    ),
+    CallMutant(
+        "adapter_beyond_rank",
+        "rows beyond an adapter's rank count",
+        _several,
+        arguments=beyond_rank,
+    ),
+    CallMutant(
+        "adapter_gate_for_up",
+        "B of gate is added to up",
+        when.both(_adapted, lambda p: p.act.gated),
+        arguments=gate_for_up,
+    ),
+    CallMutant("adapter_one_a", "A of gate serves up", _two_a, arguments=one_a),
+    CallMutant(
+        "adapter_expert",
+        "an expert's adapter is its neighbor's",
+        when.both(_adapted, lambda p: p.e > 1),
+        arguments=next_expert_s,
+    ),
+)

@@ -1,0 +1,109 @@
+"""When a defect must show: in which problems, kinds of routing and pairings."""
+
+from collections.abc import Callable
+
+import torch
+
+from modular_kernel.compatibility.support import ExpertsRequirements, PrepareFinalizeRequirements
+from modular_kernel.spec.problem import ActivationFormat, Combine, Problem, Reduce
+
+Applies = Callable[[Problem, str], bool]
+PF = PrepareFinalizeRequirements
+EX = ExpertsRequirements
+
+_FEW_IDS = ("skips", "out_of_range", "beyond_int32", "all_skipped")
+
+
+def has_tokens(problem: Problem, _routing: str) -> bool:
+    return problem.tokens > 0
+
+
+def routed(problem: Problem, routing: str) -> bool:
+    """Surely some pair has an expert here."""
+    partly = problem.expert_map or routing in _FEW_IDS
+    return routing != "all_skipped" and problem.tokens >= (7 if partly else 1)
+
+
+def all_routed(problem: Problem, routing: str) -> bool:
+    """Surely every pair has an expert here."""
+    return has_tokens(problem, routing) and not problem.expert_map and routing not in _FEW_IDS
+
+
+def weighted(problem: Problem, routing: str) -> bool:
+    """Router weights count."""
+    unweighted = problem.combine is Combine.TOPK_UNWEIGHTED
+    on_input = problem.apply_router_weight_on_input
+    return routed(problem, routing) and (on_input or not unweighted)
+
+
+def scaled(problem: Problem, routing: str) -> bool:
+    """Return whether the scaling factor counts, and is not 1."""
+    plain = problem.routed_scaling_factor == 1 or problem.combine is Combine.TOPK_UNWEIGHTED
+    return routed(problem, routing) and not plain
+
+
+def activation_kinds(*kinds: str, exact: bool = False) -> Applies:
+    """Activations of these kinds; exact: only where rounding hides nothing."""
+
+    def applies(problem: Problem, routing: str) -> bool:
+        ieee = problem.dtype is torch.float32 and problem.fp32_precision == "ieee"
+        return routed(problem, routing) and problem.act.kind in kinds and (ieee or not exact)
+
+    return applies
+
+
+def clamped(problem: Problem, routing: str) -> bool:
+    """Return a limit that acts on many values of the inputs."""
+    return routed(problem, routing) and (problem.act.limit or 9) <= 2
+
+
+def batch_invariant(problem: Problem, routing: str) -> bool:
+    """Asked for, in a call of an even number of tokens."""
+    even = problem.tokens % 2 == 0
+    return problem.batch_invariant and has_tokens(problem, routing) and even
+
+
+def both(one: Applies, other: Callable[[Problem], bool]) -> Applies:
+    return lambda problem, routing: one(problem, routing) and other(problem)
+
+
+def on_routing(*routings: str) -> Applies:
+    return lambda problem, routing: problem.tokens > 0 and routing in routings
+
+
+def some_elsewhere(problem: Problem, routing: str) -> bool:
+    """Surely some pair has no expert here, and its row is read: on one rank sums leave it out, and
+    so does what weights kept rows."""
+    alone = problem.parallel.world_size == 1
+    if problem.tokens < 7 or (alone and problem.combine is not Combine.TOPK_UNWEIGHTED):
+        return False
+    return routing in _FEW_IDS or (problem.expert_map and problem.e < problem.experts - 1)
+
+
+def batched_pair(pf: PF, _ex: EX) -> bool:
+    return pf.activation_format is ActivationFormat.BATCHED_EXPERTS
+
+
+def reads_every_row(_pf: PF, ex: EX) -> bool:
+    standard = ex.activation_format is ActivationFormat.STANDARD
+    return standard and ex.reduce in (Reduce.CONTIGUOUS, Reduce.DELEGATE)
+
+
+def finalize_weighs(_pf: PF, ex: EX) -> bool:
+    return ex.reduce is not Reduce.NOOP
+
+
+def deterministic_pair(pf: PF, ex: EX) -> bool:
+    return pf.deterministic and ex.deterministic
+
+
+def capturable_pair(pf: PF, ex: EX) -> bool:
+    return pf.graph_capturable and ex.graph_capturable
+
+
+gated = both(routed, lambda p: p.act.gated)
+biased = both(routed, lambda p: p.bias)
+several_slots = both(routed, lambda p: p.top_k > 1)
+several_weights = both(weighted, lambda p: p.top_k > 1)
+several_experts = both(routed, lambda p: p.experts > 1)
+several_tokens = both(routed, lambda p: p.tokens > 1)

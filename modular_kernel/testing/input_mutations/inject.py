@@ -1,0 +1,276 @@
+"""How a defect gets into a kernel: each part is wrapped, and so is the call.
+
+A `Mutant` names the places where it acts; everything else is the pairing as it is, composed in
+the same way, so what the checks see is what they would see if a part had that defect.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+
+import torch
+
+from modular_kernel.catalog import check, load_catalog
+from modular_kernel.compatibility.support import ExpertsRequirements, PrepareFinalizeRequirements
+from modular_kernel.contracts import (
+    Call,
+    PermuteExpertsUnpermute,
+    PrepareAndFinalize,
+    TopKWeightAndReduce,
+)
+from modular_kernel.kernel import FusedMoEModularKernel, Pending
+from modular_kernel.spec.problem import Machine, Problem
+from modular_kernel.spec.rounding import Roundings
+from modular_kernel.tensors import (
+    Dispatched,
+    DispatchShape,
+    ExpertWeights,
+    Handle,
+    Routing,
+)
+from modular_kernel.testing.cases.case import Case
+from modular_kernel.testing.input_mutations import effect
+from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
+
+Memory = dict[str, Any]  # what a defect wrongly remembers from call to call
+Arrival = tuple[Dispatched, Handle]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What both parts are given for one call."""
+
+    x_TH: torch.Tensor
+    weights: ExpertWeights
+    routing: Routing
+    problem: Problem
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class Started:
+    """A call after its dispatch. before: a copy of what `out` held; given: the caller's own."""
+
+    given: Arguments
+    out: torch.Tensor
+    before: torch.Tensor
+    workspace: Workspace
+    specs: Mapping[str, BufferSpec]
+
+
+def _always(_pf: PrepareFinalizeRequirements, _experts: ExpertsRequirements) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class CallMutant:
+    """One defect: a name, what it does, when it shows, and where it acts (one place or more).
+
+    applies: problems and kinds of routing whose output, or a promise, it must break.
+    pairs: pairings it can occur in. device: the only kind of machine it can occur on, if any.
+    problem: the problem that the parts are told. arguments: what they are given.
+    dispatched: what the experts receive. rows: tampers with their output, given what they read.
+    handle: what finalize receives. receive: what arrives when a call in flight is finished.
+    started: acts once tokens are dispatched. finished: acts last; may return another output.
+    """
+
+    name: str
+    description: str
+    applies: Callable[[Problem, str], bool]
+    _: KW_ONLY
+    pairs: Callable[[PrepareFinalizeRequirements, ExpertsRequirements], bool] = _always
+    device: str | None = None
+    problem: Callable[[Problem], Problem] | None = None
+    arguments: Callable[[Arguments], Arguments] | None = None
+    dispatched: Callable[[Dispatched], Dispatched] | None = None
+    rows: Callable[[torch.Tensor, Dispatched], None] | None = None
+    handle: Callable[[Handle], Handle] | None = None
+    receive: Callable[[Arrival, Memory], Callable[[], Arrival]] | None = None
+    started: Callable[[Started], None] | None = None
+    finished: Callable[[Started], torch.Tensor | None] | None = None
+    quantized: bool = False
+
+    def occurs(self, case: Case, machine: Machine) -> bool:
+        """Whether this defect can occur in the case's pairing, and must show in this case."""
+        catalog = load_catalog()
+        pf, experts = catalog.prepare_finalize(case.prepare_finalize), catalog.experts(case.experts)
+        if case.problem.scheme.quantized is not self.quantized:
+            return False  # coarse rounding hides a fine defect; those of scales need scales
+        if self.device not in (None, machine.device) or not self.applies(
+            case.problem, case.routing
+        ):
+            return False
+        told = self.problem(case.problem) if self.problem else case.problem
+        return self.pairs(pf.requires, experts.requires) and check(pf, experts, told, machine).ok
+
+    def build(
+        self, case: Case, machine: Machine, poison: bool, group: object | None = None
+    ) -> FusedMoEModularKernel:
+        """Return the case's kernel with this defect in it. group: where ranks take part."""
+        catalog = load_catalog()
+        told = self.problem(case.problem) if self.problem else case.problem
+        acts = (self.arguments, self.rows, self.receive, self.started, self.finished)
+        surely = told != case.problem or any(place is not None for place in acts)
+        effect.note(self.name, effect.Effect.USED if surely else effect.Effect.NONE)
+        pf = catalog.prepare_finalize(case.prepare_finalize)(told, group)
+        experts = catalog.experts(case.experts)(told)
+        return MutatedKernel(
+            self,
+            wrap(pf, self, case.problem),
+            wrap_experts(experts, self, case.problem),
+            machine=machine,
+            poison=poison,
+        )
+
+
+class MutatedKernel(FusedMoEModularKernel):
+    """A kernel of wrapped parts whose calls pass through a mutant."""
+
+    def __init__(
+        self,
+        mutant: CallMutant,
+        prepare_finalize: PrepareAndFinalize,
+        experts: PermuteExpertsUnpermute,
+        *,
+        machine: Machine,
+        poison: bool,
+    ) -> None:
+        super().__init__(prepare_finalize, experts, machine=machine, poison=poison)
+        self.mutant = mutant
+        self.memory: Memory = {}
+
+    def start_checked(
+        self,
+        x_TH: torch.Tensor,
+        weights: ExpertWeights,
+        routing: Routing,
+        out: torch.Tensor | None,
+        workspace: Workspace,
+        *,
+        at_once: bool = False,
+    ) -> Pending:
+        assert out is not None  # a wrapped part makes none
+        given = Arguments(x_TH, weights, routing, self.problem, self.memory)
+        args = self.mutant.arguments(given) if self.mutant.arguments else given
+        pending = super().start_checked(
+            args.x_TH, args.weights, args.routing, out, workspace, at_once=at_once
+        )
+        specs = self.workspace_specs(x_TH.shape[0])
+        started = Started(given, out, out.clone(), workspace, specs)
+        if self.mutant.started:
+            self.mutant.started(started)
+        receive = pending.receive
+        if self.mutant.receive:
+            receive = self.mutant.receive(receive(), self.memory)
+        return MutatedPending(
+            self,
+            receive,
+            args.weights,
+            workspace,
+            out,
+            pending.tokens,
+            mutant=self.mutant,
+            started=started,
+        )
+
+
+@dataclass(frozen=True)
+class MutatedPending(Pending):
+    """A call in flight that ends in the mutant's `finished`."""
+
+    mutant: CallMutant = field(kw_only=True)
+    started: Started = field(kw_only=True)
+
+    def finish(self) -> torch.Tensor:
+        out = super().finish()
+        if self.mutant.finished is None:
+            return out
+        other = self.mutant.finished(self.started)
+        return out if other is None else other
+
+
+def wrap(part: PrepareAndFinalize, mutant: CallMutant, problem: Problem) -> PrepareAndFinalize:
+    """`part` with a tampered handle; declares what `part` does, and shows the true problem."""
+    declared = {"requires": part.requires, "prepares_at_once": part.prepares_at_once}
+    wrapper = type(type(part).__name__, (_WrappedPrepareAndFinalize,), declared)
+    made: PrepareAndFinalize = wrapper(part, mutant, problem)
+    return made
+
+
+def wrap_experts(
+    part: PermuteExpertsUnpermute, mutant: CallMutant, problem: Problem
+) -> PermuteExpertsUnpermute:
+    """`part` with tampered tokens and rows; declares what `part` does."""
+    wrapper = type(type(part).__name__, (_WrappedExperts,), {"requires": part.requires})
+    made: PermuteExpertsUnpermute = wrapper(part, mutant, problem)
+    return made
+
+
+class _WrappedPrepareAndFinalize(PrepareAndFinalize):
+    def __init__(self, part: PrepareAndFinalize, mutant: CallMutant, problem: Problem) -> None:
+        super().__init__(problem)
+        self.part, self.mutant = part, mutant
+
+    def destroy(self) -> None:
+        self.part.destroy()
+
+    def dispatch_shape(self, tokens: int) -> DispatchShape:
+        return self.part.dispatch_shape(tokens)
+
+    def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
+        return self.part.workspace_shapes(tokens)
+
+    def prepare(
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+    ) -> Arrival:
+        return self.part.prepare(x_TH, routing, weights=weights, call=call)
+
+    def prepare_no_receive(
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+    ) -> Callable[[], Arrival]:
+        return self.part.prepare_no_receive(x_TH, routing, weights=weights, call=call)
+
+    def finalize(
+        self,
+        expert_output: torch.Tensor,
+        *,
+        handle: Handle,
+        reduce: TopKWeightAndReduce,
+        out: torch.Tensor,
+    ) -> None:
+        if self.mutant.handle:
+            changed = self.mutant.handle(handle)
+            handle = effect.watched_handle(self.mutant.name, handle, changed)
+        self.part.finalize(expert_output, handle=handle, reduce=reduce, out=out)
+
+
+class _WrappedExperts(PermuteExpertsUnpermute):
+    def __init__(self, part: PermuteExpertsUnpermute, mutant: CallMutant, problem: Problem) -> None:
+        super().__init__(problem)
+        self.part, self.mutant = part, mutant
+
+    def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
+        return self.part.workspace_shapes(shape)
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        return self.part.finalize_weight_and_reduce_impl()
+
+    def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
+        return self.part.roundings(x_TH, weights)
+
+    def apply(
+        self,
+        tokens: Dispatched,
+        *,
+        weights: ExpertWeights,
+        workspace: Workspace,
+        output: torch.Tensor,
+    ) -> None:
+        if self.mutant.dispatched:
+            changed = self.mutant.dispatched(tokens)
+            if changed is not tokens:
+                effect.note(self.mutant.name, effect.Effect.USED)
+            tokens = changed
+        self.part.apply(tokens, weights=weights, workspace=workspace, output=output)
+        if self.mutant.rows:
+            self.mutant.rows(output, tokens)

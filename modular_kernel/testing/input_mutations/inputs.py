@@ -1,0 +1,307 @@
+"""Defects in what the parts are told or given, one small function each."""
+
+import math
+from dataclasses import replace
+
+import torch
+
+from modular_kernel.spec.problem import Problem
+from modular_kernel.tensors import (
+    ExpertWeights,
+)
+from modular_kernel.testing.input_mutations.inject import Arguments
+
+
+def with_activation(problem: Problem, **changes: object) -> Problem:
+    """Return the problem with some of the activation's fields changed."""
+    up_first = problem.act.up_first and not changes.get("interleaved")
+    spec = replace(problem.act, up_first=up_first, **changes)  # type: ignore[arg-type]
+    return replace(problem, activation=spec)
+
+
+def other_activation(problem: Problem) -> Problem:
+    kind = "silu" if problem.act.kind != "silu" else "gelu"
+    return with_activation(problem, kind=kind, limit=None)
+
+
+def other_gelu(problem: Problem) -> Problem:
+    kind = "gelu" if problem.act.kind == "gelu_tanh" else "gelu_tanh"
+    return with_activation(problem, kind=kind)
+
+
+def other_clamp(problem: Problem) -> Problem:
+    """Apply the limit before silu instead of after it, or the other way round."""
+    after = problem.act.kind == "swiglu_clamp_after"
+    return with_activation(problem, kind="swiglu_clamp_before" if after else "swiglu_clamp_after")
+
+
+def _route(args: Arguments, ids_TK: torch.Tensor) -> Arguments:
+    ids_TK = ids_TK.to(args.routing.topk_ids_TK.dtype)
+    return replace(args, routing=replace(args.routing, topk_ids_TK=ids_TK))
+
+
+def _weigh(args: Arguments, weights_TK: torch.Tensor) -> Arguments:
+    weights_TK = weights_TK.contiguous()
+    return replace(args, routing=replace(args.routing, topk_weights_TK=weights_TK))
+
+
+def valid(args: Arguments) -> torch.Tensor:
+    """(T, K) bool: pairs with an id in [0, E)."""
+    ids = args.routing.topk_ids_TK
+    return (ids >= 0) & (ids < args.problem.experts)
+
+
+def local_ids(args: Arguments) -> torch.Tensor:
+    """(T, K) int64: row of w1 for each pair, -1 where there is none."""
+    ids = torch.where(valid(args), args.routing.topk_ids_TK.long(), -1)
+    expert_map = args.weights.expert_map
+    return ids if expert_map is None else torch.where(ids < 0, ids, expert_map.long()[ids])
+
+
+def drop_busiest_expert(args: Arguments) -> Arguments:
+    """Take all pairs from the expert here that serves the most."""
+    local = local_ids(args)
+    if not bool((local >= 0).any()):
+        return args
+    busiest = local[local >= 0].mode().values
+    return _route(args, args.routing.topk_ids_TK.masked_fill(local == busiest, -1))
+
+
+def next_expert(args: Arguments) -> Arguments:
+    ids = args.routing.topk_ids_TK.long()
+    return _route(args, torch.where(valid(args), (ids + 1) % args.problem.experts, ids))
+
+
+def drop_last_slot(args: Arguments) -> Arguments:
+    ids = args.routing.topk_ids_TK.clone()
+    ids[:, -1] = -1
+    return _route(args, ids)
+
+
+def wrap_minus_one(args: Arguments) -> Arguments:
+    ids = args.routing.topk_ids_TK
+    return _route(args, torch.where(ids == -1, args.problem.experts - 1, ids))
+
+
+def wrap_out_of_range(args: Arguments) -> Arguments:
+    ids = args.routing.topk_ids_TK.long()
+    wrapped = torch.where(valid(args) | (ids == -1), ids, ids % args.problem.experts)
+    return _route(args, wrapped)
+
+
+def skip_uncounted(args: Arguments) -> Arguments:
+    ids = args.routing.topk_ids_TK
+    return _route(args, torch.where(valid(args), ids, -1))
+
+
+def count_skips(args: Arguments) -> Arguments:
+    ids = args.routing.topk_ids_TK
+    return _route(args, torch.where(ids == -1, -2, ids))
+
+
+def drop_duplicates(args: Arguments) -> Arguments:
+    ids = args.routing.topk_ids_TK
+    earlier = (ids[:, :, None] == ids[:, None, :]).tril(-1).any(2)
+    return _route(args, ids.masked_fill(earlier, -1))
+
+
+def misread_int64(args: Arguments) -> Arguments:
+    """Take the low and high words of int64 ids for ids."""
+    ids = args.routing.topk_ids_TK
+    if ids.dtype != torch.int64:
+        return args
+    words = ids.view(torch.int32).flatten()[: ids.numel()].view(ids.shape)
+    return replace(args, routing=replace(args.routing, topk_ids_TK=words.contiguous()))
+
+
+def square_weights(args: Arguments) -> Arguments:
+    return _weigh(args, args.routing.topk_weights_TK.square())
+
+
+def round_weights(args: Arguments) -> Arguments:
+    weights_TK = args.routing.topk_weights_TK
+    return _weigh(args, weights_TK.to(args.problem.dtype).to(weights_TK.dtype))
+
+
+def forget_weights(args: Arguments) -> Arguments:
+    return _weigh(args, torch.ones_like(args.routing.topk_weights_TK))
+
+
+def average_weights(args: Arguments) -> Arguments:
+    weights_TK = args.routing.topk_weights_TK
+    return _weigh(args, weights_TK.mean(1, keepdim=True).expand_as(weights_TK))
+
+
+def shift_tokens(args: Arguments) -> Arguments:
+    return replace(args, x_TH=args.x_TH.roll(1, 0))
+
+
+def narrow_operands(args: Arguments) -> Arguments:
+    """x and the weight matrices in the next narrower type: tf32, bfloat16, float8."""
+    weights = replace(args.weights, w1=_narrow(args.weights.w1), w2=_narrow(args.weights.w2))
+    return replace(args, x_TH=_narrow(args.x_TH), weights=weights)
+
+
+def _narrow(value: torch.Tensor) -> torch.Tensor:
+    if value.dtype == torch.float32:
+        return (value.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+    narrow = torch.bfloat16 if value.dtype == torch.float16 else torch.float8_e4m3fn
+    return value.to(narrow).to(value.dtype)
+
+
+def swap_gate_and_up(args: Arguments) -> Arguments:
+    w, interleaved = args.weights, args.problem.act.interleaved
+
+    def swapped(rows: torch.Tensor) -> torch.Tensor:
+        if interleaved:
+            return torch.stack([rows[:, 1::2], rows[:, 0::2]], dim=2).flatten(1, 2)
+        return torch.cat(rows.chunk(2, dim=1)[::-1], dim=1)
+
+    b1 = None if w.b1 is None else swapped(w.b1)
+    return replace(args, weights=replace(w, w1=swapped(w.w1), b1=b1))
+
+
+def lose_h(args: Arguments) -> Arguments:
+    """End the contraction of GEMM 1 one value early."""
+    return _replace_weight(args, "w1", _without_last(args.weights.w1))
+
+
+def lose_i(args: Arguments) -> Arguments:
+    """End the contraction of GEMM 2 one value early."""
+    return _replace_weight(args, "w2", _without_last(args.weights.w2))
+
+
+def _without_last(matrix: torch.Tensor) -> torch.Tensor:
+    matrix = matrix.clone()
+    matrix[..., -1] = 0
+    return matrix
+
+
+def forget_bias(args: Arguments, name: str) -> Arguments:
+    return _replace_weight(args, name, torch.zeros_like(getattr(args.weights, name)))
+
+
+def weigh_bias(args: Arguments) -> Arguments:
+    """b1 multiplied as if the router weight came after it: here by the weights' mean."""
+    assert args.weights.b1 is not None
+    mean = args.routing.topk_weights_TK.mean().to(args.weights.b1.dtype)
+    return _replace_weight(args, "b1", args.weights.b1 * mean)
+
+
+def ignore_strides(args: Arguments) -> Arguments:
+    """Read the weight matrices as if they were contiguous."""
+    weights = replace(args.weights, w1=_dense(args.weights.w1), w2=_dense(args.weights.w2))
+    return replace(args, weights=weights)
+
+
+def ignore_row_stride(args: Arguments) -> Arguments:
+    """Rows of x read as if they followed each other."""
+    return replace(args, x_TH=_dense(args.x_TH))
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    strides = [math.prod(tensor.shape[axis + 1 :]) for axis in range(tensor.dim())]
+    return tensor.as_strided(tensor.shape, strides)
+
+
+def shift_expert_map(args: Arguments) -> Arguments:
+    assert args.weights.expert_map is not None
+    return _replace_weight(args, "expert_map", args.weights.expert_map.roll(1))
+
+
+def _replace_weight(args: Arguments, name: str, tensor: torch.Tensor) -> Arguments:
+    changed: dict[str, torch.Tensor] = {name: tensor}
+    weights: ExpertWeights = replace(args.weights, **changed)
+    return replace(args, weights=weights)
+
+
+def reuse_tokens(args: Arguments) -> Arguments:
+    """Take the rows of x that the last call had, where it had any."""
+    last = args.memory.get("x")
+    args.memory["x"] = args.x_TH.clone()
+    if last is None:
+        return args
+    x_TH = args.x_TH.clone()
+    count = min(len(x_TH), len(last))
+    x_TH[:count] = last[:count]
+    return replace(args, x_TH=x_TH)
+
+
+def reuse_routing(args: Arguments) -> Arguments:
+    """Take the first routing seen for that many tokens, as if its sort were cached by shape."""
+    tokens = len(args.x_TH)
+    routing = args.memory.setdefault(f"routing of {tokens}", args.routing)
+    return replace(args, routing=routing)
+
+
+def fail_on_nothing(args: Arguments) -> Arguments:
+    if len(args.x_TH) == 0:
+        raise RuntimeError("a launch with an empty grid")
+    return args
+
+
+def allocate(args: Arguments) -> Arguments:
+    torch.empty(1, device=args.x_TH.device)
+    return args
+
+
+def synchronize(args: Arguments) -> Arguments:
+    bool(args.routing.topk_ids_TK.any())
+    return args
+
+
+def freeze_routing(args: Arguments) -> Arguments:
+    """Keep the ids of the call before in a graph that is captured."""
+    if not torch.cuda.is_current_stream_capturing():
+        args.memory["ids"] = args.routing.topk_ids_TK.clone()
+    return _route(args, args.memory["ids"])
+
+
+def shift_scales(args: Arguments, dim: int) -> Arguments:
+    """Each scale of both matrices is its neighbor's: of experts (0), rows (1) or groups (2)."""
+    for name in ("w1_scale", "w2_scale"):
+        args = _replace_weight(args, name, getattr(args.weights, name).roll(1, dim))
+    return args
+
+
+def shift_zero_points(args: Arguments) -> Arguments:
+    for name in ("w1_zero_point", "w2_zero_point"):
+        args = _replace_weight(args, name, getattr(args.weights, name).roll(1, 1))
+    return args
+
+
+def swap_matrix_scales(args: Arguments) -> Arguments:
+    return _replace_weight(args, "w1_global_scale", _field(args, "w1_global_scale").roll(1, 1))
+
+
+def shift_matrix_scales(args: Arguments) -> Arguments:
+    return _replace_weight(args, "w2_global_scale", _field(args, "w2_global_scale").roll(1, 0))
+
+
+def _field(args: Arguments, name: str) -> torch.Tensor:
+    tensor: torch.Tensor = getattr(args.weights, name)
+    return tensor.contiguous()
+
+
+def ignore_order(args: Arguments) -> Arguments:
+    order = _field(args, "w1_order")
+    plain = torch.arange(order.shape[1], dtype=order.dtype, device=order.device)
+    return _replace_weight(args, "w1_order", plain.expand_as(order).contiguous())
+
+
+def shift_order(args: Arguments) -> Arguments:
+    return _replace_weight(args, "w1_order", _field(args, "w1_order").roll(1, 0))
+
+
+def swap_nibbles(args: Arguments, names: tuple[str, str]) -> Arguments:
+    """Exchange the two halves of every byte."""
+    for name in names:
+        packed = getattr(args.weights, name)
+        args = _replace_weight(args, name, (packed >> 4) | (packed << 4))
+    return args
+
+
+def shrink_given_scale(args: Arguments) -> Arguments:
+    """Use a static activation scale that is too small for most values, which then saturate."""
+    assert args.weights.a2_scale is not None
+    return _replace_weight(args, "a2_scale", args.weights.a2_scale / 64)

@@ -1,0 +1,168 @@
+"""Defects in what is done with a call: inside the pairing, and when its output is written."""
+
+from dataclasses import replace
+
+import torch
+
+from modular_kernel.tensors import BatchedTokens, ContiguousTokens, Dispatched, Handle
+from modular_kernel.testing.input_mutations.inject import Arrival, Memory, Started
+from modular_kernel.testing.input_mutations.inputs import local_ids, valid
+
+
+def reuse_output(call: Started) -> None:
+    memory, out = call.given.memory, call.out
+    last = memory.get("out")
+    memory["out"] = out.clone()
+    if last is not None:
+        count = min(len(out), len(last))
+        out[:count] = last[:count]
+
+
+def receive_the_latest(arrived: Arrival, memory: Memory) -> "Latest":
+    """Keep the dispatch on the part, not in the handle: a later call replaces it."""
+    memory["arrived"] = arrived
+    return Latest(memory)
+
+
+class Latest:
+    """Waits for nothing and returns whatever arrived last."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+
+    def __call__(self) -> Arrival:
+        arrived: Arrival = self.memory["arrived"]
+        return arrived
+
+
+def flip_every_other_call(call: Started) -> None:
+    """Change the last bit of one value from call to call."""
+    memory, out = call.given.memory, call.out
+    memory["calls"] = memory.get("calls", 0) + 1
+    if memory["calls"] % 2 == 0:
+        kind = torch.int32 if out.element_size() == 4 else torch.int16
+        out.view(-1)[:1].view(kind).bitwise_xor_(1)
+
+
+def flip_in_even_calls(call: Started) -> None:
+    """Change the last bit of one value with the number of tokens."""
+    if len(call.out) % 2 == 0:
+        kind = torch.int32 if call.out.element_size() == 4 else torch.int16
+        call.out.view(-1)[:1].view(kind).bitwise_xor_(1)
+
+
+def shorten_counts(tokens: Dispatched) -> Dispatched:
+    assert isinstance(tokens, BatchedTokens)
+    return replace(tokens, counts_e=(tokens.counts_e - 1).clamp(min=0))
+
+
+def shift_experts(tokens: Dispatched) -> Dispatched:
+    assert isinstance(tokens, BatchedTokens)
+    return replace(tokens, x_eCH=tokens.x_eCH.roll(1, 0), counts_e=tokens.counts_e.roll(1, 0))
+
+
+def leave_skipped_rows(output: torch.Tensor, tokens: Dispatched) -> None:
+    """NaN in the (T, K, H) rows of pairs that have no expert here."""
+    assert isinstance(tokens, ContiguousTokens)
+    routing = tokens.routing
+    ids = routing.topk_ids_TK.long()
+    here = (ids >= 0) & (ids < routing.num_experts)
+    if routing.expert_map is not None:
+        mapped = routing.expert_map.long()[ids.clamp(0, routing.num_experts - 1)]
+        here &= mapped >= 0
+    output[~here] = torch.nan
+
+
+def shift_handle(handle: Handle, name: str) -> Handle:
+    """Take a tensor of the handle one token off."""
+    shifted = {name: getattr(handle, name).roll(1, 0)}
+    return replace(handle, **shifted)
+
+
+def write_zeros(call: Started) -> None:
+    call.out.zero_()
+
+
+def leave_last_token(call: Started) -> None:
+    call.out[-1] = call.before[-1]
+
+
+def zero_last_token(call: Started) -> None:
+    call.out[-1] = 0
+
+
+def zero_last_token_of_smaller_plan(call: Started) -> None:
+    """Only where `out` is a part of a plan's own output."""
+    rows = call.given.problem.tokens
+    row_bytes = call.out[0].numel() * call.out.element_size()
+    if len(call.out) < rows and call.out.untyped_storage().nbytes() == rows * row_bytes:
+        call.out[-1] = 0
+
+
+def leave_last_column(call: Started) -> None:
+    call.out[..., -1] = call.before[..., -1]
+
+
+def leave_last_chunk(call: Started) -> None:
+    chunk = call.given.problem.chunk_tokens
+    assert chunk is not None
+    start = (len(call.out) - 1) // chunk * chunk
+    if start > 0:
+        call.out[start:] = call.before[start:]
+
+
+def leave_skipped_tokens(call: Started) -> None:
+    idle = ~valid(call.given).any(1)
+    call.out[idle] = call.before[idle]
+
+
+def permute_slots(call: Started) -> None:
+    call.out.copy_(call.out.flip(1))
+
+
+def accumulate(call: Started) -> None:
+    call.out.add_(call.before)
+
+
+def add_unweighted_bias(call: Started) -> None:
+    """b2 of every pair counted in full, not by its router weight."""
+    given = call.given
+    assert given.weights.b2 is not None
+    local = local_ids(given)
+    missing = (1 - given.routing.topk_weights_TK) * (local >= 0)
+    bias_TKH = given.weights.b2.float()[local.clamp(min=0)] * missing[..., None]
+    call.out.add_(bias_TKH.sum(1) * given.problem.routed_scaling_factor)
+
+
+def return_copy(call: Started) -> torch.Tensor:
+    return call.out.clone()
+
+
+def write_x(call: Started) -> None:
+    call.given.x_TH[0, 0] += 1
+
+
+def write_ids(call: Started) -> None:
+    call.given.routing.topk_ids_TK[0, 0] += 1
+
+
+def write_sentinel(call: Started) -> None:
+    ids = call.given.routing.topk_ids_TK
+    ids.masked_fill_(ids == -1, call.given.problem.experts)
+
+
+def write_weights(call: Started) -> None:
+    call.given.weights.w2[0, 0, 0] += 1
+
+
+def write_past_output(call: Started) -> None:
+    past = call.out.storage_offset() + call.out.numel()
+    if call.out.untyped_storage().nbytes() > past * call.out.element_size():
+        call.out.as_strided((1,), (1,), past).zero_()
+
+
+def write_past_workspace(call: Started) -> None:
+    """One byte after the last buffer of the call."""
+    name, spec = list(call.specs.items())[-1]
+    buffer = call.workspace.take(name, spec.shape).view(-1).view(torch.uint8)
+    buffer.as_strided((1,), (1,), buffer.storage_offset() + buffer.numel()).zero_()

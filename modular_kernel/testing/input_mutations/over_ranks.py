@@ -1,0 +1,51 @@
+"""Proof that the checks over ranks find every defect of their battery, in every pairing."""
+
+from collections.abc import Sequence
+from functools import partial
+
+from modular_kernel.testing.cases.case import Case
+from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
+from modular_kernel.testing.input_mutations.effect import take_over_ranks
+from modular_kernel.testing.input_mutations.rank_operators import (
+    RANK_MUTANTS,
+    RankMutant,
+    build_mutant,
+)
+from modular_kernel.testing.input_mutations.run import Kill, first_of
+from modular_kernel.testing.ranks.external_launcher import AnyRanks
+from modular_kernel.testing.verify.checks import CHECKS, plan_reused
+from modular_kernel.testing.verify.over_ranks import machine_of, prove_ranks
+
+# The first ones of all: whoever fails these fails, and they make half of the calls.
+EARLY = CHECKS[: CHECKS.index(plan_reused) + 1]
+
+__all__ = ["RANK_MUTANTS", "RankMutant", "sensitivity_ranks"]
+
+
+def sensitivity_ranks(
+    prepare_finalize: str,
+    experts: str,
+    pool: AnyRanks,
+    *,
+    mutants: Sequence[RankMutant] = RANK_MUTANTS,
+    cases_each: int = 1,
+    proven: dict[Case, str | None] | None = None,
+) -> tuple[Kill, ...]:
+    """For each mutant that can occur in the pairing over the pool's ranks: is it killed?
+
+    As `sensitivity` does it on one rank, on smoke cases.
+    """
+    proven = {} if proven is None else proven
+    machine = machine_of(pool)
+    cases = rank_cases_for(prepare_finalize, experts, machine, pool.world_size).cases
+    kills = []
+    for mutant in mutants:
+        few: list[RankCase] = [case for case in cases if mutant.applies(case)]
+        for case in few[:cases_each]:
+            if case not in proven:
+                proven[case] = first_of(prove_ranks(case, pool, machine).failures)
+            build = partial(build_mutant, mutant.name)
+            proof = prove_ranks(case, pool, machine, build, checks=EARLY)
+            failure, found = first_of(proof.failures), take_over_ranks(mutant.name, pool)
+            kills.append(Kill.judged(mutant.name, case, proven[case], failure, found))
+    return tuple(kills)

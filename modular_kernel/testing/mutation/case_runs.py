@@ -1,0 +1,79 @@
+"""Cases run in this process: the list of some pairings, and the first failure of one case."""
+
+import hashlib
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from modular_kernel.catalog import check, this_machine
+from modular_kernel.errors import IncompatibleError
+from modular_kernel.spec.problem import Machine
+from modular_kernel.testing.cases.lists import Case, cases_for
+from modular_kernel.testing.verify.one_process import findings
+from modular_kernel.testing.verify.trial import Trial, build_kernel, call
+
+Pair = tuple[str, str]
+Level = Literal["smoke", "full"]
+
+
+def case_list(pairs: tuple[Pair, ...], level: Level) -> tuple[tuple[Case, ...], Machine]:
+    """Every case of every pairing that is valid here, each once."""
+    machine = this_machine()
+    found = (case for pair in pairs for case in cases_for(*pair, machine, level).cases)
+    return tuple(dict.fromkeys(found)), machine
+
+
+def refused(cases: Sequence[Case]) -> list[str]:
+    """Those of the cases that are not valid here."""
+    machine = this_machine()
+    return [
+        str(case)
+        for case in cases
+        if not check(case.prepare_finalize, case.experts, case.problem, machine).ok
+    ]
+
+
+def first_failure(case: Case, machine: Machine) -> tuple[str | None, float]:
+    """Return what the case fails by first, None if it is proven; and the seconds until then."""
+    start = time.perf_counter()
+    failure = _first(case, machine)
+    return failure, time.perf_counter() - start
+
+
+def digest(case: Case, machine: Machine) -> str:
+    """`digest_of` the case in this process; or what it raises."""
+    # With a mutant a call can fail in any way.
+    try:
+        return digest_of(Trial(case, machine))
+    except Exception as error:  # noqa: BLE001
+        return f"raised {type(error).__name__}"
+
+
+def digest_of(trial: Trial) -> str:
+    """Every bit of the results of two calls, as a digest.
+
+    The first call is the case's own; the second one is of about half the tokens, with transposed
+    weights and spaced rows. Counted ids and the number of races of the first are in it.
+    """
+    first = trial.first_call
+    bits = hashlib.sha256(_bytes(first.output))
+    bits.update(f"{first.invalid_ids} {len(first.races)}".encode())
+    bits.update(_bytes(call(trial.kernel, trial.other)))
+    return bits.hexdigest()
+
+
+def _bytes(out: torch.Tensor) -> bytes:
+    return out.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _first(case: Case, machine: Machine) -> str | None:
+    try:
+        build_kernel(case, machine, False)
+        return next(iter(findings(Trial(case, machine))), None)
+    except IncompatibleError as error:
+        return f"refused: {error}"
+    # A faulty part can fail in any way before the first check, too.
+    except Exception as error:  # noqa: BLE001
+        return f"build: raised {type(error).__name__}: {error}"

@@ -1,0 +1,105 @@
+"""Packages of others: entry points that raise, give junk, or offer parts that declare junk."""
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from random import Random
+from typing import Any
+
+from modular_kernel.catalog import Offer, build_catalog, load_catalog
+from modular_kernel.compatibility.rules import judge, unavailable
+from modular_kernel.machine import current_machine
+from modular_kernel.testing.stress.fuzz.outcome import ACCEPTED, RIGHT, WRONG, FuzzOutcome, attempt
+from modular_kernel.testing.stress.fuzz.random_problems import draw_problem
+from modular_kernel.testing.stress.fuzz.specs import JUNK, word
+
+_RAISED: tuple[Callable[[], BaseException], ...] = (
+    lambda: ModuleNotFoundError("No module named 'moon'"),
+    lambda: SyntaxError("invalid syntax"),
+    lambda: SystemExit(3),
+    lambda: KeyboardInterrupt(),
+    lambda: RecursionError("deep"),
+    lambda: ValueError("\x1b[2J"),
+    lambda: GeneratorExit(),
+)
+_GOOD = ("MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize", "TorchExperts")
+
+
+def entry_points(rng: Random) -> FuzzOutcome:
+    """Up to four packages of others beside a good one: it is found and judged as ever, and each of
+    theirs is listed as unusable or judged."""
+    good = load_catalog()
+    found = [_offer(rng, place) for place in range(rng.randint(1, 4))]
+    offers = [offer for offer, _, _ in found]
+    what = ", ".join(told for _, told, _ in found)
+    parts = tuple(part.cls for part in good.parts if part.name in _GOOD)
+    offers.insert(rng.randrange(len(offers) + 1), Offer("good", "good (good:PARTS)", lambda: parts))
+
+    def call() -> str:
+        catalog = build_catalog(offers)
+        names = [part.name for part in catalog.parts]
+        if not set(_GOOD) <= set(names):
+            return f"only {names}"
+        theirs = {name for _, _, broken in found for name in broken}
+        if theirs & set(names):
+            return f"usable: {sorted(theirs & set(names))}"
+        if any(not text.isprintable() for b in catalog.broken for text in (b.name, b.error)):
+            return "a text that is not printable"
+        return _judged(catalog, rng)
+
+    fault = attempt(what, call)
+    if isinstance(fault, FuzzOutcome):
+        return fault
+    if fault.startswith("usable"):
+        return FuzzOutcome(ACCEPTED, f"{what}: {fault}")
+    return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
+
+
+def _judged(catalog: Any, rng: Random) -> str:
+    """Return what is wrong with the judgements of all pairings; none may raise."""
+    problem, machine = draw_problem(rng), current_machine()
+    for part in catalog.parts:
+        unavailable(part.name, part.cls.requires, machine)
+    for pf in catalog.names("prepare_finalize"):
+        for experts in catalog.names("experts"):
+            parts = catalog.prepare_finalize(pf), catalog.experts(experts)
+            verdict = judge(*parts, problem, machine)
+            if not str(verdict).isprintable() and not all(
+                str(rejection).isprintable() for rejection in verdict.rejections
+            ):
+                return f"a reason that is not printable, of {pf} x {experts}"
+    return ""
+
+
+def _offer(rng: Random, place: int) -> tuple[Offer, str, tuple[str, ...]]:
+    """Return an entry point, what it is, and the names of its parts that nobody may use."""
+    kind = rng.randrange(5)
+    name = f"theirs{place}"
+    origin = f"{name} ({name}:PARTS)"
+    if kind == 0:
+        raised = rng.choice(_RAISED)
+
+        def load() -> object:
+            raise raised()
+
+        return Offer(name, origin, load), f"raises {word(raised())}", ()
+    if kind == 1:
+        junk = rng.choice(JUNK)
+        given = rng.choice((junk, (junk,), [junk]))
+        return Offer(name, origin, lambda: given), f"offers {word(given)}", ()
+    base = load_catalog().experts("TorchExperts")
+    if rng.random() < 0.5:
+        base = load_catalog().prepare_finalize("MoEPrepareAndFinalizeNoEP")  # type: ignore[assignment]
+    label = f"Theirs{place}"
+    if kind == 2:  # another thing instead of the whole declaration
+        junk = rng.choice(JUNK)
+        part = type(label, (base,), {"requires": junk})
+        return Offer(name, origin, lambda: (part,)), f"requires={word(junk)}", (label,)
+    if kind == 3:
+        field = rng.choice(fields(base.requires)).name
+        junk = rng.choice(JUNK)
+        requires = attempt("", lambda: replace(base.requires, **{field: junk}))
+        part = type(label, (base,), {"requires": requires})
+        return Offer(name, origin, lambda: (part,)), f"requires.{field}={word(junk)}", ()
+    junk = rng.choice(JUNK)
+    part = type(label, (base,), {"extra_rejections": classmethod(lambda *_: junk)})
+    return Offer(name, origin, lambda: (part,)), f"extra_rejections gives {word(junk)}", ()

@@ -1,0 +1,64 @@
+"""What ranks are told where one of them means another problem; a part of "misunderstood"."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.spec.problem import ActivationSpec, Combine
+from modular_kernel.testing.verify.scenario_context import VICTIM, Stage, said
+
+ONE_CALL = "one layer, call, pairing, step and order"
+
+# What ranks must share; one after another, rank 1 means another.
+OTHERS: tuple[dict[str, Any], ...] = (
+    {"routed_scaling_factor": 2.0},
+    {"intermediate": 48},
+    {"bias": True},
+    {"activation": ActivationSpec("gelu")},
+    {"apply_router_weight_on_input": True},
+    {"combine": Combine.TOPK_WEIGHTED},
+    {"dtype": torch.bfloat16},
+    {"quant": "int8_w8a16_channel"},
+)
+
+# What one call said, and what it must say.
+Lines = Iterator[tuple[str, str]]
+
+
+def another_problem(on: Stage, first: FusedMoEModularKernel) -> Lines:
+    """Rank 1 means another layer: all are told by the first call's counts."""
+    got = "another dtype, scheme, placement, activation or pairing"
+    others = on.other_problems(OTHERS)
+    for number, (changes, given) in enumerate(others):
+        other = on.beside(first, **changes)
+        told = said(lambda: on.judged(on.call(other, **given)))  # noqa: B023
+        yield told, on.told(got, ONE_CALL, layer=3 + number, call=1, step=8 + number)
+    smaller = on.beside(first, tokens=on.case.problem.tokens + 1)
+    tokens = on.case.problem.tokens
+    yield (
+        said(lambda: on.judged(on.call(smaller))),
+        on.told(
+            on.by_rank("tokens", tokens, tokens + 1),
+            ONE_CALL, layer=3 + len(others), call=1, step=8 + len(others),
+        ),
+    )  # fmt: skip
+
+
+def meant_otherwise(on: Stage, first: FusedMoEModularKernel) -> Lines:
+    """As in `another_problem`, of ranks that share memory: they are told as they make the part."""
+    peers = on.others if on.at_fault else (VICTIM,)
+    must = on.error("ranks that share buffers", "", "", (0, 0, 0), peers, "construct")
+    tokens = {"tokens": on.case.problem.tokens + 1}
+    for changes in (*(each for each, _ in on.other_problems(OTHERS)), tokens):
+        told = said(lambda: str(on.beside(first, **changes)))  # noqa: B023
+        yield before(told, ": got"), before(must, ": got")
+        yield told.partition(", need ")[2].partition(" (")[0], "the same on all ranks"
+
+
+def before(text: str, *ends: str) -> str:
+    """`text` up to the first of `ends` that is in it."""
+    for end in ends:
+        text = text.partition(end)[0]
+    return text

@@ -1,0 +1,163 @@
+"""What the compiler makes of a choice, in processes that see no GPU.
+
+Compiled kernels end in triton's cache on disk, where the launches that are timed find them: the
+tensors have the shapes and strides of real calls, and no memory.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, TimeoutError
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from typing import TYPE_CHECKING
+
+import torch
+
+from modular_kernel.catalog import load_catalog, make_kernel
+from modular_kernel.contracts import Choice, Tunable
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.quant.quantized_weights import weight_specs
+from modular_kernel.settings import hide_gpus
+from modular_kernel.spec.problem import Machine, Problem
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.tuning.search import Refusal
+from modular_kernel.workspace import Workspace
+
+if TYPE_CHECKING:
+    from modular_kernel.testing.compile.report import CompileRecord
+
+_META = torch.device("meta")
+_AT_ONCE = 3  # choices: queueing costs as much as looking up what is compiled already
+_LONGEST = 300.0  # seconds to wait for one choice, those before it in the queue included
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What is tuned, by name, and the machine it runs on. prepared: calls have prepared weights."""
+
+    prepare_finalize: str
+    experts: str
+    machine: Machine
+    prepared: bool = False
+
+    def space(self, problem: Problem) -> Tunable:
+        """Return what the experts part offers; ConfigurationError if it has nothing to tune."""
+        space = load_catalog().experts(self.experts).tunable(problem)
+        if space is not None and self.prepared:
+            space = space.of_prepared()
+        if space is None:
+            with_them = " with prepared weights" if self.prepared else ""
+            need = f"a part whose launches can be tuned{with_them}"
+            raise ConfigurationError(f"experts part {self.experts}", got="no choice", need=need)
+        return space
+
+
+@dataclass(frozen=True)
+class CompileTask:
+    """Choices of one problem to compile. space: made where the GPU is."""
+
+    pair: Pair
+    space: Tunable
+    problem: Problem
+    choices: tuple[Choice, ...]
+
+    def run(self) -> list[str]:
+        return [compile_choice(self, choice) for choice in self.choices]
+
+
+def compile_choice(task: CompileTask, choice: Choice) -> str:
+    """Say why `choice` is not worth a launch; "" if it is.
+
+    Reasons are spilled registers, too much memory, or an error.
+    """
+    from modular_kernel.testing.compile.report import check
+
+    pair, problem = task.pair, task.problem
+    assert pair.machine.arch is not None
+    target = "sm_{}{}".format(*pair.machine.arch)
+    try:
+        with task.space.using(choice):
+            names = pair.prepare_finalize, pair.experts
+            kernel = make_kernel(*names, problem, machine=pair.machine)
+            records = records_of(kernel, target, prepared=pair.prepared)
+    # The compiler fails in many ways; none of them may end the search.
+    except Exception as error:  # noqa: BLE001
+        return f"does not compile: {type(error).__name__}: {str(error)[:200]}"
+    return "; ".join(reason for record in records for reason in check(record))
+
+
+def records_of(
+    kernel: FusedMoEModularKernel, target: str, *, prepared: bool = False
+) -> "list[CompileRecord]":
+    """Compile for `target` what one call of `kernel` launches; nothing runs.
+
+    prepared: of a call with prepared weights.
+    """
+    from modular_kernel.testing.compile.report import record_compiles
+
+    problem = kernel.problem
+    workspace = Workspace(kernel.workspace_specs(problem.tokens), _META)
+    x_TH, weights, routing = meta_inputs(problem)
+    if prepared:
+        made = kernel.experts.prepared_specs().items()
+        weights = replace(weights, **{n: _empty(spec.shape, spec.dtype) for n, spec in made})
+    out = torch.empty(problem.output_shape, dtype=problem.dtype, device=_META)
+    with record_compiles(target) as records:
+        kernel.start_checked(x_TH, weights, routing, out, workspace).finish()
+    return records
+
+
+def meta_inputs(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:
+    """Return x, weights and routing of a call, of the right shapes, on the meta device."""
+    tensors = {n: _empty(spec.shape, spec.dtypes[0]) for n, spec in weight_specs(problem).items()}
+    if problem.bias:
+        tensors["b1"] = _empty((problem.e, problem.w1_rows), problem.dtype)
+        tensors["b2"] = _empty((problem.e, problem.hidden), problem.dtype)
+    if problem.expert_map:
+        tensors["expert_map"] = _empty((problem.experts,), torch.int32)
+    pairs = (problem.tokens, problem.top_k)
+    routing = Routing(_empty(pairs, torch.float32), _empty(pairs, problem.ids_dtype or torch.int32))
+    x_TH = _empty((problem.tokens, problem.hidden), problem.dtype)
+    return x_TH, ExpertWeights(**tensors), routing
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=_META)
+
+
+class Compiler:
+    """Compiles choices in `workers` processes; use as a context, which ends them."""
+
+    def __init__(self, workers: int) -> None:
+        context = get_context("spawn")
+        self._pool = ProcessPoolExecutor(workers, mp_context=context, initializer=hide_gpus)
+        self._begun: dict[tuple[Pair, Problem, Choice], tuple[Future[list[str]], int]] = {}
+
+    def __enter__(self) -> "Compiler":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def begin(
+        self, pair: Pair, space: Tunable, problem: Problem, choices: Sequence[Choice]
+    ) -> None:
+        """Queue those that were not queued before, a few at a time."""
+        new = [c for c in dict.fromkeys(choices) if (pair, problem, c) not in self._begun]
+        for start in range(0, len(new), _AT_ONCE):
+            task = CompileTask(pair, space, problem, tuple(new[start : start + _AT_ONCE]))
+            future = self._pool.submit(task.run)
+            for index, choice in enumerate(task.choices):
+                self._begun[pair, problem, choice] = future, index
+
+    def refusal(
+        self, pair: Pair, space: Tunable, problem: Problem, choice: Choice
+    ) -> Refusal | None:
+        """Wait for this choice, and say why it is not worth a launch, if it is not."""
+        self.begin(pair, space, problem, [choice])
+        future, index = self._begun[pair, problem, choice]
+        try:
+            reason = future.result(timeout=_LONGEST)[index]
+        except TimeoutError:
+            reason = f"not compiled in {_LONGEST:.0f} s"
+        return Refusal(reason) if reason else None

@@ -1,0 +1,91 @@
+"""Times a call stage by stage, on the device's own clock, without a graph.
+
+The host queues calls behind a pause of the GPU, so that they run back to back there and none of
+the host's time is measured. Events cost every stage of every choice about the same microsecond:
+that decides nothing between choices, and whole calls are timed by graphs (bench.method).
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from statistics import median
+from typing import Any
+
+import torch
+
+from modular_kernel.contracts import Took
+from modular_kernel.measure.timing import Clock, Wiper, clock_of
+from modular_kernel.replay import stages
+
+_CYCLES = 2.0e9  # of a GPU in a second, or fewer
+_FIRST_PAUSE = 3e-4  # seconds for each call
+_SPARE = 1.5  # times what the host took
+_TRIES = 4
+_NOTHING: AbstractContextManager[object] = nullcontext()
+
+Call = Callable[[], object]
+Spans = dict[str, list[tuple[Any, Any]]]
+
+
+class StageClock:
+    """names: of the stages to be told apart. Remembers how long the host takes for a call."""
+
+    def __init__(self, names: Sequence[str], device: torch.device) -> None:
+        self._names, self._device = names, device
+        self._clock: Clock = clock_of(device)
+        self._pause = _FIRST_PAUSE
+
+    def times(self, calls: Sequence[Call], wipe: Wiper = None) -> list[Took]:
+        """Return what each of `calls` took, run in turn, once.
+
+        wipe: called before each, untimed.
+        """
+        for _ in range(_TRIES):
+            pause = self._pause * len(calls)
+            start = time.perf_counter()
+            if self._device.type == "cuda":
+                torch.cuda._sleep(int(pause * _CYCLES))  # type: ignore[no-untyped-call]
+            marks = [self._marked(call, wipe) for call in calls]
+            host = time.perf_counter() - start
+            self._clock.wait()
+            if self._device.type != "cuda" or host < pause:
+                break
+            self._pause = _SPARE * host / len(calls)  # the GPU may have waited for the host
+        return [self._took(*mark) for mark in marks]
+
+    def _marked(self, call: Call, wipe: Wiper) -> tuple[Any, Any, Spans]:
+        spans: Spans = {}
+        clock = self._clock
+
+        @contextmanager
+        def span(name: str) -> Iterator[None]:
+            start = clock.mark()
+            yield
+            spans.setdefault(name, []).append((start, clock.mark()))
+
+        if wipe is not None:
+            wipe()
+
+        def watch(name: str) -> AbstractContextManager[object]:
+            own = stages.among(name, self._names)
+            return _NOTHING if own is None else span(own)
+
+        with stages.watched(watch):
+            start = clock.mark()
+            call()
+            end = clock.mark()
+        return start, end, spans
+
+    def _took(self, start: Any, end: Any, spans: Spans) -> Took:
+        ms = self._clock.ms
+        inside = {name: sum(ms(*one) for one in of) / 1e3 for name, of in spans.items()}
+        return Took(ms(start, end) / 1e3, inside)
+
+
+def middle(took: Sequence[Took]) -> Took:
+    """Return the median of the whole, and of every stage."""
+    names = took[0].stages
+    return Took(
+        median(one.seconds for one in took),
+        {name: median(one.stages.get(name, 0.0) for one in took) for name in names},
+    )
