@@ -54,7 +54,7 @@ endif
 # The newest triton that setup.py admits, beside the oldest one that all else is tested with.
 NEWEST_VENV  ?= .venv-newest
 NEWEST_WORKERS ?= 2
-NEWEST_TESTS ?= tests/interpreter tests/test_cuda_replay.py tests/test_replayed_launch.py $(wildcard tests/test_ops_*.py)
+NEWEST_TESTS ?= tests/interpreter tests/core/test_cuda_replay.py tests/core/test_replayed_launch.py $(wildcard tests/ops/test_ops_*.py)
 # Of tests/compile what the check of all kernels leaves out; newest-compile-all runs the whole. Of
 # nvfp4, triton 3.9 puts more halves of registers beside each other than the tests allow.
 NEWEST_COMPILED ?= tests/compile/test_four_bit_compile.py tests/compile/test_moe_lora_compile.py
@@ -170,7 +170,7 @@ verify: $(READY)
 	  TRITON_INTERPRET=1 $(PY) -m modular_kernel test --level full --world-size 2 --backend gloo \
 	    --json out/verified-2.json; two=$$?; \
 	  $(PY) tools/verify_record.py "$$(git rev-parse HEAD)" out/verified-*.json > $(VERIFIED) && \
-	  TRITON_INTERPRET=1 PYTHONPATH=tests $(PY) tests/vendor_list.py && \
+	  TRITON_INTERPRET=1 PYTHONPATH=tests/helpers $(PY) tests/helpers/vendor_list.py && \
 	  TRITON_INTERPRET=1 $(PY) -m pytest -q -n $(WORKERS) -m share --whole tests --ignore=tests/compile && \
 	  env -u TRITON_INTERPRET $(PY) -m pytest -q -n $(WORKERS) -m share --whole tests/compile && \
 	  exit $$((one > two ? one : two))

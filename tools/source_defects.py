@@ -118,7 +118,7 @@ def by_tests(mutant: Mutant | None) -> str:
         shutil.copytree(ROOT, copy, ignore=left)
         if mutant is not None:
             (copy / mutant.path.relative_to(ROOT)).write_text(mutant.text(), encoding="utf-8")
-        tests = sorted(str(path) for path in (copy / "tests").glob("test_ops_*.py"))
+        tests = sorted(str(path) for path in (copy / "tests/ops").glob("test_ops_*.py"))
         words = ["-m", "pytest", "-q", "-x", "--whole", "-p", "no:cacheprovider", *tests]
         child = environment_of_child(interpreted=True) | {"PYTHONPATH": str(copy)}
         done = subprocess.run(

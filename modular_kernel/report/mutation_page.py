@@ -132,7 +132,7 @@ def _tested(fates: Sequence[str]) -> tuple[Block, ...]:
         return ()
     killed = sum(fate.startswith("killed") for fate in fates)
     which = f"Of the {len(fates)} that full leaves"
-    return (Text(f"{which}, the tests of operations (`tests/test_ops_*.py`) kill {killed}."),)
+    return (Text(f"{which}, the tests of operations (`tests/ops/test_ops_*.py`) kill {killed}."),)
 
 
 def _read(path: Path) -> Record:

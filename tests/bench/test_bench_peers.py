@@ -1,0 +1,142 @@
+"""The public layers that `mk bench --peer tools/bench_peers.py` would measure."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from modular_kernel.bench.candidates import peer_offers
+from modular_kernel.measure.cases import make_weights
+from modular_kernel.reference import oracle
+from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.quantization import QuantScheme
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.testing.random_inputs import random_inputs
+
+FILE = Path(__file__).parents[2] / "tools" / "bench_peers.py"
+PROBLEM = Problem(tokens=64, hidden=256, intermediate=128, experts=4, top_k=2)
+
+
+def loaded(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, FILE.with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def peers() -> ModuleType:
+    return loaded("bench_peers")
+
+
+@pytest.fixture
+def flashinfer() -> ModuleType:
+    return loaded("bench_peers_flashinfer")
+
+
+def test_what_cannot_be_imported_is_named(
+    peers: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    assert peers.layers() == []
+    err = capsys.readouterr().err
+    assert err.count("no vllm here") == 10
+    for name in ("vllm_triton", "vllm_deepgemm", "vllm_cutlass", "triton_kernels"):
+        assert f"left out: {name}" in err
+
+
+def test_every_peer_names_a_scheme_and_refuses_what_it_does_not_compute(
+    peers: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "find_spec", lambda name: object())
+    made = peers.layers()
+    assert len(made) == len({(layer.name, layer.quant) for layer in made}) == 10
+    for layer in made:
+        assert str(QuantScheme.parse(layer.quant)) == layer.quant
+        fits = PROBLEM.with_tokens(256)
+        assert layer.refusal(fits) is None
+        for change in ({"activation": "gelu"}, {"bias": True}, {"dtype": torch.float16}):
+            assert layer.refusal(replace(fits, **change))
+    blocks = [layer for layer in made if getattr(layer, "blocks", None) is True]
+    assert {layer.quant for layer in blocks} == {"fp8_w8a8_block", "int4_w4a16_group"}
+    assert all(layer.refusal(replace(PROBLEM, tokens=256, hidden=192)) for layer in blocks)
+    (deep,) = (layer for layer in made if layer.name == "vllm_deepgemm")
+    assert "tokens" in deep.refusal(PROBLEM)
+
+
+def test_channel_scales_stand_behind_their_rows(peers: ModuleType) -> None:
+    peer = peers.VllmTriton("fp8_w8a8_channel")
+    _, _, w1_scale, w2_scale = peer.stored(PROBLEM, make_weights(PROBLEM, torch.device("cpu")))
+    assert tuple(w1_scale.shape) == (4, 256, 1)
+    assert tuple(w2_scale.shape) == (4, 256, 1)
+
+
+def test_gate_and_up_rows_lie_in_turns(peers: ModuleType) -> None:
+    rows = torch.arange(12).reshape(1, 6, 2)
+    assert peers.in_turns(rows)[0, :, 0].tolist() == [0, 6, 2, 8, 4, 10]
+
+
+def test_the_file_is_one_that_bench_takes() -> None:
+    names = {offer.name for offer in peer_offers(FILE)}
+    assert names <= {"vllm_triton", "vllm_deepgemm", "vllm_cutlass", "triton_kernels"}
+
+
+def test_flashinfers_layers_name_their_schemes_and_refuse_sizes_that_are_no_blocks(
+    flashinfer: ModuleType,
+) -> None:
+    made = [flashinfer.Bf16(), flashinfer.Fp8Block(), flashinfer.Mxfp4()]
+    assert [layer.quant for layer in made] == ["none", "fp8_w8a8_block", "mxfp4_w4a16"]
+    for layer in made:
+        assert layer.refusal(PROBLEM) is None
+        assert bool(layer.refusal(replace(PROBLEM, hidden=192))) == (layer.quant != "none")
+        assert layer.refusal(replace(PROBLEM, activation="gelu"))
+
+
+class Plain:
+    """What the padding tests put zeros around: a layer in plain torch."""
+
+    name, quant, needs = "plain", "none", ()
+
+    def refusal(self, problem: Problem) -> str | None:
+        return None if problem.hidden % 128 == 0 == problem.intermediate % 64 else "sizes"
+
+    def setup(self, problem: Problem, weights: ExpertWeights) -> None:
+        self.problem, self.weights = problem, weights
+
+    def call(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
+        return oracle(x_TH, self.weights, routing, self.problem).to(x_TH.dtype)
+
+
+def test_padded_sizes_change_no_output(peers: ModuleType) -> None:
+    problem = replace(PROBLEM, hidden=96, intermediate=80)
+    layer = peers.Padded(Plain(), 128, 64)
+    assert Plain().refusal(problem)
+    assert layer.refusal(problem) is None
+    x_TH, weights, routing = random_inputs(problem, torch.device("cpu"))
+    layer.setup(problem, weights)
+    assert tuple(layer.layer.weights.w1.shape) == (4, 256, 128)
+    got = layer.call(x_TH, routing)
+    torch.testing.assert_close(got, oracle(x_TH, weights, routing, problem).to(got.dtype))
+
+
+def test_flashinfers_up_rows_come_first(flashinfer: ModuleType) -> None:
+    rows = torch.arange(12, dtype=torch.bfloat16).reshape(1, 6, 2)
+    got = flashinfer.up_first(rows)
+    assert got.dtype == torch.bfloat16
+    assert got[0, :, 0].tolist() == [6, 8, 10, 0, 2, 4]
+
+
+def test_flashinfers_weights_by_block_keep_each_scale_with_its_rows(
+    flashinfer: ModuleType,
+) -> None:
+    layer = flashinfer.Fp8Block()
+    w1, _, one, _ = layer.stored(PROBLEM, make_weights(PROBLEM, torch.device("cpu")))
+    layer.load(PROBLEM, make_weights(PROBLEM, torch.device("cpu")))
+    half = PROBLEM.intermediate
+    assert torch.equal(layer.w1[:, :half].float(), w1[:, half:].float())
+    assert torch.equal(layer.scales[0][:, : half // 128], one[:, half // 128 :])

@@ -1,0 +1,352 @@
+"""`mk exchange`: what is wrong is not timed, what fails stops nobody, and floors by hand."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from modular_kernel.bench.all2all import parts as exchange_parts
+from modular_kernel.bench.all2all.cases import (
+    BF16_BOUND,
+    ExchangeCase,
+    ExchangeInputs,
+    Place,
+    TransportLink,
+    dequantized,
+    distance,
+)
+from modular_kernel.bench.all2all.parts import PartTransport
+from modular_kernel.bench.all2all.peers import load_peers
+from modular_kernel.bench.all2all.records import ExchangeReport, ExchangeRow, markdown, row_of
+from modular_kernel.bench.all2all.run import ExchangeOffer, Repeats, run
+from modular_kernel.catalog import this_machine
+from modular_kernel.cli import main
+from modular_kernel.errors import BrokenPartError, ConfigurationError
+from modular_kernel.spec.problem import IdSpace, Machine, Reduce
+from modular_kernel.tensors import ContiguousTokens, DispatchedRouting
+from modular_kernel.testing.ranks.pool import RankPool
+
+ROOT = Path(__file__).resolve().parents[2]
+CELL = ExchangeCase(2, 5, 8, hidden=128, experts=8, top_k=2)
+REPEATS = Repeats(2, 2)
+
+PEERS = """
+import os, time, torch
+import torch.distributed as dist
+from modular_kernel.bench.all2all.cases import Transport
+
+class Whole(Transport):
+    '''All rows to everybody; every rank has the sum of its own anyway.'''
+    name = "whole"
+
+    def open(self, cell, place):
+        self.place = place
+
+    def load(self, given):
+        self.x = given.x_TH
+        self.all = torch.empty(2 * len(self.x), self.x.shape[1], dtype=self.x.dtype)
+
+    def dispatch(self):
+        dist.all_gather_into_tensor(self.all, self.x, group=self.place.group)
+
+    def identity(self):
+        start = self.place.rank * len(self.x)
+        self.y = self.all[start : start + len(self.x)].clone()
+
+    def combine(self):
+        return self.y.clone()
+
+class OneRowLost(Whole):
+    name = "one row lost"
+    def combine(self):
+        self.y[0] *= 1 - (self.place.rank == 1) / 16
+        return self.y.clone()
+
+class Raises(Whole):
+    name = "raises on one rank"
+    def dispatch(self):
+        super().dispatch()
+        if self.place.rank == 1 and len(self.x) > 2:
+            raise ValueError("broken here")
+
+class Hangs(Whole):
+    name = "hangs"
+    def dispatch(self):
+        if len(self.x) > 2:
+            time.sleep(60)
+        super().dispatch()
+
+class HangsAtOnce(Hangs):
+    name = "hangs at once"
+    def open(self, cell, place):
+        time.sleep(60)
+
+class Dies(Whole):
+    name = "dies"
+    def open(self, cell, place):
+        if place.rank == 1:
+            os._exit(7)
+        super().open(cell, place)
+
+class Refuses(Whole):
+    name = "refuses"
+    def refusal(self, cell):
+        return "not today"
+
+def transports():
+    return [Whole(), OneRowLost(), Raises(), Hangs(), HangsAtOnce(), Dies(), Refuses()]
+"""
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ExchangeRow, ...]]:
+    """Every peer of the file in turn over one pool, the good one again at the end."""
+    path = tmp_path_factory.mktemp("peers") / "peers.py"
+    path.write_text(PEERS, encoding="utf-8")
+    names = [peer.name for peer in load_peers(path)]
+    cells = tuple(
+        ExchangeCase(2, tokens, 8, hidden=128, experts=8, top_k=2) for tokens in (2, 5, 8)
+    )
+    cells += (ExchangeCase(2, 1, 4, hidden=128, experts=8, top_k=2),)  # other buffers
+    offers = [
+        ExchangeOffer(name, "peer", cells, Machine(), path=path, seconds=1.5)
+        for name in [*names, "whole"]
+    ]
+    found = run(offers, lambda: RankPool(2, grace=0.5), link=TransportLink(), repeats=REPEATS)
+    *first, again = found
+    return {**dict(zip(names, first, strict=True)), "again": again}
+
+
+@pytest.mark.parametrize("name", ["whole", "again"])
+def test_what_is_right_is_timed(rows: dict[str, tuple[ExchangeRow, ...]], name: str) -> None:
+    for row in rows[name]:
+        assert row.status == "ok", row
+        assert (row.error, row.mode) == (0.0, "cpu")
+        assert row.pair_us > row.dispatch_us > 0
+
+
+def test_one_row_that_is_a_little_wrong_on_one_rank(
+    rows: dict[str, tuple[ExchangeRow, ...]],
+) -> None:
+    for row in rows["one row lost"]:
+        assert row.status == "wrong"
+        assert row.error == pytest.approx(1 / 16, rel=0.1)
+        assert row.pair_us is None
+
+
+@pytest.mark.parametrize(
+    ("name", "fates", "why"),
+    [
+        ("raises on one rank", ["ok", "failed", "skipped", "ok"], "ValueError: broken here"),
+        ("hangs", ["ok", "failed", "skipped", "ok"], "no answer within 1.5 s"),
+        ("hangs at once", ["failed", "skipped", "skipped", "skipped"], "no answer within 1.5 s"),
+        ("dies", ["failed", "skipped", "skipped", "failed"], "died: exit code 7"),
+        ("refuses", ["refused"] * 4, "not today"),
+    ],
+)
+def test_a_peer_that_fails_keeps_what_was_measured_before(
+    rows: dict[str, tuple[ExchangeRow, ...]], name: str, fates: list[str], why: str
+) -> None:
+    assert [row.status for row in rows[name]] == fates
+    unlucky = next(row for row in rows[name] if row.status in ("failed", "refused"))
+    assert why in unlucky.note
+
+
+def test_after_the_deadline_nothing_begins() -> None:
+    def no_pool() -> object:
+        class Idle:
+            world_size = 2
+
+            def close(self) -> None:
+                pass
+
+        return Idle()
+
+    offer = ExchangeOffer("x", "peer", (CELL,), Machine())
+    ((row,),) = run([offer], no_pool, link=TransportLink(), repeats=REPEATS, deadline_s=-1)
+    assert (row.status, row.note) == ("skipped", "the deadline had passed")
+
+
+def test_remote_rows_are_counted_once_a_token_and_rank() -> None:
+    cell = ExchangeCase(3, 40, 40, hidden=256, experts=6, top_k=3)
+    want = [[0] * 3 for _ in range(3)]
+    for source in range(3):
+        for ids in cell.routing(source).topk_ids_TK.tolist():
+            for target in {expert // 2 for expert in ids}:
+                want[source][target] += 1
+    assert cell.rows_WW == tuple(map(tuple, want))
+    came, sent = cell.remote_rows
+    assert sent == max(sum(row) - row[rank] for rank, row in enumerate(want))
+    assert came == max(sum(row[r] for row in want) - want[r][r] for r in range(3))
+    assert torch.allclose(cell.routing(1).topk_weights_TK.sum(1), torch.ones(40))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_reason_is_what_was_told_first(first: int) -> None:
+    """A connection that breaks breaks on the rank that did nothing wrong too."""
+    notes = ["RuntimeError: connection closed", "RuntimeError: connection closed"]
+    notes[first] = "ValueError: broken here"
+    told = [
+        {"status": "failed", "note": note, "error": None, "at": 8.0 if rank == first else 8.5}
+        for rank, note in enumerate(notes)
+    ]
+    assert row_of("x", "peer", CELL, told, TransportLink()).note == "ValueError: broken here"
+    late = {"status": "failed", "note": "died: exit code 7", "error": None}
+    assert row_of("x", "peer", CELL, [*told, late], TransportLink()).note == "died: exit code 7"
+
+
+def test_bytes_and_floors_by_hand() -> None:
+    fp8 = ExchangeCase(2, 4096, 4096, quant="fp8_w8a8_block")
+    assert fp8.row_bytes == 7168 + 4 * 56
+    assert ExchangeCase(2, 1, 1).row_bytes == 14336
+    assert TransportLink(393e9, 6e-6).floor_us(58_000_000) == pytest.approx(147.6 + 6, abs=0.1)
+    same = {"status": "ok", "note": "", "error": 0.0, "mode": "graph", "spread": 0.1}
+    told = [{**same, "dispatch_us": us, "combine_us": 2.0, "pair_us": 12.0} for us in (10.0, 20.0)]
+    row = row_of("x", "peer", CELL, told, TransportLink())
+    assert (row.dispatch_us, row.combine_us) == (20.0, 2.0)
+    assert row.dispatch_gbs == pytest.approx(CELL.remote_rows[0] * 256 / 20e-6 / 1e9)
+
+
+def test_distance_is_that_of_the_worst_row() -> None:
+    x = torch.randn(4, 64).bfloat16()
+    out = x.clone()
+    out[2] = 0
+    assert distance(out, x) == 1.0
+    out[2] = float("nan")
+    assert distance(out, x) == distance(x[:2], x) == float("inf")
+
+
+def test_dequantized_by_groups_by_rows_and_by_one() -> None:
+    rows = torch.ones(2, 6)
+    by_group = dequantized(rows, torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 4)
+    assert by_group.tolist() == [[1, 1, 1, 1, 2, 2], [3, 3, 3, 3, 4, 4]]
+    assert dequantized(rows, torch.tensor([[2.0], [3.0]]), 4)[:, 5].tolist() == [2, 3]
+    assert dequantized(rows, torch.tensor([2.0]), 4)[1, 5] == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [("raise SystemExit(3)", BrokenPartError), ("def transports(): return 5", ConfigurationError)],
+)
+def test_a_file_that_is_none_is_named(text: str, error: type[Exception], tmp_path: Path) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text(text)
+    with pytest.raises(error, match=r"broken\.py"):
+        load_peers(path)
+
+
+def mk(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main.run(["exchange", *words])
+    assert isinstance(ended.value.code, int | None)
+    return ended.value.code or 0
+
+
+SIZES = ("--hidden", "128", "--experts", "8", "--top-k", "2", "--tokens-list", "1,6")
+FEW = ("--replays", "2", "--rounds", "2", "--backend", "gloo")
+
+
+def test_parts_and_peers_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, both, doc = tmp_path / "one.json", tmp_path / "both.json", tmp_path / "doc.md"
+    peer = ("--peer", str(ROOT / "tools" / "exchange_peers.py"))
+    assert mk(*SIZES, *FEW, *peer, "--json", str(one)) == 0
+    told = capsys.readouterr()
+    report = ExchangeReport.from_json(one.read_text())
+    by_name: dict[str, list[ExchangeRow]] = {}
+    for row in report.rows:
+        by_name.setdefault(row.transport, []).append(row)
+    assert len(by_name) >= 5
+    ours = [n for n, found in by_name.items() if found[0].origin == "ours"]
+    running = [name for name in ours if all(row.status == "ok" for row in by_name[name])]
+    assert "TorchAll2AllPrepareAndFinalize" in running
+    assert {row.status for row in report.rows} <= {"ok", "refused"}
+    assert [(r.tokens, r.capacity, r.quant) for r in by_name[running[0]]] == [
+        (1, 6, "none"), (6, 6, "none"), (1, 6, "fp8_w8a8_block"), (6, 6, "fp8_w8a8_block"),
+    ]  # fmt: skip
+    loads = ("--load", str(one), "--load", str(one), "--json", str(both), "--markdown", str(doc))
+    assert mk(*loads) == 0
+    assert len(json.loads(both.read_text())["rows"]) == 2 * len(report.rows)
+    assert doc.read_text() == markdown(ExchangeReport.from_json(both.read_text()))
+    assert "| 6 | all_to_all_single, one row a rank |" in doc.read_text()
+    assert "| all_to_all_single, one row a rank | " in doc.read_text()
+    capsys.readouterr()
+    assert mk("--load", str(one)) == 0
+    text = capsys.readouterr().out
+    slow = dict.fromkeys(row.transport for row in report.rows if row.mode == "interpreter")
+    assert (f"interpreted, no machine's speed: {', '.join(slow)}\n" in text) is bool(slow)
+    if torch.cuda.is_available():
+        return
+    assert text == told.out
+    assert "floor" not in text  # of a GPU's link
+    rows = [line.split()[:2] for line in text.splitlines()]
+    for row in report.rows:  # in two tables, one for each scheme
+        if row.origin == "ours" and row.status == "ok":
+            assert rows.count([str(row.tokens), row.transport]) == 2
+            assert f"{row.pair_us:.1f}" not in told.err
+    of_a_link = replace(report, environment={**report.environment, "link_gbs": 10.0})
+    one.write_text(of_a_link.to_json())
+    assert mk("--load", str(one)) == 0
+    assert "floor" in capsys.readouterr().out
+
+
+def test_bad_usage() -> None:
+    assert mk("--world-size", "1") == 2
+    assert mk("--only", "nobody", *FEW) == 2
+    assert mk("--load", "/nowhere.json") == 2
+
+
+HERE = Place(0, 1, None, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block", "fp8_w8a8_channel"])
+@pytest.mark.parametrize("name", ["BatchedPrepareAndFinalize", "MoEPrepareAndFinalizeNoEP"])
+def test_identity_experts_of_both_formats(name: str, quant: str) -> None:
+    cell = ExchangeCase(1, 7, 9, hidden=256, experts=6, top_k=3, quant=quant)
+    transport = PartTransport(name, this_machine())
+    assert transport.refusal(cell) == ""
+    transport.open(cell, HERE)
+    given = ExchangeInputs.of(cell, 0, HERE.device)
+    transport.load(given)
+    transport.dispatch()
+    transport.identity()
+    assert distance(transport.combine(), given.x_TH) <= cell.bound
+    transport._output[..., 5] *= 2  # of every row
+    assert distance(transport.combine(), given.x_TH) > BF16_BOUND
+    transport.close()
+
+
+def test_rows_that_are_not_here_are_not_read() -> None:
+    routing = DispatchedRouting(
+        topk_weights_TK=torch.tensor([[0.25, 0.5], [9.0, 9.0], [0.75, 9.0]]),
+        topk_ids_TK=torch.tensor([[0, 3], [-1, -1], [2, 4]]),
+        space=IdSpace.LOCAL,
+        num_experts=4,
+        expert_map=None,
+        invalid_ids=torch.zeros(1, dtype=torch.int32),
+    )
+    x = torch.ones(3, 4).bfloat16()
+    x[1] = torch.nan
+    tokens = ContiguousTokens(x, routing)
+    assert exchange_parts._standard(tokens, 1, Reduce.NOOP)[:, 0].tolist() == [0.75, 0, 0.75]
+    kept = exchange_parts._standard(tokens, 1, Reduce.CONTIGUOUS)
+    assert kept[..., 0].tolist() == [[1, 1], [0, 0], [1, 0]]
+    mapped = replace(
+        routing, space=IdSpace.GLOBAL, expert_map=torch.tensor([-1, 0, 1, 2], dtype=torch.int32)
+    )
+    kept = exchange_parts._standard(replace(tokens, routing=mapped), 1, Reduce.CONTIGUOUS)
+    assert kept[..., 0].tolist() == [[0, 1], [0, 0], [1, 0]]
+
+
+def test_room_for_every_expert_is_not_made_for_many_tokens() -> None:
+    transport = PartTransport("BatchedPrepareAndFinalize", Machine())
+    assert "512 at most" in transport.refusal(ExchangeCase(1, 1, 4096))
+    assert transport.refusal(ExchangeCase(1, 1, 512)) == ""
+
+
+def test_a_part_that_pairs_with_nothing_is_refused_with_reasons() -> None:
+    transport = PartTransport("TorchAll2AllPrepareAndFinalize", Machine())
+    assert "[world_size]" in transport.refusal(ExchangeCase(1, 1, 1))

@@ -1,0 +1,117 @@
+"""tools/exchange_peers.py with stand-ins that have the libraries' signatures and shapes."""
+
+from pathlib import Path
+
+import pytest
+
+from modular_kernel.bench.all2all.cases import ExchangeCase, TransportLink
+from modular_kernel.bench.all2all.records import ExchangeRow
+from modular_kernel.bench.all2all.run import ExchangeOffer, Repeats, run
+from modular_kernel.spec.problem import Machine
+from modular_kernel.testing.ranks.pool import RankPool
+
+ROOT = Path(__file__).resolve().parents[2]
+STAND_INS = Path(__file__).parents[1] / "helpers" / "stand_ins"
+FILE = """
+import sys
+from importlib import import_module
+sys.path[:0] = {folders!r}
+for name in ("deep_ep", "pplx_kernels", "pplx_kernels.all_to_all", "moved_rows"):
+    sys.modules.pop(name, None)
+sys.path_importer_cache.clear()
+import importlib.util
+spec = importlib.util.spec_from_file_location("exchange_peers", {peers!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+transports = module.transports
+"""
+CELLS = tuple(
+    ExchangeCase(2, tokens, 6, hidden=256, experts=8, top_k=3, quant=quant)
+    for quant in ("none", "fp8_w8a8_block")
+    for tokens in (1, 6)
+)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], ExchangeRow]:
+    """(library's folder, transport) -> its rows."""
+    found = {}
+    folder = tmp_path_factory.mktemp("peers")
+    offers = []
+    for library, names in (
+        (
+            "v1",
+            [f"DeepEP V1 high throughput, {n}" for n in ("20 SMs", "20 SMs, quantizing", "96 SMs")],
+        ),
+        ("v1", ["DeepEP V1 low latency", "DeepEP V2, 64 SMs"]),
+        (
+            "v2",
+            [
+                "DeepEP V2, 22 SMs",
+                "DeepEP V2, 22 SMs, quantizing",
+                "DeepEP V2, 64 SMs",
+                "DeepEP V1 low latency",
+            ],
+        ),
+        ("pplx", ["pplx-kernels"]),
+    ):
+        path = folder / f"{library}.py"
+        folders = [str(STAND_INS / library), str(STAND_INS)]
+        peers = str(ROOT / "tools" / "exchange_peers.py")
+        path.write_text(FILE.format(folders=folders, peers=peers), encoding="utf-8")
+        offers += [
+            (library, ExchangeOffer(name, "peer", CELLS, Machine(), path=path)) for name in names
+        ]
+    told = run(
+        [offer for _, offer in offers],
+        lambda: RankPool(2),
+        link=TransportLink(),
+        repeats=Repeats(1, 1),
+    )
+    for (library, offer), found_rows in zip(offers, told, strict=True):
+        found[library, offer.name] = found_rows
+    return found
+
+
+@pytest.mark.parametrize(
+    ("library", "name"),
+    [
+        ("v1", "DeepEP V1 high throughput, 20 SMs"),
+        ("v1", "DeepEP V1 high throughput, 96 SMs"),
+        ("v1", "DeepEP V1 low latency"),
+        ("v2", "DeepEP V2, 22 SMs"),
+        ("v2", "DeepEP V2, 64 SMs"),
+        ("pplx", "pplx-kernels"),
+    ],
+)
+def test_rows_come_back_as_they_went(library: str, name: str, rows: dict) -> None:
+    found = rows[library, name]
+    assert [(row.status, row.note) for row in found if row.status != "ok"] == []
+    assert all(0 <= row.error < (0.07 if row.quant != "none" else 0.008) for row in found)
+
+
+@pytest.mark.parametrize(
+    ("library", "name", "why"),
+    [
+        ("v1", "DeepEP V2, 64 SMs", "this deep_ep is V1"),
+        ("v2", "DeepEP V1 low latency", "this deep_ep is V2"),
+    ],
+)
+def test_the_other_version_is_refused(library: str, name: str, why: str, rows: dict) -> None:
+    assert {(row.status, row.note) for row in rows[library, name]} == {("refused", why)}
+
+
+@pytest.mark.parametrize(
+    ("library", "name"),
+    [
+        ("v1", "DeepEP V1 high throughput, 20 SMs, quantizing"),
+        ("v2", "DeepEP V2, 22 SMs, quantizing"),
+    ],
+)
+def test_those_that_quantize_do_so_in_each_dispatch(library: str, name: str, rows: dict) -> None:
+    for row in rows[library, name]:
+        if row.quant == "none":
+            assert (row.status, row.note) == ("refused", "bfloat16 rows travel as they are")
+        else:
+            assert row.status == "ok", row.note
+            assert 0 < row.error < 0.07

@@ -1,0 +1,79 @@
+"""Tensors that packers' own code made (tests/helpers/golden) stand here for what they stand for there."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from modular_kernel import ExpertWeights, Problem
+from modular_kernel.checkpoints.formats import format_of
+from modular_kernel.checkpoints.fusing import merge
+from modular_kernel.quant import nvfp4
+from modular_kernel.quant.quantized_weights import values_of, weight_specs
+from modular_kernel.quant.scale_tiles import unpack_pairs
+from modular_kernel.testing.checkpoints.published_formats import KINDS
+
+GOLDEN = load_file(Path(__file__).parents[1] / "helpers" / "golden" / "packed.safetensors")
+_GPTQ = KINDS["gptq v2"].config | {"group_size": 32, "desc_act": True}  # type: ignore[operator]
+# The quantization_config that such a checkpoint has; groups are of 32 columns.
+CONFIGS: dict[str, Any] = {
+    "compressed_nvfp4": KINDS["compressed nvfp4"].config,
+    "modelopt_nvfp4": KINDS["modelopt nvfp4"].config,
+    "compressed_int4": KINDS["compressed int4"].config,
+    "compressed_int4_zeros": KINDS["compressed int4, zero points"].config,
+    "gptq_order": _GPTQ | {"sym": True},
+    "gptq_order_zeros": _GPTQ,
+    "gptq_order_int8": _GPTQ | {"bits": 8},
+}
+NVFP4 = ("compressed_nvfp4", "modelopt_nvfp4")
+
+
+def golden(kind: str) -> dict[str, torch.Tensor]:
+    """The tensors of a kind by their own names."""
+    named = (name.split(".") for name in GOLDEN)
+    return {tensor: GOLDEN[f"{of}.{tensor}"] for of, tensor in named if of == kind}
+
+
+def test_every_tensor_is_of_a_known_kind() -> None:
+    assert {name.split(".")[0] for name in GOLDEN} == set(CONFIGS)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_packed_weights_are_what_the_packer_unpacks(kind: str) -> None:
+    """As w2 of a layer of one expert; to the bit, as far as the packer has bits."""
+    tensors = golden(kind)
+    want = tensors.pop("unpacked")
+    tensors.pop("original", None)
+    format = format_of(CONFIGS[kind])
+    if format.scheme.weight == "uint4":  # groups of 32 in the file
+        format = format.with_scheme(replace(format.scheme, group=(32,)))
+    made = merge(format, [tensors], torch.bfloat16)
+    problem = Problem(1, 24, 96, 1, 1, quant=str(format.scheme), activation="relu2")
+    fields = {"w2": made.w, "w2_scale": made.scale, "w2_zero_point": made.zero_point}
+    fields |= {"w2_global_scale": made.global_scale}
+    given = {name: tensor[None] for name, tensor in fields.items() if tensor is not None}
+    weights = ExpertWeights(w1=given["w2"], **given)
+    for name, spec in weight_specs(problem).items():
+        assert name.startswith("w1") or given[name].shape == spec.shape
+    got = values_of(weights, "w2", problem)[0]
+    if made.order is not None:
+        assert made.order.tolist() != list(range(96))
+        got = torch.empty_like(got).index_copy_(1, made.order.long(), got)
+    rounded = torch.float16 if "gptq" in kind else torch.bfloat16
+    assert torch.equal(got.to(rounded), want.to(rounded))
+    if rounded is torch.bfloat16 and want.dtype is torch.float32:
+        torch.testing.assert_close(got, want, rtol=2.0**-22, atol=0)
+
+
+@pytest.mark.parametrize("kind", NVFP4)
+def test_the_quantizer_gives_the_packer_s_bits(kind: str) -> None:
+    tensors = golden(kind)
+    whole = tensors.get("weight_scale_2")
+    inverse = tensors["weight_global_scale"] if whole is None else 1 / whole
+    codes, scale = nvfp4.quantize(tensors["original"], inverse)
+    packed = tensors["weight_packed" if whole is None else "weight"]
+    assert torch.equal(codes, unpack_pairs(packed, 1))
+    assert torch.equal(scale.view(torch.uint8), tensors["weight_scale"].view(torch.uint8))

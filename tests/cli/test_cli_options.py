@@ -1,0 +1,359 @@
+"""Options of the `mk` command: help at once, the problem they make, and bad usage."""
+
+import inspect
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import torch
+import typer
+from run_mk import run_mk
+
+from modular_kernel.cli import main, verify
+from modular_kernel.cli import models as list_models_module
+from modular_kernel.cli.machine_setup import parse_arch
+from modular_kernel.cli.options import ProblemOptions, flattened
+from modular_kernel.cli.presets import MODELS
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.spec.problem import Combine, Machine, Parallel, Problem
+from modular_kernel.testing.cases.lists import BASE, Case, axes, cases_for, command
+
+ROOT = Path(__file__).resolve().parents[2]
+VERBS = (
+    "list",
+    "models",
+    "check",
+    "test",
+    "profile",
+    "tune",
+    "bench",
+    "exchange",
+    "compose",
+    "plan",
+    "report",
+    "compile",
+    "doctor",
+    "demo",
+)
+HELP_SECONDS = 0.3
+TORCH_PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
+
+
+def python(*words: str) -> subprocess.CompletedProcess[str]:
+    """Runs a fresh interpreter in the checkout."""
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("words", [[], *([verb] for verb in VERBS)], ids=" ".join)
+def test_help_answers_at_once_without_torch(words: list[str]) -> None:
+    shown = python("-X", "importtime", "-m", "modular_kernel", *words, "--help")
+    assert shown.returncode == 0
+    assert shown.stdout.startswith("Usage: mk")
+    lines = shown.stderr.splitlines()
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
+    assert "typer" in imported
+    assert imported & {"torch", "triton", "numpy", "rich", "transformers"} == set()
+
+
+@pytest.mark.parametrize("words", [[], *([verb] for verb in VERBS)], ids=" ".join)
+def test_help_answers_at_once(words: list[str]) -> None:
+    """On a machine that is slow or busy: within five times what typer alone takes to import.
+
+    torch alone would take ten times as long, and the test above sees that it stays away.
+    """
+    for _ in range(8):
+        limit = max(HELP_SECONDS, 5 * _seconds("-c", "import typer.main"))
+        took = _seconds("-m", "modular_kernel", *words, "--help")
+        if took < limit:
+            return
+    pytest.fail(f"{took:.2f} s of processor time, the limit is {limit:.2f} s")
+
+
+def _seconds(*words: str) -> float:
+    """Processor time of a fresh interpreter."""
+    before = os.times()
+    python(*words)
+    after = os.times()
+    user = after.children_user - before.children_user
+    return user + after.children_system - before.children_system
+
+
+def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    _, shown, _ = run_mk(capsys, "--help")
+    assert [verb for verb in VERBS if f"\n  {verb} " not in shown] == []
+
+
+@pytest.mark.parametrize("verb", ["check", "test", "profile", "bench", "compose", "plan"])
+def test_problem_options_are_the_same_for_every_verb(
+    capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    _, shown, _ = run_mk(capsys, verb, "--help")
+    names = [name.replace("_", "-") for name in ProblemOptions.__dataclass_fields__]
+    assert len(names) == 28
+    assert [name for name in names if f"--{name}" not in shown] == []
+
+
+def problem_of(*words: str, monkeypatch: pytest.MonkeyPatch) -> Problem:
+    """The problem that `mk check` makes of the words."""
+    case = case_of("test", "--one", *TORCH_PAIR, *words, monkeypatch=monkeypatch)
+    return case.problem
+
+
+def case_of(*words: str, monkeypatch: pytest.MonkeyPatch) -> Case:
+    """The one case that `mk test` would verify."""
+    seen: list[verify.VerifyJob] = []
+
+    def keep(jobs: list[verify.VerifyJob], *_: object, as_json: bool) -> bool:
+        seen.extend(jobs)
+        return True
+
+    monkeypatch.setattr(verify, "_verify", keep)
+    with pytest.raises(SystemExit) as ended:
+        main.run(list(words))
+    assert not ended.value.code
+    ((case,),) = [job.cases for job in seen]
+    return case
+
+
+SMALL = Problem(tokens=16, hidden=64, intermediate=128, experts=8, top_k=2)
+
+
+@pytest.mark.parametrize(
+    ("words", "changes"),
+    [
+        ("", {}),
+        ("--tokens 0", {"tokens": 0}),
+        ("--hidden 96", {"hidden": 96}),
+        ("--intermediate 80", {"intermediate": 80}),
+        ("--experts 16", {"experts": 16}),
+        ("--top-k 3", {"top_k": 3}),
+        ("--dtype fp16", {"dtype": torch.float16}),
+        ("--quant none", {}),
+        ("--activation gelu", {"activation": "gelu"}),
+        ("--activation swiglu_clamp_after:limit=2", {"activation": "swiglu_clamp_after:limit=2"}),
+        ("--world-size 2", {"parallel": Parallel(2)}),
+        ("--local-experts 4", {"local_experts": 4}),
+        ("--ids-dtype int64", {"ids_dtype": torch.int64}),
+        ("--bias", {"bias": True}),
+        ("--no-bias", {}),
+        ("--expert-map", {"expert_map": True}),
+        ("--router-weight-on-input", {"apply_router_weight_on_input": True}),
+        ("--routed-scaling-factor 2.5", {"routed_scaling_factor": 2.5}),
+        ("--combine topk_weighted", {"combine": Combine.TOPK_WEIGHTED}),
+        ("--inplace", {"inplace": True}),
+        ("--fp32-precision tf32", {"fp32_precision": "tf32"}),
+        ("--chunk-tokens 7", {"chunk_tokens": 7}),
+        ("--max-received 9", {"max_received": 9}),
+        ("--graph", {"graph": True}),
+        ("--deterministic", {"deterministic": True}),
+        ("--batch-invariant", {"batch_invariant": True}),
+        ("--asynchronous", {"asynchronous": True}),
+        ("--lora adapters=2,rank=8", {"lora": "adapters=2,rank=8"}),
+    ],
+)
+def test_every_option_reaches_the_problem(
+    words: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = problem_of(*words.split(), monkeypatch=monkeypatch)
+    assert made == replace(SMALL, **changes)
+
+
+OAI = "activation=swiglu_oai:alpha=1.702,limit=7.0,interleaved=true-bias"
+MODEL_PROBLEMS = {
+    "mixtral-8x7b": "T16-H4096-I14336-E8-K2-bfloat16",
+    "qwen3-30b-a3b": "T16-H2048-I768-E128-K8-bfloat16",
+    "deepseek-v3": "T16-H7168-I2048-E256-K8-bfloat16-routed_scaling_factor=2.5",
+    "gpt-oss-120b": f"T16-H2880-I2880-E128-K4-bfloat16-{OAI}",
+    "gpt-oss-20b": f"T16-H2880-I2880-E32-K4-bfloat16-{OAI}",
+}
+
+
+def test_every_model_is_listed_here() -> None:
+    assert set(MODEL_PROBLEMS) <= set(MODELS)
+    assert len(MODELS) >= 30
+
+
+@pytest.mark.parametrize("model", MODEL_PROBLEMS)
+def test_models(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = problem_of("--model", model, monkeypatch=monkeypatch)
+    assert str(made) == MODEL_PROBLEMS[model]
+    changed = problem_of("--model", model, "--hidden", "96", "--no-bias", monkeypatch=monkeypatch)
+    assert changed == replace(made, hidden=96, bias=False)
+
+
+def test_the_line_that_replays_a_case_makes_that_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+    for seed, (problem, routing) in enumerate(axes(BASE)):
+        case = Case(*pair, problem, routing, seed)
+        words = shlex.split(command(case))
+        assert words[0] == "mk"
+        assert case_of(*words[1:], monkeypatch=monkeypatch) == case
+    for case in cases_for(*pair, Machine()).cases:
+        words = shlex.split(command(case))
+        assert case_of(*words[1:], monkeypatch=monkeypatch) == case
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("check --dtype int8", "dtype: got int8, need one of bfloat16, float16, float32\n"),
+        ("check --quant fp8", "quant: got fp8, need one of fp8_w8a16_block, fp8_w8a16_channel, "),
+        ("check --activation swish", "activation: got swish, need one of silu, gelu, gelu_tanh, "),
+        ("check --combine max", "combine: got 'max', need one of sum, topk_weighted"),
+        ("check --ids-dtype int8", "ids_dtype: got 'int8', need int32 or int64"),
+        ("check --model gpt-2", "model: got 'gpt-2', need gpt-oss-"),
+        ("check --model=", "model: got '', need a name of `mk models`"),
+        ("plan --worlds 8 --model=", "model: got '', need a name of `mk models`"),
+        ("plan --tokens-list=", "--tokens-list: got '', need numbers from 1 to 1048575"),
+        ("check --top-k 0", "top_k: got 0, need an int >= 1"),
+        ("check --inplace --combine topk_weighted", "inplace: got combine=TOPK_WEIGHTED"),
+        ("check --tokens many", "--tokens: got 'many', need a whole number"),
+        ("check --no-such-option", "No such option"),
+        ("check --arch nine", "--arch: got 'nine', need a capability such as 9.0"),
+        ("check --device tpu", "--device: got 'tpu', need cuda or cpu"),
+        ("check --device cpu --arch 9.0", "need no arch beside --device cpu"),
+        ("check --pf-type NoSuchPart --experts-type TorchExperts", "'NoSuchPart', need one of"),
+        ("check --pf-type MoEPrepareAndFinalizeNoE", "did you mean MoEPrepareAndFinalizeNoEP?"),
+        ("test --experts-type TorchExpert", "did you mean TorchExperts?"),
+        ("test --level some", "--level: got 'some', need smoke or full"),
+        ("test --one", "--one: got no pair"),
+        ("test --tokens 5", "got no --one"),
+        ("test --seed 5", "got no --one"),
+        (f"test --one {' '.join(TORCH_PAIR)} --routing odd", "--routing: got 'odd', need one of"),
+        (f"test --one {' '.join(TORCH_PAIR)} --layout odd", "layout: got odd, need one of plain"),
+        (f"test --one {' '.join(TORCH_PAIR)} --values odd", "values: got odd, need one of ordin"),
+        ("profile --calls 0", "--calls: got 0, need 1 to 100"),
+        ("profile --out pyproject.toml/x", "pyproject.toml is a file, need a folder"),
+        ("nonsense", "nonsense"),
+    ],
+)
+def test_bad_usage_ends_with_2_and_says_why(
+    capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    code, out, err = run_mk(capsys, *words.split())
+    assert code == 2
+    assert message in err
+    assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("doctorr", "No such command 'doctorr'. Did you mean 'doctor'? (see mk -h)"),
+        ("check --exprets-type X", "No such option: --exprets-type (Possible options: "),
+        ("check --tokens x", "--tokens: got 'x', need a whole number\n"),
+        ("check --routed-scaling-factor 1,5", "got '1,5', need a number\n"),
+        ("check TorchExperts", "Got unexpected extra argument(s) (TorchExperts) (see mk check -h)"),
+        ("check --experts-type", "Option '--experts-type' requires an argument (see mk check -h)"),
+        ("--no-such-option", "No such option: --no-such-option (see mk -h)"),
+    ],
+)
+def test_a_wrong_command_line_is_answered_in_one_line(
+    capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    code, out, err = run_mk(capsys, *words.split())
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def numbers() -> list[tuple[str, str, str]]:
+    """(verb, option, what it needs) of every option that takes a number."""
+    needs = {"int": "a whole number", "float": "a number"}
+    found = []
+    for verb, (place, _) in main.VERBS.items():
+        module, function = place.split(":")
+        command = getattr(import_module(f"modular_kernel.cli.{module}"), function)
+        for parameter in inspect.signature(flattened(command)).parameters.values():
+            kind = re.match(r"typing.Annotated\[(int|float)\b", str(parameter.annotation))
+            if kind:
+                found.append((verb, f"--{parameter.name.replace('_', '-')}", needs[kind[1]]))
+    return found
+
+
+def test_every_option_with_a_number_names_itself_and_what_it_needs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    listed = numbers()
+    assert len(listed) > 100
+    for verb, option, need in listed:
+        ended = run_mk(capsys, verb, option, "x")
+        assert ended == (2, "", f"error: {option}: got 'x', need {need}\n")
+
+
+def test_a_word_that_is_no_number_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run_mk(capsys, "check", "--json", "--tokens", "9" * 5000)
+    assert code == 2
+    error = json.loads(out)["error"]
+    assert (error["what"], error["need"]) == ("--tokens", "a whole number")
+    assert len(error["got"]) < 200
+
+
+def test_words_become_what_a_verb_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths, several of one, two names: whatever typer makes of an annotation."""
+    seen: dict[str, object] = {}
+
+    def verb(
+        *,
+        many: Annotated[list[Path] | None, typer.Option()] = None,
+        one: Annotated[Path | None, typer.Option()] = None,
+        two: Annotated[tuple[str, str] | None, typer.Option()] = None,
+        share: float = 0.5,
+        yes: bool = False,
+    ) -> None:
+        seen.update(many=many, one=one, two=two, share=share, yes=yes)
+
+    monkeypatch.setattr(list_models_module, "list_models", verb)
+    main._command.cache_clear()
+    try:
+        for words, expected in (
+            ("", (None, None, None, 0.5, False)),
+            ("--many a --many b --share 2 --yes", ([Path("a"), Path("b")], None, None, 2.0, True)),
+            ("--one c --two d e", (None, Path("c"), ("d", "e"), 0.5, False)),
+        ):
+            with pytest.raises(SystemExit) as ended:
+                main.run(["models", *words.split()])
+            assert not ended.value.code
+            assert tuple(seen.values()) == expected
+            assert [type(value) for value in seen.values()] == [type(value) for value in expected]
+    finally:
+        main._command.cache_clear()
+
+
+def test_no_words_at_all_are_answered_by_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run_mk(capsys)
+    assert code == 2
+    assert "Usage: mk" in out + err
+
+
+def test_bad_usage_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run_mk(capsys, "check", "--json", "--dtype", "int8")
+    assert code == 2
+    need = "one of bfloat16, float16, float32"
+    error = {"type": "ConfigurationError", "what": "dtype", "got": "int8", "need": need}
+    assert json.loads(out) == {"error": error}
+
+
+def test_a_described_gpu_needs_an_arch(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, _ = run_mk(capsys, "check", "--device", "cuda")
+    assert code == (0 if torch.cuda.is_available() else 2)
+
+
+def test_arch() -> None:
+    assert [parse_arch(text) for text in ("9.0", "90", "sm_90", "12.1", "sm_120")] == [
+        *((9, 0),) * 3,
+        (12, 1),
+        (12, 0),
+    ]
+    with pytest.raises(ConfigurationError):
+        parse_arch("9")

@@ -1,0 +1,393 @@
+"""What `mk` prints where: tables in narrow and wide terminals, JSON on stdout and in files."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from run_mk import Mk, runs_mk
+
+from modular_kernel.cli import output
+from modular_kernel.cli.check import letters_for, print_matrix
+from modular_kernel.cli.options import ProblemOptions
+from modular_kernel.cli.tables import folded, layout, records
+from modular_kernel.spec.problem import Machine
+from modular_kernel.text import counted
+
+TORCH_PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
+REFUSED_PAIR = ("--pf-type", "BatchedPrepareAndFinalize", "--experts-type", "TritonExperts")
+TINY = ("--tokens", "2", "--hidden", "32", "--intermediate", "32", "--experts", "4")
+EXCHANGE = (
+    *(
+        "--hidden",
+        "128",
+        "--experts",
+        "4",
+        "--top-k",
+        "2",
+        "--tokens-list",
+        "1",
+        "--replays",
+        "1",
+        "--rounds",
+        "1",
+    ),
+    *("--backend", "gloo", "--only", "Replicated"),
+)
+LAYERS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "h200-layers.json"
+LEFT_OUT = SimpleNamespace(kernel="rows_kernel", module="parts", reason="for sm_100 alone")
+# verb -> words with which it prints its table here, soon, whatever it has to measure
+PRINTED: dict[str, tuple[str, ...]] = {
+    "list": ("list",),
+    "models": ("models",),
+    "types of models": ("models", "--types"),
+    "check": ("check",),
+    "check, a pair": ("check", *REFUSED_PAIR),
+    "check, refused": ("check", "--top-k", "99"),
+    "test": ("test", *TORCH_PAIR, "--one", *TINY),
+    "profile": ("profile", *TINY, "--calls", "1"),
+    "bench": ("bench", *TORCH_PAIR, *TINY, "--ms", "0.01"),
+    "exchange": ("exchange", *EXCHANGE),
+    "tune": ("tune", "--explain", "--device-name", "NVIDIA H200"),
+    "compose": ("compose", *TINY),
+    "plan": ("plan", "--tokens-list", "1"),
+    "plan, compared": ("plan", "--compare", str(LAYERS)),
+    "doctor": ("doctor",),
+    "report": ("report",),
+    "a wrong word": ("bench", "--experts-type", "TritonExpert"),
+}
+
+
+mk = runs_mk()
+
+
+def test_a_grid_of_pairs_and_what_each_rule_says(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = mk("check", "--json").json["pairs"]
+    for width in (80, 10_000):
+        monkeypatch.setattr(output, "width", lambda _=None, width=width: width)
+        shown = mk("check").out
+        rows: dict[str, list[str]] = {}
+        for words in filter(None, map(str.split, shown.splitlines())):
+            rows.setdefault(words[0], []).extend(words[1:])  # a grid may come in parts
+        letters = {name: row[0] for row in rows.items() for name in row[1][:1] if len(row[0]) == 1}
+        for pair in pairs:
+            cells = rows[pair["prepare_finalize"].removesuffix("PrepareAndFinalize")]
+            experts = list(dict.fromkeys(each["experts"] for each in pairs))
+            cell = cells[experts.index(pair["experts"])]
+            rules = {rejection["rule"] for rejection in pair["rejections"]}
+            assert cell == ("ok" if pair["ok"] else "".join(sorted(letters[r] for r in rules)))
+        assert ("[1]=TorchExperts" in shown) is (width == 80)
+    assert [len(letters_for(n)) for n in (0, 1, 26, 52, 60)] == [0, 1, 26, 52, 60]
+    assert len(set(letters_for(60))) == 60
+
+
+def test_no_part_at_all_is_no_grid(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a file of the user's shadows a package of parts."""
+    monkeypatch.setattr(output, "width", lambda _=None: 80)
+    print_matrix([], ProblemOptions().problem(), Machine("cpu"))
+    assert "0 of 0 pairs are valid" in capsys.readouterr().out
+
+
+def test_sizes_that_are_hardly_meant_are_told(mk: Mk) -> None:
+    assert "warning: top_k=9 of 8 experts: ids will repeat" in mk("check", "--top-k", "9").err
+    assert "warning: tokens=0: every call is empty" in mk("check", "--tokens", "0").err
+    assert "warning" not in mk("check").err
+
+
+# ------------------------------------------------------------------------------------------ json
+
+
+@pytest.mark.parametrize("verb", ["list", "models", "check", "doctor", "plan"])
+def test_json_goes_to_stdout_or_to_a_file(mk: Mk, tmp_path: Path, verb: str) -> None:
+    words = PRINTED["plan"] if verb == "plan" else (verb,)
+    printed, named = mk(*words, "--json"), mk(*words, "--json", "-")
+    assert printed.out == named.out
+    file = tmp_path / "new" / "found.json"
+    text = mk(*words, "--json", str(file))
+    assert json.loads(file.read_text(encoding="utf-8")) == printed.json
+    assert text.out == mk(*words).out
+    assert mk("check", "--json", "--top-k", "2").json["pairs"]
+
+
+def test_a_refusal_goes_to_the_file_too(mk: Mk, tmp_path: Path) -> None:
+    file = tmp_path / "refusal.json"
+    ended = mk("test", *REFUSED_PAIR, "--json", str(file))
+    assert ended.code == 1
+    assert "refused, 2 reasons" in ended.out
+    assert len(json.loads(file.read_text(encoding="utf-8"))["rejections"]) == 2
+
+
+def test_a_file_that_cannot_be_written_is_found_first(mk: Mk, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path, why in ((tmp_path, "the folder"), (tmp_path / "file" / "below", "file is a file,")):
+        ended = mk("test", *TORCH_PAIR, "--json", str(path))
+        assert ended.code == 2
+        assert ended.out == ""
+        assert f"error: --json: got {why}" in ended.err or why in ended.err
+
+
+def test_a_file_that_may_not_be_written_is_found_first(
+    mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "kept.json"
+    kept.write_text("[]", encoding="utf-8")
+    monkeypatch.setattr(os, "access", lambda path, _mode: Path(path).name != kept.name)
+    ended = mk("test", *TORCH_PAIR, "--json", str(kept))
+    assert (ended.code, ended.out) == (2, "")
+    assert "read-only" in ended.err
+    assert mk("list", "--json", str(tmp_path / "other.json")).code == 0
+
+
+@pytest.mark.parametrize("words", [("check", *TORCH_PAIR), ("test", *REFUSED_PAIR)])
+def test_a_file_that_takes_no_more_is_output_that_was_lost(mk: Mk, words: tuple[str, ...]) -> None:
+    """Whatever the verdict, which is told all the same."""
+    ended = mk(*words, "--json", "/dev/full")
+    assert ended.code == 74
+    assert ended.out == mk(*words).out
+    assert "error: output was lost: /dev/full: No space left on device\n" in ended.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("report", "--html", "out/page.html"),
+        ("bench", "--markdown", "out/page.md"),
+        ("exchange", "--markdown", "out/page.md"),
+        ("check", "--json", "out/found.json"),
+        ("profile",),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_file_in_the_way_of_a_folder_is_bad_usage(
+    mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").write_text("mine", encoding="utf-8")
+    ended = mk(*words)
+    assert (ended.code, ended.out) == (2, "")
+    option = "--out" if words == ("profile",) else words[1]
+    assert f"error: {option}: got out: out is a file, need a folder\n" in ended.err
+
+
+def test_an_option_is_no_file(mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert mk("list", "--json", "-h").out == mk("list", "-h").out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("verb", ["bench", "exchange"])
+def test_measurements_are_printed_as_json(mk: Mk, tmp_path: Path, verb: str) -> None:
+    file = tmp_path / "measured.json"
+    assert mk(*PRINTED[verb], "--json", str(file)).code == 0
+    shown = mk(verb, "--load", str(file), "--json")
+    assert shown.json["rows"]
+    assert shown.json["rows"] == json.loads(file.read_text(encoding="utf-8"))["rows"]
+
+
+# ---------------------------------------------------------------------------------------- layout
+
+COLUMNS = ("name", "us", "note")
+ROWS = (("a" * 30, "1.5", "words " * 8), ("b", "12.5", ""))
+
+
+def test_what_is_left_out_and_when() -> None:
+    assert layout(COLUMNS, ROWS, 100).columns == (0, 1, 2)
+    assert layout(COLUMNS, ROWS, 100).folding == {2}
+    assert layout(COLUMNS, ROWS, 66).columns == (0, 1, 2)  # 30 + 4 + 24, and two beside each
+    assert layout(COLUMNS, ROWS, 63).columns == ()
+    assert layout(COLUMNS, ROWS, 63, ("us", "note")).columns == (0, 1)
+    assert layout(COLUMNS, ROWS, 33, ("us", "note")).columns == (0,)
+    assert layout(COLUMNS, ROWS, 20, ("us", "note")).columns == ()
+
+
+def test_what_does_not_fit_is_named_or_told_as_records(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "width", lambda _=None: 63)
+    output.table(COLUMNS, ROWS, optional=("us", "note"))
+    assert "not shown in 63 columns: note" in capsys.readouterr().out
+    output.table(COLUMNS, ROWS, title="these")
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[:3] == ["these", f"name  {'a' * 30}", "us    1.5"]
+    assert shown[3].startswith("note  words words")
+    assert records(COLUMNS, ROWS, 20)[-3:] == ["name  b", "us    12.5", ""]
+
+
+def test_a_dumb_terminal_is_as_wide_as_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    names = [letter * 50 for letter in "abc"]
+    output.table(("x", "y", "z"), [names])
+    assert capsys.readouterr().out.split()[-3:] == names
+
+
+@pytest.mark.parametrize("width", range(8, 70))
+def test_no_cell_is_cut(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    """Down to the width at which a table just fits, and below it, as records."""
+    monkeypatch.setattr(output, "width", lambda _=None: width)
+    names = ["AllGatherReduceScatter", "189374.1", "219051.9"]
+    output.table(("transport", "dispatch", "pair"), [names])
+    shown = capsys.readouterr().out
+    assert [name for name in names if name not in shown] == []
+
+
+def test_columns_that_say_nothing_go_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "width", lambda _=None: 20)
+    columns = ("stage", "device us", "host us")
+    output.table(columns, [("sort", "-", "12"), ("permute", "", "13")], optional=columns[1:])
+    shown = capsys.readouterr().out
+    assert "13" in shown
+    assert "not shown in 20 columns: device us" in " ".join(shown.split())
+
+
+def test_lines_fold_between_words() -> None:
+    assert folded("    one two three", 12) == ["    one two", "      three"]
+    assert folded("one two", 80) == ["one two"]
+    assert folded("one two three", 8) == ["one two", "  three"]
+    assert folded("x" * 50, 8) == ["x" * 50]
+
+
+def test_numbers_agree_with_their_nouns() -> None:
+    assert [counted(n, "case") for n in (0, 1, 2)] == ["0 cases", "1 case", "2 cases"]
+
+
+def test_progress_without_a_terminal_comes_late_and_seldom(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(output.time, "monotonic", lambda: clock[0])
+    with output.progress(40, "cases") as advance:
+        for _ in range(40):
+            clock[0] += 1.0
+            advance()
+    told = capsys.readouterr()
+    assert told.err.splitlines() == ["5 of 40 cases in 5 s", "25 of 40 cases in 25 s"]
+    assert told.out == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (*PRINTED["bench"], "--markdown", "/dev/full"),
+        ("report", "--html", "/dev/full"),
+    ],
+    ids=["bench", "report"],
+)
+def test_a_document_that_is_lost_ends_with_a_status_of_its_own(
+    mk: Mk, words: tuple[str, ...]
+) -> None:
+    """Never with 1, which means refused, and never with a traceback."""
+    ended = mk(*words)
+    assert ended.code == 74
+    assert "error: output was lost: /dev/full: No space left on device\n" in ended.err
+
+
+def test_a_profile_that_is_lost_ends_with_a_status_of_its_own(mk: Mk, tmp_path: Path) -> None:
+    words = (*PRINTED["profile"], "--out", str(tmp_path))
+    assert mk(*words).code == 0
+    (report,) = tmp_path.glob("*.profile.json")
+    report.unlink()
+    report.symlink_to("/dev/full")
+    ended = mk(*words)
+    assert ended.code == 74
+    assert f"error: output was lost: {report}: No space left on device\n" in ended.err
+
+
+def test_what_takes_long_is_said_while_it_lasts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(output, "_FIRST_WORD_S", 0.05)
+    monkeypatch.setattr(output, "_LATER_WORDS_S", 0.05)
+    doing = ["the first"]
+    with output.waiting(lambda: doing[0]):
+        time.sleep(0.3)
+        doing[0] = "the second"
+        time.sleep(0.3)
+    told = capsys.readouterr().err
+    time.sleep(0.2)
+    assert capsys.readouterr().err == ""
+    for name in ("the first", "the second"):
+        assert told.count(f"{name}: 0 s so far") >= 2
+    assert told.index("the first") < told.index("the second")
+    with output.waiting(lambda: "what is quick"):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_has_a_bar_in_place_of_a_line_for_each_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The demo's forty lines would scroll its result off the screen."""
+    for terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        with output.steps_told(2, "runs") as tell:
+            tell("a run took 1 s")
+            tell("another took 2 s")
+        told = capsys.readouterr().err
+        assert (told == "a run took 1 s\nanother took 2 s\n") is not terminal
+        assert ("took" in told) is not terminal
+
+
+def test_a_long_step_is_said_while_it_lasts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(output, "_STEADY_S", 0.05)
+    with output.progress(3, "kernels", steady=True) as advance:
+        advance()
+        time.sleep(0.3)
+    assert capsys.readouterr().err.count("1 of 3 kernels in 0 s\n") >= 2
+    time.sleep(0.2)
+    assert capsys.readouterr().err == ""
+
+
+def _compiles(monkeypatch: pytest.MonkeyPatch, all_kernels: Callable[..., Any]) -> None:
+    module = ModuleType("modular_kernel.testing.compile.cases")
+    module.compile_all = all_kernels  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def test_a_long_compilation_is_said_while_it_lasts(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(target: str, bar: Any, workers: int, only: str) -> SimpleNamespace:
+        with bar(2) as advance:
+            time.sleep(0.3)
+            advance()
+        return SimpleNamespace(rows=[], left_out=[LEFT_OUT])
+
+    def found() -> dict[str, object]:
+        time.sleep(0.3)
+        return {LEFT_OUT.kernel: LEFT_OUT}
+
+    monkeypatch.setattr(output, "_STEADY_S", 0.05)
+    monkeypatch.setattr(output, "_FIRST_WORD_S", 0.05)
+    monkeypatch.setattr("modular_kernel.testing.compile.kernels_defined.defined_kernels", found)
+    _compiles(monkeypatch, slow)
+    told = mk("compile").err
+    assert told.startswith("loading torch, triton and the parts: 0 s so far\n1 kernel for sm_90")
+    assert told.count("0 of 2 steps in 0 s\n") >= 2
+
+
+def test_a_check_that_compiled_nothing_is_no_success(
+    mk: Mk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing = SimpleNamespace(rows=[], left_out=[LEFT_OUT])
+    _compiles(monkeypatch, lambda target, bar, workers, only: nothing)
+    words = ("compile", "--only", LEFT_OUT.kernel)
+    assert mk(*words).code == 0
+    ended = mk(*words, "--check")
+    assert ended.code == 1
+    assert "for sm_100 alone" in ended.out
+    told = f"nothing was checked: no case compiles a kernel named {LEFT_OUT.kernel!r} for sm_90\n"
+    assert ended.err.endswith(told)

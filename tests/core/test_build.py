@@ -1,0 +1,207 @@
+"""A compiled file is code that will run here: kept whole, believed only if it is this user's."""
+
+import errno
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modular_kernel.replay.launch import build, cuda_replay
+from modular_kernel.replay.launch.build import BuildError, module_of
+from modular_kernel.settings import c_compiler
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc to compile with")
+
+ANSWER = """#include <Python.h>
+static PyObject *answer(PyObject *self, PyObject *none) { return PyLong_FromLong(ANSWER); }
+static PyMethodDef methods[] = {{"answer", answer, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "mk_answer", NULL, -1, methods};
+PyMODINIT_FUNC PyInit_mk_answer(void) { return PyModule_Create(&definition); }
+"""
+# Loads in a process of its own: one that is loaded wrongly may take the process with it.
+LOAD = """
+import sys
+from pathlib import Path
+from modular_kernel.replay.launch.build import module_of
+print(module_of(Path(sys.argv[1]), "mk_answer", ()).answer())
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A C file, a cache of its own, and a compiler that writes down each time it runs."""
+    path = tmp_path / "answer.c"
+    path.write_text(ANSWER.replace("ANSWER", "42"), encoding="utf-8")
+    compiler = tmp_path / "counting-cc"
+    compiler.write_text(f'#!/bin/sh\necho run >> {tmp_path}/runs\nexec gcc "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path / "cache"))
+    return path
+
+
+def answer(source: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, str(source)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    return done.stdout.strip()
+
+
+def runs(source: Path) -> int:
+    path = source.parent / "runs"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def kept(source: Path) -> Path:
+    (path,) = (source.parent / "cache").rglob("mk_answer-*")
+    return path
+
+
+def test_it_is_compiled_once_and_kept_for_this_user_alone(source: Path) -> None:
+    before = os.umask(0)
+    try:
+        assert answer(source) == "42"
+    finally:
+        os.umask(before)
+    assert answer(source) == "42"
+    assert runs(source) == 1
+    assert kept(source).stat().st_mode & 0o777 == 0o600
+    assert kept(source).parent.stat().st_mode & 0o777 == 0o700
+    assert [p.name for p in kept(source).parent.iterdir()] == [kept(source).name]  # nothing beside
+
+
+def test_another_source_is_another_module(source: Path) -> None:
+    assert answer(source) == "42"
+    source.write_text(ANSWER.replace("ANSWER", "43"), encoding="utf-8")
+    assert answer(source) == "43"
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "forged", "a link", "by others"])
+def test_what_is_not_whole_or_not_ours_is_never_loaded(source: Path, damage: str) -> None:
+    assert answer(source) == "42"
+    path = kept(source)
+    content = path.read_bytes()
+    if damage == "truncated":
+        path.write_bytes(content[: len(content) * 3 // 4])
+    elif damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "forged":
+        path.write_bytes(content[:-1] + b"!")
+    elif damage == "a link":
+        elsewhere = source.parent / "elsewhere.so"
+        path.rename(elsewhere)
+        path.symlink_to(elsewhere)
+    else:
+        path.chmod(0o666)
+    assert answer(source) == "42"
+    assert runs(source) == 2
+    assert not kept(source).is_symlink()
+    assert kept(source).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_folder_that_others_can_write_is_not_used(source: Path) -> None:
+    folder = source.parent / "cache" / f"built-{os.geteuid()}"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    assert answer(source) == "42"
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a file to another user")
+def test_another_user_s_folder_is_not_used(source: Path) -> None:
+    folder = source.parent / "cache" / f"built-{os.geteuid()}"
+    folder.mkdir(parents=True, mode=0o700)
+    os.chown(folder, 12345, -1)
+    assert answer(source) == "42"
+    assert list(folder.iterdir()) == []
+
+
+def test_where_nothing_can_be_kept_it_is_compiled_for_this_process(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (source.parent / "file").touch()
+    monkeypatch.setenv("MK_CACHE_DIR", str(source.parent / "file"))
+    assert answer(source) == "42"
+
+
+def failing_compiler(folder: Path) -> Path:
+    path = folder / "failing-cc"
+    path.write_text(
+        f"#!/bin/sh\necho run >> {folder}/runs\nprintf 'no \\033[31msuch flag' >&2\nexit 3\n"
+    )
+    path.chmod(0o755)
+    return path
+
+
+def test_a_compiler_that_fails_says_why(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", str(failing_compiler(source.parent)))
+    with pytest.raises(BuildError, match=r"failed with 3: no \\x1b\[31msuch flag"):
+        module_of(source, "mk_answer", ())
+
+
+def test_a_compiler_that_is_not_there(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    assert c_compiler() is None
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(source.parent))
+    assert c_compiler() is None
+    with pytest.raises(BuildError, match="there is no C compiler"):
+        module_of(source, "mk_answer", ())
+
+
+def test_no_room_for_what_is_compiled(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(build, "keep", full)
+    with pytest.raises(BuildError, match=r"mk_answer could not be written: .*No space left"):
+        module_of(source, "mk_answer", ())
+
+
+def test_a_compiler_that_hangs(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = source.parent / "hanging-cc"
+    path.write_text("#!/bin/sh\nexec sleep 60\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("CC", str(path))
+    monkeypatch.setattr(build, "_SECONDS", 0.3)
+    with pytest.raises(BuildError, match=r"hanging-cc did not end within 0\.3 s"):
+        module_of(source, "mk_answer", ())
+
+
+def test_the_player_tries_once_and_says_so_once(
+    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("CC", str(failing_compiler(source.parent)))
+    cuda_replay._built.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, "modular_kernel"):
+            assert [cuda_replay.module() for _ in range(3)] == [None] * 3
+        assert "failed with 3" in cuda_replay.why_no_module()
+        assert [record.getMessage() for record in caplog.records] == [
+            f"launches are not replayed: {cuda_replay.why_no_module()}"
+        ]
+        assert runs(source) == 1
+    finally:
+        cuda_replay._built.cache_clear()
+
+
+def test_two_that_compile_at_once_both_get_a_whole_one(source: Path) -> None:
+    command = [sys.executable, "-c", LOAD, str(source)]
+    programs: list[Any] = [
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
+    found = [program.communicate()[0].strip() for program in programs]
+    assert found == ["42"] * 3
+    assert kept(source).exists()

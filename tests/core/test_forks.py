@@ -1,0 +1,349 @@
+"""A child that is forked at a bad moment works, or raises a typed error; it never hangs."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked import PATIENCE_S, Gate, in_child
+from lora_layer_samples import adapter as layer_adapter
+from lora_layer_samples import base
+
+import modular_kernel as mk
+from modular_kernel.errors import StateError
+from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.layers.adapter_pool import AdapterPool
+from modular_kernel.layers.fused_moe import FusedMoE
+from modular_kernel.layers.lora import ForwardBatch, LoRAManager, MoELoRALayer
+from modular_kernel.select.cache import Cache
+from modular_kernel.spec.problem import Machine
+from modular_kernel.utils import forks
+
+pytestmark = [
+    pytest.mark.cpu,
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork"),
+]
+NO_EP = "MoEPrepareAndFinalizeNoEP"
+PROBLEM = mk.Problem(
+    tokens=8, hidden=32, intermediate=16, experts=4, top_k=2, dtype=torch.float32
+)  # fmt: skip
+
+
+def arguments(problem: mk.Problem = PROBLEM) -> tuple[torch.Tensor, mk.ExpertWeights, mk.Routing]:
+    g = torch.Generator().manual_seed(0)
+    e, h, i = problem.experts, problem.hidden, problem.intermediate
+    weights = mk.ExpertWeights(
+        w1=torch.randn(e, 2 * i, h, generator=g) / h**0.5,
+        w2=torch.randn(e, h, i, generator=g) / i**0.5,
+    )
+    ids = torch.randint(e, (problem.tokens, problem.top_k), generator=g, dtype=torch.int32)
+    scores = torch.rand(problem.tokens, problem.top_k, generator=g)
+    return torch.randn(problem.tokens, h, generator=g), weights, mk.Routing(scores, ids)
+
+
+def held_up(gate: Gate) -> FusedMoEModularKernel:
+    """A kernel whose experts pass the gate in each call."""
+    kernel = mk.make_kernel(NO_EP, "TorchExperts", PROBLEM, machine=Machine("cpu"))
+    apply = kernel.experts.apply
+
+    def slow(*args: Any, **options: Any) -> None:
+        gate.pass_through()
+        apply(*args, **options)
+
+    kernel.experts.apply = slow  # type: ignore[method-assign]
+    return kernel
+
+
+def test_a_plan_that_another_thread_was_in_serves_the_child() -> None:
+    gate, given = Gate(), arguments()
+    plan = held_up(gate).plan()
+    want = plan(*given).clone()
+    with gate.holding(lambda: plan(*given)):
+        torch.testing.assert_close(in_child(lambda: plan(*given).clone()), want)
+        again = in_child(lambda: in_child(lambda: plan(*given).clone()))  # a child of the child
+        torch.testing.assert_close(again, want)
+    assert torch.equal(plan(*given), want)
+
+
+def test_a_thread_that_forks_within_its_call_ends_the_call_in_the_child() -> None:
+    given, found = arguments(), list[Any]()
+    kernel = mk.make_kernel(NO_EP, "TorchExperts", PROBLEM, machine=Machine("cpu"))
+    plan, apply = kernel.plan(), kernel.experts.apply
+    want = plan(*given).clone()
+
+    def nested() -> str:
+        try:
+            plan(*given)
+        except StateError as error:
+            return str(error)
+        return "called"
+
+    def forking(*args: Any, **options: Any) -> None:
+        kernel.experts.apply = apply  # type: ignore[method-assign]
+        apply(*args, **options)
+        found.append(in_child(nested))
+
+    kernel.experts.apply = forking  # type: ignore[method-assign]
+    assert torch.equal(plan(*given), want)
+    assert "a call within its own call" in found[0]
+
+
+def test_layers_serve_the_child_while_a_thread_makes_their_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from modular_kernel.operators import kernel_cache
+
+    gate, given = Gate(), arguments()
+    layer = FusedMoE(4, 32, 16, top_k=2, params_dtype=torch.float32)
+    layer.set_weights(given[1])
+    make_kernel = kernel_cache.make_kernel
+
+    def slow(*args: Any, **options: Any) -> FusedMoEModularKernel:
+        gate.pass_through()
+        return make_kernel(*args, **options)
+
+    monkeypatch.setattr(kernel_cache, "make_kernel", slow)
+    monkeypatch.setattr("modular_kernel.layers.fused_moe._planned", kernel_cache.Planned())
+    with gate.holding(lambda: layer(given[0], given[2])):
+        found = in_child(lambda: layer(given[0], given[2]))
+    torch.testing.assert_close(found, layer(given[0], given[2]))
+
+
+def test_the_interpreter_serves_the_child_while_a_thread_launches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    patch = pytest.importorskip("modular_kernel.interpreter.patch")
+    if not patch.active():
+        pytest.skip("kernels are compiled here")
+    gate, given = Gate(), arguments()
+    kernel = mk.make_kernel(NO_EP, "TritonExperts", PROBLEM, machine=mk_cpu())
+    want = kernel(*given)
+    builder = interpreter.interpreter_builder
+    set_grid_idx = builder.set_grid_idx
+
+    def slow(*args: int) -> None:
+        gate.pass_through()
+        set_grid_idx(*args)
+
+    monkeypatch.setattr(builder, "set_grid_idx", slow)
+
+    def child() -> tuple[torch.Tensor, int, Any]:
+        found = kernel(*given)
+        return found, len(patch._scopes), patch.tl.zeros_like.__name__
+
+    with gate.holding(lambda: kernel(*given)):
+        assert patch._scopes
+        found, scopes, name = in_child(child)
+    torch.testing.assert_close(found, want)
+    assert not scopes
+    assert name == patch.tl.zeros_like.__name__  # no launch is under way: as triton has it
+    assert not patch._scopes
+
+
+def mk_cpu() -> Machine:
+    from modular_kernel.catalog import this_machine
+
+    return this_machine(device="cpu")
+
+
+LORA = mk.Problem(
+    tokens=8, hidden=32, intermediate=24, experts=6, top_k=2, dtype=torch.float32,
+    lora="adapters=2,rank=5",
+)  # fmt: skip
+
+
+def test_a_pool_that_a_thread_was_loading_into_has_no_rest_of_it_in_the_child(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate, pool = Gate(), AdapterPool(LORA)
+    in_halves, tensors = pool._in_halves, pool._tensors
+
+    def slow(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name == "lora_a2":  # others are in the slot by now
+            gate.pass_through()
+        return in_halves(name, tensor)
+
+    monkeypatch.setattr(pool, "_in_halves", slow)
+    small = layer_adapter(1, 2, halves=2)
+
+    def child() -> tuple[int, dict[str, torch.Tensor]]:
+        slot = pool.load("small", small)
+        return slot, {name: tensor[slot].clone() for name, tensor in tensors.items()}
+
+    with gate.holding(lambda: pool.load("large", layer_adapter(5, 1, halves=2))):
+        slot, found = in_child(child)
+    assert (slot, dict(pool.slots)) == (0, {"large": 0})
+    alone = AdapterPool(LORA)
+    alone.load("small", small)
+    assert all(torch.equal(found[name], t[0]) for name, t in alone._tensors.items())
+
+
+def test_a_manager_that_a_thread_was_loading_into_loses_no_slot_in_the_child(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate = Gate()
+    manager = LoRAManager(base().problem, "adapters=1,rank=5", [3, 4])
+    load, own = manager.pools[4].load, MoELoRALayer(layer_adapter(4, 1, halves=2))
+
+    def slow(*args: Any) -> int:
+        gate.pass_through()
+        return load(*args)
+
+    monkeypatch.setattr(manager.pools[4], "load", slow)
+
+    def child() -> tuple[int, list[dict[str, int]]]:
+        batch = ForwardBatch((None,), torch.tensor([0, 4]))
+        assert manager.prepare_moe_lora_batch(batch, 3) is None
+        slot = manager.load("mine", {3: own})
+        return slot, [dict(pool.slots) for pool in manager.pools.values()]
+
+    with gate.holding(lambda: manager.load("theirs", {3: own})):
+        assert in_child(child) == (0, [{"mine": 0}, {"mine": 0}])
+    assert [dict(pool.slots) for pool in manager.pools.values()] == [{"theirs": 0}] * 2
+
+
+def test_properties_that_a_thread_was_computing_are_computed_in_the_child(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate = Gate()
+
+    @dataclass
+    class Slow:
+        number: int
+
+        @cached_property
+        def double(self) -> int:
+            gate.pass_through()
+            return 2 * self.number
+
+    monkeypatch.setattr(mk, "Slow", Slow, raising=False)  # as if it were a class of the toolkit
+    with gate.holding(lambda: Slow(1).double):
+        assert in_child(lambda: Slow(4).double) == 8
+
+
+_PRELUDE = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[1] / "helpers")!r})
+import torch
+torch.set_num_threads(2)
+from forked import in_child
+"""
+_COMPUTES = """
+import modular_kernel as mk
+problem = mk.Problem(tokens=256, hidden=512, intermediate=512, experts=2, top_k=2,
+                     dtype=torch.float32)
+kernel = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem)
+x = torch.ones(256, 512)
+weights = mk.ExpertWeights(torch.ones(2, 1024, 512) / 512, torch.ones(2, 512, 512) / 512)
+routing = mk.Routing(torch.ones(256, 2), torch.tensor([[0, 1]] * 256, dtype=torch.int32))
+want = kernel(x, weights, routing)
+for call in (kernel, kernel.plan()):
+    torch.testing.assert_close(in_child(lambda: call(x, weights, routing).clone()), want)
+"""
+_COMPUTES_NOTHING = """
+import modular_kernel.utils.forks
+assert in_child(torch.get_num_threads) == 2
+"""
+
+
+@pytest.mark.parametrize("text", [_COMPUTES, _COMPUTES_NOTHING], ids=["computes", "nothing"])
+def test_a_child_of_a_process_that_computes_on_several_threads(text: str) -> None:
+    done = run_python(_PRELUDE + text)
+    assert done.returncode == 0, done.stderr
+
+
+def run_python(text: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-c", text]
+    return subprocess.run(command, capture_output=True, text=True, timeout=4 * PATIENCE_S)
+
+
+def test_a_lock_of_choices_ends_though_a_child_lives_on(tmp_path: Path) -> None:
+    cache = Cache(tmp_path, {"who": "a test"}, {})
+    ended = os.pipe()
+    with cache.locked(wait_s=0) as mine:
+        assert mine
+        pid = os.fork()
+        if pid == 0:
+            os.close(ended[1])
+            os.read(ended[0], 1)  # until the parent closes its end
+            os._exit(0)
+    os.close(ended[0])
+    try:
+        with cache.locked(wait_s=0) as again:
+            assert again
+    finally:
+        os.close(ended[1])
+        os.waitpid(pid, 0)
+
+
+def test_a_folder_of_built_files_goes_with_the_process_that_made_it(tmp_path: Path) -> None:
+    done = run_python("""
+import os, sys
+from modular_kernel.replay.launch import kept
+folder = kept._of_this_process()
+pid = os.fork()
+if pid == 0:
+    assert kept._of_this_process() != folder
+    sys.exit(0)
+os.waitpid(pid, 0)
+assert folder.is_dir()
+print(folder)
+""")
+    assert done.returncode == 0, done.stderr
+    assert not Path(done.stdout.strip()).exists()
+
+
+def test_objects_that_are_gone_are_not_told() -> None:
+    class Told:
+        def after_fork(self) -> None:
+            told.append(None)
+
+    told: list[None] = []
+    kept, gone = Told(), Told()
+    forks.on_fork(kept)
+    forks.on_fork(gone)
+    del gone
+    assert in_child(lambda: len(told)) == 1
+    assert not told
+
+
+@pytest.mark.parametrize("owned", [True, False])
+def test_a_lock_stays_locked_in_the_child_if_the_forking_thread_has_it(owned: bool) -> None:
+    lock = threading.RLock()
+
+    def child() -> tuple[bool, bool]:
+        return forks.renew(lock), lock._is_owned()  # type: ignore[attr-defined]
+
+    def run(function: Callable[[], Any]) -> Any:
+        if not owned:
+            return function()
+        with lock:
+            return function()
+
+    assert run(lambda: in_child(child)) == (owned, owned)
+
+
+def test_a_plan_of_a_gpu_or_of_ranks_is_barred_in_the_child() -> None:
+    given = arguments()
+    kernel = mk.make_kernel(NO_EP, "TorchExperts", PROBLEM, machine=Machine("cpu"))
+    plan = kernel.plan()
+    plan._device = torch.device("cuda", 0)  # all that a child looks at
+
+    def child() -> str:
+        with pytest.raises(StateError) as caught:
+            plan(*given)
+        return str(caught.value)
+
+    for said in (in_child(child), in_child(lambda: in_child(child))):
+        assert said.startswith("a plan: got a use in a forked child, need a spawned process")
+        assert "CUDA context" in said
+    plan._device = torch.device("cpu")
+    plan(*given)

@@ -1,0 +1,202 @@
+"""Products on a CPU read nothing beside their operands, whoever computes them."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import moe_lora_calls
+import pytest
+import torch
+from torch_part_cases import CASES
+from watched_products import WatchedProducts
+
+from modular_kernel import reference
+from modular_kernel.catalog import this_machine
+from modular_kernel.layers.router import Router
+from modular_kernel.machine import torch_twins
+from modular_kernel.operators.gradients import call_gradients
+from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.router import RouterSpec
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.testing import Case, prove
+from modular_kernel.testing.random_inputs import random_inputs
+from modular_kernel.utils.matmul import compact, linear, matmul
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+NAN = float("nan")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+SIZES = [(0, 7, 5), (1, 7, 1), (1, 40, 16), (2, 1, 31), (17, 33, 80), (33, 7, 80), (33, 64, 80)]
+pytestmark = pytest.mark.cpu
+
+
+def laid(values: torch.Tensor, layout: str) -> torch.Tensor:
+    """Equal values, with NaN wherever memory is not theirs."""
+    rows, columns = values.shape
+    if layout.startswith("columns"):
+        return laid(values.T, layout.replace("columns", "rows")).T
+    gap = 0 if layout == "rows" else 9
+    room = values.new_full((rows + 2, columns + gap), NAN)
+    inside = room[1 : rows + 1, :columns]
+    inside.copy_(values)
+    return inside
+
+
+LAYOUTS = ("rows", "rows apart", "columns", "columns apart")
+
+
+@pytest.mark.parametrize("of_b", LAYOUTS)
+@pytest.mark.parametrize("of_a", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values(dtype: torch.dtype, of_a: str, of_b: str) -> None:
+    for rows, depth, columns in SIZES:
+        generator = torch.Generator().manual_seed(depth)
+        a = torch.randn(rows, depth, generator=generator).to(dtype)
+        b = torch.randn(depth, columns, generator=generator).to(dtype)
+        bias = torch.randn(columns, generator=generator).to(dtype)
+        want = a.double() @ b.double()
+        a, b = laid(a, of_a), laid(b, of_b)
+        close = 3 * torch.finfo(dtype).eps * max(1.0, float(want.abs().amax()) if rows else 1.0)
+        with WatchedProducts() as watched:
+            found, with_bias = matmul(a, b), linear(a, b.T, bias)
+        assert watched.faults == []
+        assert watched.products == 2
+        torch.testing.assert_close(found.double(), want, rtol=0, atol=close)
+        torch.testing.assert_close(with_bias.double(), want + bias.double(), rtol=0, atol=2 * close)
+        assert found.dtype is dtype
+
+
+def test_what_is_not_copied() -> None:
+    weights = torch.ones(80, 64)
+    for matrix in (weights, weights.T, weights[3:9], weights.to("meta")[:, :3]):
+        assert compact(matrix) is matrix
+    apart = torch.ones(4, 47)[:1, :7]
+    assert apart.is_contiguous()
+    assert compact(apart).stride() == (7, 1)
+
+
+def test_gradients_pass() -> None:
+    a = torch.randn(3, 9, dtype=torch.bfloat16)[:, :7].requires_grad_()
+    weight = torch.randn(5, 7, dtype=torch.bfloat16, requires_grad=True)
+    linear(a, weight, torch.zeros(5, dtype=torch.bfloat16)).sum().backward()
+    assert a.grad is not None
+    assert weight.grad is not None
+    torch.testing.assert_close(a.grad, weight.detach().sum(0).expand(3, 7))
+
+
+def test_the_watch_notices() -> None:
+    wide, weight = torch.ones(4, 40), torch.ones(5, 33)
+    with WatchedProducts() as watched:
+        _ = wide[:, :33] @ weight.T
+        _ = wide[:1, :33] @ weight.T
+        _ = weight.bfloat16() @ weight.bfloat16().T
+        _ = torch.einsum("ij,kj->ik", wide[:, :33], weight)
+        with torch.inference_mode():
+            _ = torch.nn.functional.linear(wide[:, :33], weight)
+        _ = wide.double()[:, :33] @ weight.T.double()
+        _ = weight @ weight.T
+    assert watched.products == 7
+    assert len(watched.faults) == 5
+
+
+# ------------------------------------------------------- who computes products on a CPU
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_parts_and_references(case: Case) -> None:
+    """A case's calls, and the oracle, recipe and twins that they are held against."""
+    with WatchedProducts() as watched, torch_twins():
+        proof = prove(case, this_machine(device="cpu"))
+    assert proof.passed, str(proof)
+    assert watched.products
+    assert watched.faults == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_adapters_beside_the_layer(dtype: torch.dtype) -> None:
+    call = moe_lora_calls.call(dtype=dtype)
+    with WatchedProducts() as watched, torch_twins():
+        call.run()
+    assert watched.products
+    assert watched.faults == []
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_router(bias: bool) -> None:
+    router = Router(RouterSpec(top_k=2), 40, 5, bias=bias, dtype=torch.bfloat16)
+    for parameter in router.parameters():
+        parameter.data.normal_()
+    x_TH = torch.full((33, 56), NAN, dtype=torch.bfloat16)[:, :40]
+    x_TH.copy_(torch.randn(33, 40))
+    with WatchedProducts() as watched:
+        logits = router.logits(x_TH)
+    assert watched.products == 1
+    assert watched.faults == []
+    want = x_TH.double() @ router.weight.double().T
+    want += 0 if router.bias is None else router.bias.double()
+    torch.testing.assert_close(logits.double(), want, rtol=1e-2, atol=5e-2)
+
+
+def test_gradients_of_a_call() -> None:
+    problem = Problem(tokens=9, hidden=40, intermediate=24, experts=3, top_k=2, dtype=torch.float32)
+    x_TH, weights, routing = random_inputs(problem, CPU)
+    apart = [torch.cat([w, torch.full_like(w, NAN)], 2) for w in (weights.w1, weights.w2)]
+    views = [both[..., : both.shape[2] // 2] for both in apart]
+    with WatchedProducts() as watched:
+        found = call_gradients(torch.ones_like(x_TH), x_TH, ExpertWeights(*views), routing, problem)
+    assert watched.products
+    assert watched.faults == []
+    want = call_gradients(torch.ones_like(x_TH), x_TH, weights, routing, problem)
+    for got, expected in zip(found, want, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_the_reference_is_watched() -> None:
+    """Its float32 products of a caller's rows, which it shares no code for."""
+    a, b = torch.full((33, 47), NAN)[:, :7], torch.ones(5, 7)
+    with WatchedProducts() as watched:
+        reference._product(a, b)
+    assert watched.products == 1
+    assert watched.faults == []
+
+
+# --------------------------------------------------------------------- nobody goes around
+
+NAMES = {
+    *("mm", "bmm", "mv", "dot", "vdot", "matmul", "linear", "einsum", "inner", "tensordot"),
+    *("addmm", "addmm_", "addbmm", "baddbmm", "baddbmm_", "addmv", "addmv_", "multi_dot"),
+    *("_grouped_mm", "_scaled_mm", "_scaled_grouped_mm", "_int_mm", "bilinear", "Linear"),
+    *("grouped_mm", "scaled_mm", "scaled_grouped_mm", "scaled_dot_product_attention"),
+}
+# Files with products of their own, and why a CPU is not given their 16-bit operands.
+ELSEWHERE = {
+    "modular_kernel/utils/matmul.py": "the place",
+    "modular_kernel/reference/__init__.py": "shares no code with parts; float32 of its copies, and float64",
+    "modular_kernel/interpreter/builder.py": "numpy, float64",
+    "modular_kernel/measure/roofline.py": "a GPU's peak",
+    "experts/cutlass/scaled_mm.py": "a GPU alone has it",
+    "modular_kernel/bench/candidates.py": "torch's grouped product, a peer on a GPU",
+    "modular_kernel/testing/checkpoints/samples.py": "float64",
+    "modular_kernel/testing/stress/fuzz/oracle.py": "float64",
+}
+
+
+def products(path: Path) -> Iterator[int]:
+    """Lines of a file's products by torch: `a @ b`, or a method or function of such a name."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, ast.MatMult):
+            yield node.lineno
+        if isinstance(node, ast.Attribute) and node.attr in NAMES:
+            owner = node.value.id if isinstance(node.value, ast.Name) else ""
+            if owner != "Placement":  # whose `linear` is a layout of experts
+                yield node.lineno
+
+
+def test_every_product_is_computed_there() -> None:
+    found = {}
+    for package in ("modular_kernel", "experts", "prepare_finalize", "topk_reduce"):
+        for path in (ROOT / package).rglob("*.py"):
+            lines = [] if "kernels" in path.parts else list(products(path))
+            if lines:
+                found[str(path.relative_to(ROOT))] = lines
+    assert found.keys() == ELSEWHERE.keys()

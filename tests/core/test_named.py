@@ -1,0 +1,111 @@
+"""What `mk doctor`, the extras and the docs name is there: tied to the catalog and the source."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from modular_kernel.catalog import load_catalog, packages_of
+from modular_kernel.cli import doctor
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("modular_kernel", "prepare_finalize", "experts", "topk_reduce")
+TOOLS = {"test", "dev"}  # extras for those who work on this package
+# Distribution -> what is imported, where they differ.
+IMPORTED_AS = {
+    "ml-dtypes": "ml_dtypes",
+    "nvidia-cutlass-dsl": "nvidia_cutlass_dsl",
+    "apache-tvm-ffi": "tvm_ffi",
+}
+PARTS = {part.name for part in load_catalog().parts if part.origin.startswith("modular-kernel ")}
+ABSTRACT = {"PrepareAndFinalize", "TopKWeightAndReduce"}
+# In the docs of this package, but another's: classes of the tutorial and of the projects compared.
+THEIRS = {"MyExperts", "MyPrepare", "FP8Experts"}
+NAME = re.compile(
+    r"`((?:[A-Z]\w*(?:\{[\w,]+\}\w*)?)(?:PrepareAndFinalize\w*|Experts)|TopKWeightAndReduce[\w{},]*)`"
+)
+
+
+def imported() -> set[str]:
+    """Top-level names that the packages import anywhere."""
+    found: set[str] = set()
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Import):
+                    found |= {alias.name.split(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                    found.add(node.module.split(".")[0])
+    return found
+
+
+def expanded(name: str) -> list[str]:
+    """DeepEP{HT,LL}X -> DeepEPHTX, DeepEPLLX."""
+    match = re.search(r"\{([\w,]+)\}", name)
+    if match is None:
+        return [name]
+    return [name.replace(match[0], word) for word in match[1].split(",")]
+
+
+def test_doctor_names_what_parts_need_and_what_is_imported() -> None:
+    """Of packages that no part needs it says what they give: so something must import them."""
+    needed = packages_of(load_catalog())
+    extras = set(doctor._EXTRAS)
+    assert extras & needed == set(), "the catalog says it already"
+    assert extras <= imported()
+
+
+def extras() -> dict[str, list[str]]:
+    (call,) = (
+        node
+        for node in ast.walk(ast.parse((ROOT / "setup.py").read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setup"
+    )
+    (value,) = (word.value for word in call.keywords if word.arg == "extras_require")
+    found: dict[str, list[str]] = ast.literal_eval(value)
+    return found
+
+
+@pytest.mark.share(2)
+@pytest.mark.parametrize("extra", sorted(set(extras()) - TOOLS))
+def test_an_extra_installs_what_a_part_needs_or_what_is_imported(extra: str) -> None:
+    wanted = imported() | packages_of(load_catalog())
+    for requirement in extras()[extra]:
+        name = re.split(r"[<>=;\s\[]", requirement)[0]
+        assert IMPORTED_AS.get(name, name) in wanted
+
+
+def test_extras_that_the_docs_name_exist() -> None:
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        named = set(re.findall(r"the `(\w+)` extra", text))
+        named |= {
+            w
+            for words in re.findall(r"modular-kernel\[([\w,]+)\]|'?\.\[([\w,]+)\]", text)
+            for each in words
+            for w in each.split(",")
+            if w
+        }
+        assert named <= set(extras()), path
+
+
+def test_the_table_of_parts_is_the_catalog() -> None:
+    text = (ROOT / "docs/parts.md").read_text(encoding="utf-8")
+    table = text[text.index("\n| part |") :].split("\n\n")[0].lstrip()
+    rows = [line.split("|")[1] for line in table.splitlines()[2:]]
+    named = [
+        name for row in rows for word in re.findall(r"`([^`]+)`", row) for name in expanded(word)
+    ]
+    assert len(rows) > 10
+    assert sorted(named) == sorted(PARTS)
+
+
+def test_the_docs_name_parts_that_exist() -> None:
+    seen = 0
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        for word in NAME.findall(path.read_text(encoding="utf-8")):
+            names = set(expanded(word))
+            seen += len(names)
+            assert names <= PARTS | ABSTRACT | THEIRS, f"{path.name}: {names - PARTS}"
+    assert seen > 40

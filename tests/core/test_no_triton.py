@@ -1,0 +1,194 @@
+"""Without triton everything but the Triton parts works, and those say what they miss."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+# As if the package were not installed: finding it fails, importing it raises ImportError.
+BLOCK = "import sys\nsys.modules.update(dict.fromkeys({blocked}, None))\n"
+TRITON_PARTS = {
+    "TritonExperts",
+    "GroupedGemmExperts",
+    "BatchedTritonExperts",
+    "CutlassExpertsFP8",
+    "CutlassRowwiseExpertsFP8",
+    "BatchedCutlassExpertsFP8",
+    "CutlassExpertsFP4",
+    "BatchedCutlassExpertsFP4",
+    "DeepGemmExperts",
+    "BatchedDeepGemmExperts",
+    "TritonOrDeepGemmExperts",
+    "BatchedTritonOrDeepGemmExperts",
+    "TritonKernelsExperts",
+    "FlashInferExperts",
+    "SymmMemPrepareAndFinalize",
+    "HostThenRankPrepareAndFinalize",
+}
+
+# Packages whose names prove nothing.
+TOLD_BY_WHAT_IS_IN_THEM = {
+    "deep_gemm": "DeepGEMM 2.4.2 or newer",
+    "triton_kernels": "triton_kernels of 3.5, with matmul_ogs and RoutingData",
+    "flashinfer": "FlashInfer 0.6.16 or newer, with cutlass_fused_moe_workspace_size",
+}
+
+
+def python(program: str, *, blocked: tuple[str, ...] = ("triton",)) -> str:
+    """stdout of a program in a fresh interpreter that cannot import `blocked`."""
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCK.format(blocked=blocked) + program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def mk(*words: str) -> Any:
+    """The JSON that `mk` prints without triton, and its exit code as "code"."""
+    program = f"""
+from modular_kernel.cli.main import run
+try:
+    run({[*words, "--json"]})
+except SystemExit as ended:
+    print(ended.code or 0)
+"""
+    text, _, code = python(program).rstrip().rpartition("\n")
+    return {**json.loads(text), "code": int(code)}
+
+
+def test_everything_imports_but_what_is_triton_s_own() -> None:
+    packages = ("modular_kernel", "prepare_finalize", "experts", "topk_reduce")
+    paths = [path for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
+    own = [
+        path
+        for path in paths
+        if _imports_a_language(path) or path.match("testing/compile/cases.py")
+    ]
+    modules = [_module(path) for path in paths if path not in own and path.name != "__main__.py"]
+    assert {path.relative_to(ROOT).parts[:2] for path in own} == {
+        ("modular_kernel", "ops"),
+        ("modular_kernel", "testing"),
+        ("modular_kernel", "interpreter"),
+        ("experts", "compat"),
+        ("experts", "cutlass"),
+        ("experts", "deepgemm"),
+        ("experts", "flashinfer"),
+        ("experts", "triton"),
+        ("experts", "triton_kernels"),
+        ("prepare_finalize", "symm_mem"),
+    }
+    assert len(modules) > 50
+    program = "\n".join(f"import {module}" for module in modules)
+    loaded = python(f"{program}\nprint(*[m for m in sys.modules if m.startswith('triton.')])")
+    assert loaded.split() == []
+
+
+def _imports_a_language(path: Path) -> bool:
+    """Whether the module needs triton or CuTe DSL to be imported, without a guard."""
+    return (
+        re.search(r"^(import|from) (triton|cutlass)\b", path.read_text(encoding="utf-8"), re.M)
+        is not None
+    )
+
+
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+@pytest.mark.share(2)
+@pytest.mark.parametrize("blocked", [("triton",), ("triton", "ml_dtypes")], ids="+".join)
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ("MoEPrepareAndFinalizeNoEP", "TorchExperts"),
+        ("BatchedPrepareAndFinalize", "NaiveBatchedExperts"),
+    ],
+    ids="+".join,
+)
+def test_the_torch_parts_are_right(pair: tuple[str, str], blocked: tuple[str, ...]) -> None:
+    program = f"""
+import torch
+from modular_kernel import Problem, make_kernel
+from modular_kernel.catalog import this_machine
+from modular_kernel.testing.random_inputs import random_inputs
+from modular_kernel.reference import oracle
+torch.set_num_threads(1)
+machine = this_machine(device="cpu")
+assert "triton" not in machine.packages and not machine.interpreter
+problem = Problem(tokens=33, hidden=96, intermediate=80, experts=8, top_k=2, dtype="float32")
+inputs = random_inputs(problem, torch.device("cpu"))
+exact = oracle(*inputs, problem)
+out = make_kernel(*{pair}, problem, machine=machine, poison=True)(*inputs)
+print(float((out - exact).norm() / exact.norm()), float(exact.std()))
+"""
+    error, std = map(float, python(program, blocked=blocked).split())
+    assert error < 1e-6
+    assert std > 0.05
+
+
+def test_triton_parts_are_listed_with_the_reason() -> None:
+    listed = mk("list")
+    assert listed["code"] == 0
+    assert listed["broken"] == []
+    parts = {part["name"]: part for part in listed["parts"]}
+    assert set(parts) >= TRITON_PARTS
+    for name, part in parts.items():
+        needs_triton = part["requires"] is not None and part["requires"]["triton"]
+        assert needs_triton is (name in TRITON_PARTS)
+        others = part["requires"] and set(part["requires"]["packages"]) - {"triton"}
+        assert part["available"] is not (needs_triton or bool(others))
+    for name in TRITON_PARTS:
+        missing = [r for r in parts[name]["unavailable"] if r["rule"] == "package"]
+        packages = sorted(set(parts[name]["requires"]["packages"]) - {"triton"})
+        needs = ["triton", *(TOLD_BY_WHAT_IS_IN_THEM.get(package, package) for package in packages)]
+        assert [(r["parties"], r["need"]) for r in missing] == [
+            ([name, "machine"], need) for need in needs
+        ]
+
+
+def test_a_triton_pair_is_refused_with_the_reason() -> None:
+    pair = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TritonExperts")
+    judged = mk("check", *pair)
+    assert judged["code"] == 1
+    assert "package" in [rejection["rule"] for rejection in judged["rejections"]]
+    assert mk("check", *pair, "--arch", "9.0", "--packages", "triton")["ok"]
+
+
+def test_the_harness_still_proves_the_torch_pairs() -> None:
+    pair = ("--pf-type", "BatchedPrepareAndFinalize", "--experts-type", "NaiveBatchedExperts")
+    proven = mk("test", *pair, "--one", "--dtype", "float32")
+    assert proven["ok"]
+    assert not proven["machine"]["interpreter"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@pytest.mark.parametrize(
+    ("blocked", "told"),
+    [
+        (("triton",), "no CUDA device and no triton here: parts of Triton kernels are refused"),
+        (("ml_dtypes",), "no CUDA device and no ml_dtypes here: parts of Triton kernels are"),
+        ((), "no CUDA device here: Triton kernels run in Triton's CPU interpreter"),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_becomes_of_triton_kernels_is_told_as_it_is(
+    blocked: tuple[str, ...], told: str
+) -> None:
+    program = """
+import contextlib, io
+from modular_kernel.cli.machine_setup import prepare_host
+with contextlib.redirect_stderr(io.StringIO()) as notes:
+    prepare_host()
+print(notes.getvalue())
+"""
+    assert python(program, blocked=blocked).startswith(told)

@@ -1,0 +1,150 @@
+"""What others wrote is shown without doing anything to a terminal or a log."""
+
+import ast
+import json
+import logging
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from run_mk import run_mk
+
+from modular_kernel.compatibility.support import Rejection
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.text import all_counted, plural, printable
+
+# Color, clear, title with its bell, 8-bit CSI, overrides and isolates of direction, a forged line,
+# a line separator, no width, a lone surrogate.
+HOSTILE = "a\x1b[31m\x1b[2J\x1b]0;t\x07\x9b1m\u202eb\u2066c\u2069\nerror: d\r\u2028\u200b\ud800"
+
+
+@pytest.mark.parametrize("text", ["", "plain", "Größe 漢字 ~é", "a b"])
+def test_printable_text_stays(text: str) -> None:
+    assert printable(text) == text
+
+
+def test_nothing_else_does() -> None:
+    shown = printable(HOSTILE)
+    assert shown.isprintable()
+    assert shown.startswith(
+        r"a\x1b[31m\x1b[2J\x1b]0;t\x07\x9b1m\u202eb\u2066c\u2069\nerror: d\r\u2028"
+    )
+    assert printable("a\n\tb\x1b", lines=True) == "a\n\tb\\x1b"
+    assert printable("abc", most=2) == "ab..."
+
+
+def test_errors_and_rejections_show_it_so() -> None:
+    assert str(ConfigurationError(HOSTILE, got=HOSTILE, need=HOSTILE)).isprintable()
+    assert str(Rejection("rule", (HOSTILE,), HOSTILE, HOSTILE, HOSTILE)).isprintable()
+
+
+CONFIG = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"num_local_experts": HOSTILE},
+        {"hidden_size": [HOSTILE]},
+        {"hidden_act": HOSTILE},
+        {"torch_dtype": HOSTILE},
+        {"quantization_config": {"quant_method": HOSTILE}},
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": HOSTILE}},
+        {
+            "model_type": "deepseek_v3",
+            "n_routed_experts": 8,
+            "moe_intermediate_size": 64,
+            "routed_scaling_factor": HOSTILE,
+        },
+        {"model_type": "gpt_oss", "swiglu_limit": HOSTILE},
+    ],
+    ids=str,
+)
+def test_a_downloaded_config_cannot_write_to_the_terminal(
+    entry: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG | entry), encoding="utf-8")
+    for verb in ("check", "compose"):
+        ended = run_mk(capsys, verb, "--model", str(path))
+        assert ended.code == 2
+        shown = ended.err.removesuffix("\n").split("\n")[-1]  # the one line of the error
+        assert shown.startswith("error: model ")
+        assert shown.isprintable()
+        assert ended.out == ""
+
+
+def test_tables_and_lines_show_escapes(capsys: pytest.CaptureFixture[str]) -> None:
+    from modular_kernel.cli import output
+
+    output.table(("a",), [(HOSTILE,)])
+    output.line(HOSTILE)
+    output.note(HOSTILE)
+    printed = "".join(capsys.readouterr())
+    assert printed.replace("\n", "").isprintable()
+
+
+def test_the_log_of_a_forged_cache_shows_escapes(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from experts.triton.configs import lookup
+
+    lookup._warn.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        lookup._warn(HOSTILE)
+    (record,) = caplog.records
+    assert record.getMessage().isprintable()
+
+
+def _shown_texts(path: Path) -> Iterator[str]:
+    """Every text of a module's code: constants and what stands between f-strings' braces."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    documented = (n.value for n in ast.walk(tree) if isinstance(n, ast.Expr))
+    skipped = {id(value) for value in documented}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and id(node) not in skipped:
+            yield str(node.value)
+
+
+def _tokens_uncounted(path: Path) -> bool:
+    """Whether a text has "tokens" behind a number of tokens that may be 1."""
+    source = path.read_text(encoding="utf-8")
+    texts = (n.values for n in ast.walk(ast.parse(source)) if isinstance(n, ast.JoinedStr))
+    return any(
+        isinstance(here, ast.FormattedValue)
+        and isinstance(here.value, ast.Attribute)
+        and here.value.attr == "tokens"
+        and isinstance(behind, ast.Constant)
+        and str(behind.value).startswith(" tokens")
+        for values in texts
+        for here, behind in pairwise(values)
+    )
+
+
+def test_no_text_leaves_the_plural_to_the_reader() -> None:
+    """`counted` and `plural` know whether it is one case or two: never "case(s)"."""
+    root = Path(__file__).resolve().parents[2]
+    folders = ("modular_kernel", "prepare_finalize", "experts", "topk_reduce", "tools", "examples")
+    paths = [path for folder in folders for path in (root / folder).rglob("*.py")]
+    assert len(paths) > 300
+    found = [
+        (path.name, text)
+        for path in paths
+        for text in _shown_texts(path)
+        if re.search(r"\w\((s|es)\)(?!\w)", text)
+    ]
+    assert found == []
+    assert [path.name for path in paths if _tokens_uncounted(path)] == []
+    assert [all_counted(n, "token") for n in ((1,), (16,), (1, 16))] == [
+        *("1 token", "16 tokens", "1, 16 tokens")
+    ]
+    assert (plural("rank", 1), plural("rank", 0), plural("rank", 2)) == ("rank", "ranks", "ranks")

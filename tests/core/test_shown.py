@@ -1,0 +1,82 @@
+"""What people print: problems, verdicts, kernels, plans, the version."""
+
+from dataclasses import replace
+from importlib.metadata import version
+
+import modular_kernel as mk
+from modular_kernel.compatibility.support import Rejection
+from modular_kernel.spec.problem import Combine, Problem  # noqa: F401  what repr names
+
+PROBLEM = mk.Problem(tokens=8, hidden=64, intermediate=128, experts=8, top_k=2, graph=True)
+CPU = mk.Machine("cpu", None, frozenset())
+PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+
+
+def test_a_problem_shows_what_is_not_usual_and_makes_an_equal_one() -> None:
+    text = repr(PROBLEM)
+    assert text == (
+        "Problem(tokens=8, hidden=64, intermediate=128, experts=8, top_k=2, graph=True)"
+    )
+    assert eval(text) == PROBLEM
+    other = mk.Problem(8, 64, 128, 8, 2, quant="fp8_w8a8_block", activation="gelu")
+    assert "quant='fp8_w8a8_block'" in repr(other)
+    assert "activation='gelu'" in repr(other)
+    assert eval(repr(other)) == other
+    unweighted = mk.Problem(8, 64, 128, 8, 2, combine=Combine.TOPK_UNWEIGHTED)
+    assert eval(repr(unweighted)) == unweighted
+
+
+def test_a_rule_of_others_may_give_numbers() -> None:
+    found = replace(mk.check(*PAIR, PROBLEM, CPU), rejections=(Rejection("r", (), 3, "<4"),))  # type: ignore[arg-type]
+    assert "<td>3</td><td>&lt;4</td>" in found._repr_html_()
+
+
+def test_verdicts_are_short_and_have_tables() -> None:
+    valid, refused = (mk.check(PAIR[0], name, PROBLEM, CPU) for name in (PAIR[1], "TritonExperts"))
+    plain = mk.check(*PAIR, mk.Problem(8, 64, 128, 8, 2), CPU)
+    assert repr(plain).endswith("T8-H64-I128-E8-K2-bfloat16: valid>")
+    assert "<table>" not in plain._repr_html_()
+    rules = ", ".join(dict.fromkeys(r.rule for r in refused.rejections))
+    assert repr(refused).endswith(f"-graph: refused: {rules}>")
+    assert len(repr(refused)) < 200
+    for rejection in (*valid.rejections, *refused.rejections):
+        shown = refused._repr_html_() + valid._repr_html_()
+        assert f"<td>{rejection.rule}</td>" in shown
+    assert "<script" not in mk.check(*PAIR, PROBLEM, CPU)._repr_html_()
+
+
+def test_a_refused_pair_is_not_true() -> None:
+    valid, refused = mk.check(*PAIR, PROBLEM, CPU), mk.check(PAIR[0], "TritonExperts", PROBLEM, CPU)
+    assert (bool(valid), bool(refused)) == (valid.ok, refused.ok)
+    assert refused.rejections
+
+
+def test_a_matrix_is_a_grid() -> None:
+    found = mk.check_all(PROBLEM, CPU)
+    assert isinstance(found, tuple)
+    shown = found._repr_html_()
+    names = {verdict.experts for verdict in found}
+    assert shown.count("<tr>") == len(found) // len(names) + 1
+    assert shown.count("<td>") == len(found)
+    assert [name for name in names if f"<th>{name}</th>" not in shown] == []
+
+
+def test_kernels_and_plans_name_their_pairing() -> None:
+    kernel = mk.make_kernel(*PAIR, mk.Problem(8, 64, 128, 8, 2), machine=CPU)
+    assert repr(kernel) == f"<{' x '.join(PAIR)}, T8-H64-I128-E8-K2-bfloat16 on cpu>"
+    plan = kernel.plan()
+    assert repr(plan).startswith(f"<plan of {' x '.join(PAIR)}, T8-")
+    assert str(plan.nbytes) in repr(plan)
+
+
+def test_a_notebook_shows_kernels_as_it_shows_verdicts() -> None:
+    """One line; tests/select/test_compose.py has the table of a composed one."""
+    problem = mk.Problem(8, 64, 128, 8, 2)
+    kernel = mk.make_kernel(*PAIR, problem, machine=CPU)
+    assert kernel._repr_html_() == f"<p>{' x '.join(PAIR)}, {problem} on cpu</p>"
+    verdict = mk.check(*PAIR, problem, CPU)
+    assert verdict._repr_html_() == f"<p>{' x '.join(PAIR)}: valid, {problem}</p>"
+
+
+def test_the_version() -> None:
+    assert mk.__version__ == version("modular-kernel")

@@ -1,0 +1,229 @@
+"""Every state that changes what runs is a word in `mk doctor`, in `mk profile`, once in the log."""
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_mk import run_mk
+
+from modular_kernel import process_status
+from modular_kernel.cli import doctor
+from modular_kernel.process_status import State
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = ["replay", "interpreter", "packages", "C compiler", "caches", "variables"]
+# The states, and what the log has after two kernels of TorchExperts were made.
+SEEN = """
+import json, logging, sys
+lines = []
+class Lines(logging.Handler):
+    def emit(self, record):
+        lines.append(f"{record.levelname} {record.getMessage()}")
+log = logging.getLogger("modular_kernel.process_status")
+log.addHandler(Lines())
+log.setLevel(logging.INFO)
+import modular_kernel as mk
+from modular_kernel.process_status import states
+problem = mk.Problem(tokens=2, hidden=32, intermediate=32, experts=2, top_k=1)
+for _ in range(2):
+    try:
+        mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem)
+    except mk.ModularKernelError as error:
+        lines.append(f"refused: {error}")
+print(json.dumps([{s.name: str(s) for s in states()}, lines]))
+"""
+
+
+def _recording() -> Any:
+    """The module that records launches, imported while the environment is as it was at first."""
+    try:
+        from modular_kernel.replay.launch import record
+    except ImportError:
+        return None
+    return record
+
+
+RECORD = _recording()
+
+
+@pytest.fixture(autouse=True)
+def _plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # programs are a CPU's
+    monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def program(text: str, *words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *words, "-c", text], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def seen(before: str = "") -> tuple[dict[str, str], list[str]]:
+    """What SEEN prints in a fresh interpreter, after `before`."""
+    found, lines = json.loads(program(before + SEEN))
+    return found, lines
+
+
+def test_nothing_is_loud_where_all_is_as_it_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("CC", sys.executable)
+    found, lines = seen()
+    assert list(found) == NAMES
+    assert found["interpreter"] == "on"
+    assert found["packages"] == "ours"
+    assert found["C compiler"] == "found"
+    assert found["caches"] == "kept"
+    assert found["variables"] == "known"
+    assert lines == []
+
+
+def test_the_interpreter_that_is_not_asked_for() -> None:
+    pytest.importorskip("triton")
+    found, lines = seen()
+    assert found["interpreter"].startswith("off: TRITON_INTERPRET is not set")
+    assert lines == [f"INFO interpreter {found['interpreter']}"]
+
+
+def test_the_interpreter_that_is_asked_for_too_late() -> None:
+    """And so it is off: parts in torch work, and Triton's are refused before anything runs."""
+    pytest.importorskip("triton")
+    late = "import os, triton; os.environ['TRITON_INTERPRET'] = '1'\n"
+    found, lines = seen(late)
+    assert found["interpreter"].startswith("off: TRITON_INTERPRET was set after triton")
+    assert lines == [f"WARNING interpreter {found['interpreter']}"]
+    calls = """
+import torch
+import modular_kernel as mk
+problem = mk.Problem(tokens=2, hidden=32, intermediate=32, experts=2, top_k=2, dtype=torch.float32)
+weights = mk.ExpertWeights(w1=torch.ones(2, 64, 32), w2=torch.ones(2, 32, 32))
+routing = mk.Routing(torch.ones(2, 2), torch.tensor([[0, 1], [1, 0]]))
+for pf, experts in (("MoEPrepareAndFinalizeNoEP", "TorchExperts"),
+                    ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")):
+    print(mk.make_kernel(pf, experts, problem)(torch.ones(2, 32), weights, routing)[0, 0].item())
+print(mk.check("MoEPrepareAndFinalizeNoEP", "TritonExperts", problem).ok)
+"""
+    one, two, triton = program(late + calls).split()
+    assert float(one) == pytest.approx(2 * 32.0**3, rel=1e-5)
+    assert float(two) == pytest.approx(2 * 32.0**3, rel=1e-5)
+    assert triton == "False"
+
+
+def test_a_package_that_hides_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is named and not run, and the parts of the other packages work."""
+    (tmp_path / "experts.py").write_text("raise SystemExit('the user s own script ran')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    found, lines = seen("import sys; sys.path.remove('')\n")
+    assert found["packages"] == f"shadowed: experts by {tmp_path}/experts.py"
+    assert lines.count(f"WARNING packages {found['packages']}") == 1
+    assert "the user s own script ran" not in str(lines)
+    refusals = [line for line in lines if line.startswith("refused")]
+    assert len(refusals) == 2
+    assert f"package experts: got {tmp_path}/experts.py" in refusals[0]
+
+
+def test_no_compiler_and_a_variable_that_means_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    monkeypatch.setenv("MK_CACHE_DRI", "/x")
+    monkeypatch.setenv("MK_\x1b[31m", "/x")
+    found, lines = seen()
+    assert found["C compiler"].startswith("missing: neither CC")
+    assert sum("C compiler missing" in line for line in lines) == 1
+    assert "MK_CACHE_DRI (did you mean MK_CACHE_DIR?)" in found["variables"]
+    assert found["variables"].isprintable()
+    assert lines.count(f"WARNING variables {found['variables']}") == 1
+
+
+def test_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("MK_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", none)
+    assert process_status.caches() == State(
+        "caches", "off", "there is no home folder; set MK_CACHE_DIR"
+    )
+
+
+def test_replay_off_is_a_warning_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = pytest.importorskip("modular_kernel.replay.launch.launch")
+    monkeypatch.setattr(launch, "why_not_replayed", lambda: "launchers of triton 9.9 are unknown")
+    for gpu in (True, False):
+        monkeypatch.setattr(process_status, "_on_gpu", lambda gpu=gpu: gpu)
+        assert process_status.replay() == State(
+            "replay", "off", "launchers of triton 9.9 are unknown", loud=gpu
+        )
+    monkeypatch.setattr(launch, "why_not_replayed", lambda: "")
+    assert str(process_status.replay()) == "on"
+
+
+def test_a_triton_without_replay_is_said_once_when_a_launch_is_recorded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    launch = RECORD
+    if launch is None:
+        pytest.skip("there is no triton")
+    monkeypatch.setattr(launch.triton_versions, "RELEASE", "3.5")
+    monkeypatch.setattr(launch, "JITFunction", Kernel)
+    monkeypatch.setattr(launch, "CompiledKernel", Compiled)
+    launch._say.cache_clear()
+    with caplog.at_level(logging.WARNING, "modular_kernel"):
+        kernel, compiled = Kernel(), Compiled()
+        reasons = {launch._unknown(kernel, compiled) for _ in range(3)}
+    launch._say.cache_clear()
+    (reason,) = reasons
+    (record,) = caplog.records
+    assert "are unknown" in record.getMessage()
+    assert "are unknown" in reason
+
+
+class Kernel:
+    """As much of a kernel as is asked for."""
+
+    pre_run_hooks = ()
+
+
+class Compiled:
+    """As much of a compiled kernel as is asked for."""
+
+    metadata = None
+
+
+def test_doctor_and_profile_say_them_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    monkeypatch.setenv("MK_DEADLINE", "3")
+    why = "MK_DEADLINE (did you mean MK_DEADLINE_S?)"
+    told: list[dict[str, Any]] = run_mk(capsys, "doctor", "--json").json["states"]
+    assert [state["name"] for state in told] == NAMES
+    assert told[-1] == {"name": "variables", "word": "unknown", "why": why, "loud": True}
+    pair = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
+    shown = run_mk(capsys, "doctor"), run_mk(capsys, "profile", *pair, "--out", str(tmp_path))
+    for ended in shown:
+        assert ended.code == 0
+        for state in told:
+            lines = [line for line in ended.out.splitlines() if state["name"] in line]
+            assert any(state["word"] in line and state["why"] in line for line in lines), state
+    (path,) = tmp_path.glob("*.profile.json")
+    assert [state["name"] for state in json.loads(path.read_text())["states"]] == NAMES
+    (page,) = tmp_path.glob("*.html")
+    assert why in page.read_text()
+
+
+def test_doctor_says_what_a_good_state_means(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CC", sys.executable)
+    told: list[dict[str, Any]] = run_mk(capsys, "doctor", "--json").json["states"]
+    good = [(state["name"], state["word"]) for state in told if not state["why"]]
+    assert {"packages", "C compiler", "caches", "variables"} <= {name for name, _ in good}
+    shown = run_mk(capsys, "doctor").out
+    assert [state for state in good if doctor._MEANS[state] not in shown] == []

@@ -1,0 +1,341 @@
+"""Parts from another package: found, judged and proven like our own; a broken one harms nobody."""
+
+import json
+import subprocess
+import sys
+import threading
+from abc import ABCMeta
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doc_blocks import module_source
+from run_mk import run_mk
+
+from experts import NaiveBatchedExperts, TorchExperts
+from modular_kernel import catalog as catalogs
+from modular_kernel.catalog import Catalog, Offer, build_catalog
+from modular_kernel.compatibility.rules import judge
+from modular_kernel.errors import BrokenPartError, DuplicatePartError
+from modular_kernel.machine import current_machine
+from modular_kernel.spec.problem import Machine, Problem
+from prepare_finalize import MoEPrepareAndFinalizeNoEP
+from topk_reduce import TopKWeightAndReduceNoOp
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# What a third party would write, one part of each kind: the tutorial's package.
+THEIR_PARTS = module_source(ROOT / "docs/add-a-part.md", "my_moe/__init__.py")
+
+
+def install(folder: Path, package: str, source: str) -> None:
+    """What a wheel leaves in site-packages: a package, its metadata and its entry point."""
+    (folder / package).mkdir()
+    (folder / package / "__init__.py").write_text(source, encoding="utf-8")
+    info = folder / f"{package}-1.0.dist-info"
+    info.mkdir()
+    metadata = f"Metadata-Version: 2.1\nName: {package.replace('_', '-')}\nVersion: 1.0\n"
+    (info / "METADATA").write_text(metadata, encoding="utf-8")
+    entry = f"[modular_kernel.parts]\n{package}_parts = {package}:PARTS\n"
+    (info / "entry_points.txt").write_text(entry, encoding="utf-8")
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that fresh interpreters find packages in, with a good and a broken one."""
+    install(tmp_path, "my_moe", THEIR_PARTS)
+    install(tmp_path, "broken_moe", "import no_such_vendor_library\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    return tmp_path
+
+
+def mk(*words: str) -> tuple[int, Any]:
+    """Exit code and JSON of a fresh `mk`."""
+    command = [sys.executable, "-m", "modular_kernel", *words, "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.mark.usefixtures("site")
+def test_list_shows_them_and_what_is_broken() -> None:
+    code, listed = mk("list")
+    assert code == 0
+    parts = {part["name"]: part for part in listed["parts"]}
+    for name, kind in (("MyPrepare", "prepare_finalize"), ("MyExperts", "experts")):
+        assert parts[name]["kind"] == kind
+        assert parts[name]["origin"] == "my-moe (my_moe:PARTS)"
+        assert parts[name]["available"]
+    assert parts["MyExperts"]["requires"]["activations"] == ["silu"]
+    assert "TorchExperts" in parts
+    assert listed["broken"] == [
+        {
+            "name": "broken_moe_parts",
+            "origin": "broken-moe (broken_moe:PARTS)",
+            "error": "ModuleNotFoundError: No module named 'no_such_vendor_library'",
+        }
+    ]
+
+
+@pytest.mark.usefixtures("site")
+def test_check_judges_them_with_ours() -> None:
+    code, judged = mk("check")
+    assert code == 0
+    pairs = {(pair["prepare_finalize"], pair["experts"]): pair for pair in judged["pairs"]}
+    assert pairs["MyPrepare", "MyExperts"]["ok"]
+    assert pairs["MyPrepare", "TorchExperts"]["ok"]
+    assert pairs["MoEPrepareAndFinalizeNoEP", "MyExperts"]["ok"]
+    refused = {
+        ("MyPrepare", "NaiveBatchedExperts"): ["format", "reduce"],
+        ("BatchedPrepareAndFinalize", "MyExperts"): ["format", "reduce"],
+    }
+    for pair, rules in refused.items():
+        assert [rejection["rule"] for rejection in pairs[pair]["rejections"]] == rules
+    theirs = ("--pf-type", "MyPrepare", "--experts-type", "MyExperts")
+    code, judged = mk("check", *theirs, "--activation", "gelu", "--combine", "topk_weighted")
+    assert code == 1
+    assert [(r["rule"], r["parties"]) for r in judged["rejections"]] == [
+        ("keep_topk", ["MyPrepare", "problem"]),
+        ("keep_topk", ["MyExperts", "problem"]),
+        ("activation", ["MyExperts", "problem"]),
+    ]
+
+
+@pytest.mark.share(2)
+@pytest.mark.usefixtures("site")
+def test_the_harness_proves_them() -> None:
+    theirs = ("--pf-type", "MyPrepare", "--experts-type", "MyExperts")
+    code, proven = mk("test", *theirs, "--level", "full")
+    (pair,) = proven["pairs"]
+    assert pair["failures"] == []
+    assert code == 0
+    assert pair["cases"] >= 60
+    assert pair["refused"] == 0  # rows that the rules refuse are not drawn
+
+
+def test_the_harness_does_not_prove_a_wrong_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = THEIR_PARTS.replace("gate, up = h.chunk", "up, gate = h.chunk")
+    assert wrong != THEIR_PARTS
+    install(tmp_path, "my_moe", wrong)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    theirs = ("--pf-type", "MyPrepare", "--experts-type", "MyExperts")
+    code, proven = mk("test", *theirs, "--one")
+    assert code == 1
+    (failure,) = proven["pairs"][0]["failures"]
+    assert failure["failures"][0].startswith("numeric: ")
+    assert not any("raised" in text for text in failure["failures"])
+
+
+def test_a_name_of_ours_claimed_by_another_package(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "from experts import TorchExperts\n\n\nclass Twin(TorchExperts):\n    pass\n\n\n"
+    source += 'Twin.__name__ = "TorchExperts"\nPARTS = (Twin,)\n'
+    install(site, "twin_moe", source)
+    _, listed = mk("list")
+    ours, theirs = "modular-kernel (experts:COMPONENTS)", "twin-moe (twin_moe:PARTS)"
+    assert listed["duplicates"] == {"TorchExperts": [ours, theirs]}
+    pair = ("--pf-type", "MyPrepare", "--experts-type", "TorchExperts")
+    code, refused = mk("check", *pair)
+    assert code == 2
+    assert refused["error"]["type"] == "DuplicatePartError"
+    assert refused["error"]["got"] == f"{ours} and {theirs}"
+
+
+# ----------------------------------------------------------------- the same, without entry points
+
+
+def catalog_of(*offers: tuple[str, str, Callable[[], object]]) -> Catalog:
+    return build_catalog(Offer(*offer) for offer in offers)
+
+
+def failing(error: BaseException) -> Callable[[], object]:
+    def load() -> object:
+        raise error
+
+    return load
+
+
+def test_a_name_claimed_twice_is_refused_with_both_origins() -> None:
+    twin = type("TorchExperts", (TorchExperts,), {})
+    catalog = catalog_of(
+        ("a", "first (a:PARTS)", lambda: (TorchExperts, NaiveBatchedExperts)),
+        ("b", "second (b:PARTS)", lambda: (twin,)),
+    )
+    with pytest.raises(DuplicatePartError) as caught:
+        catalog.experts("TorchExperts")
+    assert caught.value.got == "first (a:PARTS) and second (b:PARTS)"
+    assert catalog.duplicates() == {"TorchExperts": ("first (a:PARTS)", "second (b:PARTS)")}
+    assert catalog.names("experts") == ("NaiveBatchedExperts",)
+    assert catalog.experts("NaiveBatchedExperts") is NaiveBatchedExperts
+    assert catalog.experts(twin) is twin
+
+
+def test_a_broken_entry_point_is_listed_and_harms_no_other() -> None:
+    catalog = catalog_of(
+        ("missing", "one (one:PARTS)", failing(ModuleNotFoundError("No module named 'moon'"))),
+        ("typo", "two (two:PARTS)", failing(SyntaxError("invalid syntax"))),
+        ("exits", "three (three:PARTS)", failing(SystemExit("no license"))),
+        ("list", "four (four:PARTS)", lambda: [TorchExperts]),
+        ("other", "five (five:PARTS)", lambda: (dict,)),
+        ("good", "six (six:PARTS)", lambda: (TorchExperts,)),
+    )
+    assert [(b.name, b.origin) for b in catalog.broken] == [
+        ("missing", "one (one:PARTS)"),
+        ("typo", "two (two:PARTS)"),
+        ("exits", "three (three:PARTS)"),
+        ("list", "four (four:PARTS)"),
+        ("dict", "five (five:PARTS)"),
+    ]
+    assert catalog.broken[0].error == "ModuleNotFoundError: No module named 'moon'"
+    assert "a tuple of classes" in catalog.broken[3].error
+    assert "part dict" in catalog.broken[4].error
+    assert catalog.names("experts") == ("TorchExperts",)
+    with pytest.raises(BrokenPartError) as caught:
+        catalog.experts("missing")
+    assert caught.value.got == "ModuleNotFoundError: No module named 'moon'"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), GeneratorExit("x")])
+def test_an_import_that_ends_the_program_does_not(error: BaseException) -> None:
+    catalog = catalog_of(
+        ("ends", "one (one:PARTS)", failing(error)),
+        ("good", "six (six:PARTS)", lambda: (TorchExperts,)),
+    )
+    assert catalog.names("experts") == ("TorchExperts",)
+    (broken,) = catalog.broken
+    assert type(error).__name__ in broken.error
+
+
+def test_ctrl_c_while_our_own_parts_are_imported_is_the_user_s() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        build_catalog([Offer("experts", "ours", failing(KeyboardInterrupt()), ours=True)])
+
+
+def test_an_import_that_hangs_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MK_IMPORT_DEADLINE_S", "0.2")
+    release = threading.Event()
+    try:
+        catalog = catalog_of(
+            ("hangs", "one (one:PARTS)", lambda: release.wait()),
+            ("good", "six (six:PARTS)", lambda: (TorchExperts,)),
+        )
+    finally:
+        release.set()
+    assert catalog.names("experts") == ("TorchExperts",)
+    (broken,) = catalog.broken
+    assert broken.error.startswith("TimeoutError: did not end within 0.2 s (MK_IMPORT_DEADLINE_S)")
+    assert "threading.py:" in broken.error
+
+
+class Declares(ABCMeta):
+    """Its classes raise when they are asked what they require."""
+
+    def __getattribute__(cls, name: str) -> object:
+        if name == "requires":
+            raise RuntimeError("not today")
+        return super().__getattribute__(name)
+
+
+def declaring(value: object) -> type:
+    return type("Theirs", (TorchExperts,), {"requires": value})
+
+
+@pytest.mark.parametrize(
+    ("requires", "words"),
+    [
+        (7, "Theirs.requires: got 7, need an ExpertsRequirements"),
+        (None, "Theirs.requires: got None"),
+        (MoEPrepareAndFinalizeNoEP.requires, "need an ExpertsRequirements"),
+        (replace(TorchExperts.requires, packages=7), "Theirs.requires.packages: got 7"),  # type: ignore[arg-type]
+        (replace(TorchExperts.requires, packages="torch"), "packages: got 'torch'"),  # type: ignore[arg-type]
+        (replace(TorchExperts.requires, dtypes=frozenset({"x"})), "requires.dtypes"),  # type: ignore[arg-type]
+        (replace(TorchExperts.requires, top_k=(1, 2, 3)), "requires.top_k: got tuple"),  # type: ignore[arg-type]
+        (replace(TorchExperts.requires, hidden_multiple=True), "hidden_multiple: got True"),
+        (replace(TorchExperts.requires, intermediate_multiple=0), "intermediate_multiple: got 0"),
+        (replace(TorchExperts.requires, min_arch=9.0), "requires.min_arch: got 9.0"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_part_that_declares_nonsense_is_unusable_and_harms_no_other(
+    requires: object, words: str
+) -> None:
+    catalog = catalog_of(("both", "one (one:PARTS)", lambda: (declaring(requires), TorchExperts)))
+    assert catalog.names("experts") == ("TorchExperts",)
+    (broken,) = catalog.broken
+    assert broken.name == "Theirs"
+    assert words in broken.error
+
+
+def test_what_raises_when_it_is_asked_is_unusable() -> None:
+    raising = Declares("Raising", (NaiveBatchedExperts,), {})
+    named = type("\x1b[31mred", (TorchExperts,), {})
+    kind = type("Kind", (TopKWeightAndReduceNoOp,), {"kind": "noop"})
+    catalog = catalog_of(("all", "one (one:PARTS)", lambda: (raising, named, kind, TorchExperts)))
+    assert [part.name for part in catalog.parts] == ["TorchExperts"]
+    assert [b.name for b in catalog.broken] == ["Raising", "all", "Kind"]
+    assert "\x1b" not in "".join(b.error for b in catalog.broken)
+    assert catalog.broken[0].error == "RuntimeError: not today"
+
+
+@pytest.mark.parametrize("found", [ValueError("no"), 7, ("words",)])
+def test_rejections_that_raise_refuse_that_part_alone(found: object) -> None:
+    def rejections(cls: type, problem: Problem, machine: Machine) -> object:
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    theirs = type("Theirs", (TorchExperts,), {"extra_rejections": classmethod(rejections)})
+    problem = Problem(tokens=1, hidden=32, intermediate=32, experts=2, top_k=1)
+    (rejection,) = judge(MoEPrepareAndFinalizeNoEP, theirs, problem, current_machine()).rejections
+    assert rejection.rule == "extra_rejections"
+    assert rejection.parties == ("Theirs",)
+
+
+HOSTILE = {
+    "hanging_moe": "import time\ntime.sleep(3600)\n",
+    "interrupting_moe": "raise KeyboardInterrupt\n",
+    "leaving_moe": "raise SystemExit(1)\n",
+    "painting_moe": "raise ImportError('\\x1b[2J\\u202egone')\n",
+    "seven_moe": "from experts import TorchExperts\n\n"
+    "class Seven(TorchExperts):\n    requires = 7\n\nPARTS = (Seven,)\n",
+}
+
+
+@pytest.mark.share(2)
+def test_no_verb_is_broken_by_them(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package, source in HOSTILE.items():
+        install(site, package, source)
+    monkeypatch.setenv("MK_IMPORT_DEADLINE_S", "2")
+    code, listed = mk("list")
+    assert code == 0
+    assert {"TorchExperts", "MyExperts"} <= {part["name"] for part in listed["parts"]}
+    broken = {b["origin"].split("-")[0]: b for b in listed["broken"]}
+    assert set(broken) == {"broken", "hanging", "interrupting", "leaving", "painting", "seven"}
+    assert "hanging_moe/__init__.py:2" in broken["hanging"]["error"]
+    assert broken["painting"]["error"] == "ImportError: \\x1b[2J\\u202egone"
+    assert broken["seven"]["name"] == "Seven"
+    pair = ("--pf-type", "MyPrepare", "--experts-type", "MyExperts")
+    assert mk("check", *pair)[0] == 0
+    assert mk("test", *pair, "--one")[0] == 0
+
+
+def test_a_package_that_is_not_there_is_absent() -> None:
+    assert "no_such_package" not in current_machine({"no_such_package", "no_such.child"}).packages
+
+
+def test_where_no_part_is_found_every_verb_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a checkout that is not installed: there are no entry points."""
+    monkeypatch.setattr(catalogs, "load_catalog", lambda: build_catalog([]))
+    pair = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
+    for words in (["list"], ["check"], ["check", *pair], ["test", *pair]):
+        ended = run_mk(capsys, *words)
+        assert ended[0] == 2, words
+        told = " ".join((ended[1] + ended[2]).split())
+        assert "got no entry point of modular_kernel.parts" in told
+        assert "pip install -e ." in told

@@ -1,0 +1,56 @@
+"""Cases that tests on a GPU draw for a path are cases that its forced tiles can be launched for."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from experts.triton.configs.select import choose_config, on_device, override_config
+from experts.triton.contiguous import paths_of
+from experts.triton.dequantized import dequantized_config
+from experts.triton.gemv_tma import gemv_tma_config
+from experts.triton.grouped_tma import grouped_tma_config
+from experts.triton.grouped_w4 import grouped_w4_config
+from experts.triton.launch_config import Device
+from modular_kernel.spec.problem import Machine
+
+DEFAULTS = {
+    "gemv_tma": lambda problem: gemv_tma_config.default(problem, H100),
+    "grouped_tma": grouped_tma_config.default,
+    "dequantized": dequantized_config.default,
+    "grouped_w4": grouped_w4_config.default,
+}
+TESTS = Path(__file__).parents[1]
+H100 = Device.of(Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H100"))
+
+
+def loaded(name: str) -> ModuleType:
+    """A test module of tests/gpu, as on the device that is described."""
+    spec = importlib.util.spec_from_file_location(f"drawn_{name}", TESTS / f"gpu/{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("test_streamed_path", "gemv_tma"),
+        ("test_permuted_path", "grouped_tma"),
+        ("test_dequantized_on_gpu", "dequantized"),
+        ("test_grouped_w4_on_gpu", "grouped_w4"),
+    ],
+)
+def test_every_drawn_case_can_take_the_path(name: str, path: str) -> None:
+    with on_device(H100):
+        module = loaded(name)
+        assert len(module.CASES) > 60
+        for case in (*module.CASES, *getattr(module, "OTHER_CASES", ())):
+            default = DEFAULTS[path](case.problem)
+            assert default.path == path
+            with override_config(default):
+                tiles = choose_config(case.problem, case.problem.tokens, paths_of(case.problem))
+            assert tiles == default, str(case)

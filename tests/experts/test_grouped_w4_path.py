@@ -1,0 +1,188 @@
+"""The path of weights in registers without a GPU: its launches, interpreted, but the product.
+
+A torch stand-in multiplies by the tiled weights. tests/gpu/test_grouped_w4_on_gpu.py proves the
+kernel; how it unpacks is run in tests/experts/test_grouped_w4_unpack.py.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from grouped_products import H200, MXFP4, OAI, multiply_w4, products_by
+
+from experts.triton.configs.heuristics import heuristics, require_config
+from experts.triton.configs.select import choose_config, on_device, override_config
+from experts.triton.contiguous import paths_of
+from experts.triton.grouped_w4 import grouped_w4_config
+from experts.triton.grouped_w4.grouped_w4_path import GroupedW4Path
+from experts.triton.launch_config import Device, gemms
+from modular_kernel.spec.problem import Combine, Machine, Problem
+from modular_kernel.testing import Case, prove
+
+_there_are_boxes = products_by(GroupedW4Path, multiply_w4)
+
+
+@pytest.mark.share(3)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu proves it, with its own products")
+@pytest.mark.parametrize(
+    ("changes", "routing", "at_once"),
+    [
+        ({}, "uniform", 64),
+        ({"quant": "mxfp4_w4a16:repacked=true", "hidden": 1088}, "empty_experts", 3),
+        ({"bias": True, "activation": OAI}, "uniform", 3),
+        ({"intermediate": 320, "activation": "relu2", "bias": True}, "skips", 3),
+        ({"expert_map": True, "local_experts": 3, "experts": 5}, "uniform", 2),
+        ({"combine": Combine.TOPK_UNWEIGHTED, "top_k": 3}, "skips", 64),
+        ({"tokens": 300, "top_k": 2}, "zipf", 3),
+        ({"quant": "int4_w4a16_group:group=32"}, "uniform", 3),
+        ({"quant": "int4_w4a16_group:zero_points=true", "activation": OAI}, "uniform", 3),
+        ({"quant": "int4_w4a16_group:group=96,zero_points=true"}, "skips", 64),
+        ({"quant": "nvfp4_w4a16", "bias": True}, "uniform", 3),
+        ({"quant": "nvfp4_w4a16", "activation": OAI}, "skips", 64),
+    ],
+)
+def test_proven(
+    changes: dict[str, Any],
+    routing: str,
+    at_once: int,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = replace(MXFP4, **changes)
+    monkeypatch.setattr(
+        grouped_w4_config, "experts_at_once", lambda problem: min(at_once, problem.e)
+    )
+    with override_config(grouped_w4_config.default(problem, 64)):
+        assert choose_config(problem, 1, paths_of(problem)).path == "grouped_w4"
+        case = Case("MoEPrepareAndFinalizeNoEP", "TritonExperts", problem, routing)
+        proof = prove(case, machine)
+    assert proof.passed, str(proof)
+
+
+@pytest.mark.parametrize(
+    ("rows", "taken"), [(39, 0), (40, 64), (55, 64), (56, 128), (640, 128), (641, 0)]
+)
+def test_calls_of_some_rows_an_expert_take_it(rows: int, taken: int) -> None:
+    problem = replace(MXFP4, experts=6, top_k=3)
+    config = heuristics(problem, H200).choose(2 * rows)
+    assert (config.gemm1.block_m if config.path == "grouped_w4" else 0) == taken
+
+
+@pytest.mark.parametrize(
+    ("quant", "least"), [("mxfp4_w4a16", 6), ("nvfp4_w4a16", 8), ("int4_w4a16_group", 10)]
+)
+def test_prepared_weights_have_tiles_as_high_as_an_expert_has_rows(quant: str, least: int) -> None:
+    problem = replace(MXFP4, quant=quant, experts=6, top_k=3)
+    steps = heuristics(problem, H200, prepared=True)
+    for rows, taken in ((least - 1, 0), (least, 32), (21, 32), (22, 64), (55, 64), (56, 128)):
+        config = steps.choose(2 * rows)
+        assert (config.gemm1.block_m if config.path == "grouped_w4" else 0) == taken, rows
+        if taken:
+            require_config(config, problem, H200, "heuristics")
+
+
+@pytest.mark.parametrize(
+    ("quant", "rows", "taken"),
+    [
+        ("int4_w4a16_group:group=32", 39, 0),
+        ("int4_w4a16_group:group=32", 40, 64),
+        ("int4_w4a16_group:group=32", 320, 128),
+        ("int4_w4a16_group:group=32", 321, 0),
+        ("int4_w4a16_group:group=32,zero_points=true", 23, 0),
+        ("int4_w4a16_group:group=32,zero_points=true", 24, 64),
+        ("nvfp4_w4a16", 40, 64),
+        ("nvfp4_w4a16", 128, 128),
+        ("nvfp4_w4a16", 129, 0),
+    ],
+)
+def test_calls_of_integers_and_nvfp4(quant: str, rows: int, taken: int) -> None:
+    problem = replace(MXFP4, experts=6, top_k=3, quant=quant)
+    config = heuristics(problem, H200).choose(2 * rows)
+    assert (config.gemm1.block_m if config.path == "grouped_w4" else 0) == taken
+
+
+@pytest.mark.parametrize("experts", [5, 7, 128])
+def test_the_first_and_last_number_of_tokens(experts: int) -> None:
+    problem = replace(MXFP4, experts=experts, top_k=3)
+    steps = heuristics(problem, H200)
+    taken = [t for t in range(700 * experts // 3) if steps.choose(t).path == "grouped_w4"]
+    rows = (40 * experts / 3, 640 * experts / 3)
+    assert taken == list(range(math.ceil(rows[0]), math.floor(rows[1]) + 1))
+    assert {t: steps.choose(t) for t in taken} == {
+        t: GroupedW4Path.default_config(problem, t, H200) for t in taken
+    }
+
+
+@pytest.mark.parametrize(
+    ("tokens", "path"),
+    [(64, "aligned_w4"), (159, "aligned_w4"), (160, "grouped_w4"), (256, "grouped_w4"),
+     (384, "grouped_w4"), (1024, "grouped_w4"), (2560, "grouped_w4"), (2561, "dequantized"),
+     (8192, "dequantized")],
+)  # fmt: skip
+def test_files_of_version_1_came_before_it(tokens: int, path: str) -> None:
+    mixtral = Problem(1, 4096, 14336, 8, 2, quant="mxfp4_w4a16")
+    with on_device(H200):
+        assert choose_config(mixtral, tokens, paths_of(mixtral)).path == path
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"quant": "none"},
+        {"quant": "int4_w4a16_group:group=48"},
+        {"quant": "int4_w4a16_act_order"},
+        {"quant": "int8_w8a16_group"},
+        {"dtype": torch.float16},
+        {"hidden": 152},
+        {"intermediate": 104},
+        {"apply_router_weight_on_input": True, "top_k": 1},
+    ],
+)
+def test_it_does_not_serve(changes: dict[str, Any]) -> None:
+    assert grouped_w4_config.serves(MXFP4, H200)
+    assert not grouped_w4_config.serves(replace(MXFP4, **changes), H200)
+    assert not grouped_w4_config.serves(MXFP4, Device("NVIDIA A100"))
+
+
+def test_weights_in_order_are_a_bounded_buffer() -> None:
+    layer = Problem(
+        tokens=1, hidden=2880, intermediate=2880, experts=128, top_k=4, dtype=torch.bfloat16,
+        quant="mxfp4_w4a16",
+    )  # fmt: skip
+    assert grouped_w4_config.experts_at_once(layer) == 64
+    specs = GroupedW4Path(layer).specs(4096, 128)
+    held = specs["tiled_words"].nbytes + specs["tiled_scales"].nbytes
+    assert (1 << 28) < held <= 1 << 30
+    assert "dequantized" not in specs
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"block_m": 16}, "block_m"),
+        ({"block_n": 64}, "block_n"),
+        ({"block_k": 128}, "block_k"),
+        ({"num_warps": 8}, "num_warps"),
+        ({"num_stages": 9}, "bytes of shared memory"),
+    ],
+)
+def test_other_launches_are_refused(change: dict[str, int], field: str) -> None:
+    pair = grouped_w4_config.default(MXFP4)
+    for gemm, tile in zip(gemms(MXFP4), (pair.gemm1, pair.gemm2), strict=True):
+        assert not list(grouped_w4_config.violations(tile, gemm, MXFP4, H200))
+        other = replace(tile, **change)
+        found = list(grouped_w4_config.violations(other, gemm, MXFP4, H200))
+        assert [violation.what for violation in found] == [field]
+
+
+def test_launches_worth_timing_can_be_launched() -> None:
+    problem = replace(MXFP4, tokens=256)
+    for block_m, pair in grouped_w4_config.candidates(problem, 256).items():
+        for gemm, tiles in zip(gemms(problem), pair, strict=True):
+            assert tiles
+            for tile in tiles:
+                assert tile.block_m == block_m
+                assert not list(grouped_w4_config.violations(tile, gemm, MXFP4, H200))
+    assert len(grouped_w4_config.candidates(problem, 256)) == 2

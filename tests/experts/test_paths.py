@@ -1,0 +1,241 @@
+"""Paths own what is known of them: a new one is a folder and its place in PATHS."""
+
+import ast
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from experts.triton.path import Path as LaunchPath
+from experts.triton.paths import NAMES, PATHS
+
+ROOT = Path(__file__).resolve().parents[2]
+TRITON = ROOT / "experts" / "triton"
+PACKAGES = ("modular_kernel", "prepare_finalize", "experts", "topk_reduce")
+
+TOY = '''
+"""A path that a test adds: plain torch, for a few tokens of unquantized layers."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from experts.triton.candidates import Groups
+from experts.triton.launch_config import Device, Gemm, Launch, MoEConfig, Violation
+from experts.triton.path import Path, PathCall
+from modular_kernel.ops.mlp import ExpertTokens, expert_mlps
+from modular_kernel.spec.rounding import Roundings
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.spec.problem import Combine, Problem
+from modular_kernel.workspace import BufferSpec
+
+
+@dataclass(frozen=True)
+class ToyConfig:
+    rows: int
+    num_warps: int = 1
+    num_stages: int = 1
+    block_m: ClassVar[int] = 1
+
+    def __str__(self) -> str:
+        return f"rows={self.rows}"
+
+
+class ToyPath(Path):
+    name = "toy"
+    launch = ToyConfig
+    refuses = False
+    roundings: Roundings | None = None
+
+    @classmethod
+    def serves(cls, problem: Problem, device: Device) -> bool:
+        plain = problem.combine is Combine.SUM and not problem.apply_router_weight_on_input
+        return plain and not problem.scheme.quantized and not problem.batch_invariant
+
+    @classmethod
+    def most_tokens(cls, problem: Problem) -> int | None:
+        return 3
+
+    @classmethod
+    def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
+        return MoEConfig(ToyConfig(1), ToyConfig(2), cls.name)
+
+    @classmethod
+    def violations(
+        cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
+    ) -> Iterator[Violation]:
+        assert isinstance(config, ToyConfig)
+        if config.rows > 8:
+            yield Violation("rows", config.rows, "<= 8")
+
+    @classmethod
+    def candidates(cls, problem: Problem, tokens: int) -> Groups:
+        return {1: ([ToyConfig(4)], [ToyConfig(5)])} if tokens <= 6 else {}
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
+        return True
+
+    def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
+        return {"toy_seen": BufferSpec((tokens,), torch.float32)}
+
+    def run(self, call: PathCall) -> None:
+        SEEN.append(call.config)
+        ids_TK, weights_TK = call.tokens.routing.topk_ids_TK, call.tokens.routing.topk_weights_TK
+        call.workspace.take("toy_seen", (len(ids_TK),)).zero_()
+        call.output.zero_()
+        for expert in range(self.problem.e):
+            token, slot = (ids_TK == expert).nonzero(as_tuple=True)
+            if token.numel():
+                entry = ExpertTokens(expert, call.tokens.x_TH[token], None, None)
+                (rows,) = expert_mlps([entry], call.weights, self.problem)
+                scaled = rows.float() * weights_TK[token, slot, None]
+                call.output.index_add_(0, token, scaled.to(call.output.dtype))
+
+
+SEEN: list[MoEConfig] = []
+'''
+
+USE = """
+from dataclasses import replace
+from pathlib import Path
+import torch
+from experts import TritonExperts
+from experts.triton.configs.select import choose_config, on_device, override_config
+from experts.triton.launch_config import Device, MoEConfig
+from experts.triton.toy.path import SEEN, ToyConfig, ToyPath
+from modular_kernel.testing.random_inputs import random_inputs
+from modular_kernel.catalog import make_kernel
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.reference import oracle
+from modular_kernel.contracts import Best
+from modular_kernel.spec.problem import Problem
+
+def called(problem):
+    inputs = random_inputs(problem, torch.device("cpu"))
+    out = make_kernel("MoEPrepareAndFinalizeNoEP", "TritonExperts", problem)(*inputs)
+    exact = oracle(*inputs, problem)
+    assert (out.double() - exact).norm() < 1e-5 * exact.norm()
+    return SEEN.pop() if SEEN else None
+
+layer = Problem(tokens=3, hidden=48, intermediate=32, experts=5, top_k=2, dtype=torch.float32)
+assert called(layer) == ToyPath.default_config(layer, 3, Device())
+assert called(layer.with_tokens(4)) is None  # beyond its most tokens
+mine = MoEConfig(ToyConfig(7), ToyConfig(8), "toy")
+with override_config(mine):
+    assert called(layer.with_tokens(6)) == mine
+with override_config({"gemm1": {"rows": 3}, "gemm2": {"rows": 4}, "path": "toy"}):
+    assert called(layer) == MoEConfig(ToyConfig(3), ToyConfig(4), "toy")
+try:
+    with override_config(MoEConfig(ToyConfig(9), ToyConfig(8), "toy")):
+        called(layer)
+except ConfigurationError as error:
+    assert "GEMM 1 rows: got 9, need <= 8" in str(error), error
+else:
+    raise AssertionError("launched")
+
+with on_device(Device("A GPU")):
+    space = TritonExperts.tunable(layer)
+    assert MoEConfig(ToyConfig(4), ToyConfig(5), "toy") in space.candidates(3)
+    folder = Path("tuned")
+    best = {3: Best(mine, 1e-5, 2e-5)}
+    space.save(best, folder)
+    assert space.saved(folder) == best
+    text = space.explain(3)
+    assert "path: toy" in text and "GEMM 1: rows=1" in text, text
+print("the toy path is one of them")
+"""
+
+
+def test_a_new_path_is_a_folder_and_a_line(tmp_path: Path) -> None:
+    """Selection, overrides, bounds, files, tuning, explanations and calls know it from there."""
+    for source in (*(ROOT / package for package in PACKAGES), *ROOT.glob("*.egg-info")):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(source, tmp_path / source.name, ignore=ignored)
+    folder = tmp_path / "experts" / "triton" / "toy"
+    folder.mkdir()
+    (folder / "__init__.py").write_text('"""A path that a test adds."""\n', encoding="utf-8")
+    (folder / "path.py").write_text(TOY.lstrip(), encoding="utf-8")
+    listed = tmp_path / "experts" / "triton" / "paths.py"
+    text = listed.read_text(encoding="utf-8")
+    imported = "from experts.triton.path import Path\n"
+    assert text.count(imported) == 1
+    text = text.replace(imported, f"{imported}from experts.triton.toy.path import ToyPath\n")
+    assert text.count("\n)\n") == 1
+    listed.write_text(text.replace("\n)\n", "\n    ToyPath,\n)\n"), encoding="utf-8")
+
+    done = subprocess.run(
+        [sys.executable, "-c", USE],
+        cwd=tmp_path,
+        env={
+            "PYTHONPATH": str(tmp_path),
+            "TRITON_INTERPRET": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PATH": "",
+            "HOME": str(tmp_path),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "the toy path is one of them" in done.stdout, done.stderr[-3000:]
+
+
+def _names(tree: ast.AST) -> Iterator[str]:
+    """What a module imports, the strings in it, docstrings apart, and the classes that it names."""
+    alone = (node.value for node in ast.walk(tree) if isinstance(node, ast.Expr))
+    prose = {id(value) for value in alone if isinstance(value, ast.Constant)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if id(node) not in prose:
+                yield node.value
+        elif isinstance(node, ast.Name) and node.id[0].isupper():
+            yield node.id
+
+
+@cache
+def named() -> dict[Path, set[str]]:
+    """File of experts/ -> what it names."""
+    files = (f for f in (ROOT / "experts").rglob("*.py") if f != TRITON / "paths.py")
+    return {file: set(_names(ast.parse(file.read_text(encoding="utf-8")))) for file in files}
+
+
+@pytest.mark.parametrize("path", PATHS, ids=NAMES)
+def test_nobody_else_names_a_path(path: type[LaunchPath]) -> None:
+    """But for a path that is made of it, and the list of parts. The core knows no part at all."""
+    folder = _folder(path)
+    assert folder.parent == TRITON
+    own = {_folder(made) for made in _made_of(path)}
+    package = f"experts.triton.{folder.name}"
+    found = []
+    for file, names in named().items():
+        if not own & set(file.parents):
+            said = names & {path.name, path.__name__}
+            said |= {name for name in names if f"{name}.".startswith(f"{package}.")}
+            if file == TRITON.parent / "__init__.py":
+                said = {name for name in said if not name.endswith("Experts")}
+            found += [(str(file.relative_to(ROOT)), name) for name in said]
+    assert found == []
+
+
+def _made_of(path: type[LaunchPath]) -> Iterator[type[LaunchPath]]:
+    """The path, and those that inherit from it, in other parts' folders too."""
+    yield path
+    for made in path.__subclasses__():
+        yield from _made_of(made)
+
+
+def _folder(path: type[LaunchPath]) -> Path:
+    return Path(sys.modules[path.__module__].__file__ or "").parent

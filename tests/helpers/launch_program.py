@@ -1,0 +1,182 @@
+"""What tests/core/test_replayed_launch.py runs in a process whose libcuda.so.1 is the stand-in: kernels
+compiled for sm_90 and launched by triton's own launcher, then by a plan's replayer."""
+
+import ctypes
+import json
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from experts.triton.kernels.tma_descriptors import tma_descriptor
+from modular_kernel.replay import recording
+from modular_kernel.replay.launch import triton_versions as compat
+from modular_kernel.replay.launch.launch import launch
+from modular_kernel.replay.launch.triton_versions import load_box
+from modular_kernel.testing.compile.report import NoDevice
+
+stand_in = ctypes.CDLL("libcuda.so.1")
+BYTES = {"i1": 1, "u1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "fp32": 4, "fp64": 8}
+MAP = (128, 4, 4, 8, 8)  # a map of two dimensions: sizes and strides come with it
+MOST_BYTES = 1024
+
+
+class Seen(ctypes.Structure):
+    """As in driver_stand_in.c."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        *((name, ctypes.c_uint) for name in ("threads", "shared", "dependent", "cooperative")),
+        ("other", ctypes.c_uint),
+        ("bytes", ctypes.c_uint),
+        ("stream", ctypes.c_ulonglong),
+        ("value", ctypes.c_ubyte * MOST_BYTES),
+    )
+
+
+class Device(NoDevice):
+    """Launches by triton's own launcher, which asks the stand-in."""
+
+    launcher_cls = CudaLauncher
+
+    def __init__(self) -> None:
+        super().__init__("sm_90")
+        self.utils = CudaUtils()
+
+    def get_current_device(self) -> int:  # type: ignore[override]
+        return 0
+
+    def get_current_stream(self, device: Any = None) -> int:
+        return 5
+
+
+@triton.jit
+def plain_kernel(x_ptr, out_ptr, rows, factor, wide, flag, none_ptr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=(at < rows) & flag, other=0.0)
+    tl.store(out_ptr + at + wide, x * factor, mask=at < rows)
+
+
+@gluon.jit
+def boxes_kernel(x_desc, out_ptr, rows, SIZE: gl.constexpr, num_warps: gl.constexpr):
+    shared = gl.allocate_shared_memory(x_desc.dtype, [SIZE, SIZE], x_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready, count=1)
+    mbarrier.expect(ready, x_desc.block_type.nbytes)
+    load_box(x_desc, [gl.program_id(0) * SIZE, 0], ready, shared)
+    mbarrier.wait(ready, 0)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    row = gl.arange(0, SIZE, gl.SliceLayout(1, LAYOUT))[:, None]
+    column = gl.arange(0, SIZE, gl.SliceLayout(0, LAYOUT))[None, :]
+    gl.store(out_ptr + row * SIZE + column, shared.load(LAYOUT), mask=row < rows)
+
+
+def told(sizes: tuple[int, ...]) -> None:
+    """How many bytes each parameter of the kernels to come has; two pointers to scratch follow."""
+    sizes += (8, 8)
+    (ctypes.c_int * 64).in_dll(stand_in, "parameter_bytes")[: len(sizes)] = sizes
+    ctypes.c_int.in_dll(stand_in, "parameter_count").value = len(sizes)
+
+
+def last() -> dict[str, Any]:
+    """The last launch that was seen."""
+    count = ctypes.c_int.in_dll(stand_in, "seen_count").value
+    seen = (Seen * 8).in_dll(stand_in, "seen")[(count - 1) % 8]
+    found = {name: getattr(seen, name) for name, _ in Seen._fields_[1:-1]}
+    return {
+        **found,
+        "number": count,
+        "grid": list(seen.grid),
+        "value": bytes(seen.value[: seen.bytes]).hex(),
+    }
+
+
+def both(first: list[torch.Tensor], second: list[torch.Tensor], call: Any) -> dict[str, Any]:
+    """A call with each of two sets of inputs by triton, then the first again and the second by
+    the replayer of a recording of the first; reason: why it was refused."""
+    with recording.recording(first) as recorder:
+        call(*first)
+    before = last()["number"] - 1
+    triton_first = last()
+    call(*second)
+    triton_second = last()
+    recorded = recorder.recorded()
+    if recorded is None:
+        return {"refused": recorder.refused}
+    replayed = []
+    for tensors in (first, second):
+        recorded.replay(5, [tensor.data_ptr() for tensor in tensors])
+        replayed.append(last())
+    for seen in (triton_first, triton_second, *replayed):
+        seen["number"] -= before
+    return {"triton": [triton_first, triton_second], "replayed": replayed}
+
+
+def plain(x: torch.Tensor, out: torch.Tensor, **options: Any) -> None:
+    launch(
+        plain_kernel, (3, 2), x_ptr=x, out_ptr=out, rows=300, factor=1.25, wide=1 << 40, flag=True,
+        none_ptr=None, BLOCK=128, num_warps=8, **options,
+    )  # fmt: skip
+
+
+def boxed(x: torch.Tensor, out: torch.Tensor) -> None:
+    launch(
+        boxes_kernel,
+        (4,),
+        x_desc=tma_descriptor(x, 64, 64),
+        out_ptr=out,
+        rows=60,
+        SIZE=64,
+        num_warps=4,
+    )
+
+
+def main() -> dict[str, Any]:
+    # The stand-in has the functions that are called, not all that are named.
+    sys.setdlopenflags(os.RTLD_LAZY)
+    triton.runtime.driver.set_active(Device())
+    torch.cuda.current_device = lambda: 0
+    found: dict[str, Any] = {"triton": triton.__version__}
+    one = [torch.zeros(512, dtype=torch.float16), torch.zeros(512, dtype=torch.float16)]
+    two = [torch.zeros(512, dtype=torch.float16), torch.zeros(512, dtype=torch.float16)]
+    told((8, 8, 4, 4, 8, 1))
+    found["plain"] = both(one, two, plain)
+    found["dependent"] = both(one, two, lambda x, out: plain(x, out, launch_pdl=True))
+    one, two = ([torch.zeros(256, 64, dtype=torch.float16) for _ in range(2)] for _ in range(2))
+    told((*MAP, 8, 4))
+    found["boxes"] = both(one, two, boxed)
+    return {**found, **refusals()}
+
+
+def refusals() -> dict[str, str]:
+    """Why a launch is not replayed, by one field of its kernel changed at a time."""
+    plain = SimpleNamespace(
+        target=SimpleNamespace(backend="cuda"),
+        num_ctas=1,
+        global_scratch_size=0,
+        profile_scratch_size=0,
+        shared=232_448,
+        instrumentation_mode="",
+    )
+    found = {"as it is": compat.unreplayed(plain)}
+    for what, change in (
+        ("instrumented", {"instrumentation_mode": "consan"}),
+        ("clusters", {"num_ctas": 2}),
+        ("scratch", {"global_scratch_size": 8}),
+        ("oversized", {"shared": 233_473}),
+    ):
+        found[what] = compat.unreplayed(SimpleNamespace(**{**vars(plain), **change}))
+    compat.RELEASE = "3.10"
+    return {**found, "another release": compat.unreplayed(plain)}
+
+
+if __name__ == "__main__":
+    json.dump(main(), sys.stdout)

@@ -1,0 +1,61 @@
+"""The public surface as text, a line for each name. `python tests/helpers/public_api.py` writes it anew."""
+
+import dataclasses
+import enum
+import inspect
+from pathlib import Path
+from typing import Any
+
+import modular_kernel
+
+RECORD = Path(__file__).with_suffix(".txt")
+
+
+def surface() -> list[str]:
+    """Every name of `modular_kernel.__all__`, with what it takes, its fields and its methods."""
+    lines = list[str]()
+    for name in sorted(modular_kernel.__all__):
+        value = getattr(modular_kernel, name)
+        if inspect.isclass(value):
+            lines += [f"class {name}{_bases(value)}", *(f"  {line}" for line in _members(value))]
+        elif callable(value):
+            lines.append(f"{name}{inspect.signature(value)}")
+        else:
+            lines.append(f"{name}: {type(value).__name__}")
+    return lines
+
+
+def _bases(cls: type) -> str:
+    return f"({', '.join(base.__name__ for base in cls.__bases__ if base is not object)})"
+
+
+def _members(cls: type) -> list[str]:
+    if issubclass(cls, enum.Enum):
+        return [member.name for member in cls]
+    found = list[str]()
+    if dataclasses.is_dataclass(cls):
+        found += [_field(field) for field in dataclasses.fields(cls)]
+    elif "__init__" in vars(cls):
+        found.append(f"__init__{inspect.signature(cls)}")
+    shown = dict[str, Any]()
+    for owner in reversed(cls.__mro__):
+        if owner.__module__.startswith("modular_kernel."):  # inherited names are public as well
+            shown |= {n: v for n, v in vars(owner).items() if n == "__call__" or n[0] != "_"}
+    for name, value in sorted(shown.items()):
+        if isinstance(value, classmethod | staticmethod):
+            value = value.__func__
+        if inspect.isfunction(value):
+            found.append(f"{name}{inspect.signature(value)}")
+        elif isinstance(value, property):
+            found.append(f"{name}: property")
+    return found
+
+
+def _field(field: "dataclasses.Field[Any]") -> str:
+    optional = field.default is not dataclasses.MISSING
+    optional |= field.default_factory is not dataclasses.MISSING
+    return f"{field.name}: {'may be left out' if optional else 'needed'}"
+
+
+if __name__ == "__main__":
+    RECORD.write_text("\n".join(surface()) + "\n", encoding="utf-8")

@@ -1,0 +1,228 @@
+"""Every public callable, and what one call of it is made of: its arguments, and their tensors.
+
+Public are the names of docs/api.md, of the packages' `__all__`, and of MODULES. `public_recipes`
+says how each is called; `test_public_tensors` and `test_public_junk` spoil one argument at a time.
+"""
+
+import dataclasses
+import inspect
+import re
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from pkgutil import walk_packages
+from typing import Any
+
+import torch
+
+API = Path(__file__).parents[2] / "docs" / "api.md"
+# Modules that export: by `__all__`, or all that they define and do not mark as private.
+MODULES = (
+    "modular_kernel",
+    "modular_kernel.layers.adapter_pool",
+    "modular_kernel.spec.lora",
+    "modular_kernel.checkpoints",
+    "modular_kernel.integrations.fused_moe",
+    "modular_kernel.integrations.moe_runner",
+    "modular_kernel.kernel",
+    "modular_kernel.ops.moe_lora",
+    "modular_kernel.select.composed_kernel",
+    "experts.compat.batched_gemm",
+    "experts.compat.ep_moe",
+    "topk_reduce",
+)
+# Names of modules that hold helpers of ours beside them.
+NAMES = (
+    "modular_kernel.ops.align: moe_align_block_size, batched_moe_align_block_size",
+    "modular_kernel.ops.reduce: moe_sum_reduce",
+    "modular_kernel.quant.repacking: repack, as_nibbles",
+    "modular_kernel.quant.scale_tiles: from_e8m0",
+)
+PACKAGES = ("modular_kernel.layers",)
+OPTIONAL = "modular_kernel.integrations.transformers"
+_OURS = ("modular_kernel", "experts", "prepare_finalize", "topk_reduce")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One good call of a public callable: `function(**arguments)`.
+
+    written: of the tensors by their paths (`weights.w1`, `topk_output[0]`), those that the call
+    writes. shared: what it may share memory with. accepts: defects that are none here, each with
+    its reason. receiver: the argument that is the `self` of a method.
+    """
+
+    function: Callable[..., object]
+    arguments: dict[str, Any]
+    written: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+    accepts: Mapping[str, str] = field(default_factory=dict)
+    receiver: str = ""
+
+    def __call__(self, path: str = "", value: object = None) -> object:
+        """Make the call, with `value` in place of what lies at `path`."""
+        changed = replaced(self.arguments, steps_of(path), value) if path else self.arguments
+        return self.function(**changed)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor of the arguments by its path."""
+        found = leaves(self.arguments)
+        return {path: value for path, value in found if isinstance(value, torch.Tensor)}
+
+
+def named() -> dict[str, Callable[..., object]]:
+    """Every public function, class and method by its name: `module.Class.method`."""
+    found: dict[str, Callable[..., object]] = {}
+    for value in _exported():
+        if inspect.isfunction(value):
+            found[_name(value)] = value
+        elif inspect.isclass(value) and value.__module__.startswith(_OURS):
+            found[f"{value.__module__}.{value.__qualname__}"] = value
+            found |= {_name(method): method for method in _methods(value)}
+    return dict(sorted(found.items()))
+
+
+def takes_tensors(function: Callable[..., object]) -> bool:
+    """Whether an annotation, or the record that a method belongs to, holds a tensor."""
+    if inspect.isclass(function):
+        made = vars(function).get("__init__")
+        if dataclasses.is_dataclass(function) or made is None or _is_named_tuple(function):
+            return _reads(function) and _holds_tensors(function)
+        return any(map(_holds_tensors, _hints(made)))
+    hints = _hints(function)
+    return any(map(_holds_tensors, hints)) or _is_method_of_record(function)
+
+
+def leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
+    """Every value inside records, sequences and mappings, by its path."""
+    inside = _inside(value) if path else {str(k): v for k, v in dict(value).items()}  # type: ignore[call-overload]
+    if inside is None:
+        yield path, value
+        return
+    for step, each in inside.items():
+        yield from leaves(each, f"{path}{step}")
+
+
+def steps_of(path: str) -> list[str]:
+    """`weights.w1` as ["weights", ".w1"], `topk_output[0]` as ["topk_output", "[0]"]."""
+    return re.findall(r"^\w+|\.\w+|\[\w+\]", path)
+
+
+def replaced(value: Any, steps: list[str], new: object) -> Any:
+    """A copy of a record, sequence or mapping with another value at a path."""
+    if not steps:
+        return new
+    step, name = steps[0], steps[0].strip(".[]")
+    if isinstance(value, dict):
+        key = next(key for key in value if str(key) == name)
+        return value | {key: replaced(value[key], steps[1:], new)}
+    if step.startswith("."):
+        changed = replaced(getattr(value, name), steps[1:], new)
+        if hasattr(value, "_replace"):
+            return value._replace(**{name: changed})
+        return dataclasses.replace(value, **{name: changed})
+    items = list(value)
+    items[int(name)] = replaced(items[int(name)], steps[1:], new)
+    return type(value)(items)
+
+
+def _inside(value: object) -> dict[str, object] | None:
+    if hasattr(value, "_fields"):
+        return {f".{name}": getattr(value, name) for name in value._fields}
+    if dataclasses.is_dataclass(value) and not inspect.isclass(value):
+        named = [each.name for each in dataclasses.fields(value) if each.init]
+        found = {f".{name}": getattr(value, name) for name in named}
+        return found if _holds_tensors(type(value)) else None
+    if isinstance(value, list | tuple) and value:
+        return {f"[{at}]": each for at, each in enumerate(value)}
+    if isinstance(value, dict) and value:
+        return {f"[{key}]": each for key, each in value.items()}
+    return None
+
+
+def _exported() -> Iterator[object]:
+    blocks = re.findall(r"```\{api\}\n(.*?)```", API.read_text(encoding="utf-8"), re.DOTALL)
+    for line in (*"".join(blocks).splitlines(), *NAMES):
+        module, _, names = line.partition(":")
+        if not module.startswith(OPTIONAL):
+            for name in names.split(","):
+                yield getattr(import_module(module.strip()), name.strip())
+    modules = list(MODULES)
+    for package in PACKAGES:
+        paths = import_module(package).__path__
+        modules += [each.name for each in walk_packages(paths, f"{package}.")]
+    for found in map(import_module, modules):
+        exported = getattr(found, "__all__", None)
+        for name in vars(found) if exported is None else exported:
+            value = getattr(found, name)
+            own = getattr(value, "__module__", "") == found.__name__
+            if exported is not None or (own and not name.startswith("_")):
+                yield value
+
+
+def _name(function: Callable[..., object]) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def _methods(cls: type) -> Iterator[Callable[..., object]]:
+    for owner in cls.__mro__:
+        if not owner.__module__.startswith(_OURS):
+            continue
+        for name, value in vars(owner).items():
+            if isinstance(value, classmethod | staticmethod):
+                value = value.__func__
+            elif isinstance(value, property):
+                continue
+            public = name == "__call__" or not name.startswith("_")
+            if public and inspect.isfunction(value):
+                yield value
+
+
+def _hints(function: Any) -> list[object]:
+    function = inspect.unwrap(function)
+    try:
+        hints = typing.get_type_hints(function)
+    except NameError:  # a forward reference to what is imported for checking alone
+        hints = dict(function.__annotations__)
+    return [hint for name, hint in hints.items() if name != "return"]
+
+
+def _holds_tensors(hint: Any, seen: frozenset[object] = frozenset()) -> bool:
+    """Whether values of an annotation hold tensors that a call may read."""
+    if isinstance(hint, str):
+        return "Tensor" in hint
+    if hint in seen:
+        return False
+    seen |= {hint}
+    if inspect.isclass(hint) and issubclass(hint, torch.Tensor):
+        return True
+    if typing.get_origin(hint) is typing.Unpack or typing.is_typeddict(hint):
+        inner = hint if typing.is_typeddict(hint) else typing.get_args(hint)[0]
+        return any(_holds_tensors(each, seen) for each in typing.get_type_hints(inner).values())
+    if typing.get_origin(hint) is not None and typing.get_origin(hint) is not typing.Literal:
+        if typing.get_origin(hint) is Callable or "Callable" in str(typing.get_origin(hint)):
+            return False
+        return any(_holds_tensors(each, seen) for each in typing.get_args(hint))
+    if isinstance(hint, typing.types.UnionType):  # type: ignore[attr-defined]
+        return any(_holds_tensors(each, seen) for each in typing.get_args(hint))
+    record = inspect.isclass(hint) and hint.__module__.startswith(_OURS)
+    if record and (dataclasses.is_dataclass(hint) or _is_named_tuple(hint)):
+        return any(_holds_tensors(each, seen) for each in typing.get_type_hints(hint).values())
+    return False
+
+
+def _is_named_tuple(cls: type) -> bool:
+    return issubclass(cls, tuple) and hasattr(cls, "_fields")
+
+
+def _reads(cls: type) -> bool:
+    """Whether making a record reads what it is given; others are read, and checked, later."""
+    return "__post_init__" in vars(cls)
+
+
+def _is_method_of_record(function: Callable[..., object]) -> bool:
+    owner = function.__qualname__.rpartition(".")[0]
+    cls = getattr(import_module(function.__module__), owner, None) if owner else None
+    return inspect.isclass(cls) and dataclasses.is_dataclass(cls) and _holds_tensors(cls)

@@ -1,0 +1,139 @@
+"""What tests/core/test_cuda_replay.py runs in a process whose libcuda.so.1 is the stand-in."""
+
+import ctypes
+import json
+import sys
+from typing import Any
+
+from modular_kernel.replay.launch.launch import cuda_replay as replayer
+
+stand_in = ctypes.CDLL("libcuda.so.1")
+KERNEL = ctypes.cast(stand_in.scale_kernel, ctypes.c_void_p).value
+COUNTERS = ("maps", "launches", "graph_launches", "sets", "instantiations", "dependent_launches")
+
+
+class Buffer:
+    """Four floats."""
+
+    def __init__(self, *values: float) -> None:
+        self.memory = (ctypes.c_float * 4)(*values)
+        self.pointer = ctypes.addressof(self.memory)
+
+
+def set_to(name: str, value: int) -> None:
+    ctypes.c_int.in_dll(stand_in, name).value = value
+
+
+def counters() -> dict[str, int]:
+    found = {name: ctypes.c_int.in_dll(stand_in, name).value for name in COUNTERS}
+    for name in COUNTERS:
+        set_to(name, 0)
+    return {name: value for name, value in found.items() if value}
+
+
+def scale(
+    pointers: tuple[int, int],
+    factor: float,
+    step: int,
+    slots: list[tuple[int, int, int]],
+    *,
+    dependent: bool = False,
+    mapped: bool = False,
+) -> replayer.LaunchRecord:
+    kinds = ("*fp32", "*fp32", "fp32", "i32")
+    values = tuple(
+        replayer.pack_value(kind, value)
+        for kind, value in zip(kinds, (*pointers, factor, step), strict=True)
+    )
+    assert KERNEL is not None
+    assert None not in values
+    if mapped:  # x comes as a TMA map, of which the stand-in reads the address
+        values = (values[0], values[1].ljust(replayer.MAP_BYTES, b"?"), *values[2:])  # type: ignore[union-attr]
+    return replayer.LaunchRecord(
+        kernel=None,
+        function=KERNEL,
+        grid=(1, 1, 1),
+        threads=32,
+        shared=0,
+        dependent=dependent,
+        cooperative=False,
+        values=(*values, bytes(8), bytes(8)),  # type: ignore[arg-type]
+        slots=tuple(slots),
+    )
+
+
+def make(*, dependent: bool = False, launches: int = 2, mapped: bool = False) -> tuple[Any, Buffer]:
+    """between = 2 x - 3, out = -0.5 between + 1. Inputs: x (from its second float), out."""
+    between = Buffer()
+    first = scale((between.pointer, 0), 2.0, -3, [(1, 0, 4)], mapped=mapped)
+    second = scale((0, between.pointer), -0.5, 1, [(0, 1, 0)], dependent=dependent)
+    described = (first, second)[:launches]
+    recorded = replayer.module().pack(0, 2, *replayer.describe(described), described)
+    return recorded, between
+
+
+def replay(recorded: Any, x: Buffer, out: Buffer, stream: int = 7) -> list[float]:
+    out.memory[:] = [float("nan")] * 4
+    replayer.module().replay(recorded, stream, [x.pointer - 4, out.pointer])
+    return list(out.memory)
+
+
+def error(call: Any) -> str:
+    try:
+        call()
+    except Exception as caught:  # noqa: BLE001
+        return f"{type(caught).__name__}: {caught}"
+    return ""
+
+
+def main() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    one, two = Buffer(1, 2, 3, 4), Buffer(-8, 0, 8, 16)
+    out, other = Buffer(), Buffer()
+    recorded, _between = make()
+    for name, x, to in (
+        ("first", one, out),
+        ("same again", one, out),
+        ("other x", two, out),
+        ("other out", two, other),
+        ("both back", one, out),
+    ):
+        found[name] = [replay(recorded, x, to), counters()]
+    set_to("capturing", 1)
+    found["captured"] = [replay(recorded, two, other), counters()]
+    set_to("capturing", 0)
+    found["after it"] = [replay(recorded, one, out), counters()]
+    found["stream"] = ctypes.c_ulonglong.in_dll(stand_in, "last_stream").value
+    dependent, _other_between = make(dependent=True)
+    values = [replay(dependent, one, out)]
+    set_to("capturing", 1)
+    values.append(replay(dependent, one, out))
+    set_to("capturing", 0)
+    found["dependent"] = [values, counters()]
+    boxes, _of_boxes = make(mapped=True)
+    found["map"] = [[replay(boxes, x, out) for x in (one, two)], counters()]
+    single, _third = make(launches=1)
+    for _ in range(3):
+        replay(single, one, out)
+    found["single"] = counters()
+    set_to("fail", 2)
+    ungraphable, _fourth = make()
+    found["no graphs"] = [[replay(ungraphable, one, out) for _ in range(3)], counters()]
+    set_to("fail", 1)
+    set_to("capturing", 1)
+    found["failed"] = error(lambda: replay(make()[0], one, out))
+    set_to("fail", 0)
+    module = replayer.module()
+    found["pointers"] = error(lambda: module.replay(recorded, 0, [1]))
+    found["no recorded"] = error(lambda: module.replay(None, 0, [1, 2]))
+    found["slot"] = error(lambda: module.pack(0, 1, [], [(5, 0, 0, 0)], [], b"", None))
+    found["parameters"] = error(
+        lambda: module.pack(0, 1, [(1, (1, 1, 1), 32, 0, 0, 0, 3, 4)], [], [0] * 5, bytes(40), None)
+    )
+    found["inputs"] = error(lambda: module.pack(0, 65, [], [], [], b"", None))
+    found["place"] = error(lambda: module.pack(0, 1, [], [], [0, 5], bytes(40), None))
+    return found
+
+
+if __name__ == "__main__":
+    json.dump(main(), sys.stdout)

@@ -1,0 +1,52 @@
+"""Every experts class that the installed transformers decorates: right, or refused by name."""
+
+import copy
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+if find_spec("transformers") is None:
+    pytest.skip("the extra is not installed", allow_module_level=True)
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+from hf_suites.classes import Config, E, H, K, decorated, made
+
+from modular_kernel.errors import UnsupportedError
+from modular_kernel.integrations.transformers import register, registration
+
+CLASSES = decorated()
+REFUSED = {"MuseSparkExperts": "norm after each expert"}
+
+
+def test_the_classes_are_found() -> None:
+    assert len(CLASSES) >= 60
+    assert {"MixtralExperts", "GptOssExperts", "NemotronHExperts"} <= CLASSES.keys()
+    assert REFUSED.keys() <= CLASSES.keys()
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_class_computes_what_transformers_computes_or_is_refused(name) -> None:
+    cls = getattr(import_module(CLASSES[name]), name)
+    experts, generator = made(cls), torch.Generator().manual_seed(1)
+    x = torch.randn(11, H, generator=generator)
+    values, ids = torch.randn(11, E, generator=generator).topk(K)
+    scores, ours = values.softmax(-1), register("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+    with torch.no_grad():
+        exact = copy.deepcopy(experts).double()
+        exact.config = Config()
+        exact.config._experts_implementation = "batched_mm"
+        want = exact(x.double(), ids, scores.double())
+        experts.config._experts_implementation = ours
+        if name in REFUSED:
+            with pytest.raises(UnsupportedError, match=REFUSED[name]):
+                experts(x, ids, scores)
+            return
+        got = experts(x, ids, scores)
+    error = (got.double() - want).norm() / want.norm()
+    assert registration(ours).kernels
+    assert error <= 2e-6

@@ -1,0 +1,51 @@
+"""Models that transformers shares among ranks: tensor parallel, and expert parallel both ways."""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+if find_spec("transformers") is None:
+    pytest.skip("the extra is not installed", allow_module_level=True)
+
+from modular_kernel.cli.demo_models import small_model
+
+PROGRAM = Path(__file__).parents[1] / "helpers" / "transformers_rank_program.py"
+# Experts, top-k and I of the kernels on a rank. All-to-all makes a row of every pair; a plan of
+# gpt-oss leaves I whole.
+KERNELS = {
+    ("mixtral", "tp"): (8, 2, 48),
+    ("mixtral", "ep all_reduce"): (4, 2, 96),
+    ("mixtral", "ep all_to_all"): (4, 1, 96),
+    ("gpt_oss", "tp"): (8, 2, 80),
+    ("gpt_oss", "ep all_reduce"): (4, 2, 80),
+    ("gpt_oss", "ep all_to_all"): (4, 1, 80),
+}
+
+
+@pytest.mark.cpu
+def test_two_ranks_compute_what_one_process_does(tmp_path) -> None:
+    for name in ("mixtral", "gpt_oss"):
+        small_model(name, "float32", "cpu").save_pretrained(tmp_path / name)
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*words, str(PROGRAM), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=540,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("found ")]
+    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = json.loads(lines[0].removeprefix("found "))
+    assert len(ranks) == 2
+    for found in (row for rank in ranks for row in rank):
+        case = found["model"], found["kind"]
+        assert found["difference"] <= 1e-5, found
+        assert found["tokens"], found
+        assert found["kernels"] == [list(KERNELS[case])], found
+        assert found.get("compiled", 0.0) <= 1e-6, found
+    assert {(row["model"], row["kind"]) for row in ranks[0]} == KERNELS.keys()

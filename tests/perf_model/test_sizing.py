@@ -1,0 +1,367 @@
+"""The analytic model: formulas against counting, and the model against what was measured."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from run_mk import Ended, run_mk
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.measure.routing_patterns import RoutingKind, draw
+from modular_kernel.perf_model.compare import cells_of, compare, summaries
+from modular_kernel.perf_model.estimate import in_world, size
+from modular_kernel.perf_model.exchange_time import (
+    DEEPEP_HT,
+    OTHERS,
+    TRAFFIC,
+    Traffic,
+    Way,
+    exchange_time,
+    network_rows,
+    row_bytes,
+)
+from modular_kernel.perf_model.experts_time import experts_time
+from modular_kernel.perf_model.hardware import Cluster, Gpu, Link
+from modular_kernel.perf_model.load import (
+    ONE_GROUP,
+    EstimatedLoad,
+    Groups,
+    inclusion,
+    rank_load,
+)
+from modular_kernel.spec.problem import Problem
+
+BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks"
+LAYERS, EXCHANGES = BENCHMARKS / "h200-layers.json", BENCHMARKS / "h200-exchange.json"
+PUBLISHED = BENCHMARKS / "published-exchange.json"
+DEEPSEEK = Problem(128, 7168, 2048, 256, 8)
+KINDS = ["uniform", "zipf0.6", "zipf1.2", "hot1", "hot3"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chances_sum_to_top_k_and_are_those_of_drawn_routing(kind: str) -> None:
+    experts, top_k = 32, 4
+    parsed = RoutingKind.parse(kind)
+    chances = inclusion(experts, top_k, parsed)
+    assert math.isclose(sum(chances), top_k, rel_tol=1e-6)
+    assert list(chances) == sorted(chances, reverse=True)
+    generator = torch.Generator().manual_seed(0)
+    problem = Problem(20_000, 1, 1, experts, top_k)
+    ids = draw(problem, parsed, generator).topk_ids_TK.long()
+    drawn = torch.bincount(ids.flatten(), minlength=experts).sort(descending=True).values / 20_000
+    assert (drawn - torch.tensor(chances)).abs().max() < 0.04
+
+
+@pytest.mark.parametrize(("world", "tokens"), [(1, 5), (2, 16), (4, 3), (8, 64)])
+def test_uniform_loads_are_those_that_are_counted(world: int, tokens: int) -> None:
+    experts, top_k, trials = 64, 4, 200
+    kind = RoutingKind("uniform")
+    load = rank_load(experts=experts, top_k=top_k, world_size=world, tokens=tokens, kind=kind)
+    generator = torch.Generator().manual_seed(0)
+    problem = Problem(tokens * world, 1, 1, experts, top_k)
+    fullest, touched, meets = 0.0, 0.0, 0.0
+    for _ in range(trials):
+        ids = draw(problem, kind, generator).topk_ids_TK.long()
+        ranks = ids // (experts // world)
+        fullest += float(torch.bincount(ranks.flatten(), minlength=world).max()) / trials
+        touched += float(len(ids[ranks == 0].unique())) / trials
+        meets += float((ranks == 0).any(1).float().mean()) / trials
+    assert load.pairs == pytest.approx(fullest, rel=0.05)
+    assert load.touched == pytest.approx(touched, rel=0.06)
+    assert load.meets == pytest.approx(meets, rel=0.05)
+
+
+@given(
+    st.sampled_from(KINDS), st.sampled_from([1, 2, 4, 16]), st.integers(1, 500), st.integers(1, 8)
+)
+@settings(deadline=None, max_examples=40)
+def test_loads_stay_within_what_is_possible(kind: str, world: int, tokens: int, top_k: int) -> None:
+    parsed = RoutingKind.parse(kind)
+    load = rank_load(experts=32, top_k=top_k, world_size=world, tokens=tokens, kind=parsed)
+    assert 0 < load.touched <= 32 / world + 1e-9
+    assert load.touched <= load.pairs + 1e-9
+    assert tokens * top_k - 1e-6 <= load.pairs
+    assert 0 < load.meets <= load.meets_fullest <= 1
+    assert load.tokens <= tokens * world
+
+
+def test_skew_asks_more_of_the_fullest_rank() -> None:
+    def pairs(kind: str) -> float:
+        parsed = RoutingKind.parse(kind)
+        return rank_load(experts=256, top_k=8, world_size=8, tokens=256, kind=parsed).pairs
+
+    assert pairs("uniform") < pairs("zipf0.6") < pairs("zipf1.2")
+    assert pairs("hot1") > 8 * 256 + 7 * 256 * 0.9  # every token's hot expert is on one rank
+
+
+def test_an_exchange_is_start_and_bytes_over_the_slower_link() -> None:
+    part = Traffic("all", Way(10e-6, 0.5), Way(20e-6, 0.25), "by hand", between=0.5)
+    cluster = Cluster(Gpu(), Link(100e9, 1e-6), Link(10e9, 5e-6), per_host=2)
+    problem = replace(in_world(DEEPSEEK, 2), tokens=1000, hidden=1000)
+    load = rank_load(experts=256, top_k=8, world_size=2, tokens=1000, kind=RoutingKind("uniform"))
+    two = exchange_time(problem, part, load, cluster)
+    # 1000 rows of 2000 bytes to one other rank of the host.
+    assert two.dispatch == pytest.approx(10e-6 + 1e-6 + 2e6 / (100e9 * 0.5))
+    assert two.combine == pytest.approx(20e-6 + 1e-6 + 2e6 / (100e9 * 0.25))
+    four = exchange_time(in_world(problem, 4), part, load, cluster)
+    # One other rank in the host, two elsewhere, at a tenth of the bandwidth.
+    assert four.dispatch == pytest.approx(10e-6 + 5e-6 + 2 * 2e6 / (10e9 * 0.5))
+    wide = replace(cluster, between=Link(1e15, 5e-6))
+    inside = exchange_time(in_world(problem, 4), part, load, wide)
+    assert inside.dispatch == pytest.approx(10e-6 + 5e-6 + 2e6 / (100e9 * 0.5))
+    assert exchange_time(in_world(problem, 1), part, load, cluster).dispatch == 0
+
+
+def test_rows_by_hosts_by_hand() -> None:
+    """Two hosts of two ranks, every rank meets half of the tokens: a host three quarters."""
+    problem = in_world(Problem(1000, 500, 64, 8, 2), 4)
+    load = EstimatedLoad(0, 0, 0, 0.5, 0.5, 0.75)
+    cluster = Cluster(inside=Link(100e9, 1e-6), between=Link(10e9, 5e-6), per_host=2)
+    part = Traffic("host", Way(10e-6, 0.5), Way(20e-6, 0.25), "by hand", between=0.5, pieces=4)
+    found = exchange_time(problem, part, load, cluster)
+    between, inside = 1000 * 0.75 * 1000, 4000 * 0.5 / 2 * 1000
+    assert found.dispatch_bytes == found.combine_bytes == between
+    outer = between / (10e9 * 0.5)
+    assert found.dispatch == pytest.approx(10e-6 + 5e-6 + outer + inside / (100e9 * 0.5))
+    # In two chunks, one hop hides half of the other.
+    large = exchange_time(problem.with_tokens(2000), part, load, cluster)
+    hops = 2 * outer, 2 * inside / (100e9 * 0.5)
+    assert large.dispatch == pytest.approx(10e-6 + 5e-6 + max(hops) + min(hops) / 2)
+    one = exchange_time(problem, part, load, replace(cluster, per_host=4))
+    assert one.dispatch == pytest.approx(10e-6 + 1e-6 + 4000 * 0.5 * 3 / 4 * 1000 / (100e9 * 0.5))
+
+
+def test_rows_travel_as_their_scheme_stores_them() -> None:
+    part = TRAFFIC["SymmMemPrepareAndFinalize"]
+    assert row_bytes(DEEPSEEK, part) == 14336
+    assert row_bytes(replace(DEEPSEEK, quant="fp8_w8a8_block"), part) == 7168 + 56 * 4
+    assert row_bytes(replace(DEEPSEEK, quant="fp8_w8a8_channel"), part) == 7168 + 4
+    assert row_bytes(replace(DEEPSEEK, quant="mxfp4_w4a16"), part) == 14336
+
+
+def test_experts_take_no_less_than_their_floor() -> None:
+    for tokens in (1, 16, 1024, 16384):
+        load = rank_load(
+            experts=256, top_k=8, world_size=1, tokens=tokens, kind=RoutingKind("uniform")
+        )
+        time = experts_time(DEEPSEEK.with_tokens(tokens), load, Gpu())
+        weights = load.touched * 3 * 7168 * 2048 * 2 / 4.8e12
+        products = 2 * tokens * 8 * 3 * 7168 * 2048 / 791.6e12
+        assert time.seconds > max(weights, products)
+        assert time.bound == ("compute" if tokens > 4096 else "memory")
+
+
+def test_the_model_is_within_a_quarter_of_every_measured_cell() -> None:
+    found = compare([cell for path in (LAYERS, EXCHANGES, PUBLISHED) for cell in cells_of(path)])
+    worlds = {one.cell.problem.parallel.world_size for one in found if not one.cell.fitted}
+    assert {1, 2, 4, 32, 64, 128} <= worlds
+    predicted = [one for one in found if not (one.cell.fitted or one.cell.eager)]
+    assert len(predicted) >= 90
+    assert [(one.cell.label, one.error) for one in predicted if not one.good] == []
+    by_what = {summary.what: summary for summary in summaries(found)}
+    assert by_what["  1 GPU, predicted"].count == 54
+    assert by_what["  1 GPU, predicted"].mean < 0.1
+    assert (by_what["  2 GPUs, predicted"].count, by_what["  4 GPUs, predicted"].count) == (
+        16,
+        16,
+    )
+    eager = [one for one in found if one.cell.eager]
+    assert sum(one.good for one in eager) >= 0.75 * len(eager)
+
+
+@pytest.mark.parametrize("world", [2, 8, 16, 64, 256])
+def test_worlds_are_sized_by_what_is_valid_there(world: int) -> None:
+    problem = in_world(replace(DEEPSEEK, quant="fp8_w8a8_block"), world, Cluster().per_host)
+    sized = size(problem, Cluster(), others=True)
+    names = {estimate.pairing.split(" x ")[0] for estimate in sized.estimates}
+    assert ("SymmMemPrepareAndFinalize" in names) is (world <= 8)
+    assert names >= {"TorchAll2AllPrepareAndFinalize", "DeepEP low latency"}
+    assert ("DeepEP high throughput" in names) is (world in (16, 64))  # and 256 it does not have
+    assert ("DeepEP 2" in names) is (world > 8)
+    times = [estimate.seconds for estimate in sized.estimates]
+    assert times == sorted(times)
+    assert all(e.weights == pytest.approx(256 / world * 3 * 7168 * 2048) for e in sized.estimates)
+    assert any("no measured efficiency" in why for _, why in sized.without)
+
+
+def test_a_row_once_to_a_rank_is_less_than_one_for_each_expert() -> None:
+    problem = in_world(DEEPSEEK, 4)
+    found = {e.pairing.split(" x ")[0]: e for e in size(problem, Cluster(), others=True).estimates}
+    once = found["SymmMemPrepareAndFinalize"].exchange.dispatch_bytes
+    # 4096 tokens would be 11,096 remote rows; so many of 128 are 346.75.
+    assert once == pytest.approx(128 * 11096 / 4096 * 14336, rel=0.001)
+    assert found["DeepEP low latency"].exchange.dispatch_bytes > 2 * once
+    assert found["AllGatherReduceScatterPrepareAndFinalize"].exchange.dispatch_bytes > once
+
+
+@pytest.mark.parametrize(
+    ("world", "groups", "flat", "by_host"),
+    [
+        (16, ONE_GROUP, 3.26, 1.00),
+        (64, ONE_GROUP, 6.72, 4.63),
+        (256, ONE_GROUP, 7.75, 7.04),
+        (16, Groups(8, 4), 2.67, 0.96),
+        (64, Groups(8, 4), 6.44, 3.18),
+        (256, Groups(8, 4), 7.75, 6.39),
+    ],
+)
+def test_rows_that_leave_a_host(world: int, groups: Groups, flat: float, by_host: float) -> None:
+    cluster, problem = Cluster(), in_world(DEEPSEEK, world, 8)
+    load = rank_load(experts=256, top_k=8, world_size=world, tokens=128,
+                     kind=RoutingKind("uniform"), per_host=8, groups=groups)  # fmt: skip
+    found = [
+        network_rows(problem, part, load, cluster)
+        for part in (TRAFFIC["TorchAll2AllPrepareAndFinalize"], OTHERS[DEEPEP_HT])
+    ]
+    assert found == pytest.approx([flat, by_host], abs=0.005)
+
+
+@pytest.mark.parametrize("groups", [Groups(8, 4), Groups(4, 1), Groups(2, 2), Groups(16, 3)])
+def test_groups_that_are_drawn_are_met_as_often_as_is_said(groups: Groups) -> None:
+    """8 hosts of 2 ranks: groups of one host, of two, of four, and of half a host."""
+    generator, trials = torch.Generator().manual_seed(0), 4000
+    experts, top_k, world = 64, 4, 16
+    score = torch.rand(trials, experts, generator=generator)
+    kept = torch.rand(trials, groups.count, generator=generator).topk(groups.kept).indices
+    allowed = torch.zeros(trials, groups.count).scatter(1, kept, 1)
+    score *= allowed.repeat_interleave(experts // groups.count, 1)
+    ids = score.topk(top_k).indices
+    load = rank_load(experts=experts, top_k=top_k, world_size=world, tokens=9,
+                     kind=RoutingKind("uniform"), per_host=2, groups=groups)  # fmt: skip
+    for said, each in ((load.meets, experts // world), (load.meets_host, experts // 8)):
+        met = torch.stack([(ids // each == at).any(1) for at in range(experts // each)])
+        assert said == pytest.approx(float(met.float().mean()), rel=0.02)
+
+
+def test_rows_that_go_on_from_a_host() -> None:
+    part = Traffic("host", Way(10e-6, 0.5), Way(20e-6, 0.25), "by hand", between=0.5)
+    cluster = Cluster(Gpu(), Link(100e9, 1e-6), Link(10e9, 5e-6), per_host=2)
+    problem = replace(in_world(DEEPSEEK, 4, 2), tokens=1000, hidden=1000)
+    load = rank_load(experts=256, top_k=8, world_size=4, tokens=1000,
+                     kind=RoutingKind("uniform"), per_host=2)  # fmt: skip
+    # To the other host, and 4 ranks' rows of which half are for the neighbor.
+    network = 1000 * load.meets_host * 2000 / (10e9 * 0.5)
+    inside = 1000 * 4 * load.meets / 2 * 2000 / (100e9 * 0.5)
+    found = exchange_time(problem, part, load, cluster)
+    assert found.dispatch == pytest.approx(15e-6 + max(network, inside))
+    serial = exchange_time(problem, replace(part, pieces=1), load, cluster)
+    assert serial.dispatch == pytest.approx(15e-6 + network + inside)
+    one = replace(in_world(problem, 2))
+    assert network_rows(one, part, load, cluster) == 0
+
+
+def test_what_a_library_is_not_made_for_is_said() -> None:
+    problem = in_world(replace(DEEPSEEK, quant="fp8_w8a8_block"), 64, 8)
+
+    def told(tokens: int) -> str:
+        found = size(problem.with_tokens(tokens), Cluster(), others=True).estimates
+        return next(e.caveat for e in found if e.pairing.startswith("DeepEP low latency"))
+
+    assert told(256) == ""
+    assert "made for at most 256 tokens: for 4096 its buffer takes 60 GB" in told(4096)
+    without = dict(size(in_world(problem, 24, 8), Cluster(), others=True).without)
+    assert "got 24, need one of" in without["DeepEP high throughput x TritonExperts"]
+
+
+@pytest.mark.parametrize(
+    ("groups", "kind"),
+    [(Groups(3, 1), "uniform"), (Groups(8, 9), "uniform"), (Groups(64, 1), "uniform"),
+     (Groups(8, 0), "uniform"), (Groups(8, 4), "zipf")],
+    ids=str,
+)  # fmt: skip
+def test_groups_that_no_router_has(groups: Groups, kind: str) -> None:
+    parsed = RoutingKind.parse(kind)
+    with pytest.raises(ConfigurationError, match="groups"):
+        rank_load(experts=256, top_k=8, world_size=8, tokens=1, kind=parsed, groups=groups)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", '{"schema": "mk-exchange/1"}', '{"schema": "mk-exchange/1", "rows": [{}]}',
+     '{"schema": "mk-exchange/1", "rows": [7]}', "[" * 100_000, '{"rows": [{"peer": []}]}'],
+    ids=lambda text: text[:40] or "nothing",
+)  # fmt: skip
+def test_files_of_other_rows_are_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(content)
+    with pytest.raises(ConfigurationError, match="measured rows"):
+        cells_of(path)
+    with pytest.raises(ConfigurationError, match="measured rows"):
+        cells_of(tmp_path / "none.json")
+
+
+def test_impossible_worlds_are_refused() -> None:
+    with pytest.raises(ConfigurationError):
+        in_world(DEEPSEEK, 257)  # a rank would hold no expert
+    with pytest.raises(ConfigurationError, match="link bandwidth"):
+        Link(0)
+    with pytest.raises(ConfigurationError, match="link latency"):
+        Link(1, float("nan"))
+    with pytest.raises(ConfigurationError, match="rows of a traffic"):
+        Traffic("some", Way(0, 1), Way(0, 1), "")
+
+
+def ended(capsys: pytest.CaptureFixture[str], *words: str) -> Ended:
+    return run_mk(capsys, "plan", *words)
+
+
+def test_the_verb_sizes_and_prints_what_it_assumes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model", "deepseek-v3", "--worlds", "1,64", "--tokens-list", "128", "--net", "25")
+    code, out, _ = ended(capsys, *words)
+    assert code == 0
+    assert "TorchAll2AllPrepareAndFinalize x TritonExperts" in out
+    assert "between hosts: 25 GB/s and 20 us" in out
+    assert "nothing overlaps" in out
+    assert "- experts' efficiency: measured, of scheme none\n" in out
+    code, out, _ = ended(capsys, *words, "--json")
+    found = json.loads(out)["estimates"]
+    assert {row["ranks"] for row in found} == {1, 64}
+    row = found[0]
+    assert row["layer_us"] == row["dispatch_us"] + row["experts_us"] + row["combine_us"]
+
+
+def test_the_verb_prints_its_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = ended(capsys, "--compare", str(LAYERS), "--compare", str(EXCHANGES), "--json")
+    assert code == 0
+    assert len(json.loads(out)["cells"]) == 90 + 112
+    rows = json.loads(PUBLISHED.read_text())
+    rows["rows"] = [rows["rows"][2] | {"us": 50.0}]
+    (tmp_path / "off.json").write_text(json.dumps(rows))
+    code, out, _ = ended(capsys, "--compare", str(tmp_path / "off.json"))
+    assert code == 1
+    assert "0 of 1 within 25%" in out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--groups 3 --worlds 8",
+        "--worlds 0",
+        "--worlds 8,x",
+        "--link 0",
+        "--net-latency -1",
+        "--local-experts 4",
+    ],
+)
+def test_bad_usage_ends_with_2(capsys: pytest.CaptureFixture[str], words: str) -> None:
+    code, _, err = ended(capsys, "--model", "deepseek-v3", *words.split())
+    assert code == 2
+    assert "error: " in err
+
+
+@pytest.mark.parametrize(
+    "words", ["--model mixtral-8x7b", "--tokens 5", "--worlds 8", "--prepared", "--peak 100"]
+)
+def test_an_option_that_a_comparison_would_ignore_is_refused(
+    capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    file = "docs/benchmarks/h200-layers.json"
+    done = run_mk(capsys, "plan", "--compare", file, *words.split())
+    name = words.split()[0]
+    assert (done.code, done.out) == (2, "")
+    assert done.err == f"error: {name}: got {name} beside --compare, need one of them\n"

@@ -1,0 +1,178 @@
+"""The shape of the house: what an import loads, and where things stand."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("modular_kernel", "prepare_finalize", "experts", "topk_reduce")
+PARTS = PACKAGES[1:]
+MAX_PUBLIC_NAMES = 21
+
+# What a part brings in when it is built, never when it is imported.
+VENDORS = {"cutlass", "deep_ep", "deep_gemm", "flashinfer", "pplx_kernels", "triton_kernels"}
+OTHERS = {"transformers", "matplotlib", "vllm", "sglang"}
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The top-level modules that `statement` loads in a fresh interpreter."""
+    program = f"import sys\n{statement}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_import_loads_no_vendor(package: str) -> None:
+    assert loaded_by(f"import {package}") & (VENDORS | OTHERS) == set()
+
+
+def test_core_loads_no_triton() -> None:
+    by_torch = loaded_by("import torch")  # a build of torch may load triton by itself
+    every_name = "from modular_kernel import *"
+    assert (loaded_by(every_name) - by_torch) & {"triton"} == set()
+
+
+def test_core_loads_no_part() -> None:
+    assert loaded_by("import modular_kernel") & set(PARTS) == set()
+
+
+def test_command_line_loads_no_torch() -> None:
+    """`mk --help` answers at once."""
+    assert "torch" not in loaded_by(
+        "from modular_kernel.cli.main import application; application()"
+    )
+
+
+def test_public_names_are_few_and_real() -> None:
+    core = import_module("modular_kernel")
+    assert len(core.__all__) == len(set(core.__all__)) <= MAX_PUBLIC_NAMES
+    assert [name for name in core.__all__ if not hasattr(core, name)] == []
+
+
+@pytest.mark.parametrize("package", PARTS)
+def test_parts_list_their_components(package: str) -> None:
+    components = import_module(package).COMPONENTS
+    assert isinstance(components, tuple)
+    assert components
+    assert len({part.__name__ for part in components}) == len(components)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_package_is_typed(package: str) -> None:
+    assert (ROOT / package / "py.typed").is_file()
+
+
+def test_every_folder_of_modules_is_a_package() -> None:
+    """A folder without `__init__.py` would be left out of the wheel."""
+    folders = {path.parent for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+    assert [str(f.relative_to(ROOT)) for f in folders if not (f / "__init__.py").is_file()] == []
+
+
+def test_tests_are_no_package_and_have_names_of_their_own() -> None:
+    """`tests/experts/__init__.py` would shadow the package `experts`."""
+    tests = ROOT / "tests"
+    assert list(tests.rglob("__init__.py")) == []
+    names = Counter(path.name for path in tests.rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_setup_has_no_logic_and_is_the_one_home_of_metadata() -> None:
+    statements = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8")).body
+    assert {type(s).__name__ for s in statements} <= {"Expr", "ImportFrom", "Import"}
+    assert "project" not in tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_triton_kernels_are_launched_by_launch() -> None:
+    """A launch past `modular_kernel.replay.launch` would be missing where a plan replays a call."""
+    found = []
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            calls = (n.func for n in nodes if isinstance(n, ast.Call))
+            kernels = (f.value for f in calls if isinstance(f, ast.Subscript))
+            names = {ast.unparse(kernel) for kernel in kernels}
+            found += [(path.name, name) for name in names if name.endswith("kernel")]
+    assert found == [("launch.py", "kernel")]
+
+
+def test_cute_kernels_keep_their_annotations() -> None:
+    """The CuTe DSL reads annotations as objects; postponed ones are strings to it."""
+    postponed = "from __future__ import " + "annotations"
+    kernels = (p for p in (ROOT / "experts").rglob("*.py") if "kernels" in p.parts)
+    assert [str(p) for p in kernels if postponed in p.read_text(encoding="utf-8")] == []
+
+
+def test_public_names_are_not_hidden_by_submodules() -> None:
+    """`import modular_kernel.x` binds x in the package: no public name may be a module's."""
+    import modular_kernel
+
+    modules = {path.stem for path in (ROOT / "modular_kernel").iterdir()}
+    assert not modules & set(modular_kernel.__all__)
+
+
+def _imports() -> set[tuple[str, str]]:
+    """(module, module that it imports anywhere but for type checkers): of our packages."""
+    files = {}
+    for file in (file for package in PACKAGES for file in (ROOT / package).rglob("*.py")):
+        name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        files[name] = file
+    found = set()
+    for name, file in files.items():
+        waiting: list[ast.AST] = [ast.parse(file.read_text(encoding="utf-8"))]
+        while waiting:
+            node = waiting.pop()
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                continue
+            waiting += ast.iter_child_nodes(node)
+            if isinstance(node, ast.Import):
+                found |= {(name, alias.name) for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                below = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= {(name, one if one in files else str(node.module)) for one in below}
+    return {(user, used) for user, used in found if used in files and used != user}
+
+
+def _in_loops(pairs: set[tuple[str, str]]) -> set[str]:
+    """Return what imports itself through others: what is left when ends are taken off."""
+    while True:
+        users, used = {user for user, _ in pairs}, {used for _, used in pairs}
+        kept = {pair for pair in pairs if pair[1] in users and pair[0] in used}
+        if kept == pairs:
+            return users
+        pairs = kept
+
+
+def test_no_files_and_no_folders_beside_each_other_import_in_a_loop() -> None:
+    """Late imports count: a loop that is closed in a function is one to a reader."""
+    found = _imports()
+    assert _in_loops(found) == set()
+    between: dict[str, set[tuple[str, str]]] = {}
+    for user, used in found:
+        mine, other = user.split("."), used.split(".")
+        same = next((i for i, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b), None)
+        # Folders alone: what has something below the place where the two part.
+        if same is not None and min(len(mine), len(other)) > same + 1:
+            pair = ".".join(mine[: same + 1]), ".".join(other[: same + 1])
+            between.setdefault(".".join(mine[:same]), set()).add(pair)
+    assert {where: _in_loops(pairs) for where, pairs in between.items() if _in_loops(pairs)} == {}
+
+
+def test_no_file_is_a_thousand_lines_long() -> None:
+    """Tests apart. A file that grows past this has a second thing in it."""
+    listed = (path for path in ROOT.rglob("*.py") if "tests" not in path.relative_to(ROOT).parts)
+    files = [p for p in listed if p.relative_to(ROOT).parts[0] in (*PACKAGES, "tools", "examples")]
+    lengths = {p: len(p.read_text(encoding="utf-8").splitlines()) for p in files}
+    assert {str(p.relative_to(ROOT)): n for p, n in lengths.items() if n > 1000} == {}

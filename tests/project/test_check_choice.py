@@ -1,0 +1,88 @@
+"""tools/check_choice.py: which layers it draws, and what it reports of a choice."""
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from modular_kernel.cli.presets import SHAPES
+from modular_kernel.select.timing import Stopwatch
+
+FILE = Path(__file__).parents[2] / "tools" / "check_choice.py"
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check_choice", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_layers_are_drawn_by_the_seed(tool: ModuleType) -> None:
+    first = tool.random_layers(4, 1)
+    assert first == tool.random_layers(4, 1)
+    assert first != tool.random_layers(4, 2)
+    for sizes in tool.random_layers(100, 3).values():
+        experts, top_k, hidden, intermediate = sizes.values()
+        assert sizes not in SHAPES.values()
+        assert 4 * top_k <= experts
+        assert (hidden % 256, intermediate % 128) == (0, 0)
+        assert 3e8 <= 6 * experts * hidden * intermediate <= 16e9
+
+
+@pytest.mark.parametrize("slow", ["TorchExperts", "NaiveBatchedExperts"])
+def test_a_choice_is_beside_the_default_and_the_best(
+    tool: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    slow: str,
+) -> None:
+    """By a clock on which one of the two experts takes 1.3 times as long as the other."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+
+    def beside(plan, _default, given, _device):
+        kernel = plan.kernel.kernel(given.problem.tokens)
+        return 1.0, 1.0 if type(kernel.experts).__name__ == "TorchExperts" else ratio, 0.0
+
+    ratio = 1 / 1.3 if slow == "TorchExperts" else 1.3
+    monkeypatch.setattr(Stopwatch, "_once", lambda _, r: 1.3 if r.pair[1] == slow else 1.0)
+    monkeypatch.setattr(tool, "_beside", beside)
+    out = tmp_path / "out.json"
+    words = ["--layer", "4,2,64,32", "--tokens-list", "1,4", "--budgets", "0,default"]
+    monkeypatch.setattr("sys.argv", ["check_choice.py", *words, "--json", str(out)])
+    assert tool.main() == 0
+    report = json.loads(out.read_text())
+    assert [call["same_again"] for call in report["calls"]] == [True, True]
+    found = {(c["budget"], c["tokens"]): (c["x_default"], c["x_best"]) for c in report["cells"]}
+    assert set(found) == {(b, t) for b in (0.0, 20.0) for t in (1, 4)}
+    timed = (ratio, 1.0) if slow == "TorchExperts" else (1.0, 1.0)
+    untimed = (1.0, 1.3) if slow == "TorchExperts" else (1.0, 1.0)
+    assert found[20.0, 4] == pytest.approx(timed)
+    assert found[0.0, 4] == pytest.approx(untimed)
+    assert "budget 20 s: 2 cells" in capsys.readouterr().out
+
+
+def test_a_choice_that_is_slower_than_the_default_is_an_error(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cell = {"layer": "L", "quant": "none", "tokens": 4, "budget": 5.0, "x_best": 1.0}
+    call = {"layer": "L", "quant": "none", "budget": 5.0, "first_s": 1.0, "same_again": True}
+
+    def code(x_default: float, noise: float, **more: object) -> int:
+        cells = [{**cell, "x_default": x_default, "noise": noise}]
+        return tool._summary({"cells": cells, "calls": [{**call, **more}]}, 1.02)
+
+    assert code(1.0, 0.0) == 0
+    assert code(1.05, 0.02) == 0  # within the noise
+    assert code(1.05, 0.01) == 1
+    assert code(1.0, 0.0, first_s=6.5) == 1
+    assert code(1.0, 0.0, same_again=False) == 1
+    out = capsys.readouterr().out
+    assert "slower than the default: L none at 4 tokens" in out
+    assert "overrun: L none took 6.5 s with a budget of 5 s" in out

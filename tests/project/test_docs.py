@@ -1,0 +1,184 @@
+"""What the pages show runs as it stands there, or says why it does not."""
+
+import re
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from doc_blocks import LANGUAGES, Block, Mk, blocks_of, run_page
+from run_mk import run_mk
+
+import modular_kernel
+from modular_kernel.replay.stages import STAGES
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(
+    [ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")]
+)  # tests/project/test_readme.py: the README
+BLOCKS = [block for page in [ROOT / "README.md", *PAGES] for block in blocks_of(page)]
+RUN = sorted({b.page for b in BLOCKS if b.reason is None and b.language in LANGUAGES} & set(PAGES))
+# Pages that were written around what they show.
+SHOWN = ("add-a-part.md", "choose.md", "compose.md", "concepts.md", "errors.md", "profiling.md")
+
+
+@pytest.fixture
+def mk(capsys: pytest.CaptureFixture[str]) -> Mk:
+    """Runs `mk` in this process."""
+
+    return lambda *words: run_mk(capsys, *words)[:2]
+
+
+def test_the_pages_were_read() -> None:
+    assert {DOCS / name for name in SHOWN} <= set(RUN)
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
+def test_the_page_runs(page: Path, mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_page(page, mk)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_a_block_runs_or_says_why_not(block: Block) -> None:
+    directive = block.language.startswith("{")
+    known = directive or block.language in (*LANGUAGES, "diff")
+    assert known, "a fence is python, console, diff or a directive"
+    assert block.reason is None or len(block.reason.split()) >= 3, "no reason"
+    if block.language == "python":
+        compile(block.text, str(block), "exec")
+
+
+# ------------------------------------------------------------------------------ the runner itself
+
+
+def page_of(folder: Path, text: str) -> Path:
+    page = folder / "page.md"
+    page.write_text(text, encoding="utf-8")
+    return page
+
+
+def saying(text: str, code: int = 0) -> Mk:
+    return lambda *_: (code, text)
+
+
+def test_blocks_share_names_and_errors_tell_the_line(tmp_path: Path) -> None:
+    text = "# T\n\n```python\na = 1\n```\n\n- item\n\n  ```python\n  b = a + 1\n  ```\n"
+    assert run_page(page_of(tmp_path, text), saying(""))["b"] == 2
+    page = page_of(tmp_path, text + "\n```python\n\nassert b == 3\n```\n")
+    with pytest.raises(AssertionError) as caught:
+        run_page(page, saying(""))
+    last = caught.traceback[-1]
+    assert (last.path, last.lineno + 1) == (page, 15)
+
+
+def test_a_block_with_a_reason_is_not_run(tmp_path: Path) -> None:
+    page = page_of(tmp_path, "```python\n# not run: needs a GPU\n1 / 0\n```\n")
+    run_page(page, saying(""))
+    assert blocks_of(page)[0].reason == "needs a GPU"
+
+
+@pytest.mark.parametrize(
+    ("shown", "fault"),
+    [
+        ("one\nthree", None),
+        ("...\ntwo   x\n...", None),
+        ("two\none", "not printed: one"),
+        ("four", "not printed: four"),
+        ("one\n$ echo $?\n1", "exited with 0"),
+    ],
+)
+def test_what_is_shown_must_be_printed_in_order(
+    tmp_path: Path, shown: str, fault: str | None
+) -> None:
+    page = page_of(tmp_path, f"```console\n$ mk list\n{shown}\n```\n")
+    printed: Callable[[], object] = lambda: run_page(page, saying("one\ntwo  x\nthree\n"))  # noqa: E731
+    if fault is None:
+        printed()
+        return
+    with pytest.raises(AssertionError, match=fault):
+        printed()
+
+
+def test_a_command_that_fails_must_be_shown_to_fail(tmp_path: Path) -> None:
+    page = page_of(tmp_path, "```console\n$ mk check\n```\n")
+    with pytest.raises(AssertionError, match="exited with 1"):
+        run_page(page, saying("", code=1))
+    page = page_of(tmp_path, "```console\n$ mk check\n$ echo $?\n1\n```\n")
+    run_page(page, saying("", code=1))
+
+
+# ------------------------------------------------------------------------------------ other facts
+
+
+def test_the_stages_are_described() -> None:
+    text = (DOCS / "profiling.md").read_text(encoding="utf-8")
+    assert [name for name in STAGES if f"| `{name.removeprefix('mk::')}` |" not in text] == []
+
+
+def test_the_site_s_packages_are_pinned() -> None:
+    """Installed without resolving: each by its exact version, and none is forgotten in silence."""
+    lines = (ROOT / "constraints-docs.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    assert {"Sphinx", "myst-parser", "furo"} <= set(pins)
+    assert all(re.fullmatch(r"[0-9.]+(b[0-9]+)?", version) for version in pins.values())
+
+
+def test_rows_of_the_site_s_tables_keep_their_names_when_scrolled() -> None:
+    """The support matrix has 22 columns, and a page has room for five."""
+    style = (DOCS / "_static" / "custom.css").read_text(encoding="utf-8")
+    rules = dict(re.findall(r"([^{}]+)\{([^{}]*)\}", style))
+    (named,) = (body for of, body in rules.items() if "th:first-child" in of and "left: 0" in body)
+    assert "position: sticky" in named
+    assert "background:" in named  # else what is scrolled shows through
+
+
+def test_every_page_can_be_found() -> None:
+    """As Sphinx demands it: from the index, by name or by pattern."""
+    lines = (DOCS / "index.md").read_text(encoding="utf-8").splitlines()
+    named = {path for line in lines for path in DOCS.glob(f"{line}.md") if line}
+    assert sorted(set(DOCS.rglob("*.md")) - named) == [DOCS / "index.md"]
+
+
+def test_the_reference_names_what_is_public() -> None:
+    """It is read from the source, so a name must be where it is defined."""
+    found: set[str] = set()
+    for block in blocks_of(DOCS / "api.md"):
+        for line in block.text.splitlines():
+            module, _, names = line.partition(":")
+            for name in names.split(","):
+                thing = getattr(import_module(module), name.strip())
+                assert thing.__module__ == module, f"{name} is defined in {thing.__module__}"
+                assert thing.__doc__, f"{module}.{name} has no docstring"
+                found.add(name.strip())
+    assert set(modular_kernel.__all__) - found == set()
+
+
+# ---------------------------------------------------------------------------- the API reference
+
+
+def test_an_example_of_a_docstring_is_shown_as_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a fence Markdown reads a prompt as quotations, and curls the quotes."""
+    for name in ("docutils", "sphinx.application", "sphinx.util.docutils"):  # need not be here
+        stand_in = ModuleType(name)
+        stand_in.__dict__.update(
+            nodes=SimpleNamespace(Node=object), Sphinx=object, SphinxDirective=object
+        )
+        monkeypatch.setitem(sys.modules, name, stand_in)
+    monkeypatch.syspath_prepend(str(DOCS))
+    directive = import_module("api_directive")
+    name = "modular_kernel.catalog"
+    text = "\n\n".join(directive.described(name, directive.source_of(name), ["check"]))
+    monkeypatch.delitem(sys.modules, "api_directive")
+    (example,) = re.findall(r"^```pycon\n(.*?)\n```$", text, re.MULTILINE | re.DOTALL)
+    assert example.startswith(">>> problem = ")
+    assert example.endswith("(False, ['format', 'reduce'])")
+    assert text.count(">>> problem = ") == 1
+
+
+def test_prose_is_copied_as_it_was_typed() -> None:
+    """Sphinx would curl quotes, and make a dash of the hyphens of an option."""
+    assert "\nsmartquotes = False\n" in (DOCS / "conf.py").read_text(encoding="utf-8")

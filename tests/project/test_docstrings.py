@@ -1,0 +1,43 @@
+"""Examples in docstrings are run, and give what they show."""
+
+import doctest
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("modular_kernel", "prepare_finalize", "experts", "topk_reduce")
+
+
+def modules_with_examples() -> list[str]:
+    """Modules that hold a docstring with a prompt in it."""
+    return [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if ">>> " in path.read_text(encoding="utf-8")
+    ]
+
+
+@pytest.mark.parametrize("name", modules_with_examples())
+def test_examples_give_what_they_show(name: str) -> None:
+    failed, tried = doctest.testmod(import_module(name))
+    assert tried > 0
+    assert failed == 0
+
+
+def test_public_functions_have_examples() -> None:
+    shown = set(modules_with_examples())
+    assert {
+        "modular_kernel.catalog",
+        "modular_kernel.spec.problem",
+        "modular_kernel.spec.placement",
+    } <= shown
+
+
+def test_an_example_that_does_not_hold_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    module = ModuleType("wrong", ">>> 1 + 1\n3\n")
+    assert doctest.testmod(module) == (1, 1)
+    assert "Expected:\n    3\nGot:\n    2" in capsys.readouterr().out

@@ -1,0 +1,156 @@
+"""The table of tiles without a tuned file: whose tiles a layer left out takes, and their times."""
+
+import importlib.util
+import json
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from experts.triton.launch_config import LaunchConfig, MoEConfig
+from modular_kernel.spec.problem import Problem
+from modular_kernel.tuning.search import Refusal
+
+FILE = Path(__file__).parents[2] / "tools" / "leave_one_out.py"
+NS = (128, 256, 64)
+LAYERS = ("mixtral", "mixtral_tp2", "dsv3_tp8")
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("leave_one_out", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def configs(tool: ModuleType, tmp_path: Path) -> Path:
+    """The files of three layers."""
+    inner = tmp_path / "triton_3_6_0"
+    inner.mkdir()
+    for sizes in ("E=8,N=14336", "E=8,N=7168", "E=256,N=256"):
+        name = f"{sizes},device_name=NVIDIA_H200.json"
+        shutil.copy(tool.CONFIGS / inner.name / name, inner / name)
+    return tmp_path
+
+
+def test_a_layer_left_out_takes_the_nearest_other_s_tiles(tool: ModuleType, configs: Path) -> None:
+    found = tool.cells(LAYERS, ["none"], [16, 4096], configs)
+    assert [(cell.layer, cell.problem.tokens) for cell in found] == [
+        (layer, tokens) for layer in LAYERS for tokens in (16, 4096)
+    ]
+    own = {(cell.layer, cell.problem.tokens): cell.tuned for cell in found}
+    by = {(cell.layer, cell.problem.tokens): cell for cell in found}
+    assert by["mixtral", 16].origin == "E=8, K=2, H=4096, I=7168, 16 tokens"
+    assert by["mixtral", 16].neighbors == own["mixtral_tp2", 16]
+    assert by["mixtral_tp2", 4096].origin == "E=8, K=2, H=4096, I=14336, 4096 tokens"
+    assert by["dsv3_tp8", 16].origin == "heuristics", "nothing is near"
+    assert by["dsv3_tp8", 16].neighbors == by["dsv3_tp8", 16].regimes != own["dsv3_tp8", 16]
+    assert tool.cells(LAYERS, ["fp8_w8a8_block"], [16], configs) == [], "no file of that scheme"
+    alone = tool.cells(["mixtral"], ["none"], [16])
+    assert alone[0].tuned == own["mixtral", 16], "the files that ship"
+
+
+def test_a_record_names_what_is_alike(tool: ModuleType, configs: Path) -> None:
+    cell = tool.cells(["dsv3_tp8"], ["none"], [16], configs)[0]
+    assert cell.choices == [cell.tuned, cell.regimes]
+    row = json.loads(json.dumps(cell.record({cell.tuned: 1e-5, cell.regimes: 1.5e-5})))
+    assert row["us"] == {"tuned": 10.0, "neighbors": 15.0, "regimes": 15.0}
+    (result,) = tool.results([row])
+    assert (result.neighbors, result.regimes) == (1.5, 1.5)
+    same = tool.TimedCell(cell.layer, cell.problem, cell.tuned, cell.tuned, cell.tuned, "regimes")
+    assert same.choices == [cell.tuned]
+    (result,) = tool.results([same.record({})])
+    assert (result.neighbors, result.regimes) == (1.0, 1.0)
+
+
+class Bench:
+    """Takes as many microseconds as GEMM 2 has columns; tiles of 64 columns are wrong."""
+
+    def __init__(self, *_: object, tokens: list[int], target_ms: float) -> None:
+        self.tokens = tokens
+
+    def compare(self, tokens: int, choices: list[MoEConfig]) -> dict[MoEConfig, float | Refusal]:
+        assert tokens in self.tokens
+        took = {choice: choice.gemm2.block_n for choice in choices}
+        return {c: Refusal("wrong") if n == 64 else n * 1e-6 for c, n in took.items()}
+
+
+class Compiler:
+    begun: list[MoEConfig] = []  # noqa: RUF012 - one for all, emptied by the test
+
+    def __init__(self, workers: int) -> None:
+        pass
+
+    def __enter__(self) -> "Compiler":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def begin(
+        self, pair: object, space: object, problem: Problem, choices: list[MoEConfig]
+    ) -> None:
+        Compiler.begun += choices
+
+
+def test_only_what_differs_is_timed(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(tool, "TimedSearch", Bench)
+    monkeypatch.setattr(tool, "Compiler", Compiler)
+    Compiler.begun.clear()
+    problem = Problem(16, 4096, 14336, 8, 2)
+    one, two, wrong = (
+        MoEConfig(LaunchConfig(16, 32, 64, 1, 4, 4), LaunchConfig(16, n, 64, 1, 4, 4), "aligned")
+        for n in NS
+    )
+    found = [
+        tool.TimedCell("a", problem, one, two, one, "x"),
+        tool.TimedCell("a", problem.with_tokens(64), one, one, one, "x"),
+        tool.TimedCell("b", problem, one, wrong, one, "x"),
+        tool.TimedCell("c", problem, two, two, two, "x"),
+    ]
+    kept: list[list[dict[str, object]]] = []
+    left = tool.time_cells(found, 1e9, lambda rows: kept.append(list(rows)))
+    assert left == 1, "the cell with wrong numbers"
+    assert "wrong" in capsys.readouterr().err
+    us = {(row["layer"], row["tokens"]): row["us"] for row in kept[-1]}
+    timed = {"tuned": 128.0, "neighbors": 256.0, "regimes": 128.0}
+    assert us == {("a", 16): timed, ("a", 64): {}, ("c", 16): {}}
+    assert Compiler.begun == [one, two, one, wrong]
+    assert tool.time_cells(found, -1.0, kept.append) == 3, "no time: whole layers"
+    assert [row["layer"] for row in kept[-1]] == ["c"]
+
+
+def row(layer: str, tokens: int, neighbors: float, regimes: float) -> dict[str, object]:
+    us = {"tuned": 10.0, "neighbors": 10.0 * neighbors, "regimes": 10.0 * regimes}
+    return {"layer": layer, "quant": "none", "tokens": tokens, "origin": "E=8, K=2", "us": us}
+
+
+def test_the_document(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    # Rows come as cells were timed: what is alike first.
+    alike = {**row("one", 4096, 1.0, 1.0), "us": {}}
+    rows = [alike, row("two", 16, 1.21, 1.0), row("two", 1, 1.3, 1.0), row("one", 16, 0.9, 1.44)]
+    record = tmp_path / "record.json"
+    record.write_text(json.dumps({"measured": "today with this", "rows": rows}))
+    assert tool.main(["report", str(record)]) == 0
+    text = capsys.readouterr().out.splitlines()
+    assert text[0].startswith("# Tiles without a tuned file")
+    assert any("In 3 of 4 cells" in line for line in text)
+    assert any(line.endswith("Measured today with this.") for line in text)
+    assert "Raw rows: `record.json`." in text
+    total = next(line for line in text if line.startswith("| all |"))
+    assert total == "| all | 4 | 2 of 4, 50.0% | 1.091 | 1.30 | 3 of 4, 75.0% | 1.095 | 1.44 |"
+    one = text.index("| one | none |  | 0.90 | 1.00 |")
+    assert text[one + 1] == "| two | none | 1.30 | 1.21 |  |"
+    assert text[-2:] == [
+        "- two none, 1 token: 1.30 x, tiles of E=8, K=2",
+        "- two none, 16 tokens: 1.21 x, tiles of E=8, K=2",
+    ]

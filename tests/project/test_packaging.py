@@ -1,0 +1,257 @@
+"""What a user installs: four typed packages, the `mk` command, the parts, and nothing else."""
+
+import ast
+import configparser
+import email
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = {"modular_kernel", "prepare_finalize", "experts", "topk_reduce"}
+EXTRAS = {"transformers", "cutlass", "bench", "interpreter", "test", "dev"}
+NEVER_PACKAGED = ("tests", "tools", "docs")
+FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
+    """The wheel of a copy of the tree in which tests, tools and docs would pass for packages."""
+    source = tmp_path_factory.mktemp("source")
+    for package in PACKAGES:
+        shutil.copytree(
+            ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy(path, source)
+    for folder in NEVER_PACKAGED:
+        (source / folder).mkdir()
+        (source / folder / "__init__.py").touch()
+
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run(
+        [*command, "--no-index", "--disable-pip-version-check", "--wheel-dir", str(out), "."],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = out.glob("*.whl")
+    with zipfile.ZipFile(path) as opened:
+        yield opened
+
+
+def read(wheel: zipfile.ZipFile, name: str) -> str:
+    """The text of a file in the wheel's .dist-info."""
+    (path,) = (n for n in wheel.namelist() if n.endswith(f".dist-info/{name}"))
+    return wheel.read(path).decode()
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: zipfile.ZipFile) -> Message:
+    return email.message_from_string(read(wheel, "METADATA"))
+
+
+def test_wheel_holds_the_four_packages_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    tops = {name.split("/")[0] for name in wheel.namelist() if ".dist-info/" not in name}
+    assert tops == PACKAGES
+
+
+def test_wheel_holds_every_module_and_data_file(wheel: zipfile.ZipFile) -> None:
+    in_tree = {
+        path.relative_to(ROOT).as_posix()
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*")
+        if path.suffix in {".py", ".c", ".json", ".html", ".css", ".typed"}
+    }
+    assert in_tree - set(wheel.namelist()) == set()
+    assert {f"{package}/py.typed" for package in PACKAGES} <= in_tree
+
+
+def changelog_versions() -> list[str]:
+    """Releases, the newest first; each has a date."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    heads = [head for head in re.findall(r"^## (.*)$", text, re.M) if head != "[Unreleased]"]
+    dated = [re.fullmatch(r"\[(\d+\.\d+\.\d+)\] - \d{4}-\d{2}-\d{2}", head) for head in heads]
+    assert None not in dated, heads
+    return [found[1] for found in dated if found]
+
+
+# Of the text of each release, as it was made.
+RELEASED = {"[0.2.0] - 2026-11-24": "9d7195d64263175e", "[0.1.0] - 2026-11-20": "8805e91bfb94f5e4"}
+
+
+def test_releases_keep_their_words_and_what_is_new_stands_apart() -> None:
+    """A release's section is never rewritten: a change after it belongs under Unreleased."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    _, *sections = re.split(r"^## ", text, flags=re.M)
+    heads = [section.partition("\n")[0] for section in sections]
+    assert heads == ["[Unreleased]", *RELEASED]
+    digests = [hashlib.sha256(f"## {section}".encode()).hexdigest()[:16] for section in sections]
+    assert digests[1:] == list(RELEASED.values())
+    kinds = re.findall(r"^### (.*)$", sections[0], re.M)
+    assert kinds == [kind for kind in ("Added", "Changed", "Fixed") if kind in kinds]
+
+
+def test_wheel_alone_writes_and_judges_the_checkpoints_of_the_demo(
+    wheel: zipfile.ZipFile, tmp_path: Path
+) -> None:
+    """Without the tree, and without transformers."""
+    wheel.extractall(tmp_path)
+    program = (
+        "import sys",
+        "folder, root = sys.argv[1:]",
+        "sys.path[:] = [folder, *(path for path in sys.path if path not in ('', root))]",
+        "sys.modules['transformers'] = None",
+        "from modular_kernel.cli import demo_checkpoints",
+        "assert demo_checkpoints.__file__.startswith(folder)",
+        "pair = ('MoEPrepareAndFinalizeNoEP', 'TorchExperts')",
+        "rows = list(demo_checkpoints.checkpoint_rows([pair], 'cpu'))",
+        "assert len(rows) == 4 and all(row.ok for row in rows), rows",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(program), str(tmp_path), str(ROOT)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_metadata(metadata: Message) -> None:
+    assert metadata["Name"] == "modular-kernel"
+    assert metadata["Version"] == changelog_versions()[0]
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert set(metadata.get_all("Provides-Extra", [])) == EXTRAS
+
+
+def test_run_time_needs_are_few(metadata: Message) -> None:
+    plain = [r for r in metadata.get_all("Requires-Dist", []) if "extra ==" not in r]
+    names = {re.split(r"[<>=;\s]", requirement)[0] for requirement in plain}
+    assert names == {"torch", "numpy", "triton", "typer", "rich", "safetensors", "jinja2"}
+    (triton,) = (requirement for requirement in plain if requirement.startswith("triton"))
+    assert "platform_system" in triton
+
+
+def pins(name: str) -> dict[str, str]:
+    """What a constraints file pins, by package."""
+    lines = (ROOT / f"constraints-{name}.txt").read_text(encoding="utf-8").splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+def test_the_oldest_and_the_newest_triton_are_tested(metadata: Message) -> None:
+    """`make test` has the first minor release of the range, `make test-triton` the last, and
+    replay knows those and each between them."""
+    (need,) = (r for r in metadata.get_all("Requires-Dist", []) if r.startswith("triton"))
+    least, most = (re.search(rf"{sign}3\.(\d+)", need) for sign in (">=", "<"))
+    assert least is not None
+    assert most is not None
+    minors = range(int(least[1]), int(most[1]))
+    oldest, newest = (pins(name)["triton"].split(".")[:2] for name in ("cpu", "newest"))
+    assert oldest == ["3", str(minors[0])]
+    assert newest == ["3", str(minors[-1])]
+    compat = pytest.importorskip("modular_kernel.replay.launch.triton_versions")
+    assert tuple(f"3.{minor}" for minor in minors) == compat.REPLAYED
+
+
+def test_the_least_transformers_is_the_one_that_is_tested(metadata: Message) -> None:
+    needs = [r for r in metadata.get_all("Requires-Dist", []) if r.startswith("transformers")]
+    assert {re.search(r">=([\d.]+)", need)[1] for need in needs} == {"5.23"}  # type: ignore[index]
+    assert pins("cpu")["transformers"].startswith("5.23.")
+
+
+def test_the_cutlass_extra_is_the_one_that_is_compiled_with(metadata: Message) -> None:
+    """`make test-cutlass` has all that the extra names, in a release that the extra admits."""
+    wanted = [r for r in metadata.get_all("Requires-Dist", []) if 'extra == "cutlass"' in r]
+    found = pins("cutlass")
+    least = {re.split(r"[<>=;,\s]", r)[0]: re.search(r">=([\d.]+)", r)[1] for r in wanted}  # type: ignore[index]
+    assert least.keys() <= found.keys()
+    assert found["nvidia-cutlass-dsl"].startswith(least["nvidia-cutlass-dsl"][:3])
+
+
+def test_every_requirement_is_named_not_located(metadata: Message) -> None:
+    """A requirement by URL cannot be uploaded, and makes resolving any extra build its source."""
+    assert [r for r in metadata.get_all("Requires-Dist", []) if "@" in r] == []
+
+
+def test_entry_points(wheel: zipfile.ZipFile) -> None:
+    parser = configparser.ConfigParser()
+    parser.read_string(read(wheel, "entry_points.txt"))
+    assert dict(parser["console_scripts"]) == {"mk": "modular_kernel.cli.main:run"}
+    assert dict(parser["modular_kernel.parts"]) == {
+        "prepare_finalize": "prepare_finalize:COMPONENTS",
+        "experts": "experts:COMPONENTS",
+        "topk_reduce": "topk_reduce:COMPONENTS",
+    }
+
+
+def test_wheel_carries_the_license(wheel: zipfile.ZipFile) -> None:
+    (path,) = (n for n in wheel.namelist() if n.endswith("/LICENSE"))
+    assert "Apache License" in wheel.read(path).decode()
+
+
+@pytest.mark.parametrize(
+    ("torch_given", "installs", "warns"),
+    [
+        ("torch==2.13.0", ["torch==2.13.0+cpu", "torch==2.13.0"], True),
+        ("torch==2.13.0+cu130", ["torch==2.13.0+cu130"], False),
+        ("/tmp/torch-2.13.0+cpu-cp311.whl", ["/tmp/torch-2.13.0+cpu-cp311.whl"], False),
+    ],
+)
+def test_make_warns_of_cuda_only_where_pip_chooses_the_build(
+    tmp_path: Path, torch_given: str, installs: list[str], warns: bool
+) -> None:
+    """`make demo TORCH=...` in an environment of its own, whose pip finds no CPU-only build."""
+    log, python = tmp_path / "log", tmp_path / "bin" / "python"
+    (tmp_path / ".made-by-make").touch()
+    python.parent.mkdir()
+    python.write_text(
+        f'#!/bin/sh\necho "$@" >> {log}\ncase "$*" in *torch==*+cpu*) exit 1;; esac\n'
+    )
+    python.chmod(0o755)
+    words = ["make", f"VENV={tmp_path}", f"TORCH={torch_given}", f"PYTHON={sys.executable}"]
+    done = subprocess.run(
+        [*words, f"{tmp_path}/.installed"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    asked = [line.split()[-1] for line in log.read_text().splitlines()]
+    assert [word for word in asked if "torch" in word] == installs
+    assert ("gigabytes of CUDA" in done.stdout) is warns
+
+
+def strings_of(path: Path) -> Iterator[str]:
+    """Every string of a module but docstrings; those of verbs are their help."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    holders = ast.Module if path.parent.name == "cli" else ast.Module | ast.ClassDef | FUNCTION
+    bodies = [node.body[0] for node in ast.walk(tree) if isinstance(node, holders) and node.body]
+    docstrings = {id(first.value) for first in bodies if isinstance(first, ast.Expr)}
+    for node in ast.walk(tree):
+        text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if text and id(node) not in docstrings:
+            yield " ".join(node.value.split())
+
+
+# What they say goes into pages of the docs, keys of records there, or stands above records.
+IN_DOCS = ("mutation_page.py", "apart.py", "benchmarks.py")
+
+
+def test_no_message_sends_an_installation_to_a_file_of_the_source_tree_alone() -> None:
+    """A wheel has neither docs nor tests nor tools: who names a file there says where it is."""
+    outside = re.compile(r"(?<![\w/.])(?:docs|tests|tools|notebook)/\w")
+    for package in sorted(PACKAGES):
+        for path in (ROOT / package).rglob("*.py"):
+            if path.name in IN_DOCS:
+                continue
+            for text in filter(outside.search, strings_of(path)):
+                assert "source tree" in text or "a checkout" in text, f"{path.name}: {text[-200:]}"

@@ -1,0 +1,12 @@
+"""The public surface is as tests/helpers/public_api.txt has it: a change of it is meant, and said."""
+
+from difflib import unified_diff
+
+from public_api import RECORD, surface
+
+
+def test_the_public_surface_is_as_recorded() -> None:
+    """If this is meant: say it in CHANGELOG.md, and run `python tests/helpers/public_api.py`."""
+    recorded = RECORD.read_text(encoding="utf-8").splitlines()
+    changed = list(unified_diff(recorded, surface(), "recorded", "now", lineterm="", n=0))
+    assert not changed, "\n".join(changed)

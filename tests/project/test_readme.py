@@ -1,0 +1,59 @@
+"""What the README shows runs as it stands there."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from doc_blocks import blocks_of, run_page
+
+from modular_kernel.catalog import load_catalog
+from modular_kernel.select.composed_kernel import ComposedKernel
+
+PAGE = Path(__file__).parents[2] / "README.md"
+README = PAGE.read_text(encoding="utf-8")
+KINDS = ("prepare_finalize", "experts", "topk_reduce")
+
+
+def no_commands(*words: str) -> tuple[int, str]:
+    raise AssertionError(f"a command in the README is not run: {words}")
+
+
+def test_the_first_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))
+    names = run_page(PAGE, no_commands)
+    y_TH, kernel = names["y_TH"], names["kernel"]
+    assert tuple(y_TH.shape) == (64, 128)
+    assert bool(y_TH.isfinite().all())
+    assert isinstance(kernel, ComposedKernel)
+    assert kernel.choice.measured or kernel.choice.candidates.silent
+
+
+def test_the_transformers_example_names_what_exists() -> None:
+    pytest.importorskip("transformers", reason="the extra is not installed")
+    (block,) = (block for block in blocks_of(PAGE) if "transformers" in block.text)
+    lines = [line for line in block.text.splitlines() if line.startswith(("from", "register"))]
+    assert len(lines) == 3
+    exec(compile("\n".join(lines), "README.md", "exec"), {})
+
+
+def test_the_table_of_commands_has_each() -> None:
+    from modular_kernel.cli.main import VERBS
+
+    table = PAGE.with_name("docs") / "command-line.md"
+    shown = re.findall(r"^\| `mk (\w+)", table.read_text(encoding="utf-8"), re.M)
+    assert set(shown) == set(VERBS)
+
+
+def test_what_is_said_of_the_proofs_is_what_is_recorded() -> None:
+    docs = PAGE.with_name("docs")
+    record = json.loads((docs / "verified.json").read_text(encoding="utf-8"))
+    cases = sum(pair["cases"] for run in record["runs"] for pair in run["pairs"])
+    assert re.findall(r"`make verify` all: (\d+) with no failure", README) == [str(cases)]
+    parts = load_catalog()
+    names = {name for kind in KINDS for name in parts.names(kind)}
+    scopes = [json.loads(path.read_text(encoding="utf-8")) for path in docs.glob("mutation/*.json")]
+    scores = {scope["part"]: scope["score"] for scope in scopes if scope["part"] in names}
+    said = re.findall(r"(\d+) of (\d+) parts have one:\s+(\d+) to 100 % of samples", README)
+    assert said == [(str(len(scores)), str(len(names)), str(int(100 * min(scores.values()))))]
+    assert max(scores.values()) == 1

@@ -1,0 +1,83 @@
+"""Shares of cases: equal for equal trees, of the right size, and over many trees all cases."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from shares import THIRTY_SIXTH, in_share, proven_here, share, tree_hash
+
+from modular_kernel.spec.problem import Machine
+from modular_kernel.testing import Case, cases_for
+from modular_kernel.testing.cases.lists import BASE
+
+CASES = tuple(
+    Case("SomePrepare", "SomeExperts", replace(BASE, tokens=tokens), seed=seed)
+    for tokens in range(40)
+    for seed in range(10)
+)
+PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+
+
+def test_equal_trees_have_equal_shares() -> None:
+    assert tree_hash() == tree_hash.__wrapped__()
+    assert share(CASES, THIRTY_SIXTH, "one") == share(CASES, THIRTY_SIXTH, "one")
+    assert share(CASES, THIRTY_SIXTH, "one") != share(CASES, THIRTY_SIXTH, "other")
+
+
+def test_a_share_is_about_its_part_in_the_order_of_the_list() -> None:
+    found = share(CASES, THIRTY_SIXTH, "one")
+    assert len(CASES) / 72 < len(found) < len(CASES) / 18
+    assert list(found) == sorted(found, key=CASES.index)
+
+
+def test_each_case_has_its_tree() -> None:
+    trees = [share(CASES, THIRTY_SIXTH, str(tree)) for tree in range(600)]
+    assert set().union(*trees) == set(CASES)
+
+
+def test_an_experts_part_has_its_whole_list_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine("cpu")
+    full = cases_for(*PAIR, machine).cases
+    smoke = cases_for(*PAIR, machine, "smoke").cases
+
+    def alike(pf: str, experts: str, machine: Machine, level: str = "full") -> object:
+        assert pf in (PAIR[0], "Elsewhere")
+        assert level in ("full", "smoke")
+        return cases_for(*PAIR, machine, "smoke" if level == "smoke" else "full")
+
+    monkeypatch.setattr("shares.cases_for", alike)
+    elsewhere = ("Elsewhere", PAIR[1])
+    found = proven_here([PAIR, elsewhere], machine, "one")
+    assert found[PAIR] == tuple(dict.fromkeys((*smoke, *full)))
+    assert found[elsewhere] == tuple(dict.fromkeys((*smoke, *share(full, THIRTY_SIXTH, "one"))))
+    assert len(smoke) < len(found[elsewhere]) < len(full) / 2
+
+
+def test_parameters_are_drawn_unless_all_or_some_are_asked_for() -> None:
+    file = "tests/quant/test_four_bit.py"
+
+    ways = (["--whole", file], [file], [f"{file}::test_proven"], ["-k", "test_proven", file])
+    # One process, which imports torch and the file once, collects anew for each.
+    program = f"""if True:
+        import pytest
+        for words in {ways}:
+            print("collected")
+            assert pytest.main(["--collect-only", "-q", *words]) == 0
+    """
+    told = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
+    every, drawn, named, chosen = (
+        {line for line in part.splitlines() if "::test_proven[" in line}
+        for part in told.stdout.split("collected\n")[1:]
+    )
+    assert drawn == {name for name in every if in_share(name, 6, tree_hash())}
+    assert len(drawn) < len(every)
+    assert named == every
+    assert chosen == every

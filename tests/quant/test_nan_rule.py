@@ -1,0 +1,137 @@
+"""One rule for NaN: every value that is computed from one is NaN, and no other value.
+
+In every scheme and part that a CPU runs, interpreted and in plain torch, one argument at a time.
+"""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from nan_matrix import SCHEME_NAMES, Counts, judge_calls, pairs_here, run, taken
+
+from experts.triton.configs.select import override_config, this_store
+from experts.triton.paths import BY_NAME
+from modular_kernel.catalog import check, this_machine
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.ops.quantize import quantized
+from modular_kernel.spec.problem import Problem
+from modular_kernel.spec.quantization import QuantScheme
+from modular_kernel.testing.cases.handpicked import chosen_cases
+from modular_kernel.testing.cases.inputs import Manner, make_inputs
+from modular_kernel.testing.cases.nan import groups, holders, names_of, nan_problems
+from modular_kernel.testing.verify.compare_nan import compare_with_nan
+
+CPU = torch.device("cpu")
+PAIRS = pairs_here(this_machine())
+PROBLEM = Problem(4, 64, 64, 8, 2, torch.float32)
+
+
+def test_all_schemes_and_parts_that_run_here_are_judged() -> None:
+    assert len({experts for _, experts in PAIRS}) == 5
+    assert len(SCHEME_NAMES) == 22
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=" x ".join)
+def test_interpreted(pair: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    counts = run(pair, this_machine())
+    with capsys.disabled():
+        sys.stdout.write(f"\n{' x '.join(pair)}, interpreted: {counts}")
+    assert counts.calls > 100
+    assert counts.wrong == []
+
+
+def test_plain_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    """A process without the interpreter: operations run in torch."""
+    program = ["env", "-u", "TRITON_INTERPRET", sys.executable, "tests/helpers/nan_matrix.py"]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(program, cwd=root, capture_output=True, text=True, check=False)
+    with capsys.disabled():
+        sys.stdout.write(f"\nplain torch: {done.stdout}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == [
+        "MoEPrepareAndFinalizeNoEP x TorchExperts",
+        "BatchedPrepareAndFinalize x NaiveBatchedExperts",
+    ]
+
+
+@pytest.mark.parametrize("quant", ["fp8_w8a8_tensor", "fp8_w8a8_tensor:static=true"])
+def test_the_gemv_path_adds_nothing_of_skipped_pairs(quant: str) -> None:
+    """One scale of all pairs may be NaN: zero times that is no zero."""
+    machine, counts = this_machine(), Counts()
+    pair = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
+    problem = replace(taken(pair, quant, machine, 64)[0], tokens=6)
+    config = BY_NAME["gemv"].default_config(problem, problem.tokens, this_store().device)
+    with override_config(config):
+        judge_calls(pair, problem, machine, counts)
+    assert counts.calls == len(holders(problem))
+    assert counts.wrong == []
+
+
+def test_every_scheme_has_cases_for_each_of_its_arguments() -> None:
+    """Of many tokens; those of few have what reaches its own rows alone."""
+    seen: dict[str, set[str]] = {}
+    for problem, nan in nan_problems():
+        assert set(names_of(nan)) <= set(holders(problem))
+        if problem.tokens > 2:
+            seen.setdefault(problem.quant, set()).update(names_of(nan))
+    assert set(seen) == set(SCHEME_NAMES)
+    for quant, names in seen.items():
+        assert set(holders(replace(PROBLEM, quant=quant, bias=True))) <= names, quant
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=" x ".join)
+def test_lists_have_nan_cases_of_each_scheme_that_a_part_takes(pair: tuple[str, str]) -> None:
+    machine = this_machine()
+    cases = [case for case in chosen_cases(*pair, machine) if case.manner.nan]
+    taken = {
+        q for q in SCHEME_NAMES if check(*pair, replace(cases[0].problem, quant=q), machine).ok
+    }
+    assert taken <= {case.problem.quant for case in cases}
+
+
+def test_skipped_pairs_and_tokens_have_nan() -> None:
+    inputs = make_inputs(PROBLEM, "uniform", CPU, manner=Manner(nan="w1"))
+    skipped = inputs.routing.topk_ids_TK < 0
+    assert skipped.tolist() == [[False, False]] * 3 + [[True, True]]
+    assert torch.equal(inputs.routing.topk_weights_TK.isnan(), skipped)
+    assert inputs.x_TH.isnan().any(1).tolist() == [False, False, False, True]
+    assert int(inputs.weights.w1.isnan().sum()) == 1
+
+
+def test_integers_have_none() -> None:
+    problem = replace(PROBLEM, quant="int8_w8a8_channel")
+    assert "w1" not in holders(problem)
+    with pytest.raises(ConfigurationError, match="w1"):
+        make_inputs(problem, "uniform", CPU, manner=Manner(nan="w1"))
+
+
+def test_one_scale_for_all_tokens_has_calls_of_its_own() -> None:
+    static = groups(replace(PROBLEM, quant="fp8_w8a8_tensor:static=true"))
+    assert static[1:] == ("a1_scale", "a2_scale")
+    assert groups(replace(PROBLEM, quant="fp8_w8a8_tensor"))[1:] == ("x", "w1", "w1_scale")
+
+
+def test_a_nan_that_is_lost_is_seen_and_one_that_spreads() -> None:
+    recipe = torch.randn(4, 64, dtype=torch.float64)
+    exact = recipe.clone()
+    recipe[1] = recipe[2, 3] = torch.nan
+    out = recipe.float()
+    assert compare_with_nan(out, exact, recipe, PROBLEM).ok
+    lost, spread, wrong = out.clone(), out.clone(), out.clone()
+    lost[1, 5], spread[0, 0], wrong[2, 4] = 0.0, torch.nan, 9.0
+    assert "1 values in 1 rows lost a NaN" in str(compare_with_nan(lost, exact, recipe, PROBLEM))
+    for harmed in (spread, wrong):
+        assert not compare_with_nan(harmed, exact, recipe, PROBLEM).ok
+
+
+@pytest.mark.parametrize("scheme", ["int8_w8a8_channel", "fp8_w8a8_block", "fp8_w8a8_tensor"])
+def test_computed_scale_of_nan_is_nan(scheme: str) -> None:
+    """The scale carries it: codes of integers cannot."""
+    values = torch.randn(3, 256)
+    values[1, 200] = torch.nan
+    _, scale = quantized(values, QuantScheme.parse(scheme))
+    rows = scale.isnan().view(len(scale), -1).any(1).tolist()
+    assert rows == ([True] if len(scale) == 1 else [False, True, False])

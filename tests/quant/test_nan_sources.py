@@ -1,0 +1,156 @@
+"""No kernel takes a minimum or a maximum that could leave a NaN out, unless it says why it may.
+
+`tl.maximum`, `tl.max`, their likes of Gluon and `fmax` of CuTe return the operand that is a number.
+Kernels use `modular_kernel.ops.kernels.extrema` instead, or say `# NaN-free: why` on a line of the
+statement or on the line above it.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("modular_kernel", "experts", "prepare_finalize", "topk_reduce")
+DROPPING = frozenset(
+    {"max", "min", "maximum", "minimum", "clamp", "argmax", "argmin", "sort", "topk"}
+)
+DROPPING |= {"fmax", "fmin", "fmaxf", "fminf", "atomic_max", "atomic_min", "red_max", "red_min"}
+DROPPING |= {"atomic_fmax", "atomic_fmin"}
+PTX: tuple[str, ...] = (
+    "max.f32",
+    "min.f32",
+    "max.f16",
+    "min.f16",
+    "max.bf16",
+    "min.bf16",
+    "max.ftz",
+    "min.ftz",
+)
+PTX += (".relu",)  # of fma and cvt: a NaN becomes NaN or 0, by the instruction
+JITTED = re.compile(r"^@(triton|gluon|cute)\.(jit|kernel)", re.MULTILINE)
+REASON = "# NaN-free: "
+
+
+def kernels() -> tuple[Path, ...]:
+    """Return every module of kernels, and every other one that has a jitted function."""
+    found = (p for name in PACKAGES for p in sorted((ROOT / name).rglob("*.py")))
+    return tuple(p for p in found if "kernels" in p.parts[:-1] or JITTED.search(p.read_text()))
+
+
+def _name(call: ast.Call) -> tuple[str, ...]:
+    """Return the dotted name of what is called, () if it is no name."""
+    parts, node = list[str](), call.func
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name):
+        return ("", *reversed(parts)) if parts else ()
+    return (node.id, *reversed(parts))
+
+
+def _drops(node: ast.AST) -> str:
+    """Return what of `node` may leave a NaN out, "" if nothing does."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return next((code for code in PTX if code in node.value), "")
+    if not isinstance(node, ast.Call):
+        return ""
+    name = _name(node)
+    keeps = any(
+        k.arg == "propagate_nan" and ast.unparse(k.value).endswith("PropagateNan.ALL")
+        for k in node.keywords
+    )
+    return ".".join(name) if len(name) > 1 and name[-1] in DROPPING and not keeps else ""
+
+
+def unreasoned(text: str) -> Iterator[str]:
+    """Yield where a statement of a source may leave a NaN out without saying why."""
+    lines = text.splitlines()
+    tree = ast.parse(text)
+    docs = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+        and isinstance(node.body[0].value, ast.Constant)
+    }
+    parents = {id(child): node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    for node in ast.walk(tree):
+        what = "" if id(node) in docs else _drops(node)
+        if not what:
+            continue
+        statement: ast.AST = node
+        while not isinstance(statement, ast.stmt):
+            statement = parents[id(statement)]
+        # Of a loop or a condition: its header alone.
+        body = getattr(statement, "body", None)
+        last = body[0].lineno - 1 if isinstance(body, list) else statement.end_lineno
+        assert last is not None
+        near = lines[statement.lineno - 1 : last]
+        if statement.lineno > 1 and lines[statement.lineno - 2].lstrip().startswith("#"):
+            near.append(lines[statement.lineno - 2])
+        if not any(REASON in line and line.split(REASON)[1].strip() for line in near):
+            yield f"line {getattr(node, 'lineno', 0)}: {what}"
+
+
+@pytest.mark.parametrize("path", kernels(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_extremum_keeps_nan_or_says_why_it_may_not(path: Path) -> None:
+    assert list(unreasoned(path.read_text())) == []
+
+
+def test_there_are_kernels() -> None:
+    names = {path.relative_to(ROOT).parts[0] for path in kernels()}
+    assert {"modular_kernel", "experts", "prepare_finalize"} <= names
+    assert len(kernels()) > 50
+
+
+def test_a_reason_less_is_found() -> None:
+    """Each reason of the tree is needed: without it the statement beside it is found."""
+    removed = 0
+    for path in kernels():
+        lines = path.read_text().splitlines()
+        for at, line in enumerate(lines):
+            if REASON in line:
+                without = [*lines[:at], line.split("#")[0], *lines[at + 1 :]]
+                assert list(unreasoned("\n".join(without))), f"{path}:{at + 1}: needless"
+                removed += 1
+    assert removed > 20
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "y = tl.maximum(a, b)",
+        "y = tl.max(tl.abs(a), axis=1)",
+        "y = gl.minimum(a, propagate_nan=tl.PropagateNan.NONE, other=b)",
+        "y = cute.arch.fmax(a, b)",
+        "tl.atomic_max(ptr, a)",
+        "y = a.max(1)",
+        "y = f(a).max(1)",
+        "y = asm('max.f32 $0, $1, $2;')",
+        "y = tl.maximum(a, b)  # NaN-free:",
+        "# NaN-free: too far above\n\ny = tl.maximum(a, b)",
+        "x = 1  # NaN-free: of another statement\ny = tl.maximum(a, b)",
+        "for i in range(tl.max(a, 0)):\n    x = 1  # NaN-free: of another statement",
+    ],
+)
+def test_what_drops_nan_is_found(line: str) -> None:
+    assert list(unreasoned(line)) != []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "y = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)",
+        "y = tl.maximum(a, b)  # NaN-free: integers",
+        "# NaN-free: integers\ny = tl.maximum(a, b)",
+        "y = max_nan(a, 1)",
+        "y = asm('max.NaN.f32 $0, $1, $2;')",
+        "n = max(1, 2)",
+    ],
+)
+def test_what_keeps_nan_is_not(line: str) -> None:
+    assert list(unreasoned(line)) == []

@@ -1,0 +1,375 @@
+"""`mk report`: the docs made from code and records are new, whole, and the same on any machine."""
+
+import json
+import shutil
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from run_mk import run_mk
+
+from experts import TorchExperts
+from modular_kernel import catalog as catalogs
+from modular_kernel import errors, machine
+from modular_kernel.catalog import Catalog, Part, check, load_catalog
+from modular_kernel.compatibility.support import Rejection
+from modular_kernel.measure.records import OK, OURS, PEER, Report, Row, ranked
+from modular_kernel.report.curves import figure
+from modular_kernel.report.errors_page import errors_document
+from modular_kernel.report.generated_docs import generated, html_page, stale
+from modular_kernel.report.judge_all import (
+    PROBLEM,
+    Matrix,
+    built_in,
+    judged_matrix,
+    reasons,
+)
+from modular_kernel.report.markdown import markdown
+from modular_kernel.report.matrix import matrix_document
+from modular_kernel.report.pages.document import Heading, Items, Table, Text
+from modular_kernel.report.records import read_records, readable
+from modular_kernel.spec.problem import Machine, Parallel
+from modular_kernel.spec.quantization import QUANT_SCHEMES
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def mk(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs `mk report` in this process: exit code and stdout."""
+
+    return lambda *words: run_mk(capsys, "report", *words)[:2]
+
+
+@pytest.fixture(scope="module")
+def matrix() -> Matrix:
+    return judged_matrix(built_in(load_catalog()))
+
+
+@pytest.fixture
+def docs(tmp_path: Path) -> Path:
+    """A copy of the generated docs and their records."""
+    shutil.copytree(DOCS, tmp_path / "docs")
+    return tmp_path / "docs"
+
+
+# ---------------------------------------------------------------------------------- not stale
+
+
+def test_the_generated_docs_are_new() -> None:
+    assert stale(load_catalog(), DOCS) == [], "run `mk report --write`"
+
+
+def test_check_finds_every_kind_of_staleness_and_write_mends_it(mk: Run, docs: Path) -> None:
+    where = ("--docs", str(docs))
+    assert mk("--check", *where)[0] == 0
+    matrix = docs / "support-matrix.md"
+    matrix.write_text(matrix.read_text(encoding="utf-8").replace("yes: ", "yes: 9", 1))
+    (docs / "errors.md").unlink()
+    (docs / "plots/gone.svg").write_text("<svg/>")
+    code, said = mk("--check", *where)
+    assert code == 1
+    assert [line.removeprefix(f"{docs}/") for line in said.splitlines()] == [
+        "errors.md: missing",
+        "plots/gone.svg: made from nothing",
+        "support-matrix.md: changed",
+    ]
+    assert not (docs / "errors.md").exists()  # --check writes nothing
+    assert mk("--write", *where)[0] == 0
+    assert mk("--check", *where)[0] == 0
+    assert not (docs / "plots/gone.svg").exists()
+
+
+def test_a_new_record_makes_the_docs_stale(docs: Path) -> None:
+    path = docs / "benchmarks/h200-4bit.json"
+    cells = json.loads(path.read_text(encoding="utf-8"))
+    cells[0]["us"]["none"] *= 2
+    path.write_text(json.dumps(cells), encoding="utf-8")
+    found = [str(one.path) for one in stale(load_catalog(), docs)]
+    assert found == ["plots/h200-4bit.svg"]
+
+
+@pytest.mark.parametrize(
+    "words", [("--write", "--check"), ("--json", "--write"), ("--html", "x", "--check")]
+)
+def test_contradicting_options_are_bad_usage(mk: Run, words: tuple[str, ...]) -> None:
+    assert mk(*words)[0] == 2
+
+
+def test_no_docs_folder_is_bad_usage(mk: Run, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    for words in (("--check",), ("--write",), ("--html", str(page))):
+        assert mk(*words, "--docs", str(tmp_path / "none"))[0] == 2
+    assert not page.exists()
+
+
+# --------------------------------------------------------------------- the same on any machine
+
+
+def test_nothing_is_read_from_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    catalog = load_catalog()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("looked at the machine at hand")
+
+    monkeypatch.setattr(machine, "importable", refuse)
+    monkeypatch.setattr(machine, "current_machine", refuse)
+    monkeypatch.setattr(catalogs, "current_machine", refuse)
+    assert generated(catalog, DOCS)
+
+
+def test_other_packages_parts_are_on_the_page_and_not_in_the_docs() -> None:
+    theirs = type("SomebodysExperts", (TorchExperts,), {})
+    ours = load_catalog()
+    both = Catalog((*ours.parts, Part("SomebodysExperts", "experts", theirs, "other (o:PARTS)")))
+    assert generated(both, DOCS) == generated(ours, DOCS)
+    assert "SomebodysExperts" in html_page(both, DOCS)
+
+
+def test_twice_is_the_same(mk: Run, tmp_path: Path) -> None:
+    pages = [tmp_path / "a/one.html", tmp_path / "two.html"]
+    for page in pages:
+        code, said = mk("--html", str(page), "--docs", str(DOCS))
+        assert (code, said) == (0, f"written: {page}\n")
+    assert pages[0].read_bytes() == pages[1].read_bytes()
+
+
+# ----------------------------------------------------------------------------------- the matrix
+
+
+def test_all_is_judged(matrix: Matrix) -> None:
+    names = matrix.catalog.names
+    pairs = len(names("prepare_finalize")) * len(names("experts"))
+    assert len(matrix.cells) == pairs * len(QUANT_SCHEMES) * 3
+    assert matrix.machine.arch == (9, 0)
+    assert {cell.ok for cell in matrix.cells} == {True, False}
+
+
+def test_cells_are_what_check_says(matrix: Matrix) -> None:
+    names = matrix.catalog
+    packages = {
+        (pf, ex): frozenset(
+            names.prepare_finalize(pf).requires.packages + names.experts(ex).requires.packages
+        )
+        for pf, ex in matrix.pairs
+    }
+    for cell in matrix.cells[::7]:
+        ranks = Parallel(cell.world_size, rank=cell.world_size - 1)
+        problem = replace(PROBLEM, quant=cell.quant, parallel=ranks)
+        verdict = check(*cell.pair, problem, Machine("cuda", (9, 0), packages[cell.pair]))
+        assert cell.rejections == verdict.rejections, cell
+
+
+def test_the_reasons_say_all_that_the_cells_say(matrix: Matrix) -> None:
+    told = {
+        (*pair, quant, size, reason.rejection)
+        for reason in reasons(matrix)
+        for pair in reason.pairs
+        for quant in reason.quants
+        for size in reason.world_sizes
+    }
+    assert told == {
+        (*cell.pair, cell.quant, cell.world_size, rejection)
+        for cell in matrix.cells
+        for rejection in cell.rejections
+    }
+
+
+def test_the_page_has_every_verdict_and_every_reason(matrix: Matrix) -> None:
+    tables = [block for block in matrix_document(matrix) if isinstance(block, Table)]
+    details = [table for table in tables if table.columns[1:2] == ("experts",)]
+    shown = {
+        (row[0], row[1], column): cell
+        for table in details[:1]
+        for row in table.rows
+        for column, cell in zip(table.columns[2:], row[2:], strict=True)
+    }
+    cells = [cell for cell in matrix.cells if cell.world_size == 1]
+    valid = {cell.pair for cell in cells if cell.ok}
+    assert shown == {
+        (f"`{cell.prepare_finalize}`", f"`{cell.experts}`", f"`{cell.quant}`"): (
+            "yes" if cell.ok else f"no: {', '.join(cell.rules)}"
+        )
+        for cell in cells
+        if cell.pair in valid
+    }
+    rows = {(row[0], *row[2:5]) for row in tables[-1].rows}
+    found = {r for cell in matrix.cells for r in cell.rejections}
+    assert {(f"`{r.rule}`", r.got, r.need, r.hint) for r in found} == rows
+
+
+def test_a_reason_that_holds_for_some_pairs_of_its_parties_names_them(matrix: Matrix) -> None:
+    """Its parties would promise more pairs than there are."""
+    rejection = Rejection("odd", ("TorchExperts", "problem"), "a", "b")
+    pair = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+    cells = [replace(cell, rejections=()) for cell in matrix.cells]
+    cells = [replace(c, rejections=(rejection,)) if c.pair == pair else c for c in cells]
+    document = matrix_document(replace(matrix, cells=tuple(cells)))
+    last = [block for block in document if isinstance(block, Table)][-1]
+    between = "TorchExperts / problem"
+    assert list(last.rows) == [("`odd`", between, "a", "b", "", " x ".join(pair))]
+
+
+def test_json(mk: Run) -> None:
+    code, text = mk("--json")
+    record = json.loads(text)
+    assert code == 0
+    assert record["machine"]["arch"] == [9, 0]
+    refused = [cell for cell in record["cells"] if cell["rejections"]]
+    assert {"rule", "parties", "got", "need", "hint"} == set(refused[0]["rejections"][0])
+
+
+# ----------------------------------------------------------------------------------- the records
+
+
+def test_records_are_read_as_they_were_written() -> None:
+    records = {record.name: record.report for record in read_records(DOCS / "benchmarks")}
+    for name in ("h200-layers", "h200-bf16", "h200-prefill"):
+        report = records[name]
+        rows = json.loads((DOCS / f"benchmarks/{name}.json").read_text(encoding="utf-8"))["rows"]
+        assert report is not None
+        assert [(r.shape, r.tokens, r.layer, r.us) for r in report.rows] == [
+            (row["shape"], row["tokens"], readable(row["peer"]), row["us"]) for row in rows
+        ]
+        ours = {readable(row["peer"]) for row in rows if row["peer"].startswith("mk_")}
+        assert {r.origin for r in report.rows if r.layer in ours} == {OURS}
+        assert {r.origin for r in report.rows if r.layer not in ours} == {PEER}
+        assert [r.layer for r in report.rows if "_" in r.layer.replace("triton_kernels", "")] == []
+
+
+def test_other_forms_are_named_and_broken_files_refused(docs: Path) -> None:
+    (docs / "benchmarks/other.json").write_text('{"rows": [{"ms": 1}]}')
+    assert read_records(docs / "benchmarks")[-1].report is None
+    assert "- `other.json`" in generated(load_catalog(), docs)[Path("benchmark-results.md")]
+    (docs / "benchmarks/other.json").write_text("{")
+    with pytest.raises(errors.ConfigurationError, match=r"other\.json"):
+        read_records(docs / "benchmarks")
+
+
+def _row(layer: str, origin: str, tokens: int, us: float) -> Row:
+    return Row(
+        shape="s", experts=4, top_k=2, hidden=8, intermediate=8, tokens=tokens, dtype="bfloat16",
+        problem="", routing="uniform", layer=layer, origin=origin, quant="none", operands="bf16",
+        status=OK, us=us, floor_us=10.0, mode="graph",
+    )  # fmt: skip
+
+
+def test_what_bench_writes_is_read_and_drawn(tmp_path: Path) -> None:
+    rows = [_row("mine <1>", OURS, t, t * 20.0) for t in (1, 8)] + [_row("peer", PEER, 1, 40.0)]
+    report = Report({"device": "GPU", "date": "2026-01-02T03:04:05"}, {}, ranked(rows))
+    report.write(tmp_path / "new.json")
+    (record,) = read_records(tmp_path)
+    assert record.report == report
+    found = figure("new", report)
+    assert found is not None
+    assert len(found.panels) == 2  # the legend and one cell
+    svg = ET.fromstring(found.svg)
+    texts = [node.text for node in svg.iter() if (node.tag or "").endswith("text")]
+    assert {"mine <1>", "peer", "floor", "1", "8", "time / floor"} <= set(texts)
+    curves = [node for node in svg.iter() if node.tag.endswith("polyline")]
+    assert [len(node.attrib["points"].split()) for node in curves] == [2, 2, 1]
+    heights = [float(point.split(",")[1]) for point in curves[1].attrib["points"].split()]
+    assert heights[0] > heights[1]  # twice the floor is below sixteen times it
+
+
+def test_a_report_without_times_has_no_drawing() -> None:
+    assert figure("none", Report({}, {}, ())) is None
+
+
+# ------------------------------------------------------------------------------------- the forms
+
+
+class _Page(HTMLParser):
+    """Tags that are open, and whatever a browser would fetch."""
+
+    void = ("meta", "rect", "line", "polyline")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+        self.anchors: set[str] = set()
+        self.count: dict[str, int] = {}
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.count[tag] = self.count.get(tag, 0) + 1
+        if tag not in self.void:
+            self.open.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "data", "srcset") and not (value or "").startswith("#"):
+                self.fetched.append(value or "")
+            if name == "id":
+                self.anchors.add(value or "")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.void:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_fetches_nothing() -> None:
+    text = html_page(load_catalog(), DOCS)
+    page = _Page()
+    page.feed(text)
+    assert page.open == []
+    assert page.fetched == []
+    assert "script" not in page.count
+    assert "@import" not in text
+    assert "url(" not in text
+    drawn = [r for r in read_records(DOCS / "benchmarks") if r.report]
+    figures = [f for r in drawn if r.report and (f := figure(r.name, r.report))]
+    assert page.count["svg"] == sum(len(f.panels) for f in figures)
+    assert len(figures) >= 6
+    for part in load_catalog().parts:
+        assert part.kind == "topk_reduce" or part.name in text
+    linked = {piece.partition('"')[0] for piece in text.split('href="#')[1:]}
+    assert linked
+    assert linked <= page.anchors
+
+
+def test_a_page_without_records(tmp_path: Path) -> None:
+    text = html_page(load_catalog(), tmp_path)
+    assert text.index('id="support-matrix"') < text.index("There is none here.")
+    assert "TorchExperts" in text
+    assert "<svg" not in text
+
+
+def test_markdown_escapes_and_wraps() -> None:
+    document = (
+        Heading(2, "Head"),
+        Text("word " * 40),
+        Items(["x" * 30 + " " + "y" * 90]),
+        Table(("a", "n"), [("p|q", "1")], frozenset({"n"})),
+    )
+    lines = markdown(document, figures="plots").splitlines()
+    assert "## Head" in lines
+    assert max(map(len, lines)) <= 100
+    assert lines[-6:-4] == ["- " + "x" * 30, "  " + "y" * 90]
+    assert lines[-2:] == ["| --- | ---: |", "| p\\|q | 1 |"]
+
+
+def _errors() -> Iterator[str]:
+    for name, value in vars(errors).items():
+        if isinstance(value, type) and issubclass(value, errors.ModularKernelError):
+            yield name
+
+
+def test_every_error_has_its_place() -> None:
+    heads = [block.text for block in errors_document() if isinstance(block, Heading)]
+    assert heads == ["Errors", *(f"`{name}`" for name in _errors())]
+    text = markdown(errors_document(), figures="")
+    assert all(" ".join((getattr(errors, n).__doc__ or "").split())[:40] in text for n in _errors())
+
+
+def test_another_machine_has_another_matrix(matrix: Matrix) -> None:
+    cpu = judged_matrix(matrix.catalog, machine=Machine("cpu"), world_sizes=(1,))
+    pair = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
+    assert cpu.by_place[*pair, "none", 1].rules == ("device",)
+    assert matrix.by_place[*pair, "none", 1].ok

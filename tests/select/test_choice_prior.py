@@ -1,0 +1,238 @@
+"""The shipped record: what it expects of layers that were not measured, and how it is read."""
+
+import json
+import logging
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from modular_kernel.cli.presets import SHAPES
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.select import autotune
+from modular_kernel.select import prior as priors
+from modular_kernel.select.autotune import Terms, choose, compose
+from modular_kernel.select.prior import Cell, Prior, parse, shipped
+from modular_kernel.select.record import FASTER, SURE, Estimate
+from modular_kernel.spec.problem import Machine, Parallel, Problem
+from modular_kernel.testing.random_inputs import random_inputs
+
+A, B, C = ("P", "A"), ("P", "B"), ("P", "C")
+H200 = Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H200", cuda=(13, 0))
+# rows per expert = tokens; size = 64 * 64.
+PROBLEM = Problem(16, 64, 64, 8, 8, quant="fp8_w8a8_block")
+SIZE = 64.0 * 64
+
+
+def prior(*cells: tuple[str, float, float, dict]) -> Prior:
+    return Prior((9, 0), tuple(Cell(*cell) for cell in cells))
+
+
+def near(*ratios: float, scheme: str = "fp8_w8a8_block") -> Prior:
+    """Cells at 16, 32, 64, ... rows of an expert."""
+    return prior(*((scheme, 16.0 * 2**n, SIZE, {A: 1.0, B: r}) for n, r in enumerate(ratios)))
+
+
+def test_the_three_nearest_cells_count() -> None:
+    found = near(0.9, 0.8, 1.1, 0.1).estimates(PROBLEM, [B, C], A)
+    assert found == {B: Estimate(0.8, 1.1, trusted=True)}
+    more = near(0.9, 0.8, 1.1, 0.1).estimates(PROBLEM.with_tokens(128), [B], A)
+    assert more == {B: Estimate(0.1, 1.1, trusted=True)}
+
+
+def test_sizes_count_as_rows_do() -> None:
+    far = [("none", 16.0, SIZE * 16, {A: 1.0, B: 0.5})] * 3
+    close = [("none", 16.0, SIZE * 2, {A: 1.0, B: 2.0})] * 3
+    found = prior(*far, *close).estimates(replace(PROBLEM, quant="none"), [B], A)
+    assert found == {B: Estimate(2.0, 2.0, trusted=True)}
+
+
+def test_ratios_are_to_the_default_that_is_asked_about() -> None:
+    cell = ("none", 16.0, SIZE, {A: 1.0, B: 0.5, C: 2.0})
+    found = prior(cell).estimates(replace(PROBLEM, quant="none"), [A, C], B)
+    assert found == {A: Estimate(2.0, 2.0), C: Estimate(4.0, 4.0)}
+    assert prior(cell).estimates(replace(PROBLEM, quant="none"), [B], ("P", "D")) == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "trusted"),
+    [
+        ({}, True),
+        ({"quant": "fp8_w8a8_block:block=64x64"}, False),
+        ({"quant": "fp8_w8a8_channel"}, False),  # of the same family
+        ({"activation": "gelu"}, False),
+        ({"bias": True}, False),
+        ({"tokens": 4096}, False),  # beyond reach
+        ({"hidden": 64 * 64}, False),
+        ({"tokens": 0}, False),
+    ],
+    ids=str,
+)
+def test_only_layers_that_are_alike_are_trusted(change: dict, trusted: bool) -> None:
+    found = near(0.9, 0.8, 0.7).estimates(replace(PROBLEM, **change), [B], A)
+    assert found == {B: Estimate(0.7, 0.9, trusted)}
+
+
+def test_two_cells_are_too_few_to_be_trusted() -> None:
+    assert near(0.9, 0.8).estimates(PROBLEM, [B], A) == {B: Estimate(0.8, 0.9)}
+
+
+def test_another_family_of_schemes_is_unknown() -> None:
+    assert near(0.9, 0.8, 0.7).estimates(replace(PROBLEM, quant="int8_w8a8_block"), [B], A) == {}
+    assert near(0.9, 0.8, 0.7).estimates(replace(PROBLEM, quant="fp8_w8a16_block"), [B], A) == {}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "float32"},
+        {"lora": "adapters=2,rank=8"},
+        {"batch_invariant": True},
+        {"chunk_tokens": 8},
+        {"parallel": Parallel(2)},
+    ],
+    ids=str,
+)
+def test_what_no_recorded_layer_has_is_not_covered(change: dict) -> None:
+    found, problem = near(0.9), replace(PROBLEM, quant="none")
+    assert found.covers(problem, H200, routing="uniform")
+    assert not found.covers(replace(problem, **change), H200, routing="uniform")
+
+
+def test_other_machines_and_routings_are_not_covered() -> None:
+    found = near(0.9)
+    assert not found.covers(PROBLEM, replace(H200, arch=(8, 0)), routing="uniform")
+    assert not found.covers(PROBLEM, Machine("cpu"), routing="uniform")
+    assert not found.covers(PROBLEM, H200, routing="zipf")
+
+
+# ---------------------------------------------------------------------------- the file
+
+
+def test_the_shipped_record_is_what_the_tool_builds() -> None:
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, str(root / "tools" / "build_prior.py"), "--check"]
+    assert subprocess.run(command, check=False).returncode == 0
+    found = shipped()
+    assert found is not None
+    assert found.arch == (9, 0)
+    assert len(found.cells) > 250
+
+
+def test_the_shipped_record_would_not_have_hurt() -> None:
+    """Each recorded cell as if its layer, and those of the same size, had never been measured."""
+    found = shipped()
+    assert found is not None
+    wrong, sure = [], 0
+    for cell in found.cells:
+        rest = Prior(found.arch, tuple(c for c in found.cells if c.size != cell.size))
+        hidden = 64
+        tokens, experts = (int(cell.rows), 8) if cell.rows >= 1 else (1, round(8 / cell.rows))
+        problem = Problem(tokens, hidden, int(cell.size) // hidden, experts, 8, quant=cell.scheme)
+        default = next(pair for pair, ratio in cell.ratios.items() if ratio == 1)
+        others = [pair for pair in cell.ratios if pair != default]
+        for pair, estimate in rest.estimates(problem, others, default).items():
+            if estimate.trusted and estimate.pessimistic <= SURE:
+                sure += 1
+                wrong += [(cell, pair)] * (cell.ratios[pair] > 1)
+    assert sure > 0
+    assert wrong == []
+
+
+def test_on_a_recorded_gpu_the_default_needs_no_timing(tmp_path: Path) -> None:
+    """A plain layer in bfloat16: nothing is expected to be faster, so nothing is made or timed."""
+    problem = Problem(1024, quant="none", **SHAPES["mixtral"])
+    choice = choose(problem, H200, terms=Terms(folder=tmp_path, tokens=(1, 16, 1024)))
+    assert choice.summary == "3 token counts: 3 from the shipped record"
+    assert [s.pair for s in choice.segments] == [("MoEPrepareAndFinalizeNoEP", "TritonExperts")]
+    (why,) = (o.why for o in choice.outcomes(16) if o.pair[1] == "TorchExperts")
+    assert why.startswith("not timed: the shipped record expects ")
+    assert why.endswith("x the default's time")
+    assert all(e.optimistic > FASTER for e in choice.options.expected[16].values())
+
+
+def test_what_the_record_is_sure_of_runs_without_timing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record of this machine, which has no architecture, from 1 to 4 rows of an expert."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    torch_, naive = (
+        ("MoEPrepareAndFinalizeNoEP", "TorchExperts"),
+        ("BatchedPrepareAndFinalize", "NaiveBatchedExperts"),
+    )
+    cells = [Cell("none", 2.0**n, SIZE, {torch_: 1.0, naive: 0.9}) for n in range(3)]
+    cells += [Cell("none", 2.0**n, SIZE, {torch_: 1.0, naive: 1.2}) for n in range(6, 9)]
+    monkeypatch.setattr(autotune, "shipped", lambda: Prior(None, tuple(cells)))  # type: ignore[arg-type]
+    problem = replace(PROBLEM, tokens=128, quant="none")
+    kernel = compose(problem, Machine("cpu"), terms=Terms(folder=tmp_path, budget=0))
+    found = [(s.first, s.last, s.pair) for s in kernel.choice.segments]
+    assert found == [(0, 8, naive), (9, 128, torch_)]
+    assert kernel.choice.summary == (
+        "8 token counts: 6 from the shipped record, 2 default (budget of 0 s spent)"
+    )
+    why = "not timed: budget of 0 s spent"
+    assert [o.why for o in kernel.choice.outcomes(16)] == [why, why]
+    x_TH, weights, routing = random_inputs(problem.with_tokens(3), torch.device("cpu"))
+    assert kernel(x_TH, weights, routing).isfinite().all()
+    assert list(tmp_path.iterdir()) == []  # nothing is stored
+
+
+GOOD = {
+    "schema": "mk-prior/1",
+    "device": "G",
+    "arch": [9, 0],
+    "pairs": [list(A), list(B)],
+    "cells": [["none", 1.0, 64, [1.0, None]]],
+}
+BAD = [
+    {"schema": "mk-prior/0"},
+    {"arch": [9]},
+    {"arch": ["9", "0"]},
+    {"pairs": None},
+    {"pairs": [["P"]]},
+    {"pairs": [list(A), list(A)]},
+    {"cells": {}},
+    {"cells": [["none", 1.0, 64]]},
+    {"cells": [["fp7", 1.0, 64, [1.0, None]]]},
+    {"cells": [["none", 0, 64, [1.0, None]]]},
+    {"cells": [["none", 1.0, True, [1.0, None]]]},
+    {"cells": [["none", 1.0, 64, [1.0]]]},
+    {"cells": [["none", 1.0, 64, [1.0, -1]]]},
+    {"cells": [["none", 1.0, 64, [1.0, "1"]]]},
+]
+
+
+def test_a_good_record_is_read() -> None:
+    assert parse(json.dumps(GOOD)) == Prior((9, 0), (Cell("none", 1.0, 64.0, {A: 1.0}),))
+
+
+@pytest.mark.parametrize("change", BAD, ids=str)
+def test_a_record_of_another_form_is_refused(change: dict) -> None:
+    with pytest.raises(ConfigurationError, match="the shipped record"):
+        parse(json.dumps(GOOD | change))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000, b'{"schema": NaN}', None])
+def test_a_corrupt_record_is_as_none_with_a_line_in_the_log(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    content: bytes | None,
+) -> None:
+    file = tmp_path / "prior.json"
+    if content is not None:
+        file.write_bytes(content)
+    monkeypatch.setattr(priors, "FILE", file)
+    shipped.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, "modular_kernel.select"):
+            assert shipped() is None
+        (line,) = caplog.messages
+        assert line.startswith("no shipped record of pairings' times: prior.json: ")
+        choice = choose(PROBLEM, Machine("cpu"), terms=Terms(folder=tmp_path, budget=0))
+        assert choice.segments
+    finally:
+        shipped.cache_clear()

@@ -1,0 +1,102 @@
+"""The list of what must be proven: it is read strictly, it is kept, and it notices what is gone."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.spec.problem import Machine
+from modular_kernel.testing import Case, Proof, cases_for, check_proofs, machine_kind, pairings
+from modular_kernel.testing.cases.lists import BASE
+from modular_kernel.testing.cases.ranks import rank_cases_for, rank_pairings
+from modular_kernel.testing.verify.ledger import KINDS, broken_promises, parse_ledger, read_ledger
+
+LEDGER = read_ledger(Path(__file__).parents[1] / "must_run.txt")
+PACKAGES = frozenset({"triton", "ml_dtypes"})
+MACHINES = {
+    "cpu": Machine("cpu"),
+    "cpu-interpreter": Machine("cpu", packages=PACKAGES, interpreter=True),
+    "cuda": Machine("cuda", (9, 0), PACKAGES | {"pplx_kernels"}),
+}
+PAIR = ("SomePrepare", "SomeExperts")
+
+
+def counts_on(machine: Machine) -> Counter[tuple[str, str]]:
+    """Cases that would run on `machine`, by pairing."""
+    pairs = pairings(machine)
+    return Counter({pair: len(cases_for(*pair, machine).cases) for pair in pairs})
+
+
+def counts_over_ranks(machine: Machine, world_size: int) -> Counter[tuple[str, str]]:
+    """The same over ranks."""
+    pairs = rank_pairings(machine, world_size)
+    return Counter({p: len(rank_cases_for(*p, machine, world_size).cases) for p in pairs})
+
+
+def proof(machine: Machine, *, passed: bool = True) -> Proof:
+    failures = () if passed else ("numeric: wrong",)
+    return Proof(Case(*PAIR, BASE), machine, 0.0, 0.0, failures, 0.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_promises_are_kept(kind: str) -> None:
+    """Whoever runs these cases proves them, for a case that fails is an error of its own."""
+    assert broken_promises(LEDGER, counts_on(MACHINES[kind]), kind) == ()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_promises_over_ranks_are_kept(kind: str, world_size: int) -> None:
+    machine = MACHINES[kind]
+    over_ranks = machine_kind(machine, world_size)
+    assert any(promise.machine == over_ranks for promise in LEDGER)
+    counts = counts_over_ranks(machine, world_size)
+    assert broken_promises(LEDGER, counts, over_ranks) == ()
+
+
+def test_promises_are_kept_on_this_machine(machine: Machine) -> None:
+    assert broken_promises(LEDGER, counts_on(machine), machine_kind(machine)) == ()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_machine(kind: str) -> None:
+    assert machine_kind(MACHINES[kind]) == kind
+    assert any(promise.machine == kind for promise in LEDGER)
+
+
+def test_a_pairing_that_lost_cases_is_noticed() -> None:
+    ledger = parse_ledger("cpu SomePrepare SomeExperts 3")
+    assert broken_promises(ledger, Counter({PAIR: 3}), "cpu") == ()
+    (line,) = broken_promises(ledger, Counter({PAIR: 2}), "cpu")
+    assert line == "cpu: SomePrepare x SomeExperts: 2 cases, 3 are promised"
+    assert broken_promises(ledger, Counter(), "cpu") != ()
+    assert broken_promises(ledger, Counter(), "cuda") == ()
+
+
+def test_a_pairing_without_a_line_is_noticed() -> None:
+    (line,) = broken_promises((), Counter({PAIR: 1}), "cpu")
+    assert "no line in the ledger" in line
+
+
+def test_only_proofs_that_passed_count() -> None:
+    ledger = parse_ledger("cpu SomePrepare SomeExperts 2")
+    machine = MACHINES["cpu"]
+    assert check_proofs(ledger, [proof(machine), proof(machine)]) == ()
+    assert check_proofs(ledger, [proof(machine), proof(machine, passed=False)]) != ()
+    # Proofs from another kind of machine keep no promise made for this one.
+    assert check_proofs(ledger, [proof(machine), proof(MACHINES["cuda"])]) != ()
+
+
+def test_comments_and_blank_lines() -> None:
+    text = "# a comment\n\n  cuda A B 7  # and another\n"
+    (promise,) = parse_ledger(text)
+    assert (promise.machine, promise.pairing, promise.cases) == ("cuda", ("A", "B"), 7)
+
+
+@pytest.mark.parametrize(
+    "line", ["cpu A B", "cpu A B many", "tpu A B 3", "cpu A B 3 4", "cpu A B -1", "cpu:1 A B 3"]
+)
+def test_a_line_that_is_not_understood_is_an_error(line: str) -> None:
+    with pytest.raises(ConfigurationError, match="ledger line 2"):
+        parse_ledger(f"# first\n{line}\n")

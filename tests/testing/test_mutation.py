@@ -1,0 +1,257 @@
+"""`mk test --mutate`: survivors shown, equivalents proven, bad usage, and the page of scores."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doc_blocks import module_source
+from test_third_party import install
+
+from modular_kernel.catalog import load_catalog, this_machine
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.report.markdown import markdown
+from modular_kernel.report.mutation_page import mutation_document, read_scores
+from modular_kernel.testing.cases.lists import BASE, Case, cases_for
+from modular_kernel.testing.mutation import Mutant, mutants_of
+from modular_kernel.testing.mutation.bitwise_equivalence import compare_bits, drawn_problems
+from modular_kernel.testing.mutation.code_equivalence import same_code
+from modular_kernel.testing.mutation.coverage import Coverage, Covered
+from modular_kernel.testing.mutation.reviewed_equivalents import (
+    EQUIVALENT,
+    LEAST_PROBLEMS,
+    reviewed,
+)
+from modular_kernel.testing.mutation.scope import modules_of
+from modular_kernel.testing.mutation.source import Edit
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs/add-a-part.md"
+# `adapters` is a scope of modules, whose tests kill, and no part.
+RECORDS = [
+    path for path in sorted((ROOT / "docs/mutation").glob("*.json")) if path.stem != "adapters"
+]
+
+# The tutorial's part with a value that nothing reads.
+LINE = "        problem, routing = self.problem, tokens.routing\n"
+UNREAD = "        unread = 40\n"
+THEIRS = module_source(PAGE, "my_moe/__init__.py").replace(LINE, LINE + UNREAD)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which fresh interpreters find the tutorial's package."""
+    install(tmp_path, "my_moe", THEIRS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    return tmp_path
+
+
+def mutate(*words: str) -> tuple[int, Any]:
+    """Exit code and JSON of `mk test --mutate MyExperts` in a fresh process."""
+    pair = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "MyExperts")
+    command = [sys.executable, "-m", "modular_kernel", "test", "--mutate", "MyExperts", *pair]
+    words = ("--level", "smoke", "--json", *words)
+    done = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.mark.share(4)
+@pytest.mark.slow
+def test_mutants_of_a_third_party_are_killed_and_a_survivor_is_shown(site: Path) -> None:
+    unread, lost = (
+        next(m for m in mutants_of("my_moe", site / "my_moe/__init__.py") if line in m.diff())
+        for line in (
+            "+        unread = 41",
+            "+        total = torch.zeros(output.shape, dtype=torch.bfloat16",
+        )
+    )
+    code, record = mutate("--only", unread.ident, "--save", str(site / "scores"))
+    assert (code, record["put_in"], record["killed"], record["score"]) == (1, 1, 0, 0)
+    assert record == json.loads((site / "scores/MyExperts.json").read_text(encoding="utf-8"))
+    (survivor,) = record["survivors"]
+    assert record["cases"] >= survivor["cases"] >= 4  # a call of no tokens ends before
+    assert survivor["differing"] == 0
+    assert "-        unread = 40\n+        unread = 41" in survivor["diff"]
+    pair = "--pf-type MoEPrepareAndFinalizeNoEP --experts-type MyExperts --level smoke"
+    assert survivor["command"] == f"mk test --mutate MyExperts --only {unread.ident} {pair}"
+    code, record = mutate("--only", lost.ident)
+    assert (code, record["killed"], record["survivors"]) == (0, 1, [])
+    code, bits = mutate("--only", unread.ident, "--bits", "12")
+    assert (code, bits) == (0, {"id": unread.ident, "problems": 12, "differing": None})
+    code, bits = mutate("--only", lost.ident, "--bits", "12")
+    assert code == 1
+    assert bits["problems"] < 12
+    assert bits["differing"].startswith("mk test --one ")
+    code, record = mutate("--mutants", "6")
+    assert record["put_in"] == 6 == record["killed"] + len(record["survivors"])
+    assert record["killed"] >= 2
+    assert record["executed"] > 50
+    assert record["mutants"] == (
+        record["executed"] + sum(record["apart"].values()) + sum(record["not_executed"].values())
+    )
+
+
+def test_the_page_shows_every_survivor_and_refuses_another_file(tmp_path: Path) -> None:
+    scores = ROOT / "docs/mutation"
+    page = (ROOT / "docs/mutation-scores.md").read_text(encoding="utf-8")
+    for record in read_scores(scores):
+        assert f"| `{record['part']}` |" in page
+        for survivor in record["survivors"]:
+            assert survivor["command"].split(" --pf-type")[0] in " ".join(page.split())
+    (tmp_path / "Other.json").write_text('{"part": "Another"}', encoding="utf-8")
+    with pytest.raises(ConfigurationError, match="another form"):
+        read_scores(tmp_path)
+
+
+def test_equivalents_have_a_proof_a_reason_and_their_parts(tmp_path: Path) -> None:
+    parts = {part.name for part in load_catalog().parts}
+    for ident, why in EQUIVALENT.items():
+        assert len(ident) == 8
+        assert len(why.reason) > 20
+        assert why.forms if why.proof == "code" else why.problems >= LEAST_PROBLEMS
+        assert set(why.parts) <= parts
+        for part in why.parts or ("TorchExperts",):
+            assert reviewed(ident, part) is why
+    limited = next(iter(i for i, why in EQUIVALENT.items() if why.parts), None)
+    if limited is not None:
+        assert reviewed(limited, "DeepEPHTPrepareAndFinalize") is None
+    assert reviewed("no such", "TorchExperts") is None
+
+
+def test_every_equivalent_is_a_mutant_of_today_and_of_its_parts() -> None:
+    """A line that changes takes its mutants with it, and what was proven of them."""
+    catalog = load_catalog()
+    of: dict[str, set[str]] = {}  # module -> parts
+    paths: dict[str, Path] = {}
+    for part in {part.name for part in catalog.parts}:
+        for module, path in modules_of(part, catalog).items():
+            of.setdefault(module, set()).add(part)
+            paths[module] = path
+    left = dict(EQUIVALENT)
+    for module, path in paths.items():
+        for mutant in mutants_of(module, path):
+            why = left.pop(mutant.ident, None)
+            assert why is None or set(why.parts) <= of[module], mutant.ident
+        if not left:
+            break
+    assert sorted(left) == []
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_what_a_record_calls_equivalent_is_reviewed(path: Path) -> None:
+    record = json.loads(path.read_text(encoding="utf-8"))
+    told = {each["id"]: each["reason"] for each in record["equivalent"]}
+    found = {ident: reviewed(ident, record["part"]) for ident in told}
+    assert [ident for ident, why in found.items() if why is None] == []
+    alive = [each["id"] for each in record["survivors"]]
+    assert [ident for ident in alive if reviewed(ident, record["part"])] == []
+
+
+@pytest.mark.share(4)
+def test_the_code_of_kernels_tells_a_real_change_from_none(tmp_path: Path) -> None:
+    """What stands outside of kernels is refused: their code says nothing of it."""
+    path = ROOT / "modular_kernel/ops/kernels/zero_padding.py"
+    module = "modular_kernel.ops.kernels.zero_padding"
+
+    def changed(old: str, new: str) -> Mutant:
+        text = path.read_text(encoding="utf-8")
+        start, line = text.index(old), text[: text.index(old)].count("\n") + 1
+        edit = Edit("by hand", start, start + len(old), new)
+        return Mutant("by hand", module, path, edit, line, line)
+
+    folded = changed("range(0, hidden, BLOCK_H)", "range(0, hidden, -(-BLOCK_H // 1))")
+    assert same_code([folded]).proven
+    # An operator by itself, as `compare` writes it.
+    path_text = path.read_text(encoding="utf-8")
+    at = path_text.index("columns < hidden") + len("columns ")
+    line = path_text.count("\n", 0, at) + 1
+    real = same_code([Mutant("", module, path, Edit("compare", at, at + 1, "<="), line, line)])
+    assert real.differing >= 1
+    assert not real.proven
+    unread = tmp_path / "module.py"
+    unread.write_text("COUNT = 4\n", encoding="utf-8")
+    outside = Mutant("by hand", "module", unread, Edit("constant", 8, 9, "5"), 1, 1)
+    with pytest.raises(ConfigurationError, match=r"inside a @triton.jit function"):
+        same_code([outside])
+
+
+def test_problems_meet_every_case_first_and_each_mutant_often_enough() -> None:
+    machine = this_machine()
+    cases = cases_for("MoEPrepareAndFinalizeNoEP", "TorchExperts", machine, "smoke").cases
+    covered = [Covered(case, float(i), "", {}) for i, case in enumerate(cases)]
+    drawn_twice = [drawn_problems([covered, covered[:2]], 40) for _ in range(2)]
+    assert drawn_twice[0] == drawn_twice[1]
+    problems = drawn_twice[0]
+    assert len({case for case, _ in problems}) == len(problems)
+    first = [replace(case.problem, tokens=1) for case, _ in problems[: len(cases)]]
+    assert first == [replace(case.problem, tokens=1) for case in cases]
+    assert all(
+        met.problem.tokens <= case.problem.tokens
+        for (met, _), case in zip(problems, cases, strict=False)
+    )
+    for number in (0, 1):
+        assert sum(number in serves for _, serves in problems) >= 40
+    fast = {replace(case.problem, tokens=1) for case in cases[:2]}
+    assert {replace(case.problem, tokens=1) for case, serves in problems if 1 in serves} == fast
+
+
+@pytest.mark.share(3)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--mutate", "NoSuchExperts"),
+        ("--mutate", "TorchExperts", "--one"),
+        ("--mutate", "TorchExperts", "--mutants", "-1"),
+        ("--only", "12345678"),
+        ("--mutate", "TorchExperts", "--bits", "10"),
+        ("--mutate", "TorchExperts", "--code"),
+        ("--mutate", "TorchAll2AllPrepareAndFinalize"),
+        ("--mutate", "TorchExperts,TritonExperts", "--only", "12345678"),
+        ("--mutate", "TorchExperts", "--resume"),
+    ],
+)
+def test_bad_usage_ends_with_2(words: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "modular_kernel", "test", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.share(2)
+@pytest.mark.parametrize("bits", [(), ("--bits", "3")])
+def test_what_is_no_mutant_is_refused_before_any_case_runs(bits: tuple[str, ...]) -> None:
+    named = ("--mutate", "TorchExperts", "--only", "nosuch", *bits)
+    command = [sys.executable, "-m", "modular_kernel", "test", *named]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=40
+    )
+    assert done.returncode == 2
+    assert "--only: got 'nosuch', need the identity of one of the" in done.stderr
+
+
+def test_the_page_names_the_parts_without_a_score(tmp_path: Path) -> None:
+    score = json.loads((ROOT / "docs/mutation/TorchExperts.json").read_text(encoding="utf-8"))
+    nothing = tmp_path / "absent.json"
+    page = markdown(
+        mutation_document((score,), nothing, nothing, ("KeepTopK", "TorchExperts")), figures=""
+    )
+    assert "**No score yet, 1 of 2 parts:** `KeepTopK`." in page.replace("\n", " ")
+    page = markdown(mutation_document((score,), nothing, nothing, ("TorchExperts",)), figures="")
+    assert "No score yet" not in page
+
+
+def test_bits_see_what_only_spaced_rows_show() -> None:
+    """A proof of equivalence meets the layouts that the cases meet."""
+    path = ROOT / "modular_kernel/ops/live_rows.py"
+    old, text = '"stride_x": x.stride(0)', path.read_text(encoding="utf-8")
+    start, line = text.encode().index(old.encode()), text[: text.index(old)].count("\n") + 1
+    edit = Edit("stride", start, start + len(old), '"stride_x": x.shape[1]')
+    mutant = Mutant("a stride", "modular_kernel.ops.live_rows", path, edit, line, line)
+    pair = "MoEPrepareAndFinalizeNoEP", "TorchExperts"
+    case = Case(*pair, replace(BASE, quant="fp8_w8a8_channel"))
+    covered = Covered(case, 1.0, "", {str(path): frozenset({line})})
+    assert compare_bits([mutant], Coverage({}, (covered,)), 3).differing is not None

@@ -1,0 +1,193 @@
+"""Source mutants of parts over ranks: each is put into ranks of its own, and met by their cases."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from ep_layers import ALL2ALL, GATHERED
+
+from modular_kernel.catalog import this_machine
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
+from modular_kernel.testing.mutation import (
+    Coverage,
+    Fate,
+    Mutant,
+    OneProcess,
+    Survey,
+    run_mutant,
+    survey,
+)
+from modular_kernel.testing.mutation.bitwise_equivalence import compare_bits, drawn_problems
+from modular_kernel.testing.mutation.coverage import Covered
+from modular_kernel.testing.mutation.defects import read_defects
+from modular_kernel.testing.mutation.over_ranks import OverRanks, Ranks
+from modular_kernel.testing.mutation.record import reproducer
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULE = "prepare_finalize.collectives.all_gather"
+FILE = "prepare_finalize/collectives/all_gather.py"
+PAIR = ("AllGatherReduceScatterPrepareAndFinalize", "TorchExperts")
+BATCHED = ("TorchAll2AllBatchedPrepareAndFinalize", "NaiveBatchedExperts")
+SYMMETRIC = "SymmMemPrepareAndFinalize"
+BY_HOSTS = "HostThenRankPrepareAndFinalize"
+WHERE = OverRanks(2)
+
+
+@pytest.fixture(scope="module")
+def coverage() -> Coverage:
+    """What three smoke cases execute: one without a rest, one that is quantized among them."""
+    found = WHERE.cover({MODULE: ROOT / FILE}, (PAIR,), "smoke")
+    assert found.ended == ""
+    assert len(found.cases) == 13
+    return replace(found, cases=(*found.cases[:2], found.cases[-1]))
+
+
+def changed(old: str, new: str, folder: Path, file: str = FILE) -> Mutant:
+    """That change of the part."""
+    listed = folder / "defect.json"
+    entry = {"what": "a change", "file": file, "old": old, "new": new}
+    listed.write_text(json.dumps([entry]), encoding="utf-8")
+    (defect,) = read_defects(listed, ROOT)
+    return defect.mutant
+
+
+def fate(old: str, new: str, coverage: Coverage, folder: Path) -> Fate:
+    """What becomes of that change of the part."""
+    return run_mutant(changed(old, new, folder), coverage, (PAIR,), "smoke", where=WHERE)
+
+
+def test_a_sum_without_the_last_rank_is_killed(coverage: Coverage, tmp_path: Path) -> None:
+    found = fate("for rank in range(world):", "for rank in range(world - 1):", coverage, tmp_path)
+    assert found.how == "killed"
+    assert found.by.startswith("numeric: ")
+    assert "(rank " in found.by
+
+
+def test_a_rank_that_stays_away_from_an_exchange_is_a_hang(
+    coverage: Coverage, tmp_path: Path
+) -> None:
+    found = fate("        if most:\n", "        if most and manager.rank:\n", coverage, tmp_path)
+    assert found.how == "hang", found
+    assert found.seconds < 25
+
+
+def test_a_rank_that_ends_is_a_crash(coverage: Coverage, tmp_path: Path) -> None:
+    ends = "        if manager.rank:\n            import os\n            os._exit(3)\n"
+    found = fate("        if most:\n", f"{ends}        if most:\n", coverage, tmp_path)
+    assert found.how == "crash", found
+    assert "exit code 3" in found.by
+
+
+def test_a_case_that_the_rules_here_refuse_is_judged_by_the_ranks() -> None:
+    """A weakened rule takes it there: their finding counts, and nothing is raised here."""
+    machine = this_machine(device="cpu")
+    case, verdict = rank_cases_for(*BATCHED, machine, 2, "full").refused[0]
+    assert not verdict.ok
+    with Ranks(2, None) as ranks:
+        failure, _ = ranks.first_failure(case, machine)
+    assert failure is not None
+    assert failure.startswith("refused: ")
+    assert "(rank " in failure
+
+
+def test_what_changes_nothing_survives_every_case(coverage: Coverage, tmp_path: Path) -> None:
+    found = fate("most = max(agreed.tokens_W)", "most = max(*agreed.tokens_W)", coverage, tmp_path)
+    assert (found.how, found.ran, found.differing) == ("survived", 3, 0)
+    mutant = changed("most = max(agreed.tokens_W)", "most = max(*agreed.tokens_W)", tmp_path)
+    assert compare_bits([mutant], coverage, 4, where=WHERE).problems >= 4
+    where = Survey(PAIR[0], (PAIR,), "smoke", (mutant,), coverage, WHERE)
+    assert "--world-size 2 --pf-type" in reproducer(found, where)
+
+
+def test_bits_see_what_changes_on_one_rank_alone(coverage: Coverage, tmp_path: Path) -> None:
+    old = "            out.copy_(sum_TH)"
+    mutant = changed(old, f"{old}\n            out.mul_(1 + manager.rank / 256)", tmp_path)
+    bits = compare_bits([mutant], coverage, 4, where=WHERE)
+    assert isinstance(bits.differing, RankCase)
+
+
+@pytest.mark.share(3)
+@pytest.mark.parametrize(
+    ("part", "file", "old", "new", "found"),
+    [
+        (ALL2ALL, "common/group_part", "near_first: ClassVar[bool] = True",
+         "near_first: ClassVar[bool] = False", "12 pairs computed by ranks 0, not 14"),
+        (SYMMETRIC, "symm_mem/part", "_IN_FLIGHT = 2", "_IN_FLIGHT = 3",
+         "Pending, not UnsupportedError"),
+        (SYMMETRIC, "rendezvous/hosts", "    if requires.one_host:\n", "    if False:\n",
+         "not ConfigurationError"),
+        (SYMMETRIC, "symm_mem/part", "        manager.check_device(x_TH.device)\n", "",
+         "not DeviceError"),
+        (SYMMETRIC, "symm_mem/group", "32) & 0xFFFFFF", "32) & 0xFFFFFE", "from ranks , not"),
+        (GATHERED, "common/torch_group", "layer: int = 0", "layer: int = 1", "call 0 of layer 1"),
+        (BY_HOSTS, "symm_mem/group", 'begin(0, "construct", nbytes)',
+         'begin(1, "construct", nbytes)', "'step': 1, 'phase': 'construct'"),
+        (BY_HOSTS, "rendezvous/hosts", "    if most is None:\n", "    if most is not None:\n",
+         "not 1 on each, in blocks"),
+        (BY_HOSTS, "rendezvous/store_rounds", "heard and self._store.check([self._key(rank)]):",
+         "heard:", "Timed out waiting"),
+        (BY_HOSTS, "host_then_rank/slots", "flags + place * each", "flags", "not right"),
+        (BY_HOSTS, "host_then_rank/group", "            self.inside.destroy()", "            pass",
+         "not UnsupportedError"),
+        (GATHERED, "common/torch_group", "max(time.monotonic() + _LEAST_S, started_s",
+         "max(0.0, started_s", "not (0, 'combine', 1, 0, 0, (1,)) exchange between ranks"),
+        (GATHERED, "common/torch_group", 'self.device == "cpu"', 'self.device != "cpu"',
+         "not the reason of the library"),
+        (ALL2ALL, "common/torch_group", "history: int = 1024", "history: int = 1023",
+         "1023, not 1024"),
+        (ALL2ALL, "rendezvous/hosts", " or (exact and each != most)", "", "not 2 on each"),
+        (ALL2ALL, "common/row_buffers", "rows * int(problem.adapters is not None)", "rows",
+         "without_adapters: 56 bytes of rows_adapters"),
+    ],
+    ids=["far-copy", "third-call", "two-hosts", "another-device", "rank-0-missed", "no-layer",
+         "construct-in-a-call", "too-many-on-a-host", "no-look", "one-room-for-all",
+         "memory-stays-open", "late-at-the-board", "polled", "remembered", "half-full-hosts",
+         "needless-room"],
+)  # fmt: skip
+def test_scenes_tell_a_part_that_errs_of(
+    part: str, file: str, old: str, new: str, found: str, tmp_path: Path
+) -> None:
+    mutant = changed(old, new, tmp_path, f"prepare_finalize/{file}.py")
+    faults = {"32) & 0xFFFFFF": "late", "layer: int = 0": "broken-off", "heard and": "stays-out",
+              "_LEAST_S": "late", "self.device": "late"}  # fmt: skip
+    fault = next((faults[line] for line in faults if line in old), "misunderstood")
+    machine = this_machine(device="cpu")
+    case = replace(rank_cases_for(part, "TorchExperts", machine, 2).cases[0], fault=fault)
+    with Ranks(2, None, (mutant,), [Covered(case, 5.0, "", {})]) as ranks:
+        ranks.start()
+        failure, _ = ranks.first_failure(case, machine)
+    assert failure is not None
+    assert found in failure
+
+
+def test_problems_keep_ranks_without_tokens(coverage: Coverage) -> None:
+    busy, half_idle, _ = coverage.cases
+    drawn = [case for case, _ in drawn_problems([[busy], [half_idle]], 20)]
+    tokens = {case.tokens for case in drawn if isinstance(case, RankCase)}
+    assert len(tokens) > 10
+    assert {case.problem.tokens for case in drawn} <= {max(each) for each in tokens}
+    assert {second > 0 for _, second in tokens} == {True}
+    assert {first for first, _ in tokens} == {0, 1, 2, 3, 4, 5}
+
+
+def test_valid_cases_that_are_turned_away_kill(coverage: Coverage, tmp_path: Path) -> None:
+    told = "replace(CONTIGUOUS, "
+    found = fate(told, f"{told}world_sizes=(3, None), ", coverage, tmp_path)
+    assert found.how == "refused"
+    assert found.by.startswith("3 valid cases, first AllGatherReduceScatter")
+
+
+@pytest.mark.parametrize(
+    ("part", "world_size", "need"),
+    [
+        ("TorchAll2AllPrepareAndFinalize", 1, "--world-size 2 beside it"),
+        ("MoEPrepareAndFinalizeNoEP", 2, "over 2 ranks"),
+        ("DeepEPHTPrepareAndFinalize", 2, "over 2 ranks"),
+    ],
+)
+def test_a_part_without_cases_there_is_refused(part: str, world_size: int, need: str) -> None:
+    where = OneProcess() if world_size == 1 else OverRanks(world_size)
+    with pytest.raises(ConfigurationError, match=need):
+        survey(part, level="smoke", where=where)

@@ -1,0 +1,256 @@
+"""The pool of ranks: results by rank, one error that names the culprit, and a next run after it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import rank_samples as samples
+import torch
+
+from modular_kernel.errors import ConfigurationError, ModularKernelError
+from modular_kernel.settings import read_settings
+from modular_kernel.testing.ranks.pool import RankError, RankPool
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _still_works(pool: RankPool) -> Iterator[None]:
+    """After whatever a test did to it, the pool serves the next run."""
+    yield
+    assert pool.run(samples.total, 2) == [(0, 2, 2.0), (1, 2, 2.0)]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def failure(pool: RankPool, *task: object, timeout: float = 60) -> RankError:
+    with pytest.raises(RankError) as caught:
+        pool.run(*task, timeout=timeout)  # type: ignore[arg-type]
+    return caught.value
+
+
+def test_results_come_by_rank(pool: RankPool) -> None:
+    assert pool.run(samples.total, 3) == [(0, 2, 3.0), (1, 2, 3.0)]
+    assert pool.run(samples.pair_up) == [[], [1.0]]
+
+
+def test_four_ranks() -> None:
+    with RankPool(4) as four:
+        assert four.run(samples.total, 1) == [(rank, 4, 6.0) for rank in range(4)]
+        assert four.run(samples.pair_up)[3] == [1.0] * 3 + [3.0] * 3
+
+
+def test_processes_persist_and_are_as_this_one(pool: RankPool) -> None:
+    first, second = pool.run(samples.facts), pool.run(samples.facts)
+    assert first == second
+    assert tuple(pid for pid, *_ in first) == pool.pids
+    assert len({os.getpid(), *pool.pids}) == 3
+    expected = (1, read_settings().triton_interpret, "gloo")
+    assert [tuple(rest) for _, *rest in first] == [expected] * 2
+
+
+def test_tensors_travel_by_value(pool: RankPool) -> None:
+    given = torch.arange(6.0, dtype=torch.bfloat16).view(2, 3)
+    none, same = pool.run(samples.tensors, given)
+    assert not none.any()
+    assert torch.equal(same, given)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_an_exception_names_its_rank_and_carries_its_traceback(pool: RankPool, who: int) -> None:
+    pids = pool.run(samples.facts)
+    error = failure(pool, samples.fail, who, "quite wrong")
+    assert isinstance(error, ModularKernelError)
+    assert error.rank == who
+    assert list(error.failures) == [who]
+    assert error.results == {1 - who: 1 - who}
+    assert f"rank {who}: Traceback" in str(error)
+    assert "rank_samples.py" in str(error)
+    assert "ValueError: quite wrong" in str(error)
+    assert pool.run(samples.facts) == pids, "nothing was lost: the processes are the same"
+
+
+def test_ranks_that_wait_for_one_that_raised_are_not_waited_for(pool: RankPool) -> None:
+    start = time.monotonic()
+    error = failure(pool, samples.fail, 1, "meet")
+    assert time.monotonic() - start < 20
+    assert error.rank == 1
+    assert "did not answer after another rank failed" in error.failures[0]
+    assert "barrier" in error.failures[0]
+
+
+def test_the_first_to_raise_is_named_first_whoever_is_heard_first(pool: RankPool) -> None:
+    error = failure(pool, samples.fail_one_after_the_other)
+    assert list(error.failures) == [1, 0]
+    assert "raised first" in error.failures[1]
+
+
+def test_a_killed_rank(pool: RankPool) -> None:
+    pool.run(samples.facts)
+    before = pool.pids
+    error = failure(pool, samples.die, 1, signal.SIGKILL)
+    assert error.failures[1] == "died: killed by signal SIGKILL"
+    pool.run(samples.facts)
+    assert not set(before) & set(pool.pids)
+    assert not any(alive(pid) for pid in before)
+
+
+def test_a_rank_that_crashes_says_where(pool: RankPool) -> None:
+    error = failure(pool, samples.die, 1, signal.SIGSEGV)
+    first, *trace = error.failures[1].splitlines()
+    assert first == "died: killed by signal SIGSEGV"
+    assert "in die" in "\n".join(trace)
+
+
+def test_a_death_comes_before_what_follows_from_it() -> None:
+    error = RankError(
+        {2: "Traceback: peer gone", 0: "Traceback: peer gone", 1: "died: exit code 3"}, {}
+    )
+    assert error.rank == 1
+    assert list(error.failures) == [1, 2, 0]
+    assert str(error).startswith("rank 1: died")
+
+
+def test_a_rank_that_ends_its_process(pool: RankPool) -> None:
+    error = failure(pool, samples.leave)
+    assert (error.rank, error.failures[0]) == (0, "died: exit code 3")
+    assert error.results == {1: None}
+
+
+def test_a_rank_killed_between_runs(pool: RankPool) -> None:
+    pool.run(samples.facts)
+    os.kill(pool.pids[0], signal.SIGKILL)
+    error = failure(pool, samples.total, 1)
+    assert (error.rank, error.failures[0]) == (0, "died: killed by signal SIGKILL")
+
+
+def test_a_hanging_rank_is_named_with_the_place_where_it_is(pool: RankPool) -> None:
+    start = time.monotonic()
+    error = failure(pool, samples.hang, 0, 60, timeout=3)
+    assert time.monotonic() - start < 20
+    assert list(error.failures) == [0]
+    assert error.failures[0].startswith("did not answer\n")
+    assert "in oversleep" in error.failures[0]
+
+
+def test_a_stopped_rank(pool: RankPool) -> None:
+    error = failure(pool, samples.die, 0, signal.SIGSTOP, timeout=3)
+    assert set(error.failures) == {0, 1}
+    assert error.failures[0].endswith("(no trace: it does not take signals)")
+    assert "barrier" in error.failures[1]
+
+
+def test_a_result_that_cannot_be_pickled(pool: RankPool) -> None:
+    error = failure(pool, samples.unpicklable, 1)
+    assert list(error.failures) == [1]
+    assert "pickle" in str(error)
+
+
+def test_a_result_that_cannot_be_unpickled(pool: RankPool) -> None:
+    error = failure(pool, samples.odd, 0)
+    assert list(error.failures) == [0]
+    assert "cannot be unpickled" in str(error)
+    assert "not a number" in str(error)
+
+
+def test_a_function_that_cannot_be_pickled_is_refused_here(pool: RankPool) -> None:
+    with pytest.raises(ConfigurationError, match="what pickle takes"):
+        pool.run(lambda *_: None)
+
+
+def test_nothing_is_left_behind() -> None:
+    pool = RankPool(2)
+    assert pool.pids == ()
+    pids = pool.run(samples.ignore_terminate)
+    folder = Path(str(pool._folder and pool._folder.name))
+    assert folder.is_dir()
+    assert all(alive(pid) for pid in pids)
+    pool.close()
+    assert not folder.exists()
+    assert not any(alive(pid) for pid in pids)
+    assert pool.pids == ()
+    pool.close()
+    with pytest.raises(ConfigurationError, match="open pool"):
+        pool.run(samples.facts)
+
+
+def test_nothing_is_left_behind_by_a_failure_in_the_with_block() -> None:
+    with RankPool(2) as pool:
+        pool.run(samples.facts)
+        pids, folder = pool.pids, Path(str(pool._folder and pool._folder.name))
+        failure(pool, samples.hang, 1, 60, timeout=2)
+        assert not any(alive(pid) for pid in pids)
+    assert not folder.exists()
+
+
+def test_blocks_of_ranks_stand_for_hosts() -> None:
+    with RankPool(4, ranks_per_host=2) as pool:
+        assert pool.hosts == 2
+        names = pool.run(samples.host)
+    assert names == ["host 0", "host 0", "host 1", "host 1"]
+    with RankPool(2) as pool:
+        assert pool.hosts == 1
+        assert pool.run(samples.host) == [read_settings().host_id] * 2
+
+
+def test_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigurationError, match="world_size: got 0, need >= 1"):
+        RankPool(0)
+    with pytest.raises(ConfigurationError, match="backend: got mpi"):
+        RankPool(2, "mpi")  # type: ignore[arg-type]
+    for block in (0, 3, 8):
+        with pytest.raises(ConfigurationError, match=f"{block}, need a divisor of the 4 ranks"):
+            RankPool(4, ranks_per_host=block)
+    with pytest.raises(ConfigurationError, match="GPUs: got"):
+        RankPool(torch.cuda.device_count() + 1, "nccl")
+
+
+def test_ranks_that_would_run_triton_otherwise_than_this_process_do_not_run(
+    pool: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.run(samples.facts)
+    with monkeypatch.context() as other, RankPool(2) as late:
+        other.setenv("TRITON_INTERPRET", "0" if read_settings().triton_interpret else "1")
+        assert "TRITON_INTERPRET: got" in str(failure(late, samples.facts))
+
+
+KILLED = """
+import sys
+import rank_samples as samples
+from modular_kernel.testing.ranks.pool import RankPool
+pool = RankPool(2)
+pool.run(samples.facts)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_pool_whose_process_is_killed_leaves_nothing(tmp_path: Path, number: int) -> None:
+    tests = Path(__file__).parents[1]
+    paths = f"PYTHONPATH={tests / 'helpers'}:{tests.parent}"
+    command = ["env", f"TMPDIR={tmp_path}", paths, sys.executable, "-c", KILLED]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        assert list(tmp_path.iterdir())
+        process.send_signal(number)
+    until = time.monotonic() + 30
+    while list(tmp_path.iterdir()) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,49 @@
+"""What `make verify` writes down, and what is written down."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / "tools" / "verify_record.py"
+RECORD = ROOT / "docs" / "verified.json"
+
+
+def run(commit: str, folder: Path, *texts: str) -> subprocess.CompletedProcess[str]:
+    files = [folder / f"verified-{number}.json" for number, _ in enumerate(texts, 1)]
+    for file, text in zip(files, texts, strict=True):
+        file.write_text(text, encoding="utf-8")
+    command = [sys.executable, str(PROGRAM), commit, *map(str, files)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_the_record_has_the_commit_the_versions_and_the_runs(tmp_path: Path, ok: bool) -> None:
+    runs = [{"ok": True, "pairs": [{"cases": 3}]}, {"ok": ok, "world_size": 2, "pairs": []}]
+    done = run("0a1b2c", tmp_path, *map(json.dumps, runs))
+    assert done.returncode == 0, done.stderr
+    written = json.loads(done.stdout)
+    assert written["commit"] == "0a1b2c"
+    assert set(written["versions"]) == {"torch", "triton", "numpy"}
+    assert written["ok"] is ok
+    assert written["runs"] == runs
+    assert json.loads(run("0a1b2c", tmp_path).stdout)["ok"] is False
+
+
+def test_what_is_no_record_of_proofs_is_not_written(tmp_path: Path) -> None:
+    done = run("0a1b2c", tmp_path, json.dumps({"ok": True}), "no case was run")
+    assert done.returncode != 0
+    assert done.stdout == ""
+
+
+def test_the_last_record_is_of_every_pair_and_nothing_failed() -> None:
+    written = json.loads(RECORD.read_text(encoding="utf-8"))
+    assert len(written["commit"]) == 40
+    assert written["ok"]
+    assert [run.get("world_size", 1) for run in written["runs"]] == [1, 2]
+    for found in written["runs"]:
+        assert len(found["pairs"]) >= 5
+        assert all(pair["cases"] > 20 and pair["failed"] == 0 for pair in found["pairs"])
