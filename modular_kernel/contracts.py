@@ -7,9 +7,10 @@ library, its methods compute. Nothing is kept on `self` between prepare and fina
 carries it, so two batches in flight are safe.
 
 `replayable = True` in a part's own class body promises that whatever it does on the device in a
-call are launches through `modular_kernel.replay.launch`, and that it chooses them by shapes, strides,
-dtypes and alignment alone: a plan then repeats them without asking the part. torch operations and
-kernels of Triton's interpreter are noticed, and are not replayed; another library's are not.
+call are launches through `modular_kernel.replay.launch`, and that it chooses them by shapes,
+strides, dtypes and alignment alone: a plan then repeats them without asking the part. torch
+operations and kernels of Triton's interpreter are noticed, and are not replayed; another library's
+are not.
 """
 
 import math

@@ -1,10 +1,10 @@
 """Plans: a kernel bound to its buffers and to what its first calls launched.
 
-`Plan` is what `kernel.plan()` returns. `CallPlans` are the plans behind a kernel's own calls, so that
-`kernel(x, weights, routing)` is as fast as a plan: one for each CUDA stream and power of two of
-tokens. All of them, of every kernel, share one workspace per stream, because launches on a stream
-run one after the other. Calls that may not keep buffers (large ones, and calls captured in a CUDA
-graph) allocate their own.
+`Plan` is what `kernel.plan()` returns. `CallPlans` are the plans behind a kernel's own calls, so
+that `kernel(x, weights, routing)` is as fast as a plan: one for each CUDA stream and power of two
+of tokens. All of them, of every kernel, share one workspace per stream, because launches on a
+stream run one after the other. Calls that may not keep buffers (large ones, and calls captured in a
+CUDA graph) allocate their own.
 """
 
 import threading

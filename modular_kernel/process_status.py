@@ -1,7 +1,8 @@
 """What this process runs with that changes what a user gets: each a word, and why.
 
-`mk doctor` and `mk profile` show every state; the log (modular_kernel.process_status) has those that have a
-reason once, as a warning where something does not hold that was asked for or can be expected.
+`mk doctor` and `mk profile` show every state; the log (modular_kernel.process_status) has those
+that have a reason once, as a warning where something does not hold that was asked for or can be
+expected.
 """
 
 import logging

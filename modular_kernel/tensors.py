@@ -78,8 +78,9 @@ class ExpertWeights:
     b1: (e, N), b2: (e, H), float32 or the problem's dtype.
     expert_map: (E,) int32, global id -> row of w1 and w2, or -1 where the expert is elsewhere; any
         other value skips too, and is a WeightsError in checked mode.
-    *_scale, *_zero_point: as `modular_kernel.quant.quantized_weights.weight_specs` says; None if unquantized. An
-        a1_scale or a2_scale that nothing can be divided by is a WeightsError in checked mode.
+    *_scale, *_zero_point: as `modular_kernel.quant.quantized_weights.weight_specs` says; None if
+        unquantized. An a1_scale or a2_scale that nothing can be divided by is a WeightsError in
+        checked mode.
     w1_order: (e, H) int32, of act-order: the column of x that each column of w1 multiplies; any
         other value reads 0, and is a WeightsError in checked mode. Each column once: `load_experts`
         makes it so, and puts w1's rows where w2's columns lie.

@@ -237,7 +237,8 @@ def _outside(values: torch.Tensor, least: int, end: int, what: str, at: str = "a
 def check_weights(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem) -> None:
     """Check w1, w2, scales, biases and expert_map to be exactly as the problem declares.
 
-    Unquantized w1 is (e, N, H) and w2 (e, H, I); `modular_kernel.quant.quantized_weights` knows the other schemes.
+    Unquantized w1 is (e, N, H) and w2 (e, H, I); `modular_kernel.quant.quantized_weights` knows the
+    other schemes.
     """
     if not isinstance(weights, ExpertWeights):
         raise WeightsError("weights", got=type(weights).__name__, need="ExpertWeights")

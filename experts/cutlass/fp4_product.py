@@ -30,8 +30,8 @@ class Fp4Weights:
     """Weights of all experts as the product reads them.
 
     w: (e, N, K / 2) uint8, two e2m1 values each. scale: (e * N / 128, bytes) uint8, e4m3 by blocks
-    of 128 rows (`modular_kernel.quant.scale_layout`). factors: (e, matrices) float32, what sums of gate
-    rows, up rows or all rows are multiplied by.
+    of 128 rows (`modular_kernel.quant.scale_layout`). factors: (e, matrices) float32, what sums of
+    gate rows, up rows or all rows are multiplied by.
     """
 
     w: torch.Tensor

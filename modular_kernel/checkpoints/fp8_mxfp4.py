@@ -88,7 +88,8 @@ def from_gpt_oss(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tens
 
     blocks: (e, N, K / 32, 16) uint8, the even k in the low nibble. scales: (e, N, K / 32) uint8
     (E8M0). gate_up_proj's rows alternate gate and up: the activation is swiglu_oai. Kernels are
-    faster on what `modular_kernel.quant.repacking.repack` makes of w, for "mxfp4_w4a16:repacked=true".
+    faster on what `modular_kernel.quant.repacking.repack` makes of w, for
+    "mxfp4_w4a16:repacked=true".
     """
     for what, tensor in (("blocks", blocks), ("scales", scales)):
         check_tensor(what, tensor)

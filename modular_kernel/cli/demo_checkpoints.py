@@ -16,7 +16,8 @@ from modular_kernel.cli.demo_output import CheckpointRow
 if TYPE_CHECKING:
     from modular_kernel.testing.checkpoints.samples import Sample
 
-# A family, and a format of modular_kernel.testing.checkpoints.published_formats in which it is published.
+# A family, and a format of modular_kernel.testing.checkpoints.published_formats in which it is
+# published.
 CHECKPOINTS = (
     ("mixtral", "awq"),
     ("qwen3_moe", "qwen3 fp8"),

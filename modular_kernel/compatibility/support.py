@@ -1,7 +1,7 @@
 """Capability as data: what a part declares, and what comes out when it is judged.
 
-A part declares a `Requirements`; `modular_kernel.compatibility.rules.judge`, the only evaluator, returns a
-`Verdict` that holds every violated rule as a `Rejection`, never only the first.
+A part declares a `Requirements`; `modular_kernel.compatibility.rules.judge`, the only evaluator,
+returns a `Verdict` that holds every violated rule as a `Rejection`, never only the first.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -10,7 +10,8 @@ from typing import Any
 
 Mismatch = tuple[str, str]  # what was found, and what is needed
 
-# Keys that `modular_kernel.models.quantization_config` and `modular_kernel.checkpoints.formats` read.
+# Keys that `modular_kernel.models.quantization_config` and `modular_kernel.checkpoints.formats`
+# read.
 _READ_OF_ALL = (
     "quant_method",
     "modules_to_not_convert",

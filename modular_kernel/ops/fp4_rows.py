@@ -1,7 +1,8 @@
 """Rows as nvfp4, tile by tile, for block-scaled products; and what else those read.
 
 Tiles are named as `Sorted.tiles` has them: experts, first rows, ends, then how many there are. A
-tile is 128 rows of one expert. Its scales lie together, as `modular_kernel.quant.scale_layout` says.
+tile is 128 rows of one expert. Its scales lie together, as `modular_kernel.quant.scale_layout`
+says.
 """
 
 from dataclasses import dataclass

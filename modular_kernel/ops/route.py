@@ -3,8 +3,8 @@
     routed = route(logits_TE, RouterSpec(8, renormalize=True))
     routed.routing                      # Routing, as every kernel takes it
 
-Computed in float32, whatever the logits' type. See `modular_kernel.spec.router` for the rules. Under
-torch.compile and torch.export a call is one operator, torch.ops.modular_kernel.route.
+Computed in float32, whatever the logits' type. See `modular_kernel.spec.router` for the rules.
+Under torch.compile and torch.export a call is one operator, torch.ops.modular_kernel.route.
 """
 
 import json

@@ -1,1 +1,1 @@
-"""Quantized weights: tensors of each scheme, scale layouts, repacking and preparation for kernels."""
+"""Quantized weights: the tensors of each scheme, scale layouts, repacking and preparation."""

@@ -8,8 +8,8 @@ With q stored, s its scale and z its zero point, a weight is
                           float32 of the whole matrix (`modular_kernel.quant.nvfp4`)
 
 Two nibbles share a byte: of weights the even k is the low one, of zero points the even n; repacked
-e2m1 weights lie as `modular_kernel.quant.repacking` says. A tile of rows or columns may be ragged at the
-end of a matrix: it has a scale like any other.
+e2m1 weights lie as `modular_kernel.quant.repacking` says. A tile of rows or columns may be ragged
+at the end of a matrix: it has a scale like any other.
 """
 
 from collections.abc import Callable, Mapping, Sequence

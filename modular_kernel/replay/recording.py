@@ -1,9 +1,10 @@
 """What the host does for a planned call, done once: launches are recorded, then replayed.
 
 A plan's first call of a signature runs the parts' host code inside `recording`. Every launch made
-through `modular_kernel.replay.launch` is noted, with what came from which input. A later call of the
-same signature puts its own pointers there and launches the same kernels; no host code of the parts
-runs. What cannot be replayed shows while recording: a torch operation that is no view refuses it.
+through `modular_kernel.replay.launch` is noted, with what came from which input. A later call of
+the same signature puts its own pointers there and launches the same kernels; no host code of the
+parts runs. What cannot be replayed shows while recording: a torch operation that is no view refuses
+it.
 """
 
 import weakref

@@ -1,1 +1,1 @@
-"""Helpers without knowledge of layers: argument and tensor checks, optional packages, JSON, fork safety."""
+"""Utilities: argument and tensor checks, optional packages, JSON files, fork safety."""

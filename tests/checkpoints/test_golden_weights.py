@@ -1,4 +1,4 @@
-"""Tensors that packers' own code made (tests/helpers/golden) stand here for what they stand for there."""
+"""Tensors written by other packers (tests/helpers/golden) decode to the values they encode."""
 
 from dataclasses import replace
 from pathlib import Path

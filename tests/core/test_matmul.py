@@ -171,7 +171,7 @@ NAMES = {
 # Files with products of their own, and why a CPU is not given their 16-bit operands.
 ELSEWHERE = {
     "modular_kernel/utils/matmul.py": "the place",
-    "modular_kernel/reference/__init__.py": "shares no code with parts; float32 of its copies, and float64",
+    "modular_kernel/reference/__init__.py": "shares no code with parts; float32 and float64",
     "modular_kernel/interpreter/builder.py": "numpy, float64",
     "modular_kernel/measure/roofline.py": "a GPU's peak",
     "experts/cutlass/scaled_mm.py": "a GPU alone has it",

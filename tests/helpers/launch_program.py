@@ -1,5 +1,7 @@
-"""What tests/core/test_replayed_launch.py runs in a process whose libcuda.so.1 is the stand-in: kernels
-compiled for sm_90 and launched by triton's own launcher, then by a plan's replayer."""
+"""The program of tests/core/test_replayed_launch.py, in a process whose libcuda.so.1 is a stand-in.
+
+Kernels compiled for sm_90 are launched by triton's own launcher, then by a plan's replayer.
+"""
 
 import ctypes
 import json

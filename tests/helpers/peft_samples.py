@@ -1,4 +1,4 @@
-"""Adapters that PEFT wrote (tests/helpers/golden/peft), copies of them to be changed, and products."""
+"""Adapters written by PEFT (tests/helpers/golden/peft), modified copies of them, and products."""
 
 import json
 import shutil

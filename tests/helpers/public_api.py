@@ -1,4 +1,4 @@
-"""The public surface as text, a line for each name. `python tests/helpers/public_api.py` writes it anew."""
+"""The public API as text, one line per name. Update: `python tests/helpers/public_api.py`."""
 
 import dataclasses
 import enum

@@ -1,7 +1,7 @@
 """Which matrix products on a CPU read beside their operands where a CPU has AMX.
 
-Only such a CPU shows what `modular_kernel.utils.matmul` says of oneDNN. So the cause is watched on every
-CPU: the shapes and strides of the operands, as torch dispatches products.
+Only such a CPU shows what `modular_kernel.utils.matmul` says of oneDNN. So the cause is watched on
+every CPU: the shapes and strides of the operands, as torch dispatches products.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""The public surface is as tests/helpers/public_api.txt has it: a change of it is meant, and said."""
+"""The public API equals the record in tests/helpers/public_api.txt."""
 
 from difflib import unified_diff
 

@@ -1,4 +1,4 @@
-"""Launch configurations without a tuned file: configurations by token count, limits, and defaults."""
+"""Launch configurations by token count, their limits, and the defaults without a tuned file."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

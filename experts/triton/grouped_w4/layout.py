@@ -8,8 +8,9 @@ halves, of 32, of the step. wgmma wants of lane c = t % 4 values 2c, 2c + 1, 2c 
 sixteen: so a word holds the pairs at 2c, 2c + 8, 2c + 16 and 2c + 24. Thus tokens are read as they
 are, and a word has one scale, or of nvfp4 one for two of its pairs.
 
-e2m1 codes are in words as `modular_kernel.quant.repacking` has pairs; of integers pair i are bits 4i to
-4i + 3 of either half. Scales come in fours of words, in the order of those threads that share rows:
+e2m1 codes are in words as `modular_kernel.quant.repacking` has pairs; of integers pair i are bits
+4i to 4i + 3 of either half. Scales come in fours of words, in the order of those threads that share
+rows:
 
     mxfp4     one word for each of the four blocks, of four bytes: by row, by half of the step. A
               byte is the exponent of the bf16 number that the codes, as they read in bf16's

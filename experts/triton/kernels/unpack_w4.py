@@ -1,7 +1,7 @@
 """Device functions: int32 words of eight 4-bit weights to values.
 
 FORMAT says what a word holds: an "integer" or "e2m1" code a nibble, the low one first, or codes of
-"e2m1_repacked", whose bits are where `modular_kernel.quant.repacking` has put them. "nvfp4" is "e2m1" but
+"e2m1_repacked", whose bits `modular_kernel.quant.repacking` has reordered. "nvfp4" is "e2m1" but
 for its scales.
 """
 

@@ -2,9 +2,9 @@
 
     launch(kernel, (programs,), x_ptr=x, num_rows=rows, BLOCK=128, num_warps=4)
 
-is `kernel[grid](...)`. While a plan records (see modular_kernel.replay.recording) the launch is noted as
-well: the compiled kernel and its arguments, with pointers to the call's inputs left open. What
-replays then calls is modular_kernel.replay.launch.cuda_replay, once for all launches.
+is `kernel[grid](...)`. While a plan records (see modular_kernel.replay.recording) the launch is
+noted as well: the compiled kernel and its arguments, with pointers to the call's inputs left open.
+What replays then calls is modular_kernel.replay.launch.cuda_replay, once for all launches.
 """
 
 from typing import Any

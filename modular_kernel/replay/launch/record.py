@@ -1,4 +1,4 @@
-"""What a plan notes of a launch, so that modular_kernel.replay.launch.cuda_replay can do it again."""
+"""What a plan records of a launch, so that `cuda_replay` can repeat it."""
 
 import logging
 from functools import cache

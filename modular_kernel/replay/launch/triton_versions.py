@@ -17,7 +17,8 @@ Foreign = Any
 
 RELEASE = ".".join(triton.__version__.split(".")[:2])
 
-# Releases whose launchers are known to do what modular_kernel.replay.launch.cuda_replay does: as many
+# Releases whose launchers are known to do what modular_kernel.replay.launch.cuda_replay does: as
+# many
 # parameters as the kernel has and two pointers to scratch, in the same order, with the same
 # attributes.
 REPLAYED = ("3.6", "3.7", "3.8", "3.9")
