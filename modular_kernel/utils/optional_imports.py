@@ -86,7 +86,7 @@ def require_own(package: str) -> None:
 
 def shadow_of(package: str) -> str | None:
     """Return the file that hides this distribution's `package`, None if none does."""
-    ours = Path(__file__).resolve().parents[1] / package / "__init__.py"
+    ours = Path(__file__).resolve().parents[2] / package / "__init__.py"
     try:
         spec = find_spec(package)
     except (ImportError, ValueError):  # a stub in sys.modules: no file hides it
