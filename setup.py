@@ -45,9 +45,9 @@ setup(
     package_data={
         "modular_kernel": [
             "py.typed",
-            "ops/launch/*.c",
-            "pages/*.html",
-            "pages/*.css",
+            "replay/launch/*.c",
+            "report/pages/*.html",
+            "report/pages/*.css",
             "select/*.json",
             "testing/mutation/*.json",
         ],

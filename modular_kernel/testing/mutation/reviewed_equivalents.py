@@ -2,7 +2,7 @@
 
 A mutant is equivalent only if the compiled code of every kernel is the same with it, or if no bit
 of any result differs in at least 2,000 random valid problems, drawn from cases that execute it.
-equivalent.json beside this file lists them by identity.
+reviewed_equivalents.json beside this file lists them by identity.
 """
 
 import json
