@@ -79,12 +79,14 @@ else
   CUTLASS_READY := $(CUTLASS_STAMP)
 endif
 
-.PHONY: environments help demo test fuzz verify test-interpreter test-compile test-gpu check docs test-triton newest-compile newest-compile-all newest-interpreter test-cutlass wheel clean metadata test-isa isa
+.PHONY: environments help demo test test-rest test-all fuzz verify test-interpreter test-compile test-gpu check docs test-triton newest-compile newest-compile-all newest-interpreter test-cutlass wheel clean metadata test-isa isa
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    a tour on this machine: what can be paired, what is refused and why, a checked run"
-	@echo "make test    the test suite on the CPU, the longest lists by shares: kernels interpreted, then compiled"
+	@echo "make test    a test suite of about eight minutes on a CPU: kernels interpreted, then compiled"
+	@echo "make test-rest      most of the tests that 'make test' leaves out, in about 20 minutes"
+	@echo "make test-all       every test"
 	@echo "make test-isa       parts of plain torch under each CPU instruction set that this machine has"
 	@echo "make test-triton    every kernel compiled and a short suite interpreted with the newest triton"
 	@echo "make test-cutlass   the kernels in CUTLASS's DSL compiled, without a GPU"
@@ -105,15 +107,25 @@ environments: $(READY) $(NEWEST_READY) $(CUTLASS_READY) $(DOCS_READY)
 demo: $(READY)
 	$(PY) -m modular_kernel demo $(ARGS)
 
+# The tests that take little time for what they cover; `test-rest` runs most of the others, by
+# shares that change with the sources, and `test-all` every test. See tests/helpers/suites.py.
+SUITE      ?= quick
+
 test: test-interpreter test-compile
 
+test-rest:
+	@$(MAKE) --no-print-directory test SUITE=rest
+
+test-all:
+	@$(MAKE) --no-print-directory test SUITE=all
+
 test-interpreter: $(READY)
-	TRITON_INTERPRET=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal tests --ignore=tests/compile $(ARGS)
+	TRITON_INTERPRET=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal --suite $(SUITE) tests --ignore=tests/compile $(ARGS)
 
 # A process can interpret kernels or compile them, not both. The file that takes longest has few
 # tests: reordered, it would begin last.
 test-compile: $(READY)
-	env -u TRITON_INTERPRET $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/compile $(ARGS)
+	env -u TRITON_INTERPRET $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --suite $(SUITE) tests/compile $(ARGS)
 
 # What oneDNN may use is read once in a process: cases of the torch parts run in one for each set.
 ISA_TESTS  ?= tests/compile/test_torch_part_products.py

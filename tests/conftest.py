@@ -25,6 +25,8 @@ from modular_kernel.settings import enable_interpreter, read_settings
 from modular_kernel.spec.problem import Machine
 
 if TYPE_CHECKING:
+    from xdist.workermanage import WorkerController
+
     from modular_kernel.testing.ranks.pool import RankPool
 
 torch.set_num_threads(1)
@@ -34,6 +36,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("shared")
 
+LEFT_OUT = pytest.StashKey[int]()
 COMPILE = Path(__file__).parent / "compile"
 GPU = Path(__file__).parent / "gpu"
 INTERPRETER = Path(__file__).parent / "interpreter"
@@ -61,6 +64,21 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole", action="store_true", help="run what `share` leaves to other trees")
+    parser.addoption(
+        "--suite",
+        choices=("quick", "rest", "all"),
+        default="all",
+        help="select tests by their recorded time, see tests/helpers/suites.py",
+    )
+
+
+def _in_suite(item: pytest.Item, suite: str) -> bool:
+    from shares import tree_hash
+    from suites import selected
+
+    marker = item.get_closest_marker("budget")
+    name = f"{item.path.stem}::{item.name}"
+    return selected(suite, name, tree_hash(), marker.kwargs if marker else None)
 
 
 def _in_share(item: pytest.Item) -> bool:
@@ -77,14 +95,41 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     named = config.option.keyword or any("::" in argument for argument in config.args)
     if not named and not config.getoption("--whole"):
-        out = [item for item in items if not _in_share(item)]
-        items[:] = [item for item in items if item not in set(out)]
-        config.hook.pytest_deselected(items=out)
+        out = {item for item in items if not _in_share(item)}
+        suite = config.option.suite
+        if suite != "all":
+            out |= {item for item in items if not _in_suite(item, suite)}
+        config.stash[LEFT_OUT] = len(out)
+        config.hook.pytest_deselected(items=[item for item in items if item in out])
+        items[:] = [item for item in items if item not in out]
     if not torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("cpu"):
             item.add_marker(pytest.mark.skip(reason="of a machine without a GPU: `-m cpu`"))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    output = getattr(session.config, "workeroutput", None)  # xdist: a worker tells the controller
+    if output is not None:
+        output["left_out"] = session.config.stash.get(LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: "WorkerController") -> None:
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    left_out = config.stash.get(LEFT_OUT, 0)
+    if left_out and config.option.suite != "all":
+        other = "make test-rest" if config.option.suite == "quick" else "make test"
+        terminalreporter.write_line(
+            f"suite {config.option.suite!r}: {left_out} tests were left out. `{other}` runs most of "
+            "them, `make test-all` every one."
+        )
 
 
 def pytest_report_header() -> list[str]:

@@ -64,6 +64,7 @@ CASES = [case for found in SELECTIONS for case in found.cases]
 REFUSED = [pair for found in SELECTIONS for pair in found.refused]
 
 
+@pytest.mark.budget(quick=15.0, rest=60.0)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_proven(case: RankCase, rank_pool: Pool) -> None:
     proof = prove_ranks(case, rank_pool(case.world_size), MACHINE)
