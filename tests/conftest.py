@@ -127,8 +127,8 @@ def pytest_terminal_summary(
     if left_out and config.option.suite != "all":
         other = "make test-rest" if config.option.suite == "quick" else "make test"
         terminalreporter.write_line(
-            f"suite {config.option.suite!r}: {left_out} tests were left out. `{other}` runs most of "
-            "them, `make test-all` every one."
+            f"suite {config.option.suite!r}: {left_out} tests were left out. `{other}` runs most "
+            "of them, `make test-all` every one."
         )
 
 

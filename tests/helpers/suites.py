@@ -63,4 +63,4 @@ def durations_of(files: Iterable[Path]) -> dict[str, float]:
 if __name__ == "__main__":
     found = durations_of(map(Path, sys.argv[1:]))
     RECORD.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(f"{RECORD}: {len(found)} functions, {sum(found.values()):.0f} s")
+    sys.stdout.write(f"{RECORD}: {len(found)} functions, {sum(found.values()):.0f} s\n")
