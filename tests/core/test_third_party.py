@@ -1,18 +1,15 @@
 """Parts from another package: found, judged and proven like our own; a broken one harms nobody."""
 
-import json
-import subprocess
-import sys
 import threading
 from abc import ABCMeta
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from doc_blocks import module_source
 from run_mk import run_mk
+from third_party import install, mk
 
 from experts import NaiveBatchedExperts, TorchExperts
 from modular_kernel import catalog as catalogs
@@ -30,18 +27,6 @@ ROOT = Path(__file__).resolve().parents[2]
 THEIR_PARTS = module_source(ROOT / "docs/add-a-part.md", "my_moe/__init__.py")
 
 
-def install(folder: Path, package: str, source: str) -> None:
-    """What a wheel leaves in site-packages: a package, its metadata and its entry point."""
-    (folder / package).mkdir()
-    (folder / package / "__init__.py").write_text(source, encoding="utf-8")
-    info = folder / f"{package}-1.0.dist-info"
-    info.mkdir()
-    metadata = f"Metadata-Version: 2.1\nName: {package.replace('_', '-')}\nVersion: 1.0\n"
-    (info / "METADATA").write_text(metadata, encoding="utf-8")
-    entry = f"[modular_kernel.parts]\n{package}_parts = {package}:PARTS\n"
-    (info / "entry_points.txt").write_text(entry, encoding="utf-8")
-
-
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that fresh interpreters find packages in, with a good and a broken one."""
@@ -49,14 +34,6 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     install(tmp_path, "broken_moe", "import no_such_vendor_library\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     return tmp_path
-
-
-def mk(*words: str) -> tuple[int, Any]:
-    """Exit code and JSON of a fresh `mk`."""
-    command = [sys.executable, "-m", "modular_kernel", *words, "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.stdout, done.stderr
-    return done.returncode, json.loads(done.stdout)
 
 
 @pytest.mark.usefixtures("site")

@@ -1,6 +1,7 @@
 """FusedMoEWithLoRA, its manager and models that PEFT wrapped, on a GPU: beside float64 and PEFT."""
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import lora_layer_samples as layers
@@ -110,6 +111,7 @@ def test_evicted_and_loaded_again() -> None:
 def test_a_wrapped_model_is_served_with_its_adapter(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "integrations")
     import test_transformers_peft as wrapped
 
     from modular_kernel.integrations.transformers import register, report, serve

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import toy_backend
 from stage_samples import NO_EP, PROBLEM, empty_pools, registered
-from test_third_party import install, mk
+from third_party import install, mk
 from toy_backend import ToyExperts, ToyInput, ToyOutput
 
 from experts import TorchExperts

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from doc_blocks import module_source
-from test_third_party import install
+from third_party import install
 
 from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.errors import ConfigurationError
