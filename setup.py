@@ -105,7 +105,7 @@ setup(
             "topk_reduce = topk_reduce:COMPONENTS",
         ],
         # Names that `mk list` says are not there yet.
-        "modular_kernel.operators.kernel_cache": [
+        "modular_kernel.planned": [
             "prepare_finalize = prepare_finalize:PLANNED",
             "experts = experts:PLANNED",
         ],

@@ -50,7 +50,7 @@ from modular_kernel.utils.optional_imports import (
 from modular_kernel.utils.package_probes import Provider
 
 GROUP = "modular_kernel.parts"
-PLANNED_GROUP = "modular_kernel.operators.kernel_cache"
+PLANNED_GROUP = "modular_kernel.planned"
 Kind = Literal["prepare_finalize", "experts", "topk_reduce"]
 _BASES: dict[Kind, type] = {
     "prepare_finalize": PrepareAndFinalize,

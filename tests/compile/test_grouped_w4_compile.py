@@ -110,7 +110,7 @@ def test_operands_stay_in_registers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stored, "_scale_dtypes", lambda problem: (scales,))
-    stored.weight_specs.cache_clear()
+    stored._weight_specs.cache_clear()
     problem = replace(BASE, quant=quant)
     cubins: list[bytes] = []
     run = JITFunction.run
@@ -125,7 +125,7 @@ def test_operands_stay_in_registers(
     try:
         launches_of(GroupedW4Path(problem), problem, grouped_w4_config.default(problem, rows))
     finally:
-        stored.weight_specs.cache_clear()
+        stored._weight_specs.cache_clear()
     assert len(cubins) == 2
     for cubin in cubins:
         loops = loops_of(cubin)

@@ -217,14 +217,14 @@ def test_memory_of_few_streams_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "_MOST_STREAMS", 2)
     kernel, _ = recorded_kernel()
     for stream in range(1, 6):
-        plan = kernel._call_plans._made(kernel, CPU, stream, 4)
-        assert plan is not None
-        plan.bind_unless_busy()
+        one = kernel._call_plans._made(kernel, CPU, stream, 4)
+        assert one is not None
+        one.bind_unless_busy()
         assert len(held_bytes()) <= 2
     args = inputs()
-    plan = kernel._call_plans._made(kernel, CPU, 1, 4)  # its memory was freed
-    assert plan is not None
-    out = plan.run(*args, None)
+    one = kernel._call_plans._made(kernel, CPU, 1, 4)  # its memory was freed
+    assert one is not None
+    out = one.run(*args, None)
     assert out is not None
     assert_right(out, args)
 

@@ -287,11 +287,11 @@ def test_a_lock_of_choices_ends_though_a_child_lives_on(tmp_path: Path) -> None:
 def test_a_folder_of_built_files_goes_with_the_process_that_made_it(tmp_path: Path) -> None:
     done = run_python("""
 import os, sys
-from modular_kernel.replay.launch import kept
-folder = kept._of_this_process()
+from modular_kernel.replay.launch import compiled_files
+folder = compiled_files._of_this_process()
 pid = os.fork()
 if pid == 0:
-    assert kept._of_this_process() != folder
+    assert compiled_files._of_this_process() != folder
     sys.exit(0)
 os.waitpid(pid, 0)
 assert folder.is_dir()

@@ -10,7 +10,7 @@ from ep_layers import Layer
 
 import modular_kernel as mk
 
-ROOT = str(Path(mk.__file__).parents[2])
+ROOT = str(Path(mk.__file__).parents[1])
 OURS = tuple(
     f"{ROOT}/{p}/" for p in ("modular_kernel", "prepare_finalize", "experts", "topk_reduce")
 )

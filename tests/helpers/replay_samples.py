@@ -63,7 +63,7 @@ def play_all(launches: Sequence[Any], inputs: int) -> recording.Replay:
         for again in launches:
             again(pointers)
 
-    return recording
+    return replay
 
 
 def watched() -> bool:

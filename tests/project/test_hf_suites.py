@@ -244,7 +244,7 @@ def test_a_side_whose_pytest_went_wrong_is_no_result(tmp_path, text, ends) -> No
     if text is not None:
         (tmp_path / "test_one.py").write_text(text)
     into = tmp_path / "new/folder/ours.jsonl"
-    call = tmp_path, Path(torch.__file__).parents[2], ["test_one.py"], "theirs", into
+    call = tmp_path, Path(torch.__file__).parents[1], ["test_one.py"], "theirs", into
     if not ends:
         with pytest.raises(RuntimeError, match="got exit code 4 on side theirs"):
             upstream.run(*call)

@@ -22,7 +22,7 @@ from modular_kernel.replay.recording import Replay
 # Triton ships no annotations.
 Foreign = Any
 
-_LOG = logging.getLogger("modular_kernel.replay.recording")
+_LOG = logging.getLogger("modular_kernel.replay")
 _NAME = "modular_kernel_replay"  # as cuda_replay.c calls itself
 
 MAP_BYTES = 128  # of a CUtensorMap

@@ -16,7 +16,7 @@ from modular_kernel.replay.recording import Recorder
 # Triton ships no annotations.
 Foreign = Any
 
-_LOG = logging.getLogger("modular_kernel.replay.recording")
+_LOG = logging.getLogger("modular_kernel.replay")
 
 
 def note(

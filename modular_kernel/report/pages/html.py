@@ -30,7 +30,7 @@ def page(title: str, document: Sequence[PageBlock]) -> str:
 @cache
 def _templates() -> Environment:
     found = Environment(
-        loader=PackageLoader("modular_kernel", "pages"),
+        loader=PackageLoader("modular_kernel", "report/pages"),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
