@@ -46,12 +46,12 @@ _WHOLE = stages.fused(stages.PERMUTE, stages.GEMM1, stages.GEMM2, stages.UNPERMU
 
 
 class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
-    """Contiguous tokens in 16 bits or fp8 (static per-tensor, or block scales); weights and sums
-    itself.
+    """Contiguous tokens in 16 bits or fp8, with weighting and summation inside the library.
 
-    Launches: merge repeated experts of a token; mark tokens with a NaN, if the activation clamps;
-    quantize x, with per-tensor scales; FlashInfer's kernels. FlashInfer allocates a few small
-    tensors in every call. w1 has its up rows first (`modular_kernel.quant.row_order`).
+    fp8 has static per-tensor or block scales. Launches: merge repeated experts of a token; mark
+    tokens with a NaN, if the activation clamps; quantize x, with per-tensor scales; FlashInfer's
+    kernels. FlashInfer allocates a few small tensors in every call. w1 has its up rows first
+    (`modular_kernel.quant.row_order`).
     """
 
     load_library = staticmethod(load)
@@ -196,14 +196,14 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
         out = take_quantized(workspace, "x", problem.scheme, shape, static_scale=a1)
         with stages.stage(stages.QUANTIZE_INPUT):
             quantize_rows(x_TH, problem.scheme, out=out)
-            static_scales = workspace.take("static_scales", (2 * e + 1,))
-            torch.mul(w1, a1, out=static_scales[:e])
-            torch.mul(w2, a2, out=static_scales[e : 2 * e])
-            torch.reciprocal(a2, out=static_scales[2 * e :])
+            scales = workspace.take("static_scales", (2 * e + 1,))
+            torch.mul(w1, a1, out=scales[:e])
+            torch.mul(w2, a2, out=scales[e : 2 * e])
+            torch.reciprocal(a2, out=scales[2 * e :])
         return out.q_RK, (
-            static_scales[:e],
-            static_scales[2 * e],
-            static_scales[e : 2 * e],
+            scales[:e],
+            scales[2 * e],
+            scales[e : 2 * e],
             a1.view(()),
         )
 
@@ -236,10 +236,10 @@ def _scheme_rejections(name: str, problem: Problem, machine: Machine) -> tuple[R
         return ()
     rejections = list[Rejection]()
     if not is_blockwise(problem):
-        for what in ("hidden", "intermediate"):
-            if getattr(problem, what) % ALIGNMENT:
+        for field in ("hidden", "intermediate"):
+            if getattr(problem, field) % ALIGNMENT:
                 need = f"a multiple of {ALIGNMENT} for fp8"
-                rejections.append(Rejection(what, parties, str(getattr(problem, what)), need))
+                rejections.append(Rejection(field, parties, str(getattr(problem, field)), need))
         if not scheme.static:
             need = "static=true: the library computes no scale of activations"
             rejections.append(Rejection("quant", parties, problem.quant, need))

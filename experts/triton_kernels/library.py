@@ -44,12 +44,10 @@ def load() -> Any:
     folder.
     """
     with importing(TRITON_KERNELS, need="one that goes with this triton") as folder, _from(folder):
-        matmul, routing = (
-            import_module(f"{_NAME}.{module}") for module in ("matmul_ogs", "routing")
-        )
+        ogs, routing = (import_module(f"{_NAME}.{name}") for name in ("matmul_ogs", "routing"))
     return SimpleNamespace(
-        matmul_ogs=matmul.matmul_ogs,
-        PrecisionConfig=matmul.PrecisionConfig,
+        matmul_ogs=ogs.matmul_ogs,
+        PrecisionConfig=ogs.PrecisionConfig,
         RoutingData=routing.RoutingData,
         ExptData=routing.ExptData,
     )
@@ -81,7 +79,7 @@ def ragged(
     tiles: TileMaps,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the product of rows (R, K) and the weights (e, N, K) of each row's expert, in bfloat16.
+    """Multiply rows (R, K) by the weights (e, N, K) of each row's expert; return bfloat16 results.
 
     - weights: (bfloat16 weights, None), or mxfp4 as in checkpoints: two e2m1 values along K per
       byte, and (e, N, K / 32) E8M0 exponents, one for 32 values.

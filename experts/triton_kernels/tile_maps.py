@@ -45,7 +45,7 @@ def tile_specs(rows: int, experts: int) -> Mapping[str, BufferSpec]:
 
 
 def tile_maps(starts: torch.Tensor, rows: int, workspace: Workspace) -> TileMaps:
-    """Schedule the tiles of `rows` rows; expert i's begin at row starts[i]. starts: (e + 1,) int32."""
+    """Schedule the tiles of `rows` rows; expert i's begin at starts[i], (e + 1,) int32."""
     experts = starts.numel() - 1
     specs = tile_specs(rows, experts)
     maps = TileMaps(*(workspace.take(name, spec.shape) for name, spec in specs.items()))

@@ -32,17 +32,17 @@ def joined_pairs_kernel(
     weight = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
     repeat = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
     for j in tl.static_range(TOP_K):
-        other, _ = load_local_ids(
+        expert_j, _ = load_local_ids(
             ids_ptr, ids_row + j, row_mask, map_ptr, num_experts, num_local, HAS_MAP
         )
-        same_expert = mask & (local >= 0) & (other == local)
+        same_expert = mask & (local >= 0) & (expert_j == local)
         if HAS_WEIGHTS:
-            other_weight = tl.load(
-                weights_ptr + weights_row + j, mask=row_mask & (other >= 0), other=0.0
+            weight_j = tl.load(
+                weights_ptr + weights_row + j, mask=row_mask & (expert_j >= 0), other=0.0
             )
         else:
-            other_weight = tl.full((BLOCK_T, 1), 1.0, tl.float32)
-        weight += tl.where(same_expert, other_weight, 0.0)
+            weight_j = tl.full((BLOCK_T, 1), 1.0, tl.float32)
+        weight += tl.where(same_expert, weight_j, 0.0)
         repeat += (same_expert & (k > j)).to(tl.int32)
     kept = (local >= 0) & (repeat == 0)
     out = token.to(tl.int64) * TOP_K + k

@@ -17,10 +17,8 @@ def nan_rows_kernel(
     column = tl.arange(0, BLOCK_H)
     is_nan = tl.zeros((BLOCK_H,), tl.int32)
     for start in range(0, hidden, BLOCK_H):
-        offset = (start + column).to(tl.int64)
-        x = tl.load(
-            x_ptr + token * stride_row + offset * stride_column, mask=offset < hidden, other=0.0
-        )
+        col = (start + column).to(tl.int64)
+        x = tl.load(x_ptr + token * stride_row + col * stride_column, mask=col < hidden, other=0.0)
         is_nan |= (x != x).to(tl.int32)
     k = tl.arange(0, BLOCK_K)
     pair, mask = token * TOP_K + k, k < TOP_K
