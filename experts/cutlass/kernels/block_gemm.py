@@ -264,7 +264,7 @@ class BlockGemm(Epilogue):
         self, tiled_mma, s_a, s_b, s_rows, s_parts, s_out, full, empty, o_atom, o_tma, out,
         out_scale, tiles, max_tiles, num_m, pairs, turns, steps, rank, group, thread,
     ):  # fmt: skip
-        """Multiply rows group * 64 to group * 64 + 63 of every tile of this block. One warpgroup."""
+        """Multiply 64 rows, from row group * 64, of every tile of this block. One warpgroup."""
         warp = thread // 32
         # The shuffle keeps the compiler from recomputing the lane in the loop.
         lane = cute.arch.shuffle_sync(thread % 32, thread % 32)
@@ -330,7 +330,10 @@ class BlockGemm(Epilogue):
 
     @cute.jit
     def add_scaled(self, sums, part, p: cutlass.Constexpr, scales):
-        """Do sums[:, p] += part * scale, one row after the other, so its scale stays in a register."""
+        """Do sums[:, p] += part * scale, one row after the other.
+
+        The scale of the row then stays in a register.
+        """
         for half in cutlass.range_constexpr(2):
             for i in cutlass.range_constexpr(VALUES):
                 if cutlass.const_expr((i // 2) % 2 == half):

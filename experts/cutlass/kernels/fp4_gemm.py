@@ -265,7 +265,7 @@ class Fp4Gemm:
         self, sums, made, stored, factors, out, tiles, max_tiles, rows_b, matrix_rows, num_m, num_n,
         turns, thread,
     ):  # fmt: skip
-        """Scale and store the sums; each thread stores one row of the tile if it is valid. Four warps."""
+        """Scale and store the sums; each thread has one row of the tile. Four warps."""
         atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition.x32), F32)
         pieces = cute.flat_divide(sums[(None, None), 0, 0, None], (TILE_M, PIECE))
         tiled_copy = tcgen05.make_tmem_copy(atom, pieces[None, None, 0, 0, 0])
