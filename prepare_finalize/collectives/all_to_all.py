@@ -50,12 +50,12 @@ class TorchAll2AllPrepareAndFinalize(RowsPart):
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, world = self.problem, self.problem.parallel.world_size
-        max_tokens, nbytes = problem.tokens, self.rows.most_bytes()
-        sent = min(world, problem.top_k) * max_tokens
+        most, nbytes = problem.tokens, self.rows.most_bytes()
+        sent = min(world, problem.top_k) * most
         return {
-            **token_specs(problem, max_tokens),
+            **token_specs(problem, most),
             **self.rows.specs(self.most_rows),
-            "packed_own": BufferSpec((max_tokens, nbytes), torch.uint8),
+            "packed_own": BufferSpec((most, nbytes), torch.uint8),
             "packed_sent": BufferSpec((sent, nbytes), torch.uint8),
             "packed_all": BufferSpec((self.most_rows, nbytes), torch.uint8),
             "returned": BufferSpec((sent, problem.hidden), problem.dtype),

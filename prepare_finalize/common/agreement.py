@@ -88,14 +88,14 @@ def agree(
     manager.all_gather(received, sent, step=step, phase="counts").wait()
     table = received.view(manager.world_size, -1).tolist()
     fields = [row[: len(own_fields)] for row in table]
-    counts = [row[len(own_fields) : -1] for row in table]
+    rest = [row[len(own_fields) : -1] for row in table]
     _not_refused(manager, fields, [row[-1] for row in table], step)
     _same(manager, fields, step)
-    _bounded(manager, counts, problem.tokens, step)
+    _bounded(manager, rest, problem.tokens, step)
     layer.calls += 1
-    bits = torch.tensor([row[-1] for row in counts], dtype=torch.int32).view(torch.float32)
-    rows_WW = tuple(tuple(row[1:-1]) for row in counts)
-    return Agreement(step, next(zip(*counts, strict=True)), rows_WW, float(bits.max()))
+    bits = torch.tensor([row[-1] for row in rest], dtype=torch.int32).view(torch.float32)
+    rows_WW = tuple(tuple(row[1:-1]) for row in rest)
+    return Agreement(step, next(zip(*rest, strict=True)), rows_WW, float(bits.max()))
 
 
 def refuse(layer: Layer, error: Exception) -> None:

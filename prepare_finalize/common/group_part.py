@@ -80,7 +80,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
     """
 
     manager_class: ClassVar[type[Any]] = TorchGroup
-    near_first: ClassVar[bool] = True  # dispatch a pair to the nearest copy of its expert
+    near_first: ClassVar[bool] = True  # a pair goes to its expert's nearest copy
     ids_dtype = torch.int32  # of the expert numbers passed to a library
     manager: M
 

@@ -43,7 +43,7 @@ class Communicator:
         weakref.finalize(owner, self.close).atexit = device == "cpu"
 
     def close(self) -> Any:
-        """Release and return the group; return None if it was released before, or in a forked child.
+        """Release and return the group; return None if it was released, or in a forked child.
 
         A child keeps the group forever, because freeing it would wait for threads that the child
         does not have.

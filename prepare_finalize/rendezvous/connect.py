@@ -100,7 +100,7 @@ def meeting_place(store: Store, rank: int, world_size: int) -> str:
 
 
 def _number(key: str, value: bytes) -> int:
-    """Parse a counter; raise RuntimeError, as for a store without an answer, if it is not a number."""
+    """Parse a counter; raise RuntimeError, as for a silent store, if it is not a number."""
     try:
         return int(value)
     except ValueError as error:
@@ -120,7 +120,10 @@ def store_at_new_place(
 
 
 def place_in(group: object | None) -> tuple[int, int]:
-    """Return rank and size in a ProcessGroup; raise ConfigurationError if this process is in none."""
+    """Return rank and size in a ProcessGroup.
+
+    Raises ConfigurationError if this process is in no group.
+    """
     member = member_group(group)
     return member.rank(), member.size()
 

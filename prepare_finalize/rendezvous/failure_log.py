@@ -122,11 +122,13 @@ def culprits(
 ) -> tuple[tuple[int, ...], str]:
     """Return the ranks that probably caused a failure, and the reason, from all published records.
 
-    In this order:
+    The first of these that applies:
 
-    1. ranks that broke off a call; 2. ranks that published nothing; 3. ranks in an earlier exchange
-    than others, unless they waited there for a peer ("awaited"); 4. ranks that came late to the
-    exchange. If that is this rank alone, the ranks that gave up on it.
+    - ranks that broke off a call;
+    - ranks that published nothing;
+    - ranks in an earlier exchange than others, unless they waited there for a peer ("awaited");
+    - ranks that came late to the exchange;
+    - if this rank came late, the ranks that gave up on it.
 
     A rank came late if it waited for less time than others. Each rank measures its own time, so no
     two clocks are compared.

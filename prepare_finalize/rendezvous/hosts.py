@@ -60,15 +60,13 @@ def find_hosts(meeting: Meeting, rank: int) -> Hosts:
     both are on one host. Ranks with different MK_HOST_ID are treated as on different hosts, for
     testing several hosts on one machine. Raises CommunicationError if a rank does not respond.
     """
-    token = secrets.token_hex(16)
+    word = secrets.token_hex(16)
     with memory_file("host") as own_file:
-        own_file.write(token.encode())
+        own_file.write(word.encode())
         own_file.flush()
         identity = read_settings().host_id
         name = identity or socket.gethostname()
-        gathered = meeting.tell(
-            {"name": name, "id": identity, "file": own_file.name, "word": token}
-        )
+        gathered = meeting.tell({"name": name, "id": identity, "file": own_file.name, "word": word})
         readable = [
             peer
             for peer, facts in enumerate(gathered)
@@ -118,7 +116,7 @@ def check_hosts(
 
 
 def _content(path: str) -> str:
-    """Read a short file; return "" if it is not in a folder of memory files, or not on this host."""
+    """Read a short file; return "" if it is no memory file, or not on this host."""
     if Path(path).parent not in (IN_MEMORY, Path(tempfile.gettempdir())):
         return ""
     try:

@@ -57,13 +57,13 @@ class Meeting:
 
     def _read(self, rank: int) -> dict[str, str]:
         """Read the facts of a rank; raise RuntimeError if the entry is not valid."""
-        told = self._store.get(self._key(rank))
+        entry = self._store.get(self._key(rank))
         try:
-            facts = json.loads(told)
+            facts = json.loads(entry)
         except ValueError as error:
-            raise RuntimeError(f"it holds {told[:20]!r} for rank {rank}") from error
+            raise RuntimeError(f"it holds {entry[:20]!r} for rank {rank}") from error
         if not isinstance(facts, dict):
-            raise RuntimeError(f"it holds {told[:20]!r} for rank {rank}")
+            raise RuntimeError(f"it holds {entry[:20]!r} for rank {rank}")
         return {str(name): str(value) for name, value in facts.items()}
 
     def agree(self, facts: Facts) -> None:
