@@ -52,7 +52,7 @@ class RowOrder:
 
 
 class SummedRowsExperts(PickledByProblem, PermuteExpertsUnpermute):
-    """Base of parts that weight and sum their rows, in whatever order the rows are.
+    """Base of parts that weight and sum rows stored in any order.
 
     requires: the common requirements; each part adds those of its GEMMs.
     """

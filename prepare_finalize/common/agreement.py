@@ -99,9 +99,9 @@ def agree(
 
 
 def refuse(layer: Layer, error: Exception) -> None:
-    """Tell peers, when they call `agree`, that this rank refuses the call; do not wait for them.
+    """Notify peers that this rank refuses the call, without waiting for them.
 
-    Does nothing if the manager has failed or is destroyed.
+    Peers raise in `agree`. Does nothing if the manager has failed or is destroyed.
     """
     manager = layer.manager
     refusals = [_REFUSALS.index(kind.__name__) for kind in type(error).__mro__

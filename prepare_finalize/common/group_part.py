@@ -211,7 +211,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
 
 
 class AtOncePart(GroupPart[M]):
-    """Base of parts whose library can dispatch and receive at once.
+    """Base of parts whose library can send and receive in one step.
 
     That takes fewer launches, or less host time, if nothing runs between sending and receiving.
     """

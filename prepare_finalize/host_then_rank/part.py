@@ -89,8 +89,8 @@ class HostThenRankPrepareAndFinalize(RowsPart):
         super().__init__(problem, group)
         manager = self.manager
         per_host, tokens = manager.ranks_per_host, problem.tokens
-        num_chunks = -(-tokens // _CHUNK_TOKENS[manager.device])
-        chunks = max(1, min(per_host, self.most_chunks, num_chunks))
+        target_chunks = -(-tokens // _CHUNK_TOKENS[manager.device])
+        chunks = max(1, min(per_host, self.most_chunks, target_chunks))
         geometry = Geometry(
             manager.rank, manager.world_size, per_host, chunks, -(-tokens // chunks)
         )
@@ -238,7 +238,7 @@ class HostThenRankPrepareAndFinalize(RowsPart):
             _places(
                 chunk_unpacked.ids_RK, tables, way.room[:, chunk].to(came.device), out=places_LN
             )
-            exchange_inside = SymmetricExchange(
+            host_exchange = SymmetricExchange(
                 self.manager.memory,
                 self._inner,
                 slot,
@@ -254,10 +254,10 @@ class HostThenRankPrepareAndFinalize(RowsPart):
             if quantizes(self.problem, call):
                 scale = bits if chunk_unpacked.scale is None else chunk_unpacked.scale
                 quantized = Quantized(chunk_unpacked.x_RH, scale)
-            exchange_inside.send(
+            host_exchange.send(
                 chunk_unpacked.x_RH, routing, tables, call, quantized=quantized, wait=chunk == last
             )
-            passes.append(exchange_inside)
+            passes.append(host_exchange)
             self.manager.check_inside(step, "dispatch", came.nbytes, started)
         return tuple(passes)
 
@@ -286,10 +286,10 @@ class HostThenRankPrepareAndFinalize(RowsPart):
         with stages.stage(stages.COMBINE):
             if counts.any_rows:
                 manager.note(step, "combine")
-            for chunk, exchange_inside in enumerate(own_handle.passes):
+            for chunk, host_exchange in enumerate(own_handle.passes):
                 manager.check_inside(step, "combine", sums.nbytes, started)
-                if exchange_inside is not None:
-                    exchange_inside.combine(sums[_chunk(counts.came, chunk)])
+                if host_exchange is not None:
+                    host_exchange.combine(sums[_chunk(counts.came, chunk)])
                     manager.check_inside(step, "combine", sums.nbytes, started)
                 sum_bytes, returned_bytes = sums.view(torch.uint8), returned.view(torch.uint8)
                 crossing.append(

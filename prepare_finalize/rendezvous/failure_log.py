@@ -59,7 +59,7 @@ class LastCalls:
 
 
 class FailureBoard:
-    """Store entries by which failed ranks find each other; ranks without an entry are the culprits.
+    """Failure records of all ranks in the store; a rank without one is a culprit.
 
     ended: whether the store closed the connection at the last access, as when its process exits.
     """

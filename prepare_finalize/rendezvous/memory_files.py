@@ -23,7 +23,7 @@ def memory_file(kind: Literal["host", "block"]) -> Iterator[IO[bytes]]:
     folder = IN_MEMORY if IN_MEMORY.is_dir() else Path(tempfile.gettempdir())
     remove_stale(folder)
     with tempfile.NamedTemporaryFile(prefix=f"modular_kernel-{kind}-", dir=folder) as file:
-        with suppress(OSError):  # no lock support: nobody removes a file this young
+        with suppress(OSError):  # without lock support, the file's low age protects it
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield file
 

@@ -56,7 +56,7 @@ _COMBINE = Shape(2048, 8, 4)
 
 @dataclass(frozen=True)
 class Slot:
-    """Heap tensors of one call, laid out alike on every rank, and this rank's counters.
+    """Heap tensors of one call, with the same layout on every rank, and this rank's counters.
 
     - x_RH, scale_RG, ids_RK, weights_RK: received rows, R = W * capacity; those of rank r begin at
       row r * capacity.

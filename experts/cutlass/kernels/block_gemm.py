@@ -306,7 +306,7 @@ class BlockGemm(Epilogue):
                     sums, s_out, o_atom, o_tma, out, out_scale, row, end, pair * CLUSTER + rank,
                     group, warp, lane,
                 )  # fmt: skip
-            else:  # no rows of the expert here: release the slots unread
+            else:  # the 64 rows are past the expert's end: release the slots unread
                 for _ in cutlass.range(steps, unroll=1):
                     cute.arch.mbarrier_wait(full + slot, phase)
                     if releases_slot:
