@@ -391,9 +391,9 @@ def _check_experts(first: int, last: int) -> None:
 
 
 def _check_rank(need: int = 2, /, **tensors: torch.Tensor) -> None:
-    for what, tensor in tensors.items():
+    for name, tensor in tensors.items():
         if tensor.dim() != need:
-            raise ShapeError(what, got=tuple(tensor.shape), need=f"{need} dimensions")
+            raise ShapeError(name, got=tuple(tensor.shape), need=f"{need} dimensions")
 
 
 def _check_integers(what: str, tensor: torch.Tensor) -> None:

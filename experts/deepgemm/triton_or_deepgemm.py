@@ -38,9 +38,9 @@ _X = "either_x"
 
 def fits(problem: Problem) -> bool:
     """Return whether DeepGEMM supports the problem's sizes and options."""
-    whole = problem.hidden % BLOCK == 0 and problem.intermediate % BLOCK == 0
+    divisible = problem.hidden % BLOCK == 0 and problem.intermediate % BLOCK == 0
     blocks = not problem.scheme.quantized or problem.scheme.group == (BLOCK, BLOCK)
-    return whole and blocks and not problem.bias and not problem.apply_router_weight_on_input
+    return divisible and blocks and not problem.bias and not problem.apply_router_weight_on_input
 
 
 def least_tokens(problem: Problem, rows: int) -> int:
@@ -81,8 +81,8 @@ class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
         triton, library = cls.of_triton.__name__, cls.with_library.__name__
         if not fits(problem):
             return (f"every call: {triton}, because DeepGEMM does not take these sizes",)
-        least = least_tokens(problem, cls.least_rows)
-        few, many = (calls.format(least=least) for calls in (cls.few, cls.many))
+        min_size = least_tokens(problem, cls.least_rows)
+        few, many = (calls.format(least=min_size) for calls in (cls.few, cls.many))
         return f"{few}: {triton}", f"{many}: {library}{cls.if_many}"
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:

@@ -121,7 +121,9 @@ class Bounds:
 def _tensors(arguments: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in arguments.items():
         if isinstance(value, tuple):
-            yield from _tensors({f"{name}[{at}]": each for at, each in enumerate(value)})
+            yield from _tensors(
+                {f"{name}[{index}]": element for index, element in enumerate(value)}
+            )
         elif isinstance(value, torch.Tensor):
             yield name, value
         elif hasattr(value, "base"):  # a tensor descriptor, or a reinterpreted tensor

@@ -173,12 +173,12 @@ class _ArgumentKey:
 
     def ranges(self) -> Hashable:
         """Return the key of the ranges: sizes, and the alignment that descriptors depend on."""
-        bounds = (self._bounds.range(place) for place in self.order)
+        bounds = (self._bounds.range(index) for index in self.order)
         return tuple((end - start, start % 16) for start, end in bounds)
 
     def memory(self) -> list[Array]:
         """Return writable views of the bytes of each range."""
-        return [_bytes(*self._bounds.range(place)) for place in self.order]
+        return [_bytes(*self._bounds.range(index)) for index in self.order]
 
 
 class Trace:
@@ -189,7 +189,7 @@ class Trace:
 
     def __init__(self, bounds: Bounds, order: list[int], memory: list[Array]) -> None:
         self._bounds, self._memory = bounds, memory
-        self._at = {place: at for at, place in enumerate(order)}
+        self._at = {range_index: index for index, range_index in enumerate(order)}
         self._before = [each.copy() for each in memory]
         # Keyed by (range, kind, element size): marks, with 1 at the first byte of each accessed
         # element, and the distance from an element's address to that of its mark.
@@ -227,14 +227,18 @@ class Trace:
     def outcome(self) -> "_Outcome":
         """Return the outcome of the launch, after it has ended."""
         masks: dict[tuple[int, int], Array] = {}
-        for (at, kind, nbytes), (marks, _) in self._marks.items():
-            mask = masks.setdefault((at, kind), np.zeros(len(marks), BOOL))
+        for (index, kind, nbytes), (marks, _) in self._marks.items():
+            mask = masks.setdefault((index, kind), np.zeros(len(marks), BOOL))
             for byte in range(nbytes):
                 mask[byte:] |= marks[: len(marks) - byte]
-        read = [(at, mask, self._before[at]) for (at, kind), mask in masks.items() if kind == _READ]
+        read = [
+            (index, mask, self._before[index])
+            for (index, kind), mask in masks.items()
+            if kind == _READ
+        ]
         written = [
-            (at, mask, self._memory[at].copy())
-            for (at, kind), mask in masks.items()
+            (index, mask, self._memory[index].copy())
+            for (index, kind), mask in masks.items()
             if kind == _WRITTEN
         ]
         addresses = tuple(map(_start, self._memory)) if self._sees_addresses else None
@@ -259,12 +263,12 @@ class _Outcome:
         """Return whether a launch with this memory reads the same bytes, so its outcome is this."""
         if self._where is not None and self._where != tuple(map(_start, memory)):
             return False
-        return not any(((memory[at] != was) & mask).any() for at, mask, was in self._read)
+        return not any(((memory[index] != was) & mask).any() for index, mask, was in self._read)
 
     def write(self, memory: list[Array]) -> None:
         """Write the bytes that the launch wrote, and no others."""
-        for at, mask, became in self._written:
-            np.copyto(memory[at], became, where=mask)
+        for index, mask, became in self._written:
+            np.copyto(memory[index], became, where=mask)
 
 
 def _bytes(start: int, end: int) -> Array:

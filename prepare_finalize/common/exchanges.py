@@ -147,5 +147,5 @@ class ExchangeManager(ABC, Generic[Shape]):
             raise UnsupportedError(self.package, got="a destroyed manager", need="a new one")
 
     def _error(self, got: str, need: str) -> CommunicationError:
-        what = f"{self.package} between ranks"
-        return CommunicationError(what, got=got, need=need, rank=self.rank, phase="construct")
+        subject = f"{self.package} between ranks"
+        return CommunicationError(subject, got=got, need=need, rank=self.rank, phase="construct")

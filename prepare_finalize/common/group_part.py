@@ -86,11 +86,13 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         super().__init__(problem, group)
-        given = isinstance(group, self.manager_class)
+        has_manager = isinstance(group, self.manager_class)
         manager: Any = group
-        check_place(problem, *((manager.rank, manager.world_size) if given else place_in(group)))
-        self._owns_manager = not given
-        self.manager = manager if given else self.manager_class(group)
+        check_place(
+            problem, *((manager.rank, manager.world_size) if has_manager else place_in(group))
+        )
+        self._owns_manager = not has_manager
+        self.manager = manager if has_manager else self.manager_class(group)
         self._tables: dict[torch.device, PlacementTables] = {}
         self._check_hosts()
 

@@ -242,8 +242,8 @@ class TorchGroup:
         if self._failure is not None:
             failure = self._failure
             got = f"a manager that failed before: {failure.got}"
-            what, position = "exchange between ranks", (failure.phase, failure.step)
-            raise self._error(what, got, "a new one", *position, failure.peers)
+            subject, position = "exchange between ranks", (failure.phase, failure.step)
+            raise self._error(subject, got, "a new one", *position, failure.peers)
         if self._destroyed:
             raise UnsupportedError("exchange", got="a destroyed manager", need="a new one")
 
@@ -358,10 +358,12 @@ def _whereabouts(hosts: Hosts, peers: Sequence[int]) -> str:
     host_indices = sorted({hosts.index_W[peer] for peer in peers})
     parts = []
     for host in host_indices:
-        here = [peer for peer in peers if hosts.index_W[peer] == host]
-        on = "all of" if len(here) == len(hosts.ranks_on(host)) else "on"
-        ranks = ", ".join(map(str, here))
-        parts.append(f"rank{'s' if len(here) > 1 else ''} {ranks}: {on} host {hosts.names[host]}")
+        ranks_there = [peer for peer in peers if hosts.index_W[peer] == host]
+        on = "all of" if len(ranks_there) == len(hosts.ranks_on(host)) else "on"
+        ranks = ", ".join(map(str, ranks_there))
+        parts.append(
+            f"rank{'s' if len(ranks_there) > 1 else ''} {ranks}: {on} host {hosts.names[host]}"
+        )
     return "; ".join(parts)
 
 

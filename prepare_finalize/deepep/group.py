@@ -220,8 +220,8 @@ class DeepEPGroup:
                 if isinstance(error, (CommunicationError, ConfigurationError)):
                     raise
                 need = _NEEDS[str(key[0])]
-                what = f"DeepEP's {key[0]} buffer"
-                raise ConfigurationError(what, got=_in_short(error), need=need) from error
+                subject = f"DeepEP's {key[0]} buffer"
+                raise ConfigurationError(subject, got=_in_short(error), need=need) from error
         buffer: R = self._buffers[key]
         return buffer
 

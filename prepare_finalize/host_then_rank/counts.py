@@ -47,9 +47,9 @@ class Geometry:
 
     def by_chunk(self, wanted_PT: torch.Tensor) -> torch.Tensor:
         """Split (P, T), a mask of tokens by destination, into (C, P, tokens of a chunk)."""
-        places, tokens = wanted_PT.shape
+        destinations, tokens = wanted_PT.shape
         padded = pad(wanted_PT, (0, self.chunks * self.tokens - tokens))
-        return padded.view(places, self.chunks, self.tokens).transpose(0, 1)
+        return padded.view(destinations, self.chunks, self.tokens).transpose(0, 1)
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,18 @@ class Passage:
     @cached_property
     def _to_hosts(self) -> torch.Tensor:
         """(W, C, H): rows that each rank sends to its counterpart on each host."""
-        at = self.at
-        return self.table[:, : at.chunks * at.hosts].view(-1, at.chunks, at.hosts)
+        geometry = self.at
+        return self.table[:, : geometry.chunks * geometry.hosts].view(
+            -1, geometry.chunks, geometry.hosts
+        )
 
     @cached_property
     def _to_ranks(self) -> torch.Tensor:
         """(W, C, W): rows of the first rank's tokens whose final destination is the last rank."""
-        at = self.at
-        return self.table[:, at.chunks * at.hosts :].view(-1, at.chunks, at.world_size)
+        geometry = self.at
+        return self.table[:, geometry.chunks * geometry.hosts :].view(
+            -1, geometry.chunks, geometry.world_size
+        )
 
     @cached_property
     def sent(self) -> list[int]:
@@ -89,23 +93,25 @@ class Passage:
     @property
     def _from_hosts(self) -> torch.Tensor:
         """(C, H): rows that this rank receives from its counterpart on each host."""
-        at = self.at
-        return self._to_hosts[at.local_rank :: at.ranks_per_host, :, at.host].T
+        geometry = self.at
+        return self._to_hosts[geometry.local_rank :: geometry.ranks_per_host, :, geometry.host].T
 
     def splits(self, chunk: int) -> tuple[list[int], list[int]]:
         """Return the rows to and from each rank in a chunk."""
-        at = self.at
-        to_W, from_W = [0] * at.world_size, [0] * at.world_size
-        to_W[at.local_rank :: at.ranks_per_host] = self._to_hosts[at.rank, chunk].tolist()
-        from_W[at.local_rank :: at.ranks_per_host] = self._from_hosts[chunk].tolist()
+        geometry = self.at
+        to_W, from_W = [0] * geometry.world_size, [0] * geometry.world_size
+        to_W[geometry.local_rank :: geometry.ranks_per_host] = self._to_hosts[
+            geometry.rank, chunk
+        ].tolist()
+        from_W[geometry.local_rank :: geometry.ranks_per_host] = self._from_hosts[chunk].tolist()
         return to_W, from_W
 
     @cached_property
     def crosses(self) -> list[bool]:
         """Whether any row of a chunk leaves its host; the same on every rank."""
-        at = self.at
-        host_of_rank = torch.arange(at.hosts).repeat_interleave(at.ranks_per_host)
-        is_remote = torch.arange(at.hosts)[None, :] != host_of_rank[:, None]
+        geometry = self.at
+        host_of_rank = torch.arange(geometry.hosts).repeat_interleave(geometry.ranks_per_host)
+        is_remote = torch.arange(geometry.hosts)[None, :] != host_of_rank[:, None]
         crosses: list[bool] = (self._to_hosts * is_remote[:, None]).sum((0, 2)).gt(0).tolist()
         return crosses
 
@@ -117,9 +123,15 @@ class Passage:
     @cached_property
     def _inside(self) -> torch.Tensor:
         """(C, L, L): rows that each rank of this host passes to each rank of it."""
-        at, per_host = self.at, self.at.ranks_per_host
-        to_this_host = self._to_ranks[:, :, at.host * per_host : (at.host + 1) * per_host]
-        return to_this_host.view(at.hosts, per_host, at.chunks, per_host).sum(0).transpose(0, 1)
+        geometry, per_host = self.at, self.at.ranks_per_host
+        to_this_host = self._to_ranks[
+            :, :, geometry.host * per_host : (geometry.host + 1) * per_host
+        ]
+        return (
+            to_this_host.view(geometry.hosts, per_host, geometry.chunks, per_host)
+            .sum(0)
+            .transpose(0, 1)
+        )
 
     @cached_property
     def busy(self) -> list[bool]:
@@ -133,11 +145,13 @@ class Passage:
 
         Rows there are ordered by chunk, then by passing rank.
         """
-        at = self.at
-        flat = self._inside.reshape(-1, at.ranks_per_host)
+        geometry = self.at
+        flat = self._inside.reshape(-1, geometry.ranks_per_host)
         stop = flat.cumsum(0)
         bounds = torch.stack((stop - flat, stop))
-        return bounds.view(2, at.chunks, at.ranks_per_host, -1)[:, :, at.local_rank]
+        return bounds.view(2, geometry.chunks, geometry.ranks_per_host, -1)[
+            :, :, geometry.local_rank
+        ]
 
     @cached_property
     def received(self) -> int:
@@ -147,11 +161,15 @@ class Passage:
     @cached_property
     def most_W(self) -> list[int]:
         """Rows that each rank receives: as final destination or to pass on, whichever is more."""
-        at = self.at
+        geometry = self.at
         final = self._to_ranks.sum((0, 1))
-        passed_on = self._to_hosts.sum(1).view(at.hosts, at.ranks_per_host, at.hosts).sum(0)
-        most: list[int] = torch.maximum(final, passed_on.T.reshape(-1)).tolist()
-        return most
+        passed_on = (
+            self._to_hosts.sum(1)
+            .view(geometry.hosts, geometry.ranks_per_host, geometry.hosts)
+            .sum(0)
+        )
+        rows_W: list[int] = torch.maximum(final, passed_on.T.reshape(-1)).tolist()
+        return rows_W
 
 
 def passage(manager: TorchGroup, agreed: Agreement, at: Geometry) -> Passage:

@@ -162,18 +162,18 @@ class HostThenRankPrepareAndFinalize(RowsPart):
             self._cross(counts, chunk, forwarded, sent, agreed.step, "dispatch")
             for chunk in range(geometry.chunks)
         ]
-        room = self._slots.take(counts.received)
+        memory = self._slots.take(counts.received)
 
         def receive() -> tuple[Dispatched, Handle]:
-            passes = self._pass_on(counts, forwarded, crossing, room.slot, call, agreed.step)
-            slot = room.came
+            passes = self._pass_on(counts, forwarded, crossing, memory.slot, call, agreed.step)
+            slot = memory.came
             weights_RK = None if self.problem.apply_router_weight_on_input else slot.weights_RK
             scales = scale if slot.scale_RG is None else slot.scale_RG
             arrived_tokens = self.local_tokens(
                 call, slot.x_RH, scales, slot.ids_RK, slot.weights_RK, slot.adapters_R
             )
             return arrived_tokens, HostThenRankHandle(
-                self, call, agreed, weights_RK, token_N, counts, room, passes
+                self, call, agreed, weights_RK, token_N, counts, memory, passes
             )
 
         return receive

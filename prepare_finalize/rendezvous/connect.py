@@ -115,8 +115,8 @@ def store_at_new_place(
     Raises RuntimeError if the store does not answer in time.
     """
     store = distributed_c10d._get_process_group_store(group)
-    place = in_time(lambda: meeting_place(store, group.rank(), group.size()), deadline_s)
-    return PrefixStore(f"{place}{below}", store)
+    prefix = in_time(lambda: meeting_place(store, group.rank(), group.size()), deadline_s)
+    return PrefixStore(f"{prefix}{below}", store)
 
 
 def place_in(group: object | None) -> tuple[int, int]:

@@ -142,9 +142,9 @@ def culprits(
     others = tuple(sorted(failed.keys() - {rank}))
     position = {r: (record["step"], PHASES.index(record["phase"])) for r, record in failed.items()}
     is_waiting = {r for r, record in failed.items() if record.get("awaited")}
-    behind = [r for r in others if position[r] < max(position.values()) and r not in is_waiting]
-    if behind:
-        return tuple(behind), "still in an earlier exchange"
+    earlier = [r for r in others if position[r] < max(position.values()) and r not in is_waiting]
+    if earlier:
+        return tuple(earlier), "still in an earlier exchange"
     longest_s = max(record["waited_s"] for record in failed.values())
     delay_s = {r: longest_s - record["waited_s"] for r, record in failed.items()}
     late_ranks = tuple(r for r in others if delay_s[r] > deadline_s / 2)

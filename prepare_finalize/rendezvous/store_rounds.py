@@ -88,7 +88,7 @@ class Meeting:
         self, got: str, peers: list[int] | tuple[int, ...], need: str | None = None
     ) -> CommunicationError:
         need = need or f"every rank within {self._deadline_s:g} s"
-        what = "ranks that share buffers"
+        subject = "ranks that share buffers"
         return CommunicationError(
-            what, got=got, need=need, rank=self._rank, phase="construct", peers=peers
+            subject, got=got, need=need, rank=self._rank, phase="construct", peers=peers
         )

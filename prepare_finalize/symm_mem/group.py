@@ -211,9 +211,9 @@ class SharedMemory(ABC):
         return self._error(got, need, _PHASES[word >> 56], peers)
 
     def _error(self, got: str, need: str, phase: str, peers: Sequence[int]) -> CommunicationError:
-        what = "exchange between ranks"
+        subject = "exchange between ranks"
         return CommunicationError(
-            what, got=got, need=need, rank=self.named, phase=phase, step=self.step, peers=peers
+            subject, got=got, need=need, rank=self.named, phase=phase, step=self.step, peers=peers
         )
 
     def destroy(self) -> None:

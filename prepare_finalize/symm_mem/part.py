@@ -77,8 +77,8 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         nbytes = sum(aligned(section.nbytes) for section in layout.values())
 
         def begin(heap: Heap) -> None:
-            for place in range(_IN_FLIGHT):
-                views = heap.sections(layout, place * nbytes)
+            for index in range(_IN_FLIGHT):
+                views = heap.sections(layout, index * nbytes)
                 self._slots.append(_new_slot(views, heap.deltas_W.device))
 
         self._heap = self.manager.heap(_IN_FLIGHT * nbytes, _meaning(problem), begin)
