@@ -1,4 +1,4 @@
-"""What some parts declare follows from what others do."""
+"""Requirements of a part, derived from those of its counterpart for the other activation format."""
 
 from dataclasses import replace
 
@@ -7,7 +7,11 @@ from modular_kernel.spec.problem import ActivationFormat, Reduce
 
 
 def of_batched_rows(requires: ExpertsRequirements) -> ExpertsRequirements:
-    """Return what a part requires for batched rows, from what it does for contiguous tokens."""
+    """Return the requirements of a batched part, given those of its contiguous counterpart.
+
+    Only the activation format, the reduction (delegated), `expert_map` and `chunking` (both off)
+    differ.
+    """
     return replace(
         requires,
         activation_format=ActivationFormat.BATCHED_EXPERTS,

@@ -1,7 +1,7 @@
-"""GroupedGemmExperts: pre-reorder, two products over segments of rows, post-reorder.
+"""GroupedGemmExperts: permute, two grouped GEMMs over the segments of the experts, unpermute.
 
-Above the folders: its products are those of `experts.triton`, and `experts.compat` has them by
-their steps.
+This module is above the packages it joins: `experts.triton` has the GEMMs, and `experts.compat`
+exposes the same steps one by one.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,16 +28,16 @@ from modular_kernel.tensors import (
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNoOp, unless_kept
 
-# Weights that are dequantized in the product gain nothing by rows that were moved: TritonExperts.
+# Weight-only schemes gain nothing from permuting the rows first; use TritonExperts for them.
 _SCHEMES = ACTIVATION_SCHEMES | {"none"}
 
 
 class GroupedGemmExperts(OwnProductsExperts):
-    """Contiguous tokens, copied into the order of experts; weights and sums over top-k itself.
+    """Permute contiguous tokens into expert order, run both GEMMs, weight and sum over top-k.
 
-    The experts of this rank get segments that follow each other; pairs of other ranks' experts get
-    no row. A token without an expert here becomes a row of zeros, so over ranks outputs sum up.
-    Bitwise repeatable.
+    The rows of each local expert form one segment, and segments follow each other without gaps.
+    Pairs of other ranks' experts get no row. The output of a token without a local expert is zero,
+    so the outputs of all ranks add up to the layer's output. Results are bitwise reproducible.
     """
 
     replayable = True
@@ -50,7 +50,7 @@ class GroupedGemmExperts(OwnProductsExperts):
 
     @classmethod
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
-        """Return the steps of experts.compat.ep_moe, whose products are these."""
+        """Return the compile cases of experts.compat.ep_moe, which launches the same GEMMs."""
         from experts.compat.ep_moe_compile_cases import FORMS, launch_all
 
         return {
@@ -61,14 +61,17 @@ class GroupedGemmExperts(OwnProductsExperts):
         }
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
-        """Room for any call up to shape.tokens: fewer can need more tiles, of fewer rows each."""
+        """Return buffers that fit every call of at most shape.tokens tokens.
+
+        A smaller call can need more tiles than the largest one, because its tiles have fewer rows.
+        """
         assert isinstance(shape, ContiguousShape)
         kinds = tuple(kinds_up_to(self.problem, shape.tokens))
         return self._rooms.of(self.problem, shape, kinds, self._specs)
 
     def _specs(self, kind: tuple[int, str, int]) -> dict[str, BufferSpec]:
-        most, _, block_m = kind
-        return self._products.specs(most, block_m)
+        max_tokens, _, block_m = kind
+        return self._products.specs(max_tokens, block_m)
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return unless_kept(self.problem, TopKWeightAndReduceNoOp())

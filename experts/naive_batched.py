@@ -1,4 +1,4 @@
-"""NaiveBatchedExperts: the reference for the batched format."""
+"""NaiveBatchedExperts: the torch reference for the batched format."""
 
 import torch
 
@@ -21,9 +21,9 @@ from topk_reduce import TopKWeightAndReduceNaiveBatched, unless_kept
 
 
 class NaiveBatchedExperts(PermuteExpertsUnpermute):
-    """A loop over experts on (e, C, H) rows; writes valid rows only.
+    """Loop over the experts on (e, C, H) rows; write valid rows only.
 
-    Reads the counts back to the host, so it cannot be captured in a graph.
+    It copies the row counts to the host, so it cannot be captured in a CUDA graph.
     """
 
     requires = ExpertsRequirements(
@@ -57,7 +57,7 @@ class NaiveBatchedExperts(PermuteExpertsUnpermute):
     ) -> None:
         assert isinstance(tokens, BatchedTokens)
         entries = []
-        with stages.stage(stages.SORT):  # waits for the counts
+        with stages.stage(stages.SORT):  # synchronizes with the device
             counts = tokens.counts_e.tolist()
         for expert, count in enumerate(counts):
             scale = tokens.scale
@@ -72,6 +72,6 @@ class NaiveBatchedExperts(PermuteExpertsUnpermute):
             x_RH = tokens.x_eCH[expert, :count]
             entries.append(ExpertTokens(expert, x_RH, scale, None, slots_R, plain_RH))
         results = expert_mlps(entries, weights, self.problem)
-        with stages.stage(stages.GEMM2):  # its rows, copied to their places
+        with stages.stage(stages.GEMM2):  # copies each expert's rows to the output
             for entry, rows in zip(entries, results, strict=True):
                 output[entry.expert, : len(rows)] = rows

@@ -1,9 +1,10 @@
-"""Experts parts assembled of registered stages, or of a fused operation in their place.
+"""Experts parts assembled from registered stages or from a fused operation.
 
     ToyExperts = experts_of("ToyExperts", "toy", "standard", dtypes=frozenset({torch.bfloat16}))
     FusedToyExperts = fused_experts_of("FusedToyExperts", "none", "toy")
 
-They are parts like any other: offered by entry point, judged, verified, timed, composed.
+The resulting classes are ordinary experts parts: they can be offered as entry points, checked,
+tested, benchmarked and composed.
 """
 
 from collections.abc import Mapping
@@ -58,7 +59,7 @@ _FIELDS = frozenset(field.name for field in fields(ExpertsRequirements)) - {"act
 
 
 class AssembledExperts(PickledByProblem, PermuteExpertsUnpermute):
-    """Pre-permute, core and post-permute of one backend, in this order."""
+    """Run the pre-permute, core and post-permute stages of one backend."""
 
     stages: ClassVar[Stages]
 
@@ -67,11 +68,11 @@ class AssembledExperts(PickledByProblem, PermuteExpertsUnpermute):
         self._core = self.stages.core(problem)
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
-        """Return the core's buffers; the output is what `requires.reduce` leaves to finalize."""
+        """Return the core's buffers and the output that `requires.reduce` leaves to finalize."""
         problem = self.problem
-        nothing = BufferSpec((0,), problem.dtype)
+        empty = BufferSpec((0,), problem.dtype)
         output = BufferSpec(_output_shape(shape, self.requires.reduce, problem), problem.dtype)
-        return WorkspaceShapes(nothing, nothing, output, self._core.workspace_shapes(shape))
+        return WorkspaceShapes(empty, empty, output, self._core.workspace_shapes(shape))
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return unless_kept(self.problem, _REDUCERS[self.requires.reduce]())
@@ -88,7 +89,10 @@ class AssembledExperts(PickledByProblem, PermuteExpertsUnpermute):
         self.compute(RunnerCall(tokens, weights, self.problem, workspace, output, state))
 
     def compute(self, call: RunnerCall[Any]) -> None:
-        """Write call.output; ConfigurationError where a stage returns what another one takes."""
+        """Write call.output.
+
+        Raises ConfigurationError if a stage returns a type of another backend.
+        """
         stages = self.stages
         with names.stage(names.PERMUTE):
             runner_input = stages.pre(call)
@@ -104,13 +108,13 @@ _CORE = names.fused(names.GEMM1, names.GEMM2)
 
 
 class FusedExperts(AssembledExperts):
-    """A fused operation in the place of its twin's stages."""
+    """Run one fused operation that replaces the stages of `twin`."""
 
-    operation: ClassVar[FusedFunction]  # a staticmethod: it takes the call alone
+    operation: ClassVar[FusedFunction]  # a staticmethod that takes only the call
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        """Return those of the twin: it serves what the stages serve."""
+        """Return the rejections of `twin`: the fused operation supports the same problems."""
         assert cls.twin is not None
         return cls.twin.extra_rejections(problem, machine)
 
@@ -125,13 +129,15 @@ _ALL = names.fused(names.PERMUTE, names.GEMM1, names.GEMM2, names.UNPERMUTE)
 def experts_of(
     name: str, backend: str, format: str, **requires: Any
 ) -> type[PermuteExpertsUnpermute]:
-    """Return the experts part `name` of the stages registered for `backend` and `format`.
+    """Return the experts part `name`, assembled from the stages of `backend` and `format`.
 
-    requires: fields of ExpertsRequirements beside the activation format. `reduce` is what
-    post-permute leaves to finalize. Left out, that is nothing for contiguous tokens (NOOP: it
-    writes weighted sums), and all for batched ones (DELEGATE: it writes unweighted rows). The
-    class is of the module that has the core: assign it there to its own name.
-    UnknownPartError where a stage is not registered, ConfigurationError for another field.
+    requires: fields of ExpertsRequirements other than the activation format. `reduce` is the work
+    that post-permute leaves to finalize. It defaults to NOOP for contiguous tokens (post-permute
+    writes weighted sums) and to DELEGATE for batched ones (it writes unweighted rows). The class's
+    `__module__` is that of the core stage: assign the class there, to a variable called `name`.
+
+    Raises UnknownPartError if a stage is not registered, and ConfigurationError for an unknown
+    field.
     """
     stages = stages_of(backend, format)
     check_name(name)
@@ -148,19 +154,19 @@ def experts_of(
 
 
 def fused_experts_of(name: str, a2a_backend: str, backend: str) -> type[PermuteExpertsUnpermute]:
-    """Return the experts part `name` of a fused function: all that it declares is its twin's.
+    """Return the experts part `name` of a fused function, with the requirements of its twin.
 
-    UnknownPartError where none is registered, ConfigurationError where what is registered is a part
-    itself, or its twin is not of stages.
+    Raises UnknownPartError if no operation is registered, and ConfigurationError if the registered
+    one is a part rather than a function, or if its twin was not made by `experts_of`.
     """
     op = fused_op(a2a_backend, backend)
     check_name(name)
-    key = f"fused operation {shown((a2a_backend, backend))}"
+    subject = f"fused operation {shown((a2a_backend, backend))}"
     if isinstance(op.run, type):
-        raise ConfigurationError(key, got=f"the part {op.run.__name__}", need="a function")
+        raise ConfigurationError(subject, got=f"the part {op.run.__name__}", need="a function")
     if not issubclass(op.twin, AssembledExperts):
         need = "a twin that experts_of made"
-        raise ConfigurationError(key, got=f"twin {op.twin.__name__}", need=need)
+        raise ConfigurationError(subject, got=f"twin {op.twin.__name__}", need=need)
     body = {
         "requires": op.twin.requires,
         "stages": op.twin.stages,
@@ -175,7 +181,7 @@ def fused_experts_of(name: str, a2a_backend: str, backend: str) -> type[PermuteE
 
 
 def check_name(name: object) -> None:
-    """Raise the ConfigurationError of a name that no class can have."""
+    """Raise ConfigurationError unless `name` is a string that can name a class."""
     expect("name of a part", name, str)
     assert isinstance(name, str)
     if not name.isidentifier():
@@ -192,11 +198,11 @@ def _declared(
     )
     check_fields(declared, f"{name}.requires.")
     standard = (Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE)
-    fits = (Reduce.NAIVE_BATCHED, Reduce.DELEGATE) if batched else standard
-    if declared.reduce not in fits:
-        got, need = declared.reduce.value, " or ".join(each.value for each in fits)
-        what = f"{name}.requires.reduce over {activation_format.value}"
-        raise ConfigurationError(what, got=got, need=need)
+    allowed = (Reduce.NAIVE_BATCHED, Reduce.DELEGATE) if batched else standard
+    if declared.reduce not in allowed:
+        got, need = declared.reduce.value, " or ".join(each.value for each in allowed)
+        subject = f"{name}.requires.reduce over {activation_format.value}"
+        raise ConfigurationError(subject, got=got, need=need)
     return declared
 
 

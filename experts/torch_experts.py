@@ -1,4 +1,4 @@
-"""TorchExperts: plain torch over contiguous tokens, on any device. Right before fast."""
+"""TorchExperts: a plain torch reference over contiguous tokens, on any device."""
 
 import torch
 
@@ -22,9 +22,9 @@ from topk_reduce import TopKWeightAndReduceContiguous, unless_kept
 
 
 class TorchExperts(PermuteExpertsUnpermute):
-    """A loop over experts; leaves unweighted (T, K, H) rows, zero for skipped pairs.
+    """Loop over the experts; write unweighted (T, K, H) rows, zero for skipped pairs.
 
-    Reads the routing back to the host, so it cannot be captured in a graph.
+    It copies the routing to the host, so it cannot be captured in a CUDA graph.
     """
 
     requires = ExpertsRequirements(
@@ -66,22 +66,22 @@ class TorchExperts(PermuteExpertsUnpermute):
         on_input = self.problem.apply_router_weight_on_input
         router_TK = tokens.routing.topk_weights_TK if on_input else None
         slots_T = tokens.routing.adapters_T
-        entries, places = [], []
+        entries, pair_indices = [], []
         with stages.stage(stages.PERMUTE):
             for expert in range(weights.w1.shape[0]):
-                token, slot = (ids_TK == expert).nonzero(as_tuple=True)
+                token, k = (ids_TK == expert).nonzero(as_tuple=True)
                 if token.numel() == 0:
                     continue
                 scale = tokens.scale
                 if scale is not None and scale.dim() == 2:
                     scale = scale[token]
-                row_weights = None if router_TK is None else router_TK[token, slot]
+                row_weights = None if router_TK is None else router_TK[token, k]
                 adapters = () if slots_T is None else (slots_T[token], tokens.plain_TH[token])
                 x_RH = tokens.x_TH[token]
                 entries.append(ExpertTokens(expert, x_RH, scale, row_weights, *adapters))
-                places.append((token, slot))
+                pair_indices.append((token, k))
         results = expert_mlps(entries, weights, self.problem)
         with stages.stage(stages.UNPERMUTE):
             output.zero_()
-            for place, rows in zip(places, results, strict=True):
-                output[place] = rows
+            for pair_index, rows in zip(pair_indices, results, strict=True):
+                output[pair_index] = rows

@@ -1,7 +1,7 @@
-"""PrepareAndFinalize parts: quantize and dispatch, then combine. One folder for each transport.
+"""PrepareAndFinalize parts: quantize and dispatch, then combine. One package per transport.
 
-Managers (`TorchGroup`, `SymmetricGroup`, `DeepEPGroup` and others) belong to a process group: they
-are made, kept and destroyed in one place.
+Managers (`TorchGroup`, `SymmetricGroup`, `DeepEPGroup` and others) hold the communicator of a
+process group. Create, keep and destroy each of them in one place.
 """
 
 from modular_kernel.compatibility.support import Planned

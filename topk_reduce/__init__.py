@@ -1,4 +1,4 @@
-"""TopKWeightAndReduce parts: who applies router weights and sums over top-k, and how."""
+"""TopKWeightAndReduce parts: apply router weights and sum over top-k."""
 
 from topk_reduce.contiguous import TopKWeightAndReduceContiguous
 from topk_reduce.delegate import TopKWeightAndReduceDelegate

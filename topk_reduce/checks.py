@@ -1,4 +1,4 @@
-"""The check of a reducer's tensors, for a caller that is no kernel."""
+"""Argument checks of reducers, for callers other than a kernel."""
 
 from typing import Annotated
 
@@ -17,12 +17,12 @@ from modular_kernel.utils.tensor_checks import (
 
 
 def check_rows(given: object, out: torch.Tensor, shape: str) -> None:
-    """Raise the InputError of a tensor that a reducer cannot take.
+    """Raise an InputError for arguments that a reducer cannot take.
 
-    A reducer calls it unless `given.checked`: a kernel's own call spares the time.
+    A reducer calls this unless `given.checked`; kernels have checked their arguments already.
 
     shape: of `given.rows`: "(T, H)", "(T, K, H)", or "(e, C, H)", which needs row_of_pair_TK. A
-    reducer that takes more than one is given "(T, K, H)" where there is no row_of_pair_TK.
+    reducer that takes several passes "(T, K, H)" if there is no row_of_pair_TK.
     """
     expect("rows", given, ExpertRows)
     assert isinstance(given, ExpertRows)
@@ -33,15 +33,15 @@ def check_rows(given: object, out: torch.Tensor, shape: str) -> None:
     rows = check_tensor("rows", given.rows)
     device = rows.device
     check_tensor("out", out, device=device)
-    read = {"row_of_pair_TK": given.row_of_pair_TK, "topk_weights_TK": given.topk_weights_TK}
+    inputs = {"row_of_pair_TK": given.row_of_pair_TK, "topk_weights_TK": given.topk_weights_TK}
     if given.routing is not None:
-        read["topk_ids_TK"] = check_tensor("topk_ids_TK", given.routing.topk_ids_TK)
-        read["expert_map"] = given.routing.expert_map
-    check_tensors(read, optional=read, device=device)
+        inputs["topk_ids_TK"] = check_tensor("topk_ids_TK", given.routing.topk_ids_TK)
+        inputs["expert_map"] = given.routing.expert_map
+    check_tensors(inputs, optional=inputs, device=device)
     check_no_gradients({"rows": rows, "out": out, "topk_weights_TK": given.topk_weights_TK})
     _check_shapes(given, out, shape)
-    apart = {} if out is rows else {"rows": rows}
-    check_output("out", out, read | apart)
+    rows_if_distinct = {} if out is rows else {"rows": rows}
+    check_output("out", out, inputs | rows_if_distinct)
 
 
 def _check_shapes(given: ExpertRows, out: torch.Tensor, shape: str) -> None:
@@ -50,19 +50,19 @@ def _check_shapes(given: ExpertRows, out: torch.Tensor, shape: str) -> None:
         raise ShapeError("rows", got=tuple(rows.shape), need=shape)
     if shape == "(e, C, H)" and pairs is None:
         raise ShapeError("row_of_pair_TK", got=None, need="(T, K) int32")
-    lead = tuple(rows.shape[:-1]) if pairs is None else tuple(pairs.shape)
-    sizes = [(*lead[:1], rows.shape[-1]), (*lead, rows.shape[-1])]
+    leading = tuple(rows.shape[:-1]) if pairs is None else tuple(pairs.shape)
+    sizes = [(*leading[:1], rows.shape[-1]), (*leading, rows.shape[-1])]
     if tuple(out.shape) not in sizes:
         raise ShapeError("out", got=tuple(out.shape), need=" or ".join(map(str, sizes)))
     _check("rows", rows, None, (rows.dtype,))
     _check("out", out, None, (rows.dtype,))
     _check("row_of_pair_TK", pairs, 2, (torch.int32,))
-    if len(lead) == 2:
-        if weights_TK is not None and tuple(weights_TK.shape) != lead:
-            raise ShapeError("topk_weights_TK", got=tuple(weights_TK.shape), need=lead)
+    if len(leading) == 2:
+        if weights_TK is not None and tuple(weights_TK.shape) != leading:
+            raise ShapeError("topk_weights_TK", got=tuple(weights_TK.shape), need=leading)
         _check("topk_weights_TK", weights_TK, 2, (torch.float32,))
     if given.routing is not None:
-        _check_routing(given.routing, lead)
+        _check_routing(given.routing, leading)
 
 
 def _check_routing(routing: DispatchedRouting, lead: tuple[int, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Weight and sum rows that lie token by token."""
+"""Weighted sum of rows in token order."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Leaves the choice to the PrepareAndFinalize."""
+"""Reduction delegated to the PrepareAndFinalize."""
 
 import torch
 
@@ -9,11 +9,11 @@ from modular_kernel.tensors import ExpertRows
 
 
 class TopKWeightAndReduceDelegate(TopKWeightAndReduce):
-    """A mark, not an implementation: finalize substitutes what suits its combine."""
+    """Marker without an implementation: finalize substitutes a reducer that suits its combine."""
 
     kind = Reduce.DELEGATE
 
     def apply(self, rows: ExpertRows, out: torch.Tensor) -> None:
-        """Raise UnsupportedError, always: a delegate cannot reduce."""
+        """Raise UnsupportedError: a delegate cannot reduce."""
         need = "the PrepareAndFinalize to substitute its own reducer"
         raise UnsupportedError("TopKWeightAndReduceDelegate.apply", got="a call", need=need)

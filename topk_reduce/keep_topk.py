@@ -1,4 +1,4 @@
-"""Return every pair's row instead of their sum (no_combine)."""
+"""Per-pair rows instead of their sum (no_combine)."""
 
 import torch
 
@@ -12,8 +12,8 @@ from topk_reduce.checks import check_rows
 class KeepTopK(TopKWeightAndReduce):
     """Rows -> (T, K, H), token-major; zero for skipped pairs.
 
-    weighted: multiply by the router weight and the routed scaling factor, so that the sum over K
-    is the combined output; otherwise rows are returned as the experts computed them.
+    weighted: multiply rows by the router weight and the routed scaling factor, so that their sum
+    over K is the combined output; otherwise return the rows of the experts unchanged.
     """
 
     kind = None
@@ -36,7 +36,7 @@ class KeepTopK(TopKWeightAndReduce):
 
 
 def unless_kept(problem: Problem, reduce: TopKWeightAndReduce) -> TopKWeightAndReduce:
-    """Return what an experts part leaves to finalize: `reduce` for a sum, else KeepTopK."""
+    """Return the reducer for finalize: `reduce` if the problem sums over top-k, else KeepTopK."""
     if problem.combine is Combine.SUM:
         return reduce
     return KeepTopK(weighted=problem.combine is Combine.TOPK_WEIGHTED)

@@ -1,4 +1,4 @@
-"""Gather rows from the batched layout, weight and sum them."""
+"""Weighted sum of rows in the batched format, gathered by pair."""
 
 import torch
 
@@ -12,7 +12,7 @@ from topk_reduce.checks import check_rows
 class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):
     """(e, C, H) rows -> (T, H) through row_of_pair_TK, accumulated in float32.
 
-    Only the rows that a pair points to are read.
+    Only rows of pairs are read.
     """
 
     kind = Reduce.NAIVE_BATCHED
@@ -20,7 +20,7 @@ class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):
     def apply(self, rows: ExpertRows, out: torch.Tensor) -> None:
         if getattr(rows, "checked", None) is not True:
             check_rows(rows, out, "(e, C, H)")
-        assert rows.row_of_pair_TK is not None  # as was checked
+        assert rows.row_of_pair_TK is not None  # checked above, or by the kernel
         gather_weight_and_sum(
             rows.rows.flatten(0, 1),
             rows.row_of_pair_TK,

@@ -1,4 +1,4 @@
-"""Nothing left to do: the experts weighted and reduced."""
+"""No reduction: the experts have weighted and summed already."""
 
 import torch
 
@@ -9,7 +9,7 @@ from topk_reduce.checks import check_rows
 
 
 class TopKWeightAndReduceNoOp(TopKWeightAndReduce):
-    """rows.rows is the (T, H) result already; copied unless it is `out` itself."""
+    """rows.rows is already the (T, H) result; copied unless it is `out` itself."""
 
     kind = Reduce.NOOP
 

@@ -1,1 +1,1 @@
-"""What parts over other people's products share: the steps around two grouped GEMMs."""
+"""Steps around two grouped GEMMs, shared by the parts that call other libraries."""

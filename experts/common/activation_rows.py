@@ -1,4 +1,4 @@
-"""Between two products of a library: the activation, and the quantization behind it."""
+"""Activation and quantization between the two GEMMs of a library."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,7 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec, Workspace
 
-# What a library's product leaves is in 16 bits, before the activation and before the sums.
+# Libraries write 16-bit results, which rounds before the activation and before the sum.
 ROUNDINGS = Roundings(gate_up=True)
 
 
@@ -42,10 +42,13 @@ def hidden_rows(
     *,
     along_rows: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return GEMM 2's rows (R, I) and `Quantized.scale_of_rows` of them; None in 16 bits.
+    """Apply the activation and quantize: return GEMM 2's rows (R, I) and their scales.
 
-    gate_up_RN: (R, N), of which the first counts_e[i] rows of segment i stand for tokens; others
-    hold anything, and what is made of them does too. along_rows: scales of rows or groups do.
+    The scales are `Quantized.scale_of_rows`, or None for a scheme with 16-bit activations.
+
+    gate_up_RN: (R, N), in equal segments, one for each element of counts_e. Only the first
+    counts_e[i] rows of segment i are valid. Other rows may hold anything, and so may their results.
+    along_rows: store the scales along the rows: (R, groups) with a stride of 1 between rows.
     """
     rows, scheme = len(gate_up_RN), problem.scheme
     shape = (rows, problem.intermediate)
@@ -81,6 +84,6 @@ def _rows(out: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _in_two_steps(problem: Problem) -> bool:
-    """Whether every value of h must be seen before the first can be rounded."""
+    """Return whether the scale depends on all of h, so that no value can be rounded before it."""
     scheme = problem.scheme
     return scheme.activation_granularity == "tensor" and not scheme.static

@@ -1,4 +1,4 @@
-"""Batched rows through a library's products over the rows of each expert.
+"""Batched rows through a library's grouped GEMMs.
 
 Launches: GEMM 1; activation [and quantize]; GEMM 2.
 """
@@ -27,7 +27,7 @@ Rows = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class UnweightedRowsExperts(PickledByProblem, PermuteExpertsUnpermute):
-    """A part that leaves batched rows as its second product has them."""
+    """Base of parts that return GEMM 2's batched rows, neither weighted nor summed."""
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return unless_kept(self.problem, TopKWeightAndReduceDelegate())
@@ -37,11 +37,11 @@ class UnweightedRowsExperts(PickledByProblem, PermuteExpertsUnpermute):
 
 
 class BatchedRowsExperts(UnweightedRowsExperts):
-    """A part whose two products are a library's, over (e, C, K) rows.
+    """Base of parts that call a library's grouped GEMM on (e, C, K) rows.
 
-    keeps_results: the library returns its results in memory of its own; GEMM 2's are then copied.
-    scales_along_rows: scales of GEMM 2's rows lie along the rows of each expert, (e, C, groups)
-    with a stride of 1 between rows.
+    keeps_results: the library allocates its results; those of GEMM 2 are then copied to the output.
+    scales_along_rows: the scales of GEMM 2's rows are stored along the rows of each expert: (e, C,
+    groups) with a stride of 1 between rows.
     """
 
     keeps_results: ClassVar[bool] = False
@@ -58,23 +58,24 @@ class BatchedRowsExperts(UnweightedRowsExperts):
     ) -> torch.Tensor:
         """Return the product (e, C, N) of rows (e, C, K) and weights (e, N, K).
 
-        The first counts_e[i] rows of expert i count. Scales of rows: (1,), or (e, C, groups) of any
-        strides; of weights as `weight_specs` has them. out: None if `keeps_results`.
+        Only the first counts_e[i] rows of expert i are valid. Row scales have the shape (1,), or
+        (e, C, groups) with any strides; weight scales are as in `weight_specs`. `out` is None if
+        `keeps_results`.
         """
 
     def product_specs(self, shape: BatchedShape) -> Mapping[str, BufferSpec]:
-        """Return the buffers that `product` takes besides its results."""
+        """Return the buffers that `product` takes in addition to its results."""
         return {}
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, BatchedShape)
         problem, rows = self.problem, shape.experts * shape.capacity
-        nothing = BufferSpec((0,), problem.dtype)
-        room = BufferSpec((rows, problem.w1_rows), problem.dtype)
+        empty = BufferSpec((0,), problem.dtype)
+        gate_up = BufferSpec((rows, problem.w1_rows), problem.dtype)
         output = (shape.experts, shape.capacity, problem.hidden)
         return WorkspaceShapes(
-            workspace13=nothing if self.keeps_results else room,
-            workspace2=nothing,
+            workspace13=empty if self.keeps_results else gate_up,
+            workspace2=empty,
             output=BufferSpec(output, problem.dtype),
             extra={**hidden_specs(problem, rows, shape.experts), **self.product_specs(shape)},
         )
@@ -89,11 +90,11 @@ class BatchedRowsExperts(UnweightedRowsExperts):
     ) -> None:
         assert isinstance(tokens, BatchedTokens)
         problem, counts_e = self.problem, tokens.counts_e
-        room = tuple(tokens.x_eCH.shape[:2])
+        row_shape = tuple(tokens.x_eCH.shape[:2])
         with stages.stage(stages.GEMM1):
             out = None
             if not self.keeps_results:
-                out = workspace.take("workspace13", (*room, problem.w1_rows))
+                out = workspace.take("workspace13", (*row_shape, problem.w1_rows))
             x = tokens.x_eCH, tokens.scale
             w1 = weights.w1, weights.w1_scale
             gate_up_eCN = self.product(x, w1, counts_e, workspace, out)
@@ -101,9 +102,9 @@ class BatchedRowsExperts(UnweightedRowsExperts):
         along = self.scales_along_rows
         h_RI, scale = hidden_rows(flat_RN, problem, counts_e, weights, workspace, along_rows=along)
         if scale is not None and scale.dim() == 2:
-            scale = scale.T[None].mT if along else scale.view(*room, -1)
+            scale = scale.T[None].mT if along else scale.view(*row_shape, -1)
         with stages.stage(stages.GEMM2):
-            h = h_RI.view(*room, -1), scale
+            h = h_RI.view(*row_shape, -1), scale
             w2 = weights.w2, weights.w2_scale
             rows_eCH = self.product(
                 h, w2, counts_e, workspace, None if self.keeps_results else output

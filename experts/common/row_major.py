@@ -1,4 +1,4 @@
-"""Weights as libraries read them: row by row, on 16-byte addresses, as TMA and CUTLASS want."""
+"""Row-major, 16-byte aligned weights, as TMA and CUTLASS require."""
 
 import torch
 
@@ -6,20 +6,20 @@ _ALIGNMENT = 16  # bytes
 
 
 def is_aligned(w_eNK: torch.Tensor) -> bool:
-    """Return whether weights begin on such an address: a view may begin anywhere."""
+    """Return whether the data begins at a multiple of 16 bytes; a view may begin anywhere."""
     return w_eNK.data_ptr() % _ALIGNMENT == 0
 
 
 def lies_by_rows(w_eNK: torch.Tensor) -> bool:
-    """Return whether a library reads these weights where they lie."""
+    """Return whether a library can read these weights without a copy."""
     return w_eNK.is_contiguous() and is_aligned(w_eNK)
 
 
 def by_rows(w_eNK: torch.Tensor) -> torch.Tensor:
-    """Return weights that lie row by row: these, or a copy."""
+    """Return the weights in row-major order: unchanged if they are already, else a copy."""
     return w_eNK if lies_by_rows(w_eNK) else copied(w_eNK)
 
 
 def copied(w_eNK: torch.Tensor) -> torch.Tensor:
-    """Return a copy that lies row by row."""
+    """Return a row-major copy."""
     return w_eNK.clone(memory_format=torch.contiguous_format)

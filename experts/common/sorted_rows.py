@@ -1,4 +1,4 @@
-"""Contiguous tokens through a library's products over rows in the order of experts.
+"""Contiguous tokens through a library's grouped GEMMs over expert-sorted rows.
 
 Launches: count, scan, place; permute [and quantize]; GEMM 1; activation [and quantize]; GEMM 2;
 sum.
@@ -35,15 +35,15 @@ from modular_kernel.tensors import (
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNoOp, unless_kept
 
-_TILE_M = 128  # tiles are named where pairs are sorted; libraries find their own
+_TILE_M = 128  # any value: sorting lists tiles, but libraries schedule their own
 
 
 @dataclass(frozen=True)
 class RowOrder:
-    """Where the rows of pairs are.
+    """Rows of the (token, expert) pairs.
 
-    row_of_pair_TK: (T, K) int32, -1 where a pair is skipped. ends: (e,) int32, the row behind each
-    expert's last one. used: (1,) int32, rows up to the last one in use.
+    row_of_pair_TK: (T, K) int32, -1 where a pair is skipped. ends: (e,) int32, one past the last
+    row of each expert. used: (1,) int32, number of rows up to the last one in use.
     """
 
     row_of_pair_TK: torch.Tensor
@@ -52,9 +52,9 @@ class RowOrder:
 
 
 class SummedRowsExperts(PickledByProblem, PermuteExpertsUnpermute):
-    """A part that weights and sums rows of its own, which lie as it likes.
+    """Base of parts that weight and sum rows stored in any order.
 
-    requires: of all such parts; each adds what its products are for.
+    requires: the common requirements; each part adds those of its GEMMs.
     """
 
     requires = ExpertsRequirements(
@@ -83,7 +83,10 @@ class SummedRowsExperts(PickledByProblem, PermuteExpertsUnpermute):
         topk_weights_TK: torch.Tensor | None,
         output: torch.Tensor,
     ) -> None:
-        """Write the sums of each token's weighted rows, or the rows, to where they belong."""
+        """Write the weighted sum of each token's rows to `output`.
+
+        If the problem keeps top-k, write the unweighted rows to (T, K, H) instead.
+        """
         problem = self.problem
         sums = problem.combine is Combine.SUM
         with stages.stage(stages.GATHER_REDUCE if sums else stages.UNPERMUTE):
@@ -97,11 +100,13 @@ class SummedRowsExperts(PickledByProblem, PermuteExpertsUnpermute):
 
 
 class SortedRowsExperts(SummedRowsExperts):
-    """A part whose two products are a library's, over rows that lie expert by expert.
+    """Base of parts that call a library's grouped GEMM on expert-sorted rows.
 
-    No row stands for a pair of another rank's expert. keeps_results: the library returns its
-    results in memory of its own, instead of writing to the workspace. scales_along_rows: scales of
-    rows, or of groups of them, lie along the rows: (R, groups) with a stride of 1 between rows.
+    Pairs of other ranks' experts have no row.
+
+    keeps_results: the library allocates its results instead of writing them to the workspace.
+    scales_along_rows: the scales of the rows are stored along the rows: (R, groups) with a stride
+    of 1 between rows.
     """
 
     keeps_results: ClassVar[bool] = False
@@ -116,33 +121,36 @@ class SortedRowsExperts(SummedRowsExperts):
         workspace: Workspace,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the product (R, N) of rows (R, K) and each one's expert's weights (e, N, K).
+        """Multiply each row by its expert's weights: rows (R, K), weights (e, N, K), result (R, N).
 
-        Scales are as `Quantized` and `weight_specs` have them. out: None if `keeps_results`.
+        Scales are as in `Quantized` and `weight_specs`. `out` is None if `keeps_results`.
         """
 
     def most_rows(self, pairs: int) -> int:
-        """Return how many rows that many pairs take at most."""
+        """Return the largest number of rows that `pairs` pairs can take."""
         return pairs
 
     def order_specs(self, tokens: int, top_k: int) -> Mapping[str, BufferSpec]:
-        """Return the buffers that `order` takes."""
+        """Return the buffers that `order` takes from the workspace."""
         return sort_specs(tokens, top_k, _TILE_M, self.problem.e)
 
     def order(self, routing: DispatchedRouting, workspace: Workspace) -> RowOrder:
-        """Give each pair its row."""
+        """Sort the pairs by expert and assign a row to each."""
         order = sort_pairs(routing, block_m=_TILE_M, num_local=self.problem.e, workspace=workspace)
         return RowOrder(order.row_of_pair_TK, order.starts[1:], order.starts[-1:])
 
     def product_specs(self, rows: int) -> Mapping[str, BufferSpec]:
-        """Return the buffers that `product` takes besides its results."""
+        """Return the buffers that `product` takes in addition to its results."""
         return {}
 
     def takes_unquantized(self, shape: DispatchShape) -> bool:
-        """Where a token is quantized for itself: it then is where it is moved to its rows."""
+        """Return whether each token's scale depends on that token alone, or is static.
+
+        Tokens are then quantized while they are permuted.
+        """
         scheme = self.problem.scheme
-        alone = scheme.static or scheme.activation_granularity != "tensor"
-        return scheme.quantizes_activations and alone
+        per_token = scheme.static or scheme.activation_granularity != "tensor"
+        return scheme.quantizes_activations and per_token
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, ContiguousShape)
@@ -151,10 +159,10 @@ class SortedRowsExperts(SummedRowsExperts):
     def _specs(self, shape: ContiguousShape) -> dict[str, BufferSpec]:
         problem, scheme = self.problem, self.problem.scheme
         rows = self.most_rows(shape.tokens * shape.top_k)
-        stored = STORAGE[scheme.activation] if scheme.quantizes_activations else problem.dtype
+        dtype_of_x = STORAGE[scheme.activation] if scheme.quantizes_activations else problem.dtype
         specs = {
             **self.order_specs(shape.tokens, shape.top_k),
-            "permuted_x": BufferSpec((rows, problem.hidden), stored),
+            "permuted_x": BufferSpec((rows, problem.hidden), dtype_of_x),
             **hidden_specs(problem, rows),
             **self.product_specs(rows),
         }
@@ -164,8 +172,8 @@ class SortedRowsExperts(SummedRowsExperts):
         if not self.keeps_results:
             dtype = problem.dtype
             specs["workspace13"] = BufferSpec((rows, problem.w1_rows), dtype)
-            over = ("permuted_x", "workspace13")
-            specs["workspace2"] = BufferSpec((rows, problem.hidden), dtype, over)
+            aliases = ("permuted_x", "workspace13")
+            specs["workspace2"] = BufferSpec((rows, problem.hidden), dtype, aliases)
         return specs
 
     def apply(
@@ -181,15 +189,15 @@ class SortedRowsExperts(SummedRowsExperts):
         with stages.stage(stages.SORT):
             order = self.order(routing, workspace)
         rows = self.most_rows(routing.topk_ids_TK.numel())
-        moving = tokens.scale is not None or not problem.scheme.quantizes_activations
-        with stages.stage(stages.PERMUTE if moving else stages.PERMUTE_QUANTIZED):
+        copies_only = tokens.scale is not None or not problem.scheme.quantizes_activations
+        with stages.stage(stages.PERMUTE if copies_only else stages.PERMUTE_QUANTIZED):
             x = self._permuted(tokens, order, rows, weights, workspace)
         with stages.stage(stages.GEMM1):
             w1 = weights.w1, weights.w1_scale
             out = self._room("workspace13", (rows, problem.w1_rows), workspace)
             gate_up_RN = self.product(x, w1, order, workspace, out)
-        along, used = self.scales_along_rows, order.used
-        h = hidden_rows(gate_up_RN, problem, used, weights, workspace, along_rows=along)
+        along_rows, used = self.scales_along_rows, order.used
+        h = hidden_rows(gate_up_RN, problem, used, weights, workspace, along_rows=along_rows)
         with stages.stage(stages.GEMM2):
             w2 = weights.w2, weights.w2_scale
             out = self._room("workspace2", (rows, problem.hidden), workspace)
@@ -207,11 +215,14 @@ class SortedRowsExperts(SummedRowsExperts):
         weights: ExpertWeights,
         workspace: Workspace,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Each token at the rows of its pairs, and its scales; one scale for all stays as it is."""
-        scheme, places = self.problem.scheme, order.row_of_pair_TK
+        """Copy each token to the rows of its pairs, and its scales with it.
+
+        A single scale for all tokens is returned unchanged.
+        """
+        scheme, row_of_pair_TK = self.problem.scheme, order.row_of_pair_TK
         x_RH = workspace.take("permuted_x", (rows, self.problem.hidden))
         if not scheme.quantizes_activations:
-            permute_tokens(tokens.x_TH, places, None, rows_RH=x_RH)
+            permute_tokens(tokens.x_TH, row_of_pair_TK, None, rows_RH=x_RH)
             return x_RH, None
         static = weights.a1_scale if scheme.static else None
         scale = static if tokens.scale is None else tokens.scale
@@ -219,12 +230,12 @@ class SortedRowsExperts(SummedRowsExperts):
             scale = self._room_for_scales(rows, workspace)
         out = Quantized(x_RH, scale, along_rows=scale.dim() == 3)
         if tokens.scale is None:
-            permute_and_quantize(tokens.x_TH, places, None, scheme, out=out)
+            permute_and_quantize(tokens.x_TH, row_of_pair_TK, None, scheme, out=out)
             return x_RH, out.scale_of_rows
-        moved = {}
+        scale_arguments = {}
         if tokens.scale.dim() == 2:
-            moved = {"scale_TG": tokens.scale, "scale_rows_RG": out.scale_of_rows}
-        permute_tokens(tokens.x_TH, places, None, rows_RH=x_RH, **moved)
+            scale_arguments = {"scale_TG": tokens.scale, "scale_rows_RG": out.scale_of_rows}
+        permute_tokens(tokens.x_TH, row_of_pair_TK, None, rows_RH=x_RH, **scale_arguments)
         return x_RH, out.scale_of_rows
 
     def _room_for_scales(self, rows: int, workspace: Workspace) -> torch.Tensor:

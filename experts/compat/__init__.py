@@ -1,1 +1,1 @@
-"""Steps under the names that other projects give them."""
+"""Steps of a fused MoE layer, under the names they have in other projects."""

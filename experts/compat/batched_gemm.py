@@ -1,4 +1,4 @@
-"""`batched_gemm`: one product of rows that lie expert by expert, without a layer around it."""
+"""`batched_gemm`: a standalone grouped GEMM over batched (e, C, K) rows."""
 
 from collections.abc import Mapping
 
@@ -24,7 +24,7 @@ from modular_kernel.tensors import ExpertWeights
 from modular_kernel.utils.tensor_checks import check_no_gradients, check_output, check_tensor
 
 
-def batched_gemm(  # noqa: PLR0913  (operands, their scales, and what to make)
+def batched_gemm(  # noqa: PLR0913  (operands, their scales, and the output)
     a_eCK: torch.Tensor,
     b_eNK: torch.Tensor,
     counts_e: torch.Tensor,
@@ -39,17 +39,23 @@ def batched_gemm(  # noqa: PLR0913  (operands, their scales, and what to make)
 ) -> torch.Tensor:
     """out[i, c] = a[i, c] @ b[i]^T for c < counts_e[i]; other rows are neither read nor written.
 
-    a: (e, C, K), contiguous. b: (e, N, K) of any strides, or packed, with scales and zero points
-    as w2 of an `ExpertWeights` of the scheme; b_global_scale: nvfp4's, (e, 1) float32. counts_e:
-    (e,) int32; more than C counts as C. a_scale: float32, (1,), (e, C, 1) or (e, C, ceil(K / g)) as
-    the scheme has activations. out: (e, C, N), contiguous; None makes one of `dtype` if a is
-    quantized, else of a's. Sums are float32. An InputError of a tensor that does not fit,
-    IncompatibleError for groups that no step of the kernel fits, UnsupportedError for gradients.
+    - a: (e, C, K), contiguous.
+    - b: (e, N, K) with any strides, or packed. Its scales and zero points are those of w2 in an
+      `ExpertWeights` of the scheme.
+    - b_global_scale: (e, 1) float32, for nvfp4.
+    - counts_e: (e,) int32; counts above C are treated as C.
+    - a_scale: float32, of shape (1,), (e, C, 1) or (e, C, ceil(K / g)), as the scheme requires.
+    - out: (e, C, N), contiguous. If None, it is allocated: in `dtype` if a is quantized, else in
+      a's dtype.
+
+    Sums are accumulated in float32. Raises InputError for a tensor of the wrong shape, dtype,
+    layout or device, IncompatibleError if the kernel has no K step for the scale groups, and
+    UnsupportedError for tensors that require gradients.
     """
     tensors = {"a": a_eCK, "b": b_eNK, "counts": counts_e}
-    others = {"a_scale": a_scale, "b_scale": b_scale, "out": out}
-    others |= {"b_zero_point": b_zero_point, "b_global_scale": b_global_scale}
-    tensors |= {name: tensor for name, tensor in others.items() if tensor is not None}
+    optional = {"a_scale": a_scale, "b_scale": b_scale, "out": out}
+    optional |= {"b_zero_point": b_zero_point, "b_global_scale": b_global_scale}
+    tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
     _check_tensors(tensors)
     if a_eCK.dim() != 3 or b_eNK.dim() != 3:
         got = f"{tuple(a_eCK.shape)} and {tuple(b_eNK.shape)}"
@@ -71,9 +77,9 @@ def batched_gemm(  # noqa: PLR0913  (operands, their scales, and what to make)
     if out is None:
         shape = (experts, capacity, columns)
         out = torch.empty(shape, dtype=problem.dtype, device=a_eCK.device)
-    given = {"w2": b_eNK, "w2_scale": b_scale, "w2_zero_point": b_zero_point}
-    given["w2_global_scale"] = b_global_scale
-    _check_weights(given, b_eNK, problem)
+    weight_tensors = {"w2": b_eNK, "w2_scale": b_scale, "w2_zero_point": b_zero_point}
+    weight_tensors["w2_global_scale"] = b_global_scale
+    _check_weights(weight_tensors, b_eNK, problem)
     _check_rows(a_eCK, a_scale, counts_e, out, problem)
     if out.numel() == 0:
         return out
@@ -89,7 +95,7 @@ def batched_gemm(  # noqa: PLR0913  (operands, their scales, and what to make)
         w2_zero_point=b_zero_point,
         w2_global_scale=b_global_scale,
     )
-    _, tile = choose_config(problem, capacity).both(LaunchConfig)  # without an activation behind
+    _, tile = choose_config(problem, capacity).both(LaunchConfig)  # GEMM 2's: no activation
     num_m = -(-capacity // tile.block_m)
     launch(
         batched_gemm_kernel,
@@ -106,13 +112,13 @@ def batched_gemm(  # noqa: PLR0913  (operands, their scales, and what to make)
 
 
 def _check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Check what holds of every tensor, whatever it is for: `out` is the one that is written."""
-    for what, tensor in tensors.items():
-        check_tensor(what, tensor)
+    """Check the properties required of every tensor, and that `out` can be written."""
+    for name, tensor in tensors.items():
+        check_tensor(name, tensor)
     check_no_gradients(tensors)
     if "out" in tensors:
-        read = {what: tensor for what, tensor in tensors.items() if what != "out"}
-        check_output("out", tensors["out"], read)
+        inputs = {name: tensor for name, tensor in tensors.items() if name != "out"}
+        check_output("out", tensors["out"], inputs)
 
 
 def _machine_of(device: torch.device) -> Machine:
@@ -126,20 +132,20 @@ def _check_weights(
 ) -> None:
     specs = weight_specs(problem)
     for name, tensor in given.items():
-        spec, what = specs.get(name), name.replace("w2", "b")
+        spec, label = specs.get(name), name.replace("w2", "b")
         if spec is None and tensor is not None:
-            raise ConfigurationError(what, got="a tensor", need=f"None for quant={problem.quant}")
+            raise ConfigurationError(label, got="a tensor", need=f"None for quant={problem.quant}")
         if spec is None:
             continue
         if tensor is None:
-            raise ConfigurationError(what, got=None, need=f"{spec} for quant={problem.quant}")
+            raise ConfigurationError(label, got=None, need=f"{spec} for quant={problem.quant}")
         if tuple(tensor.shape) != spec.shape:
-            raise ShapeError(what, got=tuple(tensor.shape), need=spec.shape)
+            raise ShapeError(label, got=tuple(tensor.shape), need=spec.shape)
         if tensor.dtype not in spec.dtypes:
-            raise DtypeError(what, got=tensor.dtype, need=" or ".join(map(str, spec.dtypes)))
+            raise DtypeError(label, got=tensor.dtype, need=" or ".join(map(str, spec.dtypes)))
         if name != "w2" and not tensor.is_contiguous():
-            raise LayoutError(what, got=f"strides {tensor.stride()}", need="contiguous")
-        _same_device(what, tensor, b_eNK)
+            raise LayoutError(label, got=f"strides {tensor.stride()}", need="contiguous")
+        _same_device(label, tensor, b_eNK)
 
 
 def _check_rows(
@@ -150,28 +156,28 @@ def _check_rows(
     problem: Problem,
 ) -> None:
     scheme, (experts, capacity, depth) = problem.scheme, a_eCK.shape
-    stored = STORAGE[scheme.activation] if scheme.quantizes_activations else problem.dtype
+    dtype_of_a = STORAGE[scheme.activation] if scheme.quantizes_activations else problem.dtype
     shape: tuple[int, ...] | None = None
     if scheme.quantizes_activations:
-        one = scheme.activation_granularity == "tensor"
-        shape = (1,) if one else (experts, capacity, scale_shape(scheme, 1, depth)[1])
+        per_tensor = scheme.activation_granularity == "tensor"
+        shape = (1,) if per_tensor else (experts, capacity, scale_shape(scheme, 1, depth)[1])
     needs = (
-        ("a", a_eCK, (experts, capacity, depth), stored),
+        ("a", a_eCK, (experts, capacity, depth), dtype_of_a),
         ("counts", counts_e, (experts,), torch.int32),
         ("out", out, (experts, capacity, problem.hidden), problem.dtype),
         ("a_scale", a_scale, shape, torch.float32),
     )
-    for what, tensor, need, dtype in needs:
+    for name, tensor, need, dtype in needs:
         if tensor is None and need is None:
             continue
         if tensor is None or tuple(tensor.shape) != need:
             got = None if tensor is None else tuple(tensor.shape)
-            raise ShapeError(what, got=got, need=need)
+            raise ShapeError(name, got=got, need=need)
         if tensor.dtype is not dtype:
-            raise DtypeError(what, got=tensor.dtype, need=dtype)
+            raise DtypeError(name, got=tensor.dtype, need=dtype)
         if not tensor.is_contiguous():
-            raise LayoutError(what, got=f"strides {tensor.stride()}", need="contiguous")
-        _same_device(what, tensor, a_eCK)
+            raise LayoutError(name, got=f"strides {tensor.stride()}", need="contiguous")
+        _same_device(name, tensor, a_eCK)
 
 
 def _same_device(what: str, tensor: torch.Tensor, other: torch.Tensor) -> None:

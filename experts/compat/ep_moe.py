@@ -1,4 +1,4 @@
-"""The steps of an expert-parallel layer without an exchange, one function each, by EPMoE's names.
+"""Steps of an expert-parallel layer without all-to-all, under the names of SGLang's EPMoE.
 
     reorder_topk_ids, src2dst, seg_indptr = run_moe_ep_preproess(topk_ids, E)
     pre_reorder(x, gateup_input, src2dst, topk_ids, a1_scales, start, end)
@@ -8,11 +8,13 @@
     grouped_gemm_triton(down_input, w2, down_output, ...)
     post_reorder(down_output, out, src2dst, topk_ids, topk_weights, start, end)
 
-Every rank has all tokens and the experts from start_expert_id to end_expert_id, both inclusive;
-what it writes to `out` is its part of a sum over ranks. Rows of all ranks' pairs are counted, in
-buffers of T * K rows, of which a rank touches its own. GroupedGemmExperts does the same over rows
-of its own experts alone. Shapes, dtypes and strides are checked; what ids say is not, which would
-wait for the device.
+Every rank has all tokens and the experts from start_expert_id to end_expert_id, both inclusive. It
+writes its partial sum to `out`; the layer's output is the sum over ranks. Buffers have T * K rows
+for the pairs of all ranks, and each rank reads and writes only the rows of its experts.
+GroupedGemmExperts does the same with rows for its own pairs only.
+
+Shapes, dtypes and strides are checked. The values of ids are not, because that would synchronize
+with the device.
 """
 
 from collections.abc import Mapping
@@ -50,17 +52,20 @@ from modular_kernel.utils.tensor_checks import (
 )
 
 _FP8 = torch.float8_e4m3fn
-_LEAST_DEPTH = 32  # of a step of a product of 8-bit values
+_LEAST_DEPTH = 32  # smallest K step of an 8-bit tl.dot
 
 
 def run_moe_ep_preproess(
     topk_ids: torch.Tensor, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(reorder_topk_ids, src2dst, seg_indptr) of topk_ids (T, K), int32 or int64.
+    """Sort topk_ids (T, K), int32 or int64; return (reorder_topk_ids, src2dst, seg_indptr).
 
-    reorder_topk_ids: (T * K,), the ids in order; equal ones keep their order. src2dst: (T * K,)
-    int32, where pair t * K + k went. seg_indptr: (num_experts + 1,) int64; expert i has the rows
-    from seg_indptr[i] to seg_indptr[i + 1]. Skipped pairs, -1, come before all experts.
+    - reorder_topk_ids: (T * K,), the sorted ids; the sort is stable.
+    - src2dst: (T * K,) int32, the sorted position of pair t * K + k.
+    - seg_indptr: (num_experts + 1,) int64; expert i has the rows from seg_indptr[i] to seg_indptr[i
+      + 1].
+
+    Skipped pairs (-1) are sorted before all experts.
     """
     check_tensor("topk_ids", topk_ids)
     _check_integers("topk_ids", topk_ids)
@@ -82,10 +87,10 @@ def pre_reorder(
     start_expert_id: int,
     end_expert_id: int,
 ) -> None:
-    """gateup_input[src2dst[p]] = hidden_states[p // K] / a1_scales[its expert], for pairs here.
+    """gateup_input[src2dst[p]] = hidden_states[p // K] / a1_scales[its expert], for local pairs.
 
-    hidden_states: (T, H), gateup_input: (T * K, H) contiguous; rows of pairs that are elsewhere
-    are left as they are. a1_scales: (experts here,) float32, None for 1. Float8 saturates.
+    hidden_states: (T, H); gateup_input: (T * K, H), contiguous. Rows of other ranks' pairs are not
+    written. a1_scales: (local experts,) float32; None means 1. Float8 values saturate.
     """
     read = {"hidden_states": hidden_states, "src2dst": src2dst, "topk_ids": topk_ids}
     _check_call("gateup_input", gateup_input, read, a1_scales=a1_scales)
@@ -129,11 +134,11 @@ def silu_and_mul(
     start_expert_id: int,
     end_expert_id: int,
 ) -> None:
-    """down_input[r] = silu(gate) * up / w2_input_scale[its expert], for the rows of experts here.
+    """down_input[r] = silu(gate) * up / w2_input_scale[its expert], for rows of local experts.
 
-    gateup_output: (R, 2I), gate values first, and down_input: (R, I), both contiguous; other rows
-    are left as they are. w2_input_scale: (experts here,) float32, None for 1. Computed in float32
-    and rounded once; float8 saturates.
+    gateup_output: (R, 2I), gate values first; down_input: (R, I); both contiguous. Other rows are
+    not written. w2_input_scale: (local experts,) float32; None means 1. Computed in float32 and
+    rounded once; float8 values saturate.
     """
     read = {"gateup_output": gateup_output, "reorder_topk_ids": reorder_topk_ids}
     _check_call("down_input", down_input, read, w2_input_scale=w2_input_scale)
@@ -174,10 +179,10 @@ def post_reorder(
     start_expert_id: int,
     end_expert_id: int,
 ) -> None:
-    """output[t] = sum over pairs here of topk_weights[t, k] * down_output[src2dst[t * K + k]].
+    """output[t] = sum over local pairs of topk_weights[t, k] * down_output[src2dst[t * K + k]].
 
-    down_output: (T * K, H), output: (T, H), topk_weights: (T, K) float32, all contiguous. Summed
-    in float32 and rounded once; a token without a pair here becomes exact zeros.
+    down_output: (T * K, H), output: (T, H), topk_weights: (T, K) float32, all contiguous. Summed in
+    float32 and rounded once. A token without a local pair gets exact zeros.
     """
     read = {"down_output": down_output, "src2dst": src2dst}
     _check_call("output", output, read | {"topk_ids": topk_ids, "topk_weights": topk_weights})
@@ -189,12 +194,12 @@ def post_reorder(
     _check("src2dst", src2dst, (tokens * top_k,))
     _check("topk_weights", topk_weights, (tokens, top_k))
     _check_dtype("topk_weights", topk_weights, torch.float32)
-    here_TK = _here(topk_ids, start_expert_id, end_expert_id)
-    row_of_pair_TK = torch.where(here_TK, src2dst.view(tokens, top_k), -1).to(torch.int32)
+    is_local_TK = _here(topk_ids, start_expert_id, end_expert_id)
+    row_of_pair_TK = torch.where(is_local_TK, src2dst.view(tokens, top_k), -1).to(torch.int32)
     gather_weight_and_sum(down_output, row_of_pair_TK, topk_weights, scale=1.0, out=output)
 
 
-def grouped_gemm_triton(  # noqa: PLR0913 (the names and the order are the field's)
+def grouped_gemm_triton(  # noqa: PLR0913 (EPMoE's names and order)
     a: torch.Tensor,
     b: torch.Tensor,
     c: torch.Tensor,
@@ -209,19 +214,20 @@ def grouped_gemm_triton(  # noqa: PLR0913 (the names and the order are the field
 ) -> torch.Tensor:
     """c[r] = a[r] @ b[weight_indices[i]]^T for every row r of segment i; returns c.
 
-    a: (R, K), c: (R, N), contiguous; b: (E, N, K), any strides. seg_indptr: (batch_size + 1,);
-    segment i has the rows from seg_indptr[i] to seg_indptr[i + 1], none before its predecessor's,
-    and rows of no segment are left as they are. weight_indices: (batch_size,), None for 0, 1, ...
-    use_fp8_w8a8: a and b are float8_e4m3fn; scale_a (batch_size,) and scale_b (E,) float32, or
-    with block_shape [bn, bk] (R, K / bk) and (E, N / bn, K / bk), rounded up.
+    - a: (R, K), c: (R, N), both contiguous; b: (E, N, K), any strides.
+    - seg_indptr: (batch_size + 1,), non-decreasing; segment i has the rows from seg_indptr[i] to
+      seg_indptr[i + 1]. Rows outside all segments are not written.
+    - weight_indices: (batch_size,); None means 0, 1, ...
+    - use_fp8_w8a8: a and b are float8_e4m3fn, with scale_a (batch_size,) and scale_b (E,) in
+      float32. With block_shape [bn, bk] they are (R, K / bk) and (E, N / bn, K / bk), rounded up.
     """
     expect("weight_column_major", weight_column_major, bool)
     expect("use_fp8_w8a8", use_fp8_w8a8, bool)
     if not weight_column_major:
         need = "True: b is (experts, N, K)"
         raise ConfigurationError("weight_column_major", got=weight_column_major, need=need)
-    given = {"scale_a": scale_a, "scale_b": scale_b, "weight_indices": weight_indices}
-    _check_call("c", c, {"a": a, "b": b, "seg_indptr": seg_indptr}, **given)
+    optional = {"scale_a": scale_a, "scale_b": scale_b, "weight_indices": weight_indices}
+    _check_call("c", c, {"a": a, "b": b, "seg_indptr": seg_indptr}, **optional)
     expect("batch_size", batch_size, Annotated[int, Between(0, MOST)])
     expect("block_shape", block_shape, list[int] | tuple[int, ...] | None)
     _check_rank(a=a, c=c)
@@ -248,7 +254,7 @@ def grouped_gemm_triton(  # noqa: PLR0913 (the names and the order are the field
         return c
     scale_rows = _row_scales(scale_a, scale_b, seg_indptr, problem) if use_fp8_w8a8 else None
     _require_triton(a)
-    # The one that has no activation behind it.
+    # GEMM 2's configuration: it has no activation epilogue.
     _, tile = choose_config(problem, rows).both(LaunchConfig)
     tiles = _cut(seg_indptr, weight_indices, rows, tile.block_m)
     product = second_product(ExpertWeights(w1=b, w2=b, w2_scale=scale_b), problem)
@@ -257,9 +263,9 @@ def grouped_gemm_triton(  # noqa: PLR0913 (the names and the order are the field
 
 
 class GroupedGemmRunner(torch.nn.Module):
-    """`grouped_gemm_triton` as a module. It holds nothing; device is where its tensors are.
+    """`grouped_gemm_triton` as a stateless module.
 
-    use_flashinfer: False; UnsupportedError else.
+    device: device of the tensors. use_flashinfer: must be False, else UnsupportedError is raised.
     """
 
     def __init__(self, device: torch.device | str, use_flashinfer: bool = False) -> None:
@@ -276,10 +282,10 @@ class GroupedGemmRunner(torch.nn.Module):
 def _quant(
     a: torch.Tensor, b: torch.Tensor, use_fp8_w8a8: bool, block_shape: list[int] | None
 ) -> str:
-    """Return the scheme that the options name, as Problem.quant takes it."""
-    for what, tensor in (("a", a), ("b", b)):
-        if use_fp8_w8a8 or what == "b":
-            _check_dtype(what, tensor, _FP8 if use_fp8_w8a8 else a.dtype)
+    """Return the Problem.quant scheme that the options describe."""
+    for name, tensor in (("a", a), ("b", b)):
+        if use_fp8_w8a8 or name == "b":
+            _check_dtype(name, tensor, _FP8 if use_fp8_w8a8 else a.dtype)
     if block_shape is not None and not use_fp8_w8a8:
         raise ConfigurationError("block_shape", got=block_shape, need="use_fp8_w8a8 with it")
     if not use_fp8_w8a8:
@@ -295,7 +301,7 @@ def _row_scales(
     seg_indptr: torch.Tensor,
     problem: Problem,
 ) -> torch.Tensor:
-    """(R, 1) or (R, groups) scales of the rows of a; scale_b is checked beside them."""
+    """Return scales of the rows of a, (R, 1) or (R, groups), after checking scale_a and scale_b."""
     rows, scheme, experts = problem.tokens, problem.scheme, problem.experts
     segments = seg_indptr.numel() - 1
     need_a: tuple[int, ...] = (segments,)
@@ -304,15 +310,15 @@ def _row_scales(
         block_n, block_k = scheme.group
         groups = -(-problem.intermediate // block_k)
         need_a, need_b = (rows, groups), (experts, -(-problem.hidden // block_n), groups)
-        _, along = scale_group(scheme, problem.intermediate)
-        if along % _LEAST_DEPTH:
+        _, group_k = scale_group(scheme, problem.intermediate)
+        if group_k % _LEAST_DEPTH:
             need = f"a multiple of {_LEAST_DEPTH}, or all of K={problem.intermediate}"
             raise ConfigurationError("block_shape[1]", got=block_k, need=need)
-    for what, scale, need_shape in (("scale_a", scale_a, need_a), ("scale_b", scale_b, need_b)):
+    for name, scale, need_shape in (("scale_a", scale_a, need_a), ("scale_b", scale_b, need_b)):
         if scale is None:
-            raise ConfigurationError(what, got=None, need=f"float32 {need_shape} for float8")
-        _check(what, scale, need_shape)
-        _check_dtype(what, scale, torch.float32)
+            raise ConfigurationError(name, got=None, need=f"float32 {need_shape} for float8")
+        _check(name, scale, need_shape)
+        _check_dtype(name, scale, torch.float32)
     assert scale_a is not None
     if scheme.granularity == "block":
         return scale_a
@@ -324,16 +330,16 @@ def _row_scales(
 def _cut(
     seg_indptr: torch.Tensor, weight_indices: torch.Tensor, rows: int, block_m: int
 ) -> torch.Tensor:
-    """Tiles of at most block_m rows of one segment each, as in `modular_kernel.ops.sort.Sorted`."""
+    """Return tiles of at most block_m rows of one segment, laid out as in `ops.sort.Sorted`."""
     segments, device = weight_indices.numel(), seg_indptr.device
     starts, ends = seg_indptr[:-1].long(), seg_indptr[1:].long()
     counts = (ends - starts + block_m - 1) // block_m
-    past = counts.cumsum(0)
+    tile_ends = counts.cumsum(0)
     tile = torch.arange(most_tiles(rows, block_m, segments), device=device)
-    segment = torch.searchsorted(past, tile, right=True).clamp(max=segments - 1)
-    first = starts[segment] + (tile - (past - counts)[segment]) * block_m
-    named = (weight_indices[segment], first, ends[segment], past[-1:])
-    return torch.cat([each.to(torch.int32) for each in named])
+    segment = torch.searchsorted(tile_ends, tile, right=True).clamp(max=segments - 1)
+    first = starts[segment] + (tile - (tile_ends - counts)[segment]) * block_m
+    columns = (weight_indices[segment], first, ends[segment], tile_ends[-1:])
+    return torch.cat([column.to(torch.int32) for column in columns])
 
 
 def _here(ids: torch.Tensor, start_expert_id: int, end_expert_id: int) -> torch.Tensor:
@@ -355,7 +361,7 @@ def _require_triton(tensor: torch.Tensor) -> None:
 
 
 def _check(what: str, tensor: torch.Tensor, shape: tuple[int, ...], *, rows: bool = False) -> None:
-    """Shape and layout: contiguous, or only the values of a row side by side if `rows`."""
+    """Check the shape, and that the tensor is contiguous; with `rows`, that stride(-1) is 1."""
     if tuple(tensor.shape) != shape:
         raise ShapeError(what, got=tuple(tensor.shape), need=shape)
     dense = tensor.stride(-1) == 1 or tensor.numel() == 0 if rows else tensor.is_contiguous()
@@ -370,24 +376,24 @@ def _check_call(
     read: Mapping[str, torch.Tensor],
     **given: torch.Tensor | None,
 ) -> None:
-    """Check what holds of every tensor; `given` may be None. Only `written` is written."""
+    """Check every tensor; those of `given` may be None. Only `written` is written."""
     check_tensor(what, written)
-    every = {**read, **given}
-    check_tensors(every, optional=given, device=written.device)
-    check_no_gradients({what: written, **every})
-    check_output(what, written, every)
+    inputs = {**read, **given}
+    check_tensors(inputs, optional=given, device=written.device)
+    check_no_gradients({what: written, **inputs})
+    check_output(what, written, inputs)
 
 
 def _check_experts(first: int, last: int) -> None:
-    """Check the ids of the first and the last expert here; there may be none."""
+    """Check the ids of the first and the last local expert; the range may be empty."""
     expect("start_expert_id", first, Annotated[int, Between(0, MOST)])
     expect("end_expert_id", last, Annotated[int, Between(-1, MOST)])
 
 
 def _check_rank(need: int = 2, /, **tensors: torch.Tensor) -> None:
-    for what, tensor in tensors.items():
+    for name, tensor in tensors.items():
         if tensor.dim() != need:
-            raise ShapeError(what, got=tuple(tensor.shape), need=f"{need} dimensions")
+            raise ShapeError(name, got=tuple(tensor.shape), need=f"{need} dimensions")
 
 
 def _check_integers(what: str, tensor: torch.Tensor) -> None:

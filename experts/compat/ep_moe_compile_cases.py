@@ -1,4 +1,4 @@
-"""The steps of experts.compat.ep_moe with tensors that have no memory, for who compiles them."""
+"""Launches of experts.compat.ep_moe on meta tensors, for `mk compile`."""
 
 import torch
 
@@ -12,7 +12,7 @@ from experts.compat.ep_moe import (
 
 FP8 = torch.float8_e4m3fn
 EXPERTS, HIDDEN, INTERMEDIATE = 8, 512, 256
-# Tokens, dtype of weights, block of a scale: what one rank launches differently.
+# (tokens, weight dtype, block shape of scales): each combination launches different kernels.
 FORMS: tuple[tuple[int, torch.dtype, list[int] | None], ...] = (
     (4, torch.bfloat16, None),
     (1024, torch.bfloat16, None),
@@ -22,25 +22,25 @@ FORMS: tuple[tuple[int, torch.dtype, list[int] | None], ...] = (
 
 
 def launch_all(tokens: int, top_k: int, dtype: torch.dtype, block_shape: list[int] | None) -> None:
-    """Everything one rank launches, with half of the experts."""
+    """Run all steps of one rank that owns half of the experts."""
     rows, half = tokens * top_k, EXPERTS // 2
     ids = _empty(tokens, top_k, dtype=torch.int64)
     scales, quantized = None, dtype == FP8
-    gemm: tuple[torch.Tensor | None, ...] = (None, None)
-    gemm2 = gemm
+    gemm1: tuple[torch.Tensor | None, ...] = (None, None)
+    gemm2 = gemm1
     if quantized:
         scales = _empty(half, dtype=torch.float32)
-        gemm = gemm2 = (scales, scales)
+        gemm1 = gemm2 = (scales, scales)
     if block_shape:
         bn, bk = block_shape
-        gemm = _scales((rows, HIDDEN // bk), (half, 2 * INTERMEDIATE // bn, HIDDEN // bk))
+        gemm1 = _scales((rows, HIDDEN // bk), (half, 2 * INTERMEDIATE // bn, HIDDEN // bk))
         gemm2 = _scales((rows, INTERMEDIATE // bk), (half, HIDDEN // bn, INTERMEDIATE // bk))
     reorder_ids, src2dst, seg_indptr = run_moe_ep_preproess(ids, EXPERTS)
     segments = (half, True, seg_indptr[: half + 1], None)
     x, gateup = _empty(rows, HIDDEN, dtype=dtype), _empty(rows, 2 * INTERMEDIATE)
     pre_reorder(_empty(tokens, HIDDEN), x, src2dst, ids, scales, 0, half - 1)
     w13 = _empty(half, 2 * INTERMEDIATE, HIDDEN, dtype=dtype)
-    grouped_gemm_triton(x, w13, gateup, *segments, quantized, gemm[0], gemm[1], block_shape)
+    grouped_gemm_triton(x, w13, gateup, *segments, quantized, gemm1[0], gemm1[1], block_shape)
     h, down = _empty(rows, INTERMEDIATE, dtype=dtype), _empty(rows, HIDDEN)
     silu_and_mul(gateup, h, reorder_ids, scales, 0, half - 1)
     w2 = _empty(half, HIDDEN, INTERMEDIATE, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Experts over CUTLASS: kernels of our own in CuTe DSL (nvidia-cutlass-dsl), and torch's."""
+"""Experts parts over CUTLASS: CuTe DSL kernels (nvidia-cutlass-dsl), and torch's grouped GEMM."""
 
 from experts.cutlass.fp4 import BatchedCutlassExpertsFP4, CutlassExpertsFP4
 from experts.cutlass.part import CutlassExpertsFP8

@@ -1,4 +1,4 @@
-"""Compile every kernel in CuTe DSL ahead of time, and say where its object is kept."""
+"""Compile every CuTe DSL kernel ahead of time, and print the path of each object file."""
 
 import sys
 

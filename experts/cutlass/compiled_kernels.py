@@ -1,10 +1,10 @@
-"""Kernels in CuTe DSL, compiled in this process or ahead of time.
+"""CuTe DSL kernels, compiled in this process or ahead of time.
 
-    python -m experts.cutlass    # compiles all of them, without a GPU; kept in MK_CACHE_DIR
+    python -m experts.cutlass    # compiles all kernels into MK_CACHE_DIR; needs no GPU
 
-A process compiles a kernel at its first call, in seconds, unless its object is kept: that loads in
-a tenth of one. An object is known by the sources in this folder, the versions of the DSL and of
-tvm-ffi, the GPU's architecture and the machine; of anything else it is compiled.
+A process compiles a kernel at its first call, in seconds, or loads a cached object file in a tenth
+of one. The cache key consists of the sources in this folder, the versions of the DSL and of
+tvm-ffi, the GPU architecture, the CPU architecture and libc.
 """
 
 import logging
@@ -25,33 +25,36 @@ _PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
 
 @dataclass(frozen=True)
 class Kernel:
-    """name: of the function in its object. arch: as the DSL calls it, "sm_90a". make: compiles it,
-    with the options of cute.compile."""
+    """A kernel and its cached object file.
+
+    name: the function's name in the object file. arch: the DSL's architecture name, such as
+    "sm_90a". make: compiles the kernel with the given options of cute.compile.
+    """
 
     name: str
     arch: str
     make: Callable[[str], Any]
 
     def get(self) -> Callable[..., None]:
-        """Load the kernel's object, or compile it where none is kept."""
+        """Load the kernel's object file, or compile the kernel if none is cached."""
         path = find(self._stem(), _SUFFIX)
-        found = None if path is None else self._loaded(path)
-        return self.make(_OPTIONS) if found is None else found  # for the GPU that is here
+        function = None if path is None else self._loaded(path)
+        return self.make(_OPTIONS) if function is None else function  # for the current GPU
 
     def _loaded(self, path: Path) -> Callable[..., None] | None:
         from cutlass import cute
 
         try:
-            found: Callable[..., None] = cute.runtime.load_module(str(path), enable_tvm_ffi=True)[
-                self.name
-            ]
-        except Exception as error:  # noqa: BLE001  whichever the DSL has for it
+            function: Callable[..., None] = cute.runtime.load_module(
+                str(path), enable_tvm_ffi=True
+            )[self.name]
+        except Exception as error:  # noqa: BLE001  the DSL's exceptions vary
             _LOG.warning("%s is compiled anew: %s", self.name, printable(str(error)))
             return None
-        return found
+        return function
 
     def keep(self) -> Path:
-        """Compile the kernel unless its object is kept; where that is."""
+        """Compile the kernel unless its object file is cached; return the file's path."""
 
         def write(path: Path) -> None:
             compiled = self.make(f"{_OPTIONS} --gpu-arch {self.arch}")

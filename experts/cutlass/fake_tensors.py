@@ -1,4 +1,4 @@
-"""What stands for tensors while a kernel in CuTe DSL is compiled."""
+"""Fake tensors for compiling CuTe DSL kernels."""
 
 from typing import Any
 
@@ -6,11 +6,14 @@ from experts.triton.operands import TMA_BYTES
 
 
 def any_matrix(dtype: Any, rows: Any, columns: Any) -> Any:
-    """Stand for a matrix of any size: values of a row side by side, rows on 16 bytes or values."""
+    """Return a fake row-major matrix of dynamic size.
+
+    Each row begins at a multiple of 16 bytes, or of 4 bytes for 32-bit values.
+    """
     from cutlass import cute
     from cutlass.cute.runtime import make_fake_tensor
 
     bits = dtype.width
-    aligned = TMA_BYTES if bits < 32 else 4
-    stride = cute.sym_int64(divisibility=aligned * 8 // bits)
-    return make_fake_tensor(dtype, (rows, columns), (stride, 1), assumed_align=aligned)
+    alignment = TMA_BYTES if bits < 32 else 4
+    stride = cute.sym_int64(divisibility=alignment * 8 // bits)
+    return make_fake_tensor(dtype, (rows, columns), (stride, 1), assumed_align=alignment)

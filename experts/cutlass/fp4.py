@@ -1,7 +1,8 @@
 """CutlassExpertsFP4 and BatchedCutlassExpertsFP4: nvfp4 weights and activations, for sm_100.
 
-Launches: count, scan, place, or the tiles' names; permute and quantize; those of `fp4_mlp`; sum.
-No GPU of the kind was at hand: tests compile the kernel and look at its code, none has run it.
+Launches: count, scan, place (batched: list tiles); permute and quantize; those of `fp4_mlp`; sum.
+The kernels have not been run: no sm_100 GPU was available. Tests compile the GEMM and inspect the
+generated code.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,14 +37,14 @@ from modular_kernel.tensors import (
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 
 _PACKAGES = ("triton", "nvidia_cutlass_dsl", "tvm_ffi")
-_ARCHS = frozenset({(10, 0)})  # what the kernel's instructions are of
+_ARCHS = frozenset({(10, 0)})  # the kernel uses tcgen05 instructions
 
 
 class CutlassExpertsFP4(SummedRowsExperts):
     """Contiguous tokens, nvfp4 weights and activations; weights and sums over top-k itself.
 
-    Scales of weights are put in the product's order in every call. Weights that do not lie row by
-    row are copied.
+    Every call rearranges the scales of weights into the layout of the GEMM, and copies weights that
+    are not row-major and 16-byte aligned.
     """
 
     gemm = staticmethod(fp4_gemm)
@@ -62,7 +63,7 @@ class CutlassExpertsFP4(SummedRowsExperts):
 
     @classmethod
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
-        """Return the launches that no call makes where the package is missing."""
+        """Return the compile case of the Triton kernels around the GEMM."""
         return {"nvfp4 rows": launch_without_memory}
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
@@ -110,7 +111,7 @@ class CutlassExpertsFP4(SummedRowsExperts):
 class BatchedCutlassExpertsFP4(UnweightedRowsExperts):
     """Batched rows in and out, unweighted, nvfp4 weights and activations; writes valid rows only.
 
-    Beyond that as CutlassExpertsFP4.
+    Otherwise the same as CutlassExpertsFP4.
     """
 
     gemm = staticmethod(fp4_gemm)
@@ -119,14 +120,14 @@ class BatchedCutlassExpertsFP4(UnweightedRowsExperts):
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, BatchedShape)
         problem, rows = self.problem, shape.experts * shape.capacity
-        named = batched_tile_specs(shape.experts, shape.capacity)
-        tiles = named["batched_tiles"].shape[0] // 3
+        tile_specs = batched_tile_specs(shape.experts, shape.capacity)
+        tiles = tile_specs["batched_tiles"].shape[0] // 3
         output = (shape.experts, shape.capacity, problem.hidden)
         return WorkspaceShapes(
             workspace13=BufferSpec((rows, problem.w1_rows), problem.dtype),
             workspace2=BufferSpec((0,), problem.dtype),
             output=BufferSpec(output, problem.dtype),
-            extra={**named, **mlp_specs(problem, rows, tiles)},
+            extra={**tile_specs, **mlp_specs(problem, rows, tiles)},
         )
 
     def apply(

@@ -1,6 +1,7 @@
-"""The two products over nvfp4 rows in tiles, and what stands around them, for both formats.
+"""Both GEMMs over nvfp4 rows in tiles, and the steps between, for both activation formats.
 
-Launches: factors and scales of w1; GEMM 1; activation and quantize; those of w2; GEMM 2.
+Launches: factors and scales of w1; GEMM 1; activation and quantize; factors and scales of w2; GEMM
+2.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,14 +28,14 @@ from modular_kernel.spec.problem import ActivationSpec, Problem
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec, Workspace
 
-# Of rows, weights, tiles and results, as `fp4_gemm`.
+# Signature of `fp4_gemm`: rows, weights, tiles, output.
 Gemm = Callable[[Fp4Rows, Fp4Weights, torch.Tensor, torch.Tensor], None]
 
 
 def mlp_specs(problem: Problem, rows: int, max_tiles: int) -> Mapping[str, BufferSpec]:
-    """Return the buffers of rows, of h and of the weights' scales; monotone in rows and tiles."""
+    """Return buffers for rows of x, rows of h and weight scales; monotone in rows and tiles."""
     e = problem.e
-    found = {
+    specs = {
         **fp4_specs("x", rows, problem.hidden, max_tiles),
         **fp4_specs("h", rows, problem.intermediate, max_tiles),
     }
@@ -42,9 +43,9 @@ def mlp_specs(problem: Problem, rows: int, max_tiles: int) -> Mapping[str, Buffe
         ("w1", problem.w1_rows, problem.hidden),
         ("w2", problem.hidden, problem.intermediate),
     ):
-        found[f"{name}_tiled"] = tiled_scale_spec(e, columns, depth // nvfp4.GROUP)
-        found[f"{name}_factors"] = BufferSpec((e, matrices_of(name, problem)), torch.float32)
-    return found
+        specs[f"{name}_tiled"] = tiled_scale_spec(e, columns, depth // nvfp4.GROUP)
+        specs[f"{name}_factors"] = BufferSpec((e, matrices_of(name, problem)), torch.float32)
+    return specs
 
 
 def mlp(
@@ -57,9 +58,10 @@ def mlp(
     workspace: Workspace,
     out_of: Callable[[], torch.Tensor],
 ) -> torch.Tensor:
-    """Return the rows (R, H) of every tile through its expert, bfloat16; others hold anything.
+    """Return the bfloat16 output rows (R, H) of both GEMMs; rows outside all tiles are undefined.
 
-    out_of: gives room for the rows, which may be x's. GEMM 1's results are "workspace13".
+    out_of: returns the buffer of the output rows, which may alias x's. GEMM 1 writes to
+    "workspace13".
     """
     rows = len(x.q_RK)
     gate_up_RN = workspace.take("workspace13", (rows, problem.w1_rows))
@@ -78,42 +80,42 @@ def mlp(
 def _prepared(
     name: str, weights: ExpertWeights, problem: Problem, workspace: Workspace
 ) -> Fp4Weights:
-    """Return w1 or w2 as the product reads them: scales in blocks, the two factors as one."""
-    first = name == "w1"
-    w, scale, whole, of_rows = (
+    """Return w1 or w2 in the layout of the GEMM: tiled scales, both global scales in one factor."""
+    is_w1 = name == "w1"
+    w, scale, global_scale, activation_scale = (
         (weights.w1, weights.w1_scale, weights.w1_global_scale, weights.a1_scale)
-        if first
+        if is_w1
         else (weights.w2, weights.w2_scale, weights.w2_global_scale, weights.a2_scale)
     )
     assert scale is not None
-    assert whole is not None
-    assert of_rows is not None
-    room = tiled_scale_spec(*scale.shape)
-    tiled = workspace.take(f"{name}_tiled", room.shape)
+    assert global_scale is not None
+    assert activation_scale is not None
+    tiled_spec = tiled_scale_spec(*scale.shape)
+    tiled = workspace.take(f"{name}_tiled", tiled_spec.shape)
     tile_scales(scale, tiled)
-    factors = workspace.take(f"{name}_factors", tuple(whole.shape))
-    torch.mul(whole, of_rows[:, None], out=factors)
+    factors = workspace.take(f"{name}_factors", tuple(global_scale.shape))
+    torch.mul(global_scale, activation_scale[:, None], out=factors)
     return Fp4Weights(by_rows(w), tiled, factors)
 
 
 def launch_without_memory() -> None:
-    """Launch what no call does where the package of the products is missing."""
+    """Launch the Triton kernels around the GEMM on meta tensors, for `mk compile`."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    experts, capacity, columns, half = 4, 200, 256, torch.bfloat16
-    rows, number = experts * capacity, torch.float32
+    experts, capacity, columns, bf16 = 4, 200, 256, torch.bfloat16
+    rows, fp32 = experts * capacity, torch.float32
     specs = batched_tile_specs(experts, capacity) | fp4_specs("x", rows, columns, 2 * experts)
     workspace = Workspace(specs, torch.device("meta"))
     tiles = name_batched_tiles(empty(experts, dtype=torch.int32), capacity, workspace)
     out = take_fp4(workspace, "x", rows, columns, 2 * experts)
-    scale_e, source_R = empty(experts, dtype=number), empty(rows, dtype=torch.int32)
-    quantize_tiles(empty(64, columns, dtype=half), tiles, scale_e, out=out, source_R=source_R)
-    quantize_tiles(empty(rows, columns, dtype=half), tiles, scale_e, out=out)
+    scale_e, source_R = empty(experts, dtype=fp32), empty(rows, dtype=torch.int32)
+    quantize_tiles(empty(64, columns, dtype=bf16), tiles, scale_e, out=out, source_R=source_R)
+    quantize_tiles(empty(rows, columns, dtype=bf16), tiles, scale_e, out=out)
     for kind in ("silu", "swiglu_oai", "relu2"):
         act = ActivationSpec.parse(kind)
-        given = empty(rows, columns * (2 if act.gated else 1), dtype=half)
-        quantize_tiles(given, tiles, scale_e, out=out, act=act)
+        gate_up = empty(rows, columns * (2 if act.gated else 1), dtype=bf16)
+        quantize_tiles(gate_up, tiles, scale_e, out=out, act=act)
     spec = tiled_scale_spec(experts, 2 * TILE_M, columns // nvfp4.GROUP)
     tile_scales(empty(experts, 2 * TILE_M, columns // nvfp4.GROUP), empty(*spec.shape))

@@ -1,7 +1,7 @@
-"""fp4_gemm: the grouped product of nvfp4 rows and weights, scaled inside the instruction.
+"""fp4_gemm: a grouped GEMM over nvfp4 rows and weights, with block scales applied by the MMA.
 
-On a GPU it is one launch of experts.cutlass.kernels.fp4_gemm, compiled once a process; on a CPU its
-twin in plain torch, which asks for the same shapes, strides and alignment.
+On a GPU it is one launch of experts.cutlass.kernels.fp4_gemm, compiled once per process. On a CPU
+it is a torch reference that requires the same shapes, strides and alignment.
 """
 
 from collections.abc import Callable
@@ -22,16 +22,18 @@ from modular_kernel.quant.scale_tiles import unpack_pairs
 from modular_kernel.spec.problem import dtype_name
 from modular_kernel.utils.matmul import matmul
 
-MULTIPLE = 128  # of N and K: weight rows of a tile; values whose scales are whole lines
+MULTIPLE = 128  # N and K are multiples: a tile has 128 weight rows, and a line of scales 128 values
 
 
 @dataclass(frozen=True)
 class Fp4Weights:
-    """Weights of all experts as the product reads them.
+    """Weights of all experts in the layout of the GEMM.
 
-    w: (e, N, K / 2) uint8, two e2m1 values each. scale: (e * N / 128, bytes) uint8, e4m3 by blocks
-    of 128 rows (`modular_kernel.quant.scale_layout`). factors: (e, matrices) float32, what sums of
-    gate rows, up rows or all rows are multiplied by.
+    - w: (e, N, K / 2) uint8, two e2m1 values each.
+    - scale: (e * N / 128, bytes) uint8, e4m3 in blocks of 128 rows
+      (`modular_kernel.quant.scale_layout`).
+    - factors: (e, matrices) float32, applied to the sums: one for all rows, or one each for gate
+      and up.
     """
 
     w: torch.Tensor
@@ -42,10 +44,11 @@ class Fp4Weights:
 def fp4_gemm(a: Fp4Rows, b: Fp4Weights, tiles: torch.Tensor, out: torch.Tensor) -> None:
     """out[r] = (a[r] @ w[expert of r]^T) * factor for every row r of every tile.
 
-    a: rows as `quantize_tiles` writes them. tiles: (3 * max_tiles + 1,) int32, of 128 rows at most.
-    out: (R, N) bfloat16. All are contiguous; N, K and N / matrices are multiples of 128. Rows of no
-    tile are left as they are. Tensors without memory are checked, no more.
-    ShapeError, LayoutError and DtypeError where something is otherwise.
+    a: rows as `quantize_tiles` writes them. tiles: (3 * max_tiles + 1,) int32, of at most 128 rows.
+    out: (R, N) bfloat16. All tensors are contiguous; N, K and N / matrices are multiples of 128.
+    Rows outside all tiles are not written. Meta tensors are only checked.
+
+    Raises ShapeError, LayoutError or DtypeError if a tensor does not meet these conditions.
     """
     check(a, b, tiles, out)
     if out.is_meta:
@@ -70,7 +73,7 @@ def fp4_gemm(a: Fp4Rows, b: Fp4Weights, tiles: torch.Tensor, out: torch.Tensor) 
 
 
 def check(a: Fp4Rows, b: Fp4Weights, tiles: torch.Tensor, out: torch.Tensor) -> None:
-    """Raise ShapeError, LayoutError or DtypeError unless every tensor is as `fp4_gemm` wants it."""
+    """Raise ShapeError, LayoutError or DtypeError unless all tensors are as `fp4_gemm` requires."""
     if b.w.dim() != 3 or b.factors.dim() != 2:
         got, need = (tuple(b.w.shape), tuple(b.factors.shape)), "(e, N, K / 2) and (e, matrices)"
         raise ShapeError("weights and factors", got=got, need=need)
@@ -83,13 +86,13 @@ def check(a: Fp4Rows, b: Fp4Weights, tiles: torch.Tensor, out: torch.Tensor) -> 
     if not matrices or rows_b % (matrices * MULTIPLE):
         need = f"{rows_b} rows in matrices of a multiple of {MULTIPLE}"
         raise ShapeError("factors", got=f"{matrices} for {rows_b} rows", need=need)
-    byte, number = torch.uint8, torch.float32
+    u8, fp32 = torch.uint8, torch.float32
     for name, tensor, shape, dtype in (
-        ("rows", a.q_RK, (out.shape[0], half), byte),
-        ("scales of rows", a.scale, (max_tiles, size), byte),
-        ("weights", b.w, (experts, rows_b, half), byte),
-        ("scales of weights", b.scale, (experts * blocks, size), byte),
-        ("factors", b.factors, (experts, matrices), number),
+        ("rows", a.q_RK, (out.shape[0], half), u8),
+        ("scales of rows", a.scale, (max_tiles, size), u8),
+        ("weights", b.w, (experts, rows_b, half), u8),
+        ("scales of weights", b.scale, (experts * blocks, size), u8),
+        ("factors", b.factors, (experts, matrices), fp32),
         ("results", out, (out.shape[0], rows_b), torch.bfloat16),
         ("tiles", tiles, (3 * max_tiles + 1,), torch.int32),
     ):
@@ -99,25 +102,25 @@ def check(a: Fp4Rows, b: Fp4Weights, tiles: torch.Tensor, out: torch.Tensor) -> 
             raise DtypeError(name, got=dtype_name(tensor.dtype), need=dtype_name(dtype))
         if not tensor.is_contiguous():
             raise LayoutError(name, got=f"strides {tensor.stride()}", need="contiguous")
-        least = TMA_BYTES if dtype.itemsize < number.itemsize else number.itemsize
-        if tensor.data_ptr() % least:
-            raise LayoutError(name, got=tensor.data_ptr(), need=f"an address on {least} bytes")
+        alignment = TMA_BYTES if dtype.itemsize < fp32.itemsize else fp32.itemsize
+        if tensor.data_ptr() % alignment:
+            raise LayoutError(name, got=tensor.data_ptr(), need=f"an address on {alignment} bytes")
 
 
 def fp4_gemm_ref(a: Fp4Rows, b: Fp4Weights, tiles: torch.Tensor, out: torch.Tensor) -> None:
-    """Torch twin of `fp4_gemm`: one tile after the other, sums in float32."""
+    """Compute `fp4_gemm` in torch, one tile at a time, with float32 sums."""
     experts, rows_b, half = b.w.shape
     groups, matrices = 2 * half // nvfp4.GROUP, b.factors.shape[1]
-    one = torch.ones(1, device=out.device)
+    unit_scale = torch.ones(1, device=out.device)
     w_scale = from_tiles(b.scale.view(experts, -1, b.scale.shape[1]), rows_b, groups)
     values: dict[int, torch.Tensor] = {}
     for tile, (expert, first, end) in enumerate(named_tiles(tiles)):
         if expert not in values:
             codes = unpack_pairs(b.w[expert], 1)
-            values[expert] = nvfp4.dequantize(codes, w_scale[expert].view(_E4M3), one)
+            values[expert] = nvfp4.dequantize(codes, w_scale[expert].view(_E4M3), unit_scale)
         rows = slice(first, min(first + TILE_M, end))
         scale = from_tiles(a.scale[tile, None], rows.stop - first, groups).view(_E4M3)
-        x = nvfp4.dequantize(unpack_pairs(a.q_RK[rows], 1), scale, one)
+        x = nvfp4.dequantize(unpack_pairs(a.q_RK[rows], 1), scale, unit_scale)
         factors = b.factors[expert].repeat_interleave(rows_b // matrices)
         out[rows] = (matmul(x, values[expert].T) * factors).to(out.dtype)
 
@@ -126,9 +129,9 @@ _E4M3 = torch.float8_e4m3fn
 
 
 def _compile(options: str) -> Any:
-    """Compile the kernel, a few seconds; no GPU is needed for it.
+    """Compile the kernel, which takes a few seconds and needs no GPU.
 
-    The result takes tensors of any size, and launches on torch's current stream.
+    The result takes tensors of any size and launches on torch's current stream.
     """
     import cutlass
     from cutlass import cute
@@ -137,14 +140,14 @@ def _compile(options: str) -> Any:
     from experts.cutlass.kernels.fp4_gemm import Fp4Gemm
 
     rows, half, size = cute.sym_int32(), cute.sym_int32(divisibility=MULTIPLE // 2), cute.sym_int32
-    byte, number = cutlass.Uint8, cutlass.Float32
+    u8, fp32 = cutlass.Uint8, cutlass.Float32
     scales = size(divisibility=2048)
     arguments = (
-        any_matrix(byte, rows, half),
-        any_matrix(byte, size(), half),
-        any_matrix(byte, size(), scales),
-        any_matrix(byte, size(), scales),
-        any_matrix(number, size(), size()),
+        any_matrix(u8, rows, half),
+        any_matrix(u8, size(), half),
+        any_matrix(u8, size(), scales),
+        any_matrix(u8, size(), scales),
+        any_matrix(fp32, size(), size()),
         any_matrix(cutlass.BFloat16, rows, size(divisibility=MULTIPLE)),
         cute.runtime.make_fake_tensor(cutlass.Int32, (size(),), (1,), assumed_align=4),
         *(cutlass.Int32(0) for _ in range(4)),
@@ -158,11 +161,11 @@ KERNEL = Kernel("fp4_gemm", "sm_100a", _compile)
 
 @cache
 def compiled() -> Callable[..., None]:
-    """Return the kernel for this process, loaded or compiled."""
+    """Return the kernel, loaded or compiled once per process."""
     return KERNEL.get()
 
 
 @cache
 def _programs(device: int) -> int:
-    """Return how many blocks run at a time, one a multiprocessor."""
+    """Return the number of thread blocks: one per SM."""
     return torch.cuda.get_device_properties(device).multi_processor_count

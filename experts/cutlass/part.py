@@ -1,4 +1,4 @@
-"""CutlassExpertsFP8: TritonExperts whose products of many fp8 rows are in CuTe DSL."""
+"""CutlassExpertsFP8: TritonExperts with CuTe DSL kernels for calls of many fp8 rows."""
 
 import torch
 
@@ -12,21 +12,21 @@ _BLOCK = (128, 128)
 
 
 class CutlassExpertsFP8(TritonExperts):
-    """Contiguous tokens, fp8 by blocks of 128 by 128; weights and sums over top-k itself.
+    """Contiguous tokens, fp8 with 128 x 128 blocks; weights and sums over top-k itself.
 
-    Calls of few tokens, and weights that TMA does not take, go TritonExperts' other ways. Results
-    are bitwise repeatable.
+    Calls with few tokens, or with weights that TMA cannot load, take another path of TritonExperts.
+    Results are bitwise reproducible.
     """
 
-    replayable = False  # the kernel's launch is not triton's
+    replayable = False  # the kernel is not launched by Triton
     requires = ExpertsRequirements(
         activation_format=ActivationFormat.STANDARD,
         devices=frozenset({"cuda"}),
-        # What it imports is called cutlass, as another package of the index is.
+        # nvidia-cutlass-dsl is imported as `cutlass`, a name that an unrelated PyPI package has.
         packages=("triton", "nvidia_cutlass_dsl", "tvm_ffi"),
         packages_extra="cutlass",
         triton=True,
-        archs=frozenset({(9, 0)}),  # what the kernel's instructions are of
+        archs=frozenset({(9, 0)}),  # the kernel uses wgmma instructions
         dtypes=frozenset({torch.bfloat16}),
         graph_capturable=True,
         reduce=Reduce.NOOP,
@@ -50,4 +50,4 @@ class CutlassExpertsFP8(TritonExperts):
 
     @classmethod
     def tunable(cls, problem: Problem) -> None:
-        """Nothing to choose: the kernel has one tile."""
+        """Return None: the kernel has a single tile shape."""

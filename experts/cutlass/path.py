@@ -1,4 +1,4 @@
-"""The permuted path with products in CuTe DSL: fp8 by block, h quantized where it is made.
+"""Permuted path with CuTe DSL GEMMs: fp8 with block scales, h quantized in GEMM 1's epilogue.
 
 Launches: count, scan, place; permute; GEMM 1 + activation + quantize; GEMM 2; sum.
 """
@@ -18,15 +18,15 @@ from modular_kernel.workspace import BufferSpec
 
 
 class CutlassPath(GroupedTmaPath):
-    """Takes the place of the Gluon products, for the same calls and with the same results."""
+    """Replace the Gluon GEMMs of GroupedTmaPath, for the same calls and with the same results."""
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
-        """Buffers for a call of `tokens` tokens; h is never held in 16 bits."""
+        """Return the buffers of a call of `tokens` tokens; h is never stored in 16 bits."""
         specs = super().specs(tokens, block_m)
         del specs["workspace13"]
         rows = specs["workspace2"]
-        over = tuple(name for name in rows.over if name in specs)
-        return specs | {"workspace2": BufferSpec(rows.shape, rows.dtype, over)}
+        aliases = tuple(name for name in rows.over if name in specs)
+        return specs | {"workspace2": BufferSpec(rows.shape, rows.dtype, aliases)}
 
     def hidden_rows(self, x: Rows, tile: LaunchConfig, order: Sorted, call: PathCall) -> Rows:
         shape = (order.row_of_pair_TK.numel(), self.problem.intermediate)

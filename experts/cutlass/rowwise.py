@@ -1,4 +1,4 @@
-"""fp8 by channel and by tensor over torch's CUTLASS product, for both formats."""
+"""fp8 experts with per-channel or per-tensor scales over torch's grouped GEMM, for both formats."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ Rows = tuple[torch.Tensor, torch.Tensor | None]
 class CutlassRowwiseExpertsFP8(SortedRowsExperts):
     """Contiguous tokens, fp8 by channel or tensor; weights and sums over top-k itself.
 
-    The products are torch._scaled_grouped_mm's. It returns memory of its own, so a call allocates.
+    Both GEMMs are torch._scaled_grouped_mm, which allocates its output in every call.
     """
 
     keeps_results = True
@@ -57,7 +57,7 @@ class CutlassRowwiseExpertsFP8(SortedRowsExperts):
 class BatchedCutlassExpertsFP8(BatchedRowsExperts):
     """Batched rows in and out, unweighted, fp8 by channel or tensor.
 
-    Every row that an expert has room for is computed, whether it stands for a token or not.
+    All C rows of each expert are computed, including those without a token.
     """
 
     keeps_results = True

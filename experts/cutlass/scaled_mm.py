@@ -1,6 +1,6 @@
-"""torch._scaled_grouped_mm, torch's CUTLASS product of fp8 rows with a scale for each row.
+"""torch._scaled_grouped_mm: torch's CUTLASS grouped GEMM over fp8 rows, with one scale per row.
 
-Nothing else needs to be installed for it. Launches: the arguments of every group, the product.
+It needs no other package. Launches: the arguments of every group; the GEMM.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.workspace import BufferSpec, Workspace
 
 ARCHS = frozenset({(9, 0), (10, 0)})
-MULTIPLE = 16  # of N and K: rows start on 16 bytes
+MULTIPLE = 16  # N and K are multiples, so that rows begin on 16-byte addresses
 MOST_EXPERTS = 1023
 SCHEMES = frozenset({"fp8_w8a8_channel", "fp8_w8a8_tensor"})
 
@@ -32,11 +32,12 @@ def rows_product(
     ends: torch.Tensor | None,
     workspace: Workspace,
 ) -> torch.Tensor:
-    """Return the product of rows and each one's expert's weights, in bfloat16.
+    """Return the product of rows and the weights of each row's expert, in bfloat16.
 
-    rows: float8_e4m3fn (R, K), ends (e,) int32 the row behind each expert's last one; or (e, C, K)
-    and no ends. Their scales: (1,), (R, 1) or (e, C, 1). weights: (e, N, K), scales (e,) or (e, N).
-    Rows behind the last end are undefined. Weights that do not lie row by row are copied.
+    - rows: float8_e4m3fn (R, K) with `ends`, or (e, C, K) without. Scales: (1,), (R, 1) or (e, C,
+      1).
+    - weights: (e, N, K), scales (e,) or (e, N). Copied unless row-major and 16-byte aligned.
+    - ends: (e,) int32, one past the last row of each expert. Rows past the last end are undefined.
     """
     (a, a_scale), (w, w_scale) = rows, weights
     assert a_scale is not None
@@ -56,7 +57,7 @@ def rows_product(
 def _each(
     scale: torch.Tensor, shape: tuple[int, ...], workspace: Workspace, name: str
 ) -> torch.Tensor:
-    """Return a scale for each row, side by side: the operation refuses one that is repeated."""
+    """Return one scale per row, contiguous: the operation rejects a broadcast scale."""
     if tuple(scale.shape) == tuple(shape) and scale.is_contiguous():
         return scale
     return workspace.take(name, tuple(shape)).copy_(scale.expand(shape))

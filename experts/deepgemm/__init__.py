@@ -1,4 +1,4 @@
-"""Experts over DeepGEMM's grouped products (sm_90)."""
+"""Experts parts that use DeepGEMM's grouped GEMMs (sm_90)."""
 
 from experts.deepgemm.parts import BatchedDeepGemmExperts, DeepGemmExperts
 from experts.deepgemm.triton_or_deepgemm import (

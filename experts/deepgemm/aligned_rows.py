@@ -1,4 +1,4 @@
-"""aligned_rows: rows in the order of experts, each expert from a multiple of 128 on."""
+"""aligned_rows: expert-sorted rows, with each expert's first row at a multiple of the tile."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,7 @@ from modular_kernel.workspace import BufferSpec, Workspace
 
 
 def most_aligned(pairs: int, experts: int, tile: int) -> int:
-    """Return the most rows that so many pairs take, whole tiles."""
+    """Return the maximum number of rows, in whole tiles, of `pairs` pairs of `experts` experts."""
     tiles = min(pairs, experts + pairs // tile)
     return tiles * tile
 
@@ -30,10 +30,10 @@ def aligned_specs(tokens: int, top_k: int, experts: int) -> Mapping[str, BufferS
 def aligned_rows(
     routing: DispatchedRouting, tile: int, *, num_local: int, workspace: Workspace
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows of pairs, -1 where one is skipped, and each expert's end.
+    """Return the row of each pair, -1 if it is skipped, and the end of each expert's rows.
 
-    rows: (T, K) int32; inside an expert pairs keep their order. ends: (e,) int32; expert i begins
-    at ends[i - 1] rounded up to `tile`. Three launches on a GPU: count, scan, place.
+    rows: (T, K) int32; pairs of one expert keep their order. ends: (e,) int32; expert i begins at
+    ends[i - 1] rounded up to `tile`. On a GPU this takes three launches: count, scan, place.
     """
     tokens, top_k = routing.topk_ids_TK.shape
     specs = aligned_specs(tokens, top_k, num_local)
@@ -65,7 +65,7 @@ def aligned_rows(
 def aligned_rows_ref(
     routing: DispatchedRouting, tile: int, *, rows_TK: torch.Tensor, ends: torch.Tensor
 ) -> None:
-    """Torch twin of `aligned_rows`: one expert after the other."""
+    """Compute `aligned_rows` in torch, one expert at a time."""
     ids, rows, start = local_ids(routing, len(ends)).flatten(), rows_TK.view(-1), 0
     rows.fill_(-1)
     for expert in range(len(ends)):

@@ -1,7 +1,7 @@
-"""DeepGEMM: where it is, what it is told by, and its calls.
+"""DeepGEMM: where to find it, and wrappers of its grouped GEMMs.
 
-Kernels are compiled by the library where they are first launched, for N, K, the number of experts
-and a configuration that it chooses by the rows expected: run a call of every size before a capture.
+DeepGEMM compiles a kernel at its first launch for N, K, the number of experts, and a configuration
+chosen by the expected number of rows. Run a call of every size before capturing a CUDA graph.
 """
 
 from functools import cache
@@ -16,7 +16,7 @@ from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.utils.package_probes import Provider, importing, module_of
 
 TILE_M = 128  # rows of a tile in the contiguous layout; masked ones have 64 or 128
-BLOCK = 128  # values of K, and rows of weights, that share a scale
+BLOCK = 128  # elements along K, and weight rows along N, that share a scale
 _NAME = "experts.deepgemm.vendored"
 
 DEEP_GEMM = Provider(
@@ -25,7 +25,7 @@ DEEP_GEMM = Provider(
     signs=(
         ("__init__.py", "m_grouped_fp8_gemm_nt_masked"),
         ("__init__.py", "m_grouped_bf16_gemm_nt_contiguous"),
-        # Since 2.4.2 on sm_90: tiles are found by each expert's last row.
+        # Since 2.4.2 on sm_90: the kernel locates tiles by the end row of each expert.
         ("include/deep_gemm/scheduler/gemm.cuh", "MGroupedContiguousWithPsumLayout"),
     ),
     need="DeepGEMM 2.4.2 or newer",
@@ -38,13 +38,14 @@ DEEP_GEMM = Provider(
 
 @cache
 def load() -> Any:
-    """Import DeepGEMM from where `DEEP_GEMM` is found.
+    """Import DeepGEMM from the location that `DEEP_GEMM` finds.
 
-    ConfigurationError if it is not, or if it cannot be loaded here: it wants CUDA's folder.
+    Raises ConfigurationError if it is missing or cannot be loaded. DeepGEMM needs the CUDA
+    toolkit's folder.
     """
     need = "a build for this torch and Python, and CUDA's folder (CUDA_HOME)"
     with importing(DEEP_GEMM, need=need) as folder:
-        if folder.parent.name == "third_party":  # as a submodule it would import all of vLLM
+        if folder.parent.name == "third_party":  # a plain import would load all of vLLM
             return module_of(folder, _NAME)
         return import_module("deep_gemm")
 
@@ -56,11 +57,14 @@ def contiguous(
     ends: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """out (R, N) = rows (R, K) times each one's expert's weights (e, N, K), in bfloat16.
+    """out (R, N) = rows (R, K) times the weights (e, N, K) of each row's expert, in bfloat16.
 
-    R is a multiple of 128. Expert i's rows begin at the first multiple of 128 from ends[i - 1] on,
-    and end before ends[i], (e,) int32. Whole tiles are stored; rows between experts are undefined.
-    fp8 rows have scales (R, K / 128) that lie along R, weights (e, N / 128, K / 128).
+    R is a multiple of 128. Expert i's rows begin at ends[i - 1] rounded up to a multiple of 128,
+    and end before ends[i]; ends is (e,) int32. Whole tiles are stored, so rows between experts are
+    undefined. For fp8, the scales of rows are (R, K / 128) with a stride of 1 along R, and those of
+    weights (e, N / 128, K / 128).
+
+    Raises StateError if DeepGEMM's alignment of contiguous rows was changed from 128.
     """
     tile = library.get_mk_alignment_for_contiguous_layout()
     if tile != TILE_M:
@@ -88,8 +92,9 @@ def masked(
 ) -> None:
     """out (e, C, N) = rows (e, C, K) times weights (e, N, K), in bfloat16.
 
-    C is a multiple of 128. The first counts_e[i] rows of expert i count, whole tiles are stored.
-    expected: rows that an expert is likely to have; fp8 scales as in `contiguous`, along C.
+    C is a multiple of 128. The first counts_e[i] rows of expert i are valid; whole tiles are
+    stored. expected: the expected number of rows per expert. For fp8, the scales of rows have a
+    stride of 1 along C; see `contiguous`.
     """
     (a, a_scale), (w, w_scale) = rows, weights
     w, expected = by_rows(w), _expected(expected, a.shape[1])
@@ -102,5 +107,5 @@ def masked(
 
 
 def _expected(rows: int, most: int) -> int:
-    """Return one of few numbers, because the library may compile a kernel for each."""
+    """Round up to a power of two, at most `most`: DeepGEMM may compile a kernel for each value."""
     return min(most, next_power_of_2(max(1, rows)))

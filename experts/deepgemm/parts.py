@@ -1,4 +1,4 @@
-"""DeepGemmExperts and BatchedDeepGemmExperts: both products are DeepGEMM's."""
+"""DeepGemmExperts and BatchedDeepGemmExperts: both GEMMs are DeepGEMM's."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,20 +20,20 @@ _SCALES = "scales_of_tokens"
 
 
 class DeepGemmExperts(SortedRowsExperts):
-    """Contiguous tokens, bf16 or fp8 by blocks of 128 x 128; weights and sums over top-k itself.
+    """Contiguous tokens in bf16, or fp8 with 128 x 128 blocks; weights and sums over top-k itself.
 
-    Each expert's rows begin a tile of 128. Weights that do not lie row by row are copied in every
-    call.
+    The rows of each expert begin at a multiple of 128, the tile size. Weights that are not
+    row-major and 16-byte aligned are copied in every call.
     """
 
     load_library = staticmethod(load)
-    scales_along_rows = True  # as the library takes them
+    scales_along_rows = True  # the layout DeepGEMM requires
     requires = replace(
         SortedRowsExperts.requires,
         devices=frozenset({"cuda"}),
         packages=("triton", DEEP_GEMM.name),
         providers=(DEEP_GEMM,),
-        archs=frozenset({(9, 0)}),  # sm_100 wants other scales
+        archs=frozenset({(9, 0)}),  # sm_100 needs scales in another format
         dtypes=frozenset({torch.bfloat16}),
         hidden_multiple=BLOCK,
         intermediate_multiple=BLOCK,
@@ -47,8 +47,8 @@ class DeepGemmExperts(SortedRowsExperts):
 
     @classmethod
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
-        """Return the launch that no call makes where the library is missing."""
-        return {"aligned rows": _align_without_memory}
+        """Return the compile case of the alignment kernel, which is not DeepGEMM's."""
+        return {"aligned rows": _align_meta_tensors}
 
     def most_rows(self, pairs: int) -> int:
         return most_aligned(pairs, self.problem.e, TILE_M)
@@ -74,9 +74,9 @@ class DeepGemmExperts(SortedRowsExperts):
 
 
 class BatchedDeepGemmExperts(BatchedRowsExperts):
-    """Batched rows in and out, unweighted, bf16 or fp8 by blocks of 128 x 128.
+    """Batched rows in and out, unweighted, in bf16 or fp8 with 128 x 128 blocks.
 
-    An expert has room for a multiple of 128 rows, because whole tiles are stored.
+    The capacity of an expert is a multiple of 128, because DeepGEMM stores whole tiles.
     """
 
     load_library = staticmethod(load)
@@ -104,15 +104,15 @@ class BatchedDeepGemmExperts(BatchedRowsExperts):
         assert out is not None
         (a, scale), problem = rows, self.problem
         experts, capacity, _ = a.shape
-        if scale is not None and scale.stride()[1:] != (1, capacity):  # as `prepare` leaves them
-            along = workspace.take(_SCALES, (experts, scale.shape[2], capacity))
-            scale = along.copy_(scale.mT).mT
+        if scale is not None and scale.stride()[1:] != (1, capacity):  # from `prepare`
+            scale_buffer = workspace.take(_SCALES, (experts, scale.shape[2], capacity))
+            scale = scale_buffer.copy_(scale.mT).mT
         expected = capacity * problem.top_k // problem.experts
         masked(self._library, (a, scale), weights, counts_e, expected, out)
         return out
 
 
-def _align_without_memory() -> None:
+def _align_meta_tensors() -> None:
     meta = torch.device("meta")
     ids, invalid = (torch.empty(s, dtype=torch.int32, device=meta) for s in ((64, 8), (1,)))
     routing = DispatchedRouting(None, ids, IdSpace.LOCAL, 32, None, invalid)

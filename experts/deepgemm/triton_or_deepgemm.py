@@ -1,4 +1,4 @@
-"""Triton's products for few rows an expert, DeepGEMM's for many: chosen by sizes alone."""
+"""Experts that use Triton for few rows per expert and DeepGEMM for many, chosen by sizes alone."""
 
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -29,32 +29,32 @@ from modular_kernel.tensors import (
 )
 from modular_kernel.workspace import Workspace, WorkspaceShapes
 
-# Rows that an expert must have on average before DeepGEMM takes a call. With fewer, most of a tile
-# stands for no token; beside other Triton kernels that is where it overtook them on one H200.
+# Mean rows per expert from which DeepGEMM is used. With fewer, most of a tile is padding. On one
+# H200, DeepGEMM became faster than other Triton kernels at about this size.
 LEAST_ROWS = 128
-LEAST_BATCHED_ROWS = 64  # its smallest masked tile
+LEAST_BATCHED_ROWS = 64  # DeepGEMM's smallest masked tile
 _X = "either_x"
 
 
 def fits(problem: Problem) -> bool:
-    """Return whether DeepGEMM takes the problem's sizes and options at all."""
-    whole = problem.hidden % BLOCK == 0 and problem.intermediate % BLOCK == 0
+    """Return whether DeepGEMM supports the problem's sizes and options."""
+    divisible = problem.hidden % BLOCK == 0 and problem.intermediate % BLOCK == 0
     blocks = not problem.scheme.quantized or problem.scheme.group == (BLOCK, BLOCK)
-    return whole and blocks and not problem.bias and not problem.apply_router_weight_on_input
+    return divisible and blocks and not problem.bias and not problem.apply_router_weight_on_input
 
 
 def least_tokens(problem: Problem, rows: int) -> int:
-    """Return the fewest tokens of which an expert gets so many rows on average."""
+    """Return the smallest number of tokens that gives an expert `rows` rows on average."""
     return -(-rows * problem.experts // problem.top_k)
 
 
-class _Either(PickledByProblem, PermuteExpertsUnpermute):
-    """A part over Triton and one over DeepGEMM of the same format, and what is alike in both."""
+class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
+    """Base of parts that select between a Triton and a DeepGEMM part of the same format."""
 
     of_triton: ClassVar[type[PermuteExpertsUnpermute]]
     with_library: ClassVar[type[PermuteExpertsUnpermute]]
-    least_rows: ClassVar[int]  # an expert's, on average, for DeepGEMM
-    # Which calls are whose, by the number from which they are DeepGEMM's.
+    least_rows: ClassVar[int]  # mean rows per expert from which DeepGEMM is used
+    # Text of `explained`; {least} is the size from which DeepGEMM is used.
     few: ClassVar[str] = "calls of fewer than {least} tokens"
     many: ClassVar[str] = "calls of {least} tokens or more"
     if_many: ClassVar[str] = ""
@@ -69,8 +69,8 @@ class _Either(PickledByProblem, PermuteExpertsUnpermute):
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        found = cls.of_triton.extra_rejections(problem, machine)
-        return tuple(replace(r, parties=(cls.__name__, *r.parties[1:])) for r in found)
+        rejections = cls.of_triton.extra_rejections(problem, machine)
+        return tuple(replace(r, parties=(cls.__name__, *r.parties[1:])) for r in rejections)
 
     @classmethod
     def described(cls, machine: Machine) -> AbstractContextManager[None]:
@@ -81,31 +81,31 @@ class _Either(PickledByProblem, PermuteExpertsUnpermute):
         triton, library = cls.of_triton.__name__, cls.with_library.__name__
         if not fits(problem):
             return (f"every call: {triton}, because DeepGEMM does not take these sizes",)
-        least = least_tokens(problem, cls.least_rows)
-        few, many = (calls.format(least=least) for calls in (cls.few, cls.many))
+        min_size = least_tokens(problem, cls.least_rows)
+        few, many = (calls.format(least=min_size) for calls in (cls.few, cls.many))
         return f"{few}: {triton}", f"{many}: {library}{cls.if_many}"
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return self._few.finalize_weight_and_reduce_impl()
 
     def _part(self, size: int) -> PermuteExpertsUnpermute:
-        """Return whose call it is, of so many tokens, or rows of an expert in a batch."""
+        """Return the part for `size`: tokens of a call, or the capacity of an expert in a batch."""
         enough = size >= least_tokens(self.problem, self.least_rows)
         return self._few if self._many is None or not enough else self._many
 
     def _room(self, size: int, shape: DispatchShape) -> WorkspaceShapes:
-        """Return room for either where the call may be DeepGEMM's, else for Triton's alone."""
+        """Return buffers for both parts if the call may use DeepGEMM, else for Triton alone."""
         few, part = self._few.workspace_shapes(shape), self._part(size)
-        # What came may be less than what a plan has room for, and go the other way.
-        return few if part is self._few else _room_of_both(few, part.workspace_shapes(shape))
+        # A plan may receive fewer tokens than it has room for, and then use Triton.
+        return few if part is self._few else _merge_shapes(few, part.workspace_shapes(shape))
 
 
-class TritonOrDeepGemmExperts(_Either):
-    """TritonExperts or, for 128 rows an expert and more, DeepGemmExperts.
+class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
+    """DeepGemmExperts from 128 rows per expert on; TritonExperts for fewer.
 
-    Weights that do not lie row by row are left to TritonExperts, too. A workspace has room for
-    either where a call may take either. Tokens of a call that may be DeepGEMM's come unquantized;
-    they are quantized here where it is TritonExperts' after all, and that wants them so.
+    Calls whose weights are not row-major and 16-byte aligned use TritonExperts too. If DeepGEMM is
+    possible by size, the workspace has room for both parts, and tokens are dispatched unquantized.
+    If the call then uses TritonExperts and that needs quantized tokens, they are quantized here.
     """
 
     of_triton = TritonExperts
@@ -122,8 +122,8 @@ class TritonOrDeepGemmExperts(_Either):
     )
 
     def _part_of(self, tokens: int, weights: ExpertWeights) -> PermuteExpertsUnpermute:
-        by_rows = lies_by_rows(weights.w1) and lies_by_rows(weights.w2)
-        return self._part(tokens) if by_rows else self._few
+        row_major = lies_by_rows(weights.w1) and lies_by_rows(weights.w2)
+        return self._part(tokens) if row_major else self._few
 
     def takes_unquantized(self, shape: DispatchShape) -> bool:
         assert isinstance(shape, ContiguousShape)
@@ -131,11 +131,11 @@ class TritonOrDeepGemmExperts(_Either):
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, ContiguousShape)
-        room, scheme = self._room(shape.tokens, shape), self.problem.scheme
+        shapes, scheme = self._room(shape.tokens, shape), self.problem.scheme
         if self._part(shape.tokens) is self._few or not scheme.quantizes_activations:
-            return room
-        own = quantize_specs(_X, scheme, shape.tokens, self.problem.hidden)
-        return replace(room, extra={**room.extra, **own})
+            return shapes
+        quantized_x = quantize_specs(_X, scheme, shape.tokens, self.problem.hidden)
+        return replace(shapes, extra={**shapes.extra, **quantized_x})
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
         return self._part_of(len(x_TH), weights).roundings(x_TH, weights)
@@ -158,7 +158,7 @@ class TritonOrDeepGemmExperts(_Either):
         part.apply(tokens, weights=weights, workspace=workspace, output=output)
 
     def _quantized(self, tokens: ContiguousTokens, workspace: Workspace) -> ContiguousTokens:
-        """Return the tokens as `prepare` would have, had it known the weights."""
+        """Quantize the tokens as `prepare` would have done."""
         scheme, x_TH = self.problem.scheme, tokens.x_TH
         out = take_quantized(workspace, _X, scheme, (len(x_TH), self.problem.hidden))
         with stages.stage(stages.QUANTIZE_INPUT):
@@ -166,11 +166,11 @@ class TritonOrDeepGemmExperts(_Either):
         return replace(tokens, x_TH=out.q_RK, scale=out.scale)
 
 
-class BatchedTritonOrDeepGemmExperts(_Either):
-    """BatchedTritonExperts or, for 64 rows an expert and more, BatchedDeepGemmExperts.
+class BatchedTritonOrDeepGemmExperts(_TritonOrDeepGemm):
+    """BatchedDeepGemmExperts from 64 rows per expert on; BatchedTritonExperts for fewer.
 
-    The rows are those that a batch of this room is likely to have; a plan fixes them. An expert
-    has room for a multiple of 128 rows in either case.
+    The number of rows is the capacity of an expert, which a plan fixes. It is a multiple of 128 for
+    both parts.
     """
 
     of_triton = BatchedTritonExperts
@@ -192,7 +192,7 @@ class BatchedTritonOrDeepGemmExperts(_Either):
         return self._room(shape.capacity, shape)
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
-        # Tokens do not tell how much room a batch gives an expert, which decides.
+        # The capacity of an expert decides, and it cannot be derived from the tokens.
         return self._few.roundings(x_TH, weights) if self._many is None else None
 
     def apply(
@@ -208,15 +208,15 @@ class BatchedTritonOrDeepGemmExperts(_Either):
         part.apply(tokens, weights=weights, workspace=workspace, output=output)
 
 
-def _room_of_both(few: WorkspaceShapes, many: WorkspaceShapes) -> WorkspaceShapes:
-    """Return room for a call of either part, whose outputs are the same.
+def _merge_shapes(few: WorkspaceShapes, many: WorkspaceShapes) -> WorkspaceShapes:
+    """Return buffers for a call of either part; their outputs are the same.
 
-    What one of them still reads may be dead in the other: a buffer that both have lies over what
-    it lies over in both.
+    A buffer that both parts have may alias only the buffers that it aliases in both, because one
+    part may still read what the other no longer needs.
     """
-    room = {**few.buffers(), **many.buffers()}
+    merged = {**few.buffers(), **many.buffers()}
     for name, spec in few.buffers().items():
-        other = room[name]
-        over = tuple(below for below in spec.over if below in other.over)
-        room[name] = replace(max(spec, other, key=attrgetter("nbytes")), over=over)
-    return WorkspaceShapes(room.pop("workspace13"), room.pop("workspace2"), few.output, room)
+        other = merged[name]
+        aliases = tuple(alias for alias in spec.over if alias in other.over)
+        merged[name] = replace(max(spec, other, key=attrgetter("nbytes")), over=aliases)
+    return WorkspaceShapes(merged.pop("workspace13"), merged.pop("workspace2"), few.output, merged)

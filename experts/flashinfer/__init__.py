@@ -1,4 +1,4 @@
-"""Experts over FlashInfer's fused layer (cutlass_fused_moe)."""
+"""Experts part that uses FlashInfer's fused MoE layer (cutlass_fused_moe)."""
 
 from experts.flashinfer.part import FlashInferExperts
 

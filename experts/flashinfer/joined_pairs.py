@@ -1,6 +1,7 @@
-"""joined_pairs: routing as a library takes it that cannot have an expert twice in a token.
+"""joined_pairs: merge repeated experts of a token, for libraries that do not support them.
 
-Two pairs of a token that name one expert have the same row, so one pair with both weights does.
+All pairs of a token with the same expert have the same expert output, so one pair with the sum of
+their router weights replaces them.
 """
 
 import torch
@@ -10,7 +11,7 @@ from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.tensors import DispatchedRouting
 
-_PAIRS = 128  # of a program
+_PAIRS = 128  # per program
 
 
 def joined_pairs(
@@ -21,38 +22,43 @@ def joined_pairs(
     ids_TK: torch.Tensor,
     weights_TK: torch.Tensor,
 ) -> None:
-    """Write local ids int32, -1 for a skipped pair, and float32 weights times `factor`.
+    """Write int32 local ids, -1 for a skipped pair, and float32 router weights times `factor`.
 
-    The first pair of a token that names an expert takes the weights of all that do; the others are
-    skipped. Weights are 1 where the routing has none. Ids that name no expert are counted.
+    Among the pairs of a token with the same expert, the first gets the sum of their weights and the
+    others are skipped. Weights are 1 if the routing has none. Ids outside [-1, num_experts) are
+    counted in `routing.invalid_ids`.
     """
     if not use_triton(ids_TK):
         joined_pairs_ref(routing, num_local, factor=factor, ids_TK=ids_TK, weights_TK=weights_TK)
         return
     from experts.flashinfer.kernels.joined_pairs import joined_pairs_kernel
 
-    given, router, placed = routing.topk_ids_TK, routing.topk_weights_TK, routing.expert_map
-    tokens, top_k = given.shape
+    topk_ids_TK, topk_weights_TK, expert_map = (
+        routing.topk_ids_TK,
+        routing.topk_weights_TK,
+        routing.expert_map,
+    )
+    tokens, top_k = topk_ids_TK.shape
     block_k = next_power_of_2(top_k)
     block_t = max(1, _PAIRS // block_k)
     launch(
         joined_pairs_kernel,
         (-(-tokens // block_t),),
-        ids_ptr=given,
-        weights_ptr=weights_TK if router is None else router,
-        map_ptr=ids_TK if placed is None else placed,
+        ids_ptr=topk_ids_TK,
+        weights_ptr=weights_TK if topk_weights_TK is None else topk_weights_TK,
+        map_ptr=ids_TK if expert_map is None else expert_map,
         invalid_ptr=routing.invalid_ids,
         out_ids_ptr=ids_TK,
         out_weights_ptr=weights_TK,
         num_tokens=tokens,
         num_experts=routing.num_experts,
         num_local=num_local,
-        stride_ids=given.stride(0),
-        stride_weights=0 if router is None else router.stride(0),
+        stride_ids=topk_ids_TK.stride(0),
+        stride_weights=0 if topk_weights_TK is None else topk_weights_TK.stride(0),
         factor=float(factor),
         TOP_K=top_k,
-        HAS_MAP=placed is not None,
-        HAS_WEIGHTS=router is not None,
+        HAS_MAP=expert_map is not None,
+        HAS_WEIGHTS=topk_weights_TK is not None,
         BLOCK_T=block_t,
         BLOCK_K=block_k,
     )
@@ -66,22 +72,22 @@ def joined_pairs_ref(
     ids_TK: torch.Tensor,
     weights_TK: torch.Tensor,
 ) -> None:
-    """Torch twin of `joined_pairs`."""
-    given, router = routing.topk_ids_TK, routing.topk_weights_TK
-    named = (given >= 0) & (given < routing.num_experts)
-    routing.invalid_ids.add_(((given != -1) & ~named).sum())
-    local = torch.where(named, given, 0).long()
+    """Compute `joined_pairs` in torch."""
+    topk_ids_TK, topk_weights_TK = routing.topk_ids_TK, routing.topk_weights_TK
+    valid = (topk_ids_TK >= 0) & (topk_ids_TK < routing.num_experts)
+    routing.invalid_ids.add_(((topk_ids_TK != -1) & ~valid).sum())
+    local = torch.where(valid, topk_ids_TK, 0).long()
     if routing.expert_map is not None:
         local = routing.expert_map.long()[local]
-    local = torch.where(named & (local >= 0) & (local < num_local), local, -1)
+    local = torch.where(valid & (local >= 0) & (local < num_local), local, -1)
     live = local >= 0
-    weights = torch.ones_like(weights_TK) if router is None else router
-    weights = weights.masked_fill(~live, 0)  # of a skipped pair: anything
+    weights = torch.ones_like(weights_TK) if topk_weights_TK is None else topk_weights_TK
+    weights = weights.masked_fill(~live, 0)  # weights of skipped pairs may hold anything
     total, repeat = torch.zeros_like(weights_TK), torch.zeros_like(live)
-    for j in range(given.shape[1]):
-        same = live & (local == local[:, j : j + 1])
-        total += torch.where(same, weights[:, j : j + 1], 0)
-        repeat[:, j + 1 :] |= same[:, j + 1 :]
+    for j in range(topk_ids_TK.shape[1]):
+        same_expert = live & (local == local[:, j : j + 1])
+        total += torch.where(same_expert, weights[:, j : j + 1], 0)
+        repeat[:, j + 1 :] |= same_expert[:, j + 1 :]
     kept = live & ~repeat
     ids_TK.copy_(torch.where(kept, local, -1))
     weights_TK.copy_(torch.where(kept, total * factor, 0))

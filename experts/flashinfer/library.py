@@ -1,7 +1,7 @@
-"""FlashInfer: where it is, what it is told by, and its fused layer.
+"""FlashInfer: where to find it, its fused MoE layer, and the values it is configured with.
 
-The library builds the layer's kernels where they are first used, which takes many minutes, unless
-they were built before (its ahead-of-time build, or the package flashinfer-jit-cache).
+FlashInfer builds the kernels of the layer at first use, which takes many minutes, unless they were
+built before: by its ahead-of-time build, or in the package flashinfer-jit-cache.
 """
 
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ from modular_kernel.quant.quantized_weights import STORAGE
 from modular_kernel.spec.problem import Problem
 from modular_kernel.utils.package_probes import Provider, importing
 
-ALIGNMENT = 16  # bytes, of rows and of what is read by TMA
+ALIGNMENT = 16  # bytes, of rows and of tensors read by TMA
 
 FLASHINFER = Provider(
     name="flashinfer",
     places=("flashinfer",),
     signs=(
-        # Since 0.6.16: the sums can be those of a fixed order, and the workspace is the caller's.
+        # Since 0.6.16: sums in a fixed order, and a workspace allocated by the caller.
         ("fused_moe/core.py", "def cutlass_fused_moe_workspace_size("),
         ("fused_moe/core.py", "use_fused_finalize"),
     ),
@@ -33,7 +33,7 @@ FLASHINFER = Provider(
     version_file="_build_meta.py",
 )
 
-# The library's name of each activation that it computes as `ActivationSpec` has it.
+# FlashInfer's names of the activations that it computes as `ActivationSpec` defines them.
 ACTIVATIONS: Mapping[str, str] = {
     "silu": "Swiglu",
     "gelu": "Geglu",
@@ -47,15 +47,15 @@ ACTIVATIONS: Mapping[str, str] = {
     "gelu_no_mul": "Gelu",
 }
 
-# Those whose clamps are CUTLASS's minimum and maximum: a NaN becomes the limit.
+# Activations clamped with CUTLASS's minimum and maximum, which turn a NaN into the limit.
 LOSE_NAN = frozenset({"swiglu_oai", "swiglu_clamp_before", "swiglu_clamp_after"})
 
 
 @cache
 def load() -> Any:
-    """Import the parts of FlashInfer that are used.
+    """Import the functions and enums of FlashInfer that are used.
 
-    ConfigurationError if it is not there, or cannot be imported.
+    Raises ConfigurationError if FlashInfer is missing or cannot be imported.
     """
     with importing(FLASHINFER, need="one that goes with this torch and CUDA"):
         module = import_module("flashinfer.fused_moe")
@@ -67,19 +67,19 @@ def load() -> Any:
 
 
 def is_blockwise(problem: Problem) -> bool:
-    """Whether the layer is one of fp8 weights with a scale for each block."""
+    """Return whether the scheme has one scale per block of weights."""
     return problem.scheme.granularity == "block"
 
 
 def input_dtype(problem: Problem) -> torch.dtype:
-    """Return what x must be: by blocks the library quantizes it itself."""
+    """Return the dtype of x; with block scales the library quantizes it itself."""
     one_scale = problem.scheme.quantized and not is_blockwise(problem)
     return STORAGE[problem.scheme.activation] if one_scale else problem.dtype
 
 
 def workspace_bytes(library: Any, problem: Problem, tokens: int) -> int:
-    """Return the bytes that calls of at most so many tokens take, from the library."""
-    found: int = library.cutlass_fused_moe_workspace_size(
+    """Return the workspace size that the library requires for calls of at most `tokens` tokens."""
+    nbytes: int = library.cutlass_fused_moe_workspace_size(
         max(1, tokens),
         problem.hidden,
         problem.intermediate,
@@ -92,18 +92,22 @@ def workspace_bytes(library: Any, problem: Problem, tokens: int) -> int:
         use_deepseek_fp8_block_scale=is_blockwise(problem),
         use_fused_finalize=False,
     )
-    return found
+    return nbytes
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One call's tensors, all contiguous and on 16-byte addresses.
+    """Tensors of one call, all contiguous and on 16-byte addresses.
 
-    x_TH as `input_dtype`. ids_TK int32, local, -1 for a skipped pair, none twice in a token;
-    weights_TK float32. w1 (e, N, H), up rows first, and w2 (e, H, I). scales: as the library
-    counts them: none; or w1's by a1's (e,), one by a2 (), w2's by a2's (e,), a1 (); or w1's and
-    w2's by blocks. act_3e: alpha, beta and limit of each expert where the activation has some.
-    workspace: uint8, of `workspace_bytes`, on 128 bytes. output (T, H).
+    - x_TH: dtype as in `input_dtype`.
+    - ids_TK: int32 local ids, -1 for a skipped pair; no expert twice in a token. weights_TK:
+      float32.
+    - w1: (e, N, H), up rows first. w2: (e, H, I).
+    - scales: in the library's order. None for 16 bits; per tensor: w1's times a1's (e,), 1 / a2 (),
+      w2's times a2's (e,), a1 (); per block: w1's and w2's.
+    - act_3e: alpha, beta and limit of each expert, if the activation has any.
+    - workspace: uint8, of `workspace_bytes`, on a 128-byte address.
+    - output: (T, H).
     """
 
     x_TH: torch.Tensor
@@ -118,7 +122,7 @@ class Layer:
 
 
 def run(library: Any, problem: Problem, layer: Layer) -> None:
-    """Write the weighted sums of the layer: in a fixed order, without atomics."""
+    """Write the weighted sums of the layer in a fixed order, without atomics."""
     library.cutlass_fused_moe(
         layer.x_TH,
         layer.ids_TK,
@@ -137,7 +141,7 @@ def run(library: Any, problem: Problem, layer: Layer) -> None:
 
 
 def activation_numbers(problem: Problem) -> tuple[float, ...]:
-    """Return alpha, beta and limit as the library has them; none if it needs none."""
+    """Return (alpha, beta, limit) in the library's convention; () if the activation has none."""
     act = problem.act
     limit = act.limit or 0.0
     return {
@@ -165,7 +169,10 @@ def _weight_dtype(problem: Problem) -> torch.dtype:
 
 
 def activation_type(library: Any, problem: Problem) -> Any:
-    """Return the library's word for the activation; UnsupportedError if this version has none."""
+    """Return the library's enum value of the activation.
+
+    Raises UnsupportedError if the installed version has none.
+    """
     name = ACTIVATIONS[problem.act.kind]
     try:
         return library.ActivationType[name]

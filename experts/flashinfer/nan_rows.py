@@ -1,4 +1,4 @@
-"""mark_nan_rows: a NaN of x stays one where a library's activation turns it into a number."""
+"""mark_nan_rows: propagate NaN in x past an activation that clamps it to a number."""
 
 import torch
 
@@ -6,14 +6,14 @@ from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.runtime import use_triton
 
-_MOST_COLUMNS = 1024  # read at a time
+_MAX_BLOCK_H = 1024  # columns per load
 
 
 def mark_nan_rows(x_TH: torch.Tensor, *, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> None:
-    """Make a token's router weights NaN where its row of x has a NaN.
+    """Set a token's router weights to NaN if its row of x contains a NaN.
 
-    x_TH: any strides. ids_TK: int32, -1 for a skipped pair, whose weight stays as it is.
-    weights_TK: float32, changed in place. Both contiguous.
+    x_TH: any strides. ids_TK: int32, -1 for a skipped pair, whose weight is not changed.
+    weights_TK: float32, modified in place. ids_TK and weights_TK are contiguous.
     """
     if not use_triton(ids_TK):
         mark_nan_rows_ref(x_TH, ids_TK=ids_TK, weights_TK=weights_TK)
@@ -33,13 +33,13 @@ def mark_nan_rows(x_TH: torch.Tensor, *, ids_TK: torch.Tensor, weights_TK: torch
         stride_column=x_TH.stride(1),
         TOP_K=top_k,
         BLOCK_K=next_power_of_2(top_k),
-        BLOCK_H=min(_MOST_COLUMNS, next_power_of_2(hidden)),
+        BLOCK_H=min(_MAX_BLOCK_H, next_power_of_2(hidden)),
     )
 
 
 def mark_nan_rows_ref(
     x_TH: torch.Tensor, *, ids_TK: torch.Tensor, weights_TK: torch.Tensor
 ) -> None:
-    """Torch twin of `mark_nan_rows`."""
+    """Compute `mark_nan_rows` in torch."""
     marked = x_TH.isnan().any(1, keepdim=True) & (ids_TK >= 0)
     weights_TK.masked_fill_(marked, torch.nan)

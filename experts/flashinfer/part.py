@@ -1,4 +1,4 @@
-"""FlashInferExperts: the whole layer is FlashInfer's."""
+"""FlashInferExperts: FlashInfer's fused MoE layer as an experts part."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -40,17 +40,17 @@ from modular_kernel.tensors import (
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNoOp
 
-_ALIGNMENT = 128  # bytes, of the library's workspace
+_ALIGNMENT = 128  # bytes, of FlashInfer's workspace
 _BLOCK_ARCH, _BLOCK_CUDA = (9, 0), (12, 8)
 _WHOLE = stages.fused(stages.PERMUTE, stages.GEMM1, stages.GEMM2, stages.UNPERMUTE)
 
 
 class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
-    """Contiguous tokens in 16 bits, fp8 by tensor (static) or by blocks; weights and sums itself.
+    """Contiguous tokens in 16 bits or fp8, with weighting and summation inside the library.
 
-    Launches: pairs joined, so that no expert is twice in a token; tokens with a NaN marked, if the
-    activation clamps; x quantized, if by tensor; the library's, which takes some small tensors in
-    every call. w1 has its up rows first
+    fp8 has static per-tensor or block scales. Launches: merge repeated experts of a token; mark
+    tokens with a NaN, if the activation clamps; quantize x, with per-tensor scales; FlashInfer's
+    kernels. FlashInfer allocates a few small tensors in every call. w1 has its up rows first
     (`modular_kernel.quant.row_order`).
     """
 
@@ -68,7 +68,7 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
         activations=frozenset(ACTIVATIONS),
         interleaved=False,
         up_first=True,
-        bias=False,  # it takes them in 16 bits alone, and a problem's may be float32
+        bias=False,  # FlashInfer takes 16-bit biases only; a problem may have float32 ones
         weight_on_input=False,
         expert_map=True,
         chunking=True,
@@ -85,22 +85,25 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._library: Any = self.load_library()
-        activation_type(self._library, problem)  # before anything is launched
+        activation_type(self._library, problem)  # raises if unsupported
         self._bytes: dict[int, int] = {}
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        return (*_of_activation(cls.__name__, problem), *_of_scheme(cls.__name__, problem, machine))
+        return (
+            *_activation_rejections(cls.__name__, problem),
+            *_scheme_rejections(cls.__name__, problem, machine),
+        )
 
     @classmethod
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
-        """Return the launches that no call makes where the library is missing."""
-        return {"joined pairs": _join_without_memory, "NaN rows": _mark_without_memory}
+        """Return the compile cases of the Triton kernels, which are not FlashInfer's."""
+        return {"joined pairs": _join_meta_tensors, "NaN rows": _mark_meta_tensors}
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, ContiguousShape)
         problem, pairs = self.problem, (shape.tokens, shape.top_k)
-        nothing = BufferSpec((0,), problem.dtype)
+        empty = BufferSpec((0,), problem.dtype)
         specs = {
             "joined_ids": BufferSpec(pairs, torch.int32),
             "joined_weights": BufferSpec(pairs, torch.float32),
@@ -113,13 +116,13 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
             specs |= quantize_specs("x", problem.scheme, shape.tokens, problem.hidden)
             specs["static_scales"] = BufferSpec((2 * problem.e + 1,), _FP32)
         output = BufferSpec((shape.tokens, problem.hidden), problem.dtype)
-        return WorkspaceShapes(nothing, nothing, output, specs)
+        return WorkspaceShapes(empty, empty, output, specs)
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return TopKWeightAndReduceNoOp()
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
-        # By blocks the library quantizes x and h itself, and may turn a code where we do not.
+        # With block scales FlashInfer quantizes x and h itself, and may round a code differently.
         return None if is_blockwise(self.problem) else ROUNDINGS
 
     def apply(
@@ -156,11 +159,11 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
             run(self._library, problem, layer)
 
     def _room(self, tokens: int, workspace: Workspace) -> torch.Tensor:
-        """Return the library's own workspace, which it wants on 128 bytes."""
+        """Return FlashInfer's workspace, aligned to 128 bytes."""
         nbytes = self._library_bytes(tokens)
-        room = workspace.take("library", (nbytes + _ALIGNMENT,))
-        start = -room.data_ptr() % _ALIGNMENT
-        return room[start : start + nbytes]
+        buffer = workspace.take("library", (nbytes + _ALIGNMENT,))
+        start = -buffer.data_ptr() % _ALIGNMENT
+        return buffer[start : start + nbytes]
 
     def _library_bytes(self, tokens: int) -> int:
         if tokens not in self._bytes:
@@ -170,11 +173,11 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
     def _operand(
         self, x_TH: torch.Tensor, weights: ExpertWeights, workspace: Workspace
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Return x as the library takes it, and the scales beside it."""
+        """Return x in the library's dtype and layout, and the scales of the call."""
         problem, shape = self.problem, tuple(x_TH.shape)
         if input_dtype(problem) is not problem.dtype:
             return self._quantized(x_TH, weights, workspace)
-        if not lies_by_rows(x_TH):  # the library asks for no strides, and reads what is not there
+        if not lies_by_rows(x_TH):  # FlashInfer ignores strides
             x_TH = workspace.take("x_by_rows", shape).copy_(x_TH)
         if weights.w1_scale is None or weights.w2_scale is None:
             return x_TH, ()
@@ -193,11 +196,16 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
         out = take_quantized(workspace, "x", problem.scheme, shape, static_scale=a1)
         with stages.stage(stages.QUANTIZE_INPUT):
             quantize_rows(x_TH, problem.scheme, out=out)
-            made = workspace.take("static_scales", (2 * e + 1,))
-            torch.mul(w1, a1, out=made[:e])
-            torch.mul(w2, a2, out=made[e : 2 * e])
-            torch.reciprocal(a2, out=made[2 * e :])
-        return out.q_RK, (made[:e], made[2 * e], made[e : 2 * e], a1.view(()))
+            scales = workspace.take("static_scales", (2 * e + 1,))
+            torch.mul(w1, a1, out=scales[:e])
+            torch.mul(w2, a2, out=scales[e : 2 * e])
+            torch.reciprocal(a2, out=scales[2 * e :])
+        return out.q_RK, (
+            scales[:e],
+            scales[2 * e],
+            scales[e : 2 * e],
+            a1.view(()),
+        )
 
     def _numbers(self, workspace: Workspace) -> torch.Tensor | None:
         numbers = activation_numbers(self.problem)
@@ -212,7 +220,7 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
 _FP32 = torch.float32
 
 
-def _of_activation(name: str, problem: Problem) -> tuple[Rejection, ...]:
+def _activation_rejections(name: str, problem: Problem) -> tuple[Rejection, ...]:
     act, parties = problem.act, (name, "problem")
     if act.kind in ("gelu", "gelu_tanh") and act.limit is not None:
         return (Rejection("activation", parties, str(act), "a gelu without a limit"),)
@@ -221,41 +229,41 @@ def _of_activation(name: str, problem: Problem) -> tuple[Rejection, ...]:
     return ()
 
 
-def _of_scheme(name: str, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-    """Return what the library wants of fp8 beyond what `requires` has a word for."""
+def _scheme_rejections(name: str, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+    """Return the rejections for fp8 that `requires` cannot express."""
     scheme, parties = problem.scheme, (name, "problem")
     if scheme.name not in FlashInferExperts.requires.schemes or not scheme.quantized:
         return ()
-    found = list[Rejection]()
+    rejections = list[Rejection]()
     if not is_blockwise(problem):
-        for what in ("hidden", "intermediate"):
-            if getattr(problem, what) % ALIGNMENT:
+        for field in ("hidden", "intermediate"):
+            if getattr(problem, field) % ALIGNMENT:
                 need = f"a multiple of {ALIGNMENT} for fp8"
-                found.append(Rejection(what, parties, str(getattr(problem, what)), need))
+                rejections.append(Rejection(field, parties, str(getattr(problem, field)), need))
         if not scheme.static:
             need = "static=true: the library computes no scale of activations"
-            found.append(Rejection("quant", parties, problem.quant, need))
-        return tuple(found)
+            rejections.append(Rejection("quant", parties, problem.quant, need))
+        return tuple(rejections)
     if problem.dtype is not torch.bfloat16:
-        found.append(Rejection("dtype", parties, "float16", "bfloat16, for fp8 by blocks"))
+        rejections.append(Rejection("dtype", parties, "float16", "bfloat16, for fp8 by blocks"))
     machines = (name, "machine")
     if machine.arch is not None and machine.arch != _BLOCK_ARCH:
         got = f"{machine.arch[0]}.{machine.arch[1]}"
-        found.append(Rejection("archs", machines, got, "9.0, for fp8 by blocks"))
+        rejections.append(Rejection("archs", machines, got, "9.0, for fp8 by blocks"))
     if machine.cuda is not None and machine.cuda < _BLOCK_CUDA:
         got = f"CUDA {machine.cuda[0]}.{machine.cuda[1]}"
-        found.append(Rejection("cuda", machines, got, "CUDA >= 12.8, for fp8 by blocks"))
-    return tuple(found)
+        rejections.append(Rejection("cuda", machines, got, "CUDA >= 12.8, for fp8 by blocks"))
+    return tuple(rejections)
 
 
-def _join_without_memory() -> None:
+def _join_meta_tensors() -> None:
     ids_TK, weights_TK = _room(64, 8), _room(64, 8, dtype=_FP32)
-    given = _room(64, 8, dtype=_FP32), _room(64, 8)
-    routing = DispatchedRouting(*given, IdSpace.GLOBAL, 32, _room(32), _room(1))
+    router = _room(64, 8, dtype=_FP32), _room(64, 8)
+    routing = DispatchedRouting(*router, IdSpace.GLOBAL, 32, _room(32), _room(1))
     joined_pairs(routing, 32, factor=1.0, ids_TK=ids_TK, weights_TK=weights_TK)
 
 
-def _mark_without_memory() -> None:
+def _mark_meta_tensors() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         x_TH, weights_TK = _room(64, 2880, dtype=dtype), _room(64, 8, dtype=_FP32)
         mark_nan_rows(x_TH, ids_TK=_room(64, 8), weights_TK=weights_TK)

@@ -1,4 +1,4 @@
-"""Experts over triton_kernels' ragged product (matmul_ogs)."""
+"""Experts part that uses the ragged matmul of triton_kernels (matmul_ogs)."""
 
 from experts.triton_kernels.part import TritonKernelsExperts
 

@@ -1,6 +1,7 @@
-"""triton_kernels: where it is, what it is told by, and its call.
+"""triton_kernels: where to find it, and a wrapper of matmul_ogs.
 
-It has had three interfaces. This is that of 3.5, which vLLM carries: matmul_ogs and RoutingData.
+The package has had three interfaces. This module uses that of 3.5, which vLLM vendors: matmul_ogs
+and RoutingData.
 """
 
 import sys
@@ -18,7 +19,7 @@ from experts.common.row_major import by_rows, copied, is_aligned
 from experts.triton_kernels.tile_maps import SIZES, TileMaps
 from modular_kernel.utils.package_probes import Provider, forget, importing, module_of
 
-_NAME = "triton_kernels"  # it imports itself by it
+_NAME = "triton_kernels"  # the package imports its own modules by this name
 
 TRITON_KERNELS = Provider(
     name=_NAME,
@@ -37,15 +38,16 @@ TRITON_KERNELS = Provider(
 
 @cache
 def load() -> Any:
-    """Import the parts of triton_kernels that are used, from where it is found.
+    """Import the functions and classes of triton_kernels that are used.
 
-    ConfigurationError if it is not there, cannot be loaded, or another one is imported already.
+    Raises ConfigurationError if it is missing, cannot be loaded, or was imported from another
+    folder.
     """
     with importing(TRITON_KERNELS, need="one that goes with this triton") as folder, _from(folder):
-        product, routing = (import_module(f"{_NAME}.{part}") for part in ("matmul_ogs", "routing"))
+        ogs, routing = (import_module(f"{_NAME}.{name}") for name in ("matmul_ogs", "routing"))
     return SimpleNamespace(
-        matmul_ogs=product.matmul_ogs,
-        PrecisionConfig=product.PrecisionConfig,
+        matmul_ogs=ogs.matmul_ogs,
+        PrecisionConfig=ogs.PrecisionConfig,
         RoutingData=routing.RoutingData,
         ExptData=routing.ExptData,
     )
@@ -53,12 +55,12 @@ def load() -> Any:
 
 @contextmanager
 def _from(folder: Path) -> Iterator[None]:
-    """Have the package be that of the folder, from now on; nothing is left of one that fails."""
-    known = sys.modules.get(_NAME)
-    if known is not None:
-        there = Path(getattr(known, "__file__", None) or "").parent
-        if there != folder:
-            raise ImportError(f"{_NAME} of {there} is imported already")
+    """Import the package from `folder`; if the block raises, remove it from sys.modules again."""
+    imported = sys.modules.get(_NAME)
+    if imported is not None:
+        imported_folder = Path(getattr(imported, "__file__", None) or "").parent
+        if imported_folder != folder:
+            raise ImportError(f"{_NAME} of {imported_folder} is imported already")
         yield
         return
     module_of(folder, _NAME)
@@ -77,18 +79,21 @@ def ragged(
     tiles: TileMaps,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the product of rows (R, K) and each one's expert's weights (e, N, K), in bfloat16.
+    """Multiply rows (R, K) by the weights (e, N, K) of each row's expert; return bfloat16 results.
 
-    weights: in bfloat16, and None; or two e2m1 values of K in a byte, and the exponent (E8M0) of
-    each 32 of them, (e, N, K / 32), as mxfp4 checkpoints have them. The product is in `out` (R, N),
-    or where the library chose. Expert i has the rows from starts[i] on, (e + 1,) int32; rows behind
-    the last one stay as they are. Weights whose values lie side by side neither along K nor along N
-    are copied, and so are weights off 16-byte addresses: TMA.
+    - weights: (bfloat16 weights, None), or mxfp4 as in checkpoints: two e2m1 values along K per
+      byte, and (e, N, K / 32) E8M0 exponents, one for 32 values.
+    - starts: (e + 1,) int32, first row of each expert. Rows past the last expert's are not written.
+    - out: (R, N). The library may return another tensor instead.
+
+    bf16 weights are copied if they have a stride of 1 along neither K nor N, or are not on a
+    16-byte address, because of TMA. mxfp4 weights are copied unless they are row-major and on such
+    an address.
     """
     w, scale = weights
     precision = None
     if scale is not None:
-        # Which dimension is packed is told by the strides: values of K must lie side by side.
+        # The library infers the packed dimension from the strides: that along K must be 1.
         w = by_rows(w)
         precision = library.PrecisionConfig(weight_scale=scale.transpose(1, 2))
     elif 1 not in w.stride()[1:] or not is_aligned(w):
@@ -97,11 +102,11 @@ def ragged(
     data = library.ExptData(
         tiles.counts,
         starts,
-        {size: tiles.ends[place] for place, size in enumerate(SIZES)},
-        {size: tiles.maps[place] for place, size in enumerate(SIZES)},
+        {size: tiles.ends[index] for index, size in enumerate(SIZES)},
+        {size: tiles.maps[index] for index, size in enumerate(SIZES)},
     )
     routing = library.RoutingData(None, tiles.counts, experts, 1, data)
-    made: torch.Tensor = library.matmul_ogs(
+    result: torch.Tensor = library.matmul_ogs(
         rows, w.transpose(1, 2), None, routing, precision_config=precision, y=out[None]
     )
-    return made
+    return result

@@ -1,4 +1,4 @@
-"""TritonKernelsExperts: both products are triton_kernels'."""
+"""TritonKernelsExperts: both GEMMs are triton_kernels' matmul_ogs."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -22,25 +22,25 @@ from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.workspace import BufferSpec, Workspace
 
-_MX_STEP = 128  # of K, in a step of the product with mxfp4 weights on sm_90
+_MX_BLOCK_K = 128  # K step of the mxfp4 matmul on sm_90
 
 Rows = tuple[torch.Tensor, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
 class TiledOrder(RowOrder):
-    """Rows without gaps. starts: (e + 1,) int32."""
+    """Row order without gaps, and its tiles. starts: (e + 1,) int32, first row of each expert."""
 
     starts: torch.Tensor
     tiles: TileMaps
 
 
 class TritonKernelsExperts(SortedRowsExperts):
-    """Contiguous tokens, bf16, weights in bf16 or mxfp4; weights and sums over top-k itself.
+    """Contiguous bf16 tokens, weights in bf16 or mxfp4; weights and sums over top-k itself.
 
-    mxfp4 is taken as checkpoints have it; the library's swizzled layouts are not. Routing stays
-    ours: an expert may appear twice in a token, and router weights stay float32, which is why the
-    library's `gammas` are not used: they round weighted rows.
+    mxfp4 weights are used in the layout of checkpoints, not in the library's swizzled ones. Routing
+    does not use the library, so an expert may appear twice in a token, and router weights stay
+    float32. The library's `gammas` are not used because they round the weighted rows.
     """
 
     load_library = staticmethod(load)
@@ -51,10 +51,10 @@ class TritonKernelsExperts(SortedRowsExperts):
         providers=(TRITON_KERNELS,),
         min_arch=(9, 0),
         dtypes=frozenset({torch.bfloat16}),
-        hidden_multiple=8,  # rows on 16 bytes
+        hidden_multiple=8,  # rows on 16-byte addresses
         intermediate_multiple=8,
         schemes=frozenset({"none", "mxfp4_w4a16"}),
-        max_experts=1 << 15,  # in the lower half of a program's number
+        max_experts=1 << 15,  # expert ids use the lower 16 bits of a map entry
         library_allocates=True,
     )
 
@@ -64,30 +64,30 @@ class TritonKernelsExperts(SortedRowsExperts):
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        """Return what the library wants of mxfp4.
+        """Return the rejections for mxfp4.
 
-        Where a step of 128 values reaches past a row, it reads scales that are not there, and may
-        make NaN of them.
+        If K is not a multiple of 128, the last K step reads scales past the end of a row, which may
+        produce NaN.
         """
         if problem.scheme.name != "mxfp4_w4a16":
             return ()
-        found, parties = list[Rejection](), (cls.__name__, "problem")
+        rejections, parties = list[Rejection](), (cls.__name__, "problem")
         if problem.scheme.repacked:
             need = "values as checkpoints have them"
-            found.append(Rejection("quant", parties, problem.quant, need))
-        for what in ("hidden", "intermediate"):
-            if getattr(problem, what) % _MX_STEP:
-                need = f"a multiple of {_MX_STEP} for mxfp4"
-                found.append(Rejection(what, parties, str(getattr(problem, what)), need))
+            rejections.append(Rejection("quant", parties, problem.quant, need))
+        for name in ("hidden", "intermediate"):
+            if getattr(problem, name) % _MX_BLOCK_K:
+                need = f"a multiple of {_MX_BLOCK_K} for mxfp4"
+                rejections.append(Rejection(name, parties, str(getattr(problem, name)), need))
         if machine.arch is not None and machine.arch != (9, 0):
             got, parties = f"{machine.arch[0]}.{machine.arch[1]}", (cls.__name__, "machine")
-            found.append(Rejection("archs", parties, got, "9.0, for mxfp4"))
-        return tuple(found)
+            rejections.append(Rejection("archs", parties, got, "9.0, for mxfp4"))
+        return tuple(rejections)
 
     @classmethod
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
-        """Return the launch that no call makes where the library is missing."""
-        return {"tile maps": _name_without_memory}
+        """Return the compile case of the tile map kernel, which is not the library's."""
+        return {"tile maps": _map_meta_tensors}
 
     def order_specs(self, tokens: int, top_k: int) -> Mapping[str, BufferSpec]:
         experts = self.problem.e
@@ -116,7 +116,7 @@ class TritonKernelsExperts(SortedRowsExperts):
         return ragged(self._library, rows[0], weights, order.starts, order.tiles, out)
 
 
-def _name_without_memory() -> None:
+def _map_meta_tensors() -> None:
     shapes = ((33,), (32,), (len(SIZES), 33), (len(SIZES), most_tiles(512, 32)))
-    starts, *made = (torch.empty(s, dtype=torch.int32, device="meta") for s in shapes)
-    write_tile_maps(starts, TileMaps(*made))
+    starts, *buffers = (torch.empty(s, dtype=torch.int32, device="meta") for s in shapes)
+    write_tile_maps(starts, TileMaps(*buffers))

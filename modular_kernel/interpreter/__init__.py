@@ -1,1 +1,1 @@
-"""Make Triton's CPU interpreter behave as a GPU would: narrow dtypes, bounds, races."""
+"""GPU behavior in Triton's CPU interpreter: narrow dtypes, bounds and race checks."""

@@ -1,4 +1,4 @@
-"""Watch: what the programs of interpreted launches touch, held against what they may touch."""
+"""Memory accesses of interpreted launches, logged for bounds checks, races and the launch cache."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any
 from modular_kernel.interpreter.bounds import Bounds
 from modular_kernel.interpreter.races import Access, Races
 
-if TYPE_CHECKING:  # it imports triton
+if TYPE_CHECKING:  # importing it would import triton
     from modular_kernel.interpreter.launch_cache import KnownLaunches, Trace
 
 
 class AccessLog:
-    """Of one launch after the other. Pointers and lanes are numpy arrays of one shape; a program is
-    its number in the order in which they run. known: launches that need not run again."""
+    """Memory accesses of launches, one launch at a time.
+
+    Pointers and lanes are numpy arrays of one shape. A program is its index in execution order.
+    known: the launch cache, if one is active.
+    """
 
     def __init__(self) -> None:
         self._kernel, self._bounds = "", Bounds({})
@@ -30,7 +33,7 @@ class AccessLog:
         arguments: Mapping[str, Any],
         run: Callable[[], None],
     ) -> None:
-        """`run` a launch of `kernel` unless what it writes is known."""
+        """Run a launch of `kernel`, or replay its writes from the launch cache."""
         if self.known is None:
             run()
             return
@@ -46,13 +49,13 @@ class AccessLog:
 
     @contextmanager
     def races(self) -> Iterator[list[str]]:
-        """Within it, every launch is watched for races; filled with those found, each once."""
-        found: list[str] = []
-        before, self._found = self._found, found
+        """Check every launch in the block for races; yield a list of distinct reports."""
+        reports: list[str] = []
+        outer, self._found = self._found, reports
         try:
-            yield found
+            yield reports
         finally:
-            self._found = before
+            self._found = outer
 
     def begin(self, kernel: str, arguments: Mapping[str, Any]) -> None:
         """Begin a launch of `kernel`, with these tensors and other arguments."""
@@ -60,33 +63,33 @@ class AccessLog:
         self._races = None if self._found is None else Races(self._bounds)
 
     def forget_launch(self) -> None:
-        """Drop what is noted of a launch that will not end: its thread is not in this process."""
+        """Drop the state of a launch whose thread is not in this process."""
         self._trace = self._races = None
 
     def touch(self, access: Access, pointers: Any, lanes: Any, nbytes: int, program: int) -> None:
-        """`program` is about to touch elements of `nbytes` bytes, where lanes are on.
+        """Log that `program` is about to access elements of `nbytes` bytes in the active lanes.
 
-        CorruptionError if one lies outside the launch's arguments.
+        Raises CorruptionError if an element is outside the launch's arguments.
         """
-        place = self._bounds.check(pointers, lanes, nbytes)
+        range_index = self._bounds.check(pointers, lanes, nbytes)
         if self._trace is not None:
-            self._trace.touch(access, pointers, lanes, nbytes, place)
+            self._trace.touch(access, pointers, lanes, nbytes, range_index)
         if self._races is None or self._found is None:
             return
         for race in self._races.touch(access, pointers[lanes], program):
-            told = f"{self._kernel}: {race}"
-            if told not in self._found:
-                self._found.append(told)
+            report = f"{self._kernel}: {race}"
+            if report not in self._found:
+                self._found.append(report)
 
     def see_addresses(self) -> None:
-        """Note that the launch makes numbers of addresses, or addresses of numbers."""
+        """Note that the launch converts addresses to integers, or integers to addresses."""
         if self._trace is not None:
             self._trace.see_addresses()
 
     def order(self, pointers: Any, lanes: Any, program: int) -> None:
-        """`program` is about to acquire and release there, in one atomic operation each."""
+        """Log that `program` is about to acquire and release at each pointer, atomically."""
         if self._races is not None:
             self._races.order(pointers[lanes], program)
 
 
-watch = AccessLog()  # of this process: one launch runs at a time
+watch = AccessLog()  # one per process, since one launch runs at a time

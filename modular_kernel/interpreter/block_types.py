@@ -1,8 +1,8 @@
-"""The interpreter's blocks and their types, each shape worked out once.
+"""Block and tensor types of the interpreter, with the properties of each shape cached.
 
-Every interpreted operation builds its result and that one's type anew, and formats the same few
-shapes into names and constants; that was more than a third of the time of a kernel. A shape's share
-is the same for all of them. Written for `modular_kernel.interpreter.patch`, which puts these in
+Each interpreted operation creates its result and the result's type, and upstream formats the same
+few shapes into names and constants every time, which took more than a third of a kernel's time.
+Here that is done once per shape. `modular_kernel.interpreter.patch` installs these functions in
 place of upstream's.
 """
 
@@ -13,14 +13,14 @@ import triton.language as tl
 
 from modular_kernel.interpreter.dtypes import Foreign
 
-# The originals that the replacements below still call.
+# The original functions, which the replacements below still call.
 _block_init = tl.block_type.__init__
 _tensor_init = tl.tensor.__init__
 _type_for_tuple_values = tl.core._type_for_tuple_values
 
 
 def init_block_type(self: Foreign, element_ty: Foreign, shape: Foreign) -> None:
-    """`tl.block_type.__init__`."""
+    """Replace `tl.block_type.__init__`."""
     sizes = _sizes(shape)
     if sizes is None:
         _block_init(self, element_ty, shape)
@@ -32,19 +32,19 @@ def init_block_type(self: Foreign, element_ty: Foreign, shape: Foreign) -> None:
 
 
 def init_tensor(self: Foreign, handle: Foreign, type: Foreign) -> None:
-    """`tl.tensor.__init__`."""
-    found = type.__dict__.get("of_tensors")
-    if found is None:
+    """Replace `tl.tensor.__init__`."""
+    shape_and_numel = type.__dict__.get("of_tensors")
+    if shape_and_numel is None:
         if type.is_block():
             _tensor_init(self, handle, type)
             return
-        found = _shape_of_tensors(())
+        shape_and_numel = _shape_of_tensors(())
     self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.shape, self.numel = found
+    self.shape, self.numel = shape_and_numel
 
 
 def type_of_tuple(values: Foreign, fields: Foreign = None) -> Foreign:
-    """`tl.core._type_for_tuple_values`."""
+    """Replace `tl.core._type_for_tuple_values`."""
     sizes = None if fields is not None else _sizes(values)
     return _type_for_tuple_values(values, fields) if sizes is None else _type_of_sizes(sizes)
 
@@ -57,7 +57,7 @@ def _sizes(values: Iterable[Foreign]) -> tuple[int, ...] | None:
 
 @cache
 def _shape_of_block(sizes: tuple[int, ...]) -> tuple[Foreign, int, str]:
-    """Shape, element count and name that triton gives a block of `sizes`, or its error."""
+    """Return shape, element count and name of triton's block of `sizes`, or raise its error."""
     block = tl.block_type.__new__(tl.block_type)
     _block_init(block, tl.float32, list(sizes))
     return block.shape, block.numel, str(block.shape)
@@ -65,7 +65,7 @@ def _shape_of_block(sizes: tuple[int, ...]) -> tuple[Foreign, int, str]:
 
 @cache
 def _shape_of_tensors(sizes: tuple[int, ...]) -> tuple[Foreign, Foreign]:
-    """Shape and element count of tensors, which triton keeps as constants."""
+    """Return shape and element count of tensors, which triton keeps as constants."""
     kind = tl.float32
     if sizes:
         kind = tl.block_type.__new__(tl.block_type)
@@ -76,7 +76,7 @@ def _shape_of_tensors(sizes: tuple[int, ...]) -> tuple[Foreign, Foreign]:
 
 
 def shape_of_scalars() -> tuple[Foreign, Foreign]:
-    """Return shape and element count of tensors that are no block."""
+    """Return shape and element count of scalar tensors."""
     return _shape_of_tensors(())
 
 

@@ -1,6 +1,6 @@
-"""The interpreter's operations with a GPU's rounding: what `patch.install` puts in place.
+"""Interpreter operations with a GPU's rounding, which `patch.install` installs.
 
-`HonestBuilder` is behind every `tl` operation but reductions, which are `HonestReduce`'s.
+`HonestBuilder` implements every `tl` operation except reductions, which `HonestReduce` implements.
 """
 
 from collections.abc import Callable
@@ -36,13 +36,13 @@ from modular_kernel.interpreter.dtypes import (
 )
 from modular_kernel.interpreter.races import Access
 
-# Triton ships no annotations: a handle is what a builder passes around, numpy data with a triton
-# type; anything else of its own (tensors, types, enums, jit functions, cache policies) is foreign.
+# Triton has no type annotations. A Handle is a builder's operand: numpy data with a triton type.
+# Foreign stands for all other triton objects: tensors, types, enums, functions, cache policies.
 Handle = Any
 
 
 def _handle(data: Array, kind: Foreign) -> Handle:
-    """Make a tensor handle of scalar type `kind`, or of int1 if `data` is a comparison's result."""
+    """Return a tensor handle of scalar type `kind`, or of int1 if `data` is boolean."""
     if data.dtype == BOOL:
         return upstream.TensorHandle(data, tl.int1)
     scalar = kind.scalar
@@ -50,7 +50,7 @@ def _handle(data: Array, kind: Foreign) -> Handle:
 
 
 def _as_bits(handle: Handle) -> Handle:
-    """Return `handle` as C++ can move it: narrow floats as unsigned integers of their size."""
+    """Return `handle` in a form that C++ supports: narrow floats become unsigned integers."""
     bits = BITS.get(handle.data.dtype)
     if bits is None:
         return handle
@@ -58,19 +58,22 @@ def _as_bits(handle: Handle) -> Handle:
 
 
 def _divisor(handle: Handle) -> Handle:
-    """Return it; ZeroDivisionError for a 0, by which numpy divides to 0 and a GPU to anything."""
+    """Return `handle`; raise ZeroDivisionError if it contains 0.
+
+    numpy would return 0 for a division by 0, and a GPU an undefined value.
+    """
     if not np.all(handle.data):
         raise ZeroDivisionError("a kernel divides an integer by 0")
     return handle
 
 
 def honest_options(builder: Foreign) -> Foreign:
-    """Return options with assertions on, without the slow int64 twin of every int32 operation."""
+    """Return options with assertions, and without the slow int64 check of every int32 operation."""
     return replace(builder.options, debug=True, sanitize_overflow=False)
 
 
 class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
-    """The builder behind every `tl` operation, with a GPU's rounding instead of numpy's."""
+    """Builder of every `tl` operation, with a GPU's rounding instead of numpy's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +106,7 @@ class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         watch.see_addresses()
         return self.create_bitcast(src, dst_type)
 
-    # Elementwise: all operations that upstream writes as lambdas come through these three.
+    # Elementwise operations: upstream implements them as lambdas, passed to these three methods.
 
     def unary_op(self, arg: Handle, op: Callable[..., Array]) -> Handle:
         return _handle(op(widen(arg.data)), arg.dtype)
@@ -111,7 +114,7 @@ class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
     def binary_op(self, lhs: Handle, rhs: Handle, op: Callable[..., Array]) -> Handle:
         left, right = widen(lhs.data), widen(rhs.data)
         if left.dtype == BOOL and op in (np.add, np.subtract, np.multiply):
-            # int1 wraps like any integer; numpy's bool would saturate, or refuse to subtract.
+            # int1 wraps around like any integer; numpy's bool saturates, and has no subtraction.
             return _handle((op(left.astype(np.int8), right.astype(np.int8)) & 1) != 0, tl.int1)
         return _handle(op(left, right), lhs.dtype)
 
@@ -159,7 +162,7 @@ class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         return super().create_urem(lhs, _divisor(rhs))
 
     def create_ashr(self, lhs: Handle, rhs: Handle) -> Handle:
-        # Before 3.8 upstream made its operands signed in place, for whoever used them next.
+        # Before 3.8 upstream converted its operands to signed in place, which changed later uses.
         left, right = (x.data.astype(np.dtype(f"i{x.data.dtype.itemsize}")) for x in (lhs, rhs))
         return _handle(np.right_shift(left, right), lhs.dtype)
 
@@ -175,12 +178,12 @@ class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
     ) -> Handle:
         x, y, accumulator = a.data, b.data, d.data
         if x.dtype.kind in "iu":
-            # Through float64 for BLAS: exact, as products of bytes stay far below 2**53.
+            # float64 enables BLAS, and is exact because sums of int8 products are far below 2**53.
             total = np.matmul(x.astype(FLOAT64), y.astype(FLOAT64)).astype(np.int64)
             return _handle(total + accumulator, d.dtype)
         if x.dtype == FLOAT32 and input_precision == upstream._ir.INPUT_PRECISION.TF32:
             x, y = tf32(x), tf32(y)
-        # BLAS takes sums of float32 in an order that depends on a row's place, a GPU does not.
+        # In float32, BLAS sums in an order that depends on a row's position; a GPU does not.
         total = np.matmul(x.astype(FLOAT64), y.astype(FLOAT64))
         total = total if x.dtype == FLOAT64 else total.astype(FLOAT32)
         return _handle(total + accumulator, d.dtype)
@@ -193,7 +196,7 @@ class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         counts = np.bincount(values[valid].astype(np.int64), minlength=bins)
         return _handle(counts.astype(np.int32), tl.int32)
 
-    # Memory. Every access comes through these.
+    # Memory: every access uses these methods.
 
     def create_masked_load(
         self,
@@ -219,7 +222,7 @@ class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         storage: Dtype,
         access: Access = Access.READ,
     ) -> Array:
-        """Return the elements there; where lanes are off, `fill` or 0."""
+        """Return the elements at `pointers`; inactive lanes get `fill`, or 0."""
         watch.touch(access, pointers, lanes, storage.itemsize, self._program)
         bits = BITS.get(storage, storage)
         if fill is None:
@@ -236,7 +239,7 @@ class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         return self.write(ptrs.data, value.data, lanes, storage_of(ptrs.get_element_ty()))
 
     def write(self, pointers: Array, values: Array, lanes: Array, storage: Dtype) -> Foreign:
-        """Write elements there, where lanes are on."""
+        """Write elements at `pointers` in the active lanes."""
         watch.touch(Access.WRITE, pointers, lanes, storage.itemsize, self._program)
         bits = BITS.get(values.dtype)
         if bits is not None:
@@ -268,11 +271,11 @@ class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
 
     @property
     def _program(self) -> int:
-        """The running one's number, in the order in which they run."""
+        """Index of the running program, in execution order."""
         (x, y, z), (_, rows, columns) = self.grid_idx, self.grid_dim
         return int((x * rows + y) * columns + z)
 
-    # Assertions: written out, because `python -O` would drop upstream's `assert` statement.
+    # Assertions: explicit, because `python -O` removes upstream's `assert` statement.
 
     def create_assert(self, condition: Handle, message: str) -> None:
         if not condition.data.all():
@@ -281,29 +284,29 @@ class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
 
 @lru_cache(maxsize=1024)
 def _zeros(shape: tuple[int, ...], storage: Dtype) -> Array:
-    """Return zeros that nobody writes."""
+    """Return read-only zeros."""
     zeros = np.zeros(shape, storage)
     zeros.flags.writeable = False
     return zeros
 
 
 def _atomic_add(ptrs: Array, values: Array, mask: Array) -> Array:
-    """Add one element after the other, each sum rounded; the old values, 0 where masked off."""
+    """Add elements one by one, rounding each sum; return the old values, 0 in inactive lanes."""
     addresses, lanes = ptrs.ravel(), np.broadcast_to(mask, ptrs.shape).ravel()
     addends = np.broadcast_to(values, ptrs.shape).ravel().astype(FLOAT32)
     bits, old = BITS[values.dtype], np.zeros(addresses.shape, values.dtype)
-    one, nothing = np.ones(1, BOOL), np.zeros(1, bits)
+    lane, fill = np.ones(1, BOOL), np.zeros(1, bits)
     for i in np.flatnonzero(lanes):
         address = addresses[i : i + 1]
-        here = upstream._interpreter.load(address, one, nothing, bits).view(values.dtype)
-        old[i] = here[0]
-        total = convert(here.astype(FLOAT32) + addends[i], values.dtype)
-        upstream._interpreter.store(address, total.view(bits), one)
+        current = upstream._interpreter.load(address, lane, fill, bits).view(values.dtype)
+        old[i] = current[0]
+        total = convert(current.astype(FLOAT32) + addends[i], values.dtype)
+        upstream._interpreter.store(address, total.view(bits), lane)
     return old.reshape(ptrs.shape)
 
 
 def scaled_operand(value: Handle) -> Array:
-    """Return an operand of `tl.dot_scaled` that is not packed fp4, in float32: exact."""
+    """Return an operand of `tl.dot_scaled` other than packed fp4 in float32, which is exact."""
     data: Array = value.data.astype(FLOAT32)
     return data
 
@@ -318,12 +321,13 @@ _EXTREMA = (
 )
 
 
-# Of modular_kernel.ops.kernels.extrema: upstream would call Python for every pair of values.
+# Combine functions of modular_kernel.ops.kernels.extrema, with numpy equivalents. Upstream would
+# call the Python function for every pair of values.
 _KEEP_NAN = {"maximum_nan": np.maximum.reduce, "minimum_nan": np.minimum.reduce}
 
 
 class HonestReduce(upstream.ReduceOps):  # type: ignore[misc]
-    """Reductions whose numpy shortcut would differ from the GPU's, by rounding or by NaN."""
+    """Reductions in which upstream's numpy shortcut rounds or treats NaN unlike a GPU."""
 
     def apply_impl(self, input: tuple[Foreign, ...]) -> Foreign:
         for name, value_of, index_of in _EXTREMA:

@@ -1,6 +1,6 @@
-"""The numbers of Triton's CPU interpreter: which numpy dtype holds what, and how values convert.
+"""Storage dtypes and conversions of Triton's CPU interpreter.
 
-Written for `modular_kernel.interpreter.patch`, which puts these rules in place of upstream's.
+`modular_kernel.interpreter.patch` installs these rules in place of upstream's.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 from numpy.typing import NDArray
 
-# Triton ships no annotations; its types and enums are foreign.
+# Triton has no type annotations; Foreign stands for its objects.
 Foreign = Any
 Array = NDArray[Any]
 Dtype = np.dtype[Any]
@@ -26,10 +26,10 @@ _FP8: dict[str, Dtype] = {
 }
 _LARGEST: dict[Dtype, float] = {kind: float(_finfo(kind).max) for kind in _FP8.values()}
 NARROW: frozenset[Dtype] = frozenset({BF16, *_LARGEST})
-# What the C++ loads and stores move instead, because they know no extension dtypes.
+# Substitutes in C++ loads and stores, which do not support extension dtypes.
 BITS: dict[Dtype, Dtype] = {kind: np.dtype(f"u{kind.itemsize}") for kind in NARROW}
-# One table, built once: upstream rebuilds its own at every operation. fp8e4b15 is missing on
-# purpose, a KeyError is better than numbers that nobody has checked.
+# Built once; upstream rebuilds its table in every operation. fp8e4b15 is omitted deliberately: a
+# KeyError is better than unverified results.
 _STORAGE: dict[str, Dtype] = {
     "int1": np.dtype(np.bool_),
     **{f"{sign}{n}": np.dtype(f"{sign}{n}") for sign in ("int", "uint") for n in (8, 16, 32, 64)},
@@ -46,18 +46,18 @@ BOOL: Dtype = np.dtype(np.bool_)
 
 
 def storage_of(kind: Foreign) -> Dtype:
-    """Return the numpy dtype that holds a triton scalar, pointer or block type."""
+    """Return the numpy dtype that stores a triton scalar, pointer or block type."""
     scalar = kind.scalar
     return _POINTER if isinstance(scalar, tl.pointer_type) else _STORAGE[scalar.name]
 
 
 def convert(data: Array, storage: Dtype) -> Array:
-    """Return `data` in the dtype `storage`, rounded and saturated as a GPU converts. Any shape."""
+    """Convert `data` of any shape to the dtype `storage`, rounded and saturated as on a GPU."""
     if data.dtype == storage:
         return data
     if storage in _LARGEST:
         wide = data if data.dtype == FLOAT64 else data.astype(FLOAT32)
-        # np.clip passes NaN through, and so does cvt.satfinite.
+        # np.clip propagates NaN, as cvt.satfinite does.
         return np.clip(wide, -_LARGEST[storage], _LARGEST[storage]).astype(storage)
     if storage.kind in "iu" and data.dtype.kind not in "iub":
         return _float_to_int(widen(data), storage)
@@ -67,24 +67,24 @@ def convert(data: Array, storage: Dtype) -> Array:
 
 
 def widen(data: Array) -> Array:
-    """Return `data`, in float32 if it was bf16 or fp8: exact."""
+    """Return `data`, converted exactly to float32 if it is bf16 or fp8."""
     return data.astype(FLOAT32) if data.dtype in NARROW else data
 
 
 def _float_to_int(data: Array, storage: Dtype) -> Array:
-    """Truncate and saturate, NaN to 0; for 8 bits a GPU saturates at 16 and then wraps."""
+    """Truncate and saturate, with NaN to 0; 8-bit targets saturate at 16 bits, then wrap."""
     register = np.dtype(f"{storage.kind}{max(2, storage.itemsize)}")
     low, high = np.iinfo(register).min, np.iinfo(register).max
     exact = data.astype(FLOAT64)
     below, above = exact < low, exact >= float(high) + (1 if register.itemsize < 8 else 0)
-    whole = np.where(below | above | np.isnan(exact), 0.0, exact).astype(register)
-    whole[below] = low
-    whole[above] = high
-    return whole.astype(storage)
+    integers = np.where(below | above | np.isnan(exact), 0.0, exact).astype(register)
+    integers[below] = low
+    integers[above] = high
+    return integers.astype(storage)
 
 
 def toward_zero(exact: Array, rounded: Array) -> Array:
-    """Return `rounded` (nearest even, of `exact`), one step back wherever its magnitude grew."""
+    """Round toward zero: step `rounded` (nearest even, of `exact`) back if its magnitude grew."""
     bits = rounded.view(np.dtype(f"u{rounded.dtype.itemsize}"))
     grew = np.abs(widen(rounded).astype(FLOAT64)) > np.abs(exact.astype(FLOAT64))
     stepped: Array = (bits - grew.astype(bits.dtype)).view(rounded.dtype)
@@ -92,44 +92,44 @@ def toward_zero(exact: Array, rounded: Array) -> Array:
 
 
 def fused_multiply_add(x: Array, y: Array, z: Array, storage: Dtype) -> Array:
-    """Return `x * y + z` of float32 or narrower, rounded once to `storage`.
+    """Return `x * y + z` of float32 or narrower operands, rounded once to `storage`.
 
-    The product is exact in float64. Rounding the sum to odd there keeps the one bit of information
-    that the second rounding needs to come out as if it were the only one.
+    The product is exact in float64. The sum is rounded to odd in float64, which preserves the bit
+    that makes the second rounding correct.
     """
     product, addend = x.astype(FLOAT64) * y.astype(FLOAT64), z.astype(FLOAT64)
     total = product + addend
     shifted = total - product
     error = (product - (total - shifted)) + (addend - shifted)
-    even = (total.view(np.int64) & 1) == 0
-    to_odd = even & np.isfinite(total) & (error != 0)
+    is_even = (total.view(np.int64) & 1) == 0
+    rounds_to_odd = is_even & np.isfinite(total) & (error != 0)
     neighbor = np.nextafter(total, np.copysign(np.inf, error))
-    return convert(np.where(to_odd, neighbor, total), storage)
+    return convert(np.where(rounds_to_odd, neighbor, total), storage)
 
 
 def tf32(data: Array) -> Array:
-    """float32 as tensor cores read it in tf32: the low 13 bits are not looked at."""
-    cut: Array = (data.view(np.uint32) & np.uint32(0xFFFFE000)).view(FLOAT32)
-    return cut
+    """Truncate float32 to tf32 as tensor cores do: the low 13 bits are ignored."""
+    truncated: Array = (data.view(np.uint32) & np.uint32(0xFFFFE000)).view(FLOAT32)
+    return truncated
 
 
 def tree_sum(data: Array, axis: int | None, keep_dims: bool) -> Array:
-    """Sum along `axis` (all of them for None) by halves, rounded to `data.dtype` at each step.
+    """Sum along `axis` (all axes for None) by halves, rounded to `data.dtype` at each step.
 
-    That is how threads reduce with shuffles. One after the other, bf16 would stall at 256.
+    This is how threads reduce with shuffles. A sequential bf16 sum of ones would stop at 256.
     """
     shape = data.shape
     rows = data.reshape(-1) if axis is None else np.moveaxis(data, axis, 0)
     while len(rows) > 1:
         half = len(rows) // 2  # triton's block sizes are powers of two
         rows = (rows[:half].astype(FLOAT32) + rows[half:].astype(FLOAT32)).astype(data.dtype)
-    kept = (1,) * len(shape) if axis is None else (*shape[:axis], 1, *shape[axis + 1 :])
-    total: Array = rows[0].reshape(kept) if keep_dims else rows[0]
+    shape_after = (1,) * len(shape) if axis is None else (*shape[:axis], 1, *shape[axis + 1 :])
+    total: Array = rows[0].reshape(shape_after) if keep_dims else rows[0]
     return total
 
 
 def erf(data: Array) -> Array:
-    """erf in float64 for every input; numpy has none, and Python's costs a call an element."""
+    """Compute erf in float64; numpy has none, and Python's would take a call per element."""
     values = torch.from_numpy(np.ascontiguousarray(data, dtype=FLOAT64))
     result: Array = torch.special.erf(values).numpy()
     return result
@@ -138,19 +138,16 @@ def erf(data: Array) -> Array:
 def argmax(data: Array, **axis: Foreign) -> Foreign:
     """Return the leftmost index of the maximum.
 
-    NaN never wins, and among NaN alone the first does.
+    NaN is ignored; if all values are NaN, the index is 0.
     """
-    number = data if data.dtype.kind in "iub" else np.where(np.isnan(data), -np.inf, data)
-    return np.argmax(number, **axis)
+    without_nan = data if data.dtype.kind in "iub" else np.where(np.isnan(data), -np.inf, data)
+    return np.argmax(without_nan, **axis)
 
 
 def argmin(data: Array, **axis: Foreign) -> Foreign:
     """Return the leftmost index of the minimum.
 
-    NaN never wins, and among NaN alone the first does.
+    NaN is ignored; if all values are NaN, the index is 0.
     """
-    number = data if data.dtype.kind in "iub" else np.where(np.isnan(data), np.inf, data)
-    return np.argmin(number, **axis)
-
-
-# Combining functions of triton's library: what they keep, as functions of (data, axis, keepdims).
+    without_nan = data if data.dtype.kind in "iub" else np.where(np.isnan(data), np.inf, data)
+    return np.argmin(without_nan, **axis)

@@ -1,4 +1,4 @@
-"""Loads and stores of plain elements, in one step: as `short_cuts` does for operations."""
+"""Loads and stores of plain elements in one step, as `fast_paths` does for operations."""
 
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -33,7 +33,7 @@ _ELEMENTS = {
         *(tl.float32, tl.float16, tl.bfloat16, tl.float8e4nv, tl.float8e5),
     )
 }
-# Conversions on the way to memory that are one step of upstream's, too.
+# Conversions before a store that upstream also does in a single rounding.
 _ROUNDED = frozenset((id(tl.float32), id(kind)) for kind in (tl.float16, tl.bfloat16))
 _LOAD_POLICIES = frozenset({"", ".ca", ".cg", ".cv"})
 _STORE_POLICIES = frozenset({"", ".wb", ".cg", ".cs", ".wt"})
@@ -49,15 +49,15 @@ def _load(slow: ShortCut) -> ShortCut:
         *rest: Foreign,
         **given: Foreign,
     ) -> Foreign:
-        found = _addresses(pointer, mask)
-        if found is None or rest or not _known(given, _LOAD_POLICIES):
+        operands = _addresses(pointer, mask)
+        if operands is None or rest or not _known(given, _LOAD_POLICIES):
             return slow(pointer, mask, other, *rest, **given)
-        addresses, lanes, kind, storage = found
+        addresses, lanes, kind, storage = operands
         fill = None
         if other is not None:
-            fill = _filling(other, kind, storage, addresses.shape)
-            alike = type(other) is not _tensor or _is_block(other) == _is_block(pointer)
-            if fill is None or mask is None or not alike:
+            fill = _fill_values(other, kind, storage, addresses.shape)
+            same_kind = type(other) is not _tensor or _is_block(other) == _is_block(pointer)
+            if fill is None or mask is None or not same_kind:
                 return slow(pointer, mask, other, **given)
         data = upstream.interpreter_builder.read(addresses, lanes, fill, storage)
         return made(data, kind, block_of(kind, data.shape) if _is_block(pointer) else kind)
@@ -73,17 +73,17 @@ def _store(slow: ShortCut) -> ShortCut:
         *rest: Foreign,
         **given: Foreign,
     ) -> Foreign:
-        found = _addresses(pointer, mask)
+        operands = _addresses(pointer, mask)
         if (
-            found is None
+            operands is None
             or rest
             or type(value) is not _tensor
             or not _known(given, _STORE_POLICIES)
         ):
             return slow(pointer, value, mask, *rest, **given)
-        addresses, lanes, kind, storage = found
-        data, own = value.handle.data, value.dtype
-        if own is not kind and (id(own), id(kind)) not in _ROUNDED:
+        addresses, lanes, kind, storage = operands
+        data, value_type = value.handle.data, value.dtype
+        if value_type is not kind and (id(value_type), id(kind)) not in _ROUNDED:
             return slow(pointer, value, mask, **given)
         if _is_block(value) and (data.shape != addresses.shape or not _is_block(pointer)):
             return slow(pointer, value, mask, **given)
@@ -101,7 +101,7 @@ def _is_block(tensor: Foreign) -> bool:
 
 
 def _known(given: dict[str, Foreign], modifiers: frozenset[str]) -> bool:
-    """Tell whether no more is given than policies that change no number."""
+    """Return whether only cache hints, which do not change results, were passed."""
     if not given.keys() <= _POLICIES:
         return False
     modifier, eviction = given.get("cache_modifier", ""), given.get("eviction_policy", "")
@@ -111,9 +111,9 @@ def _known(given: dict[str, Foreign], modifiers: frozenset[str]) -> bool:
 
 
 def _addresses(pointer: Foreign, mask: Foreign) -> tuple[Array, Array, Foreign, Dtype] | None:
-    """Return addresses, which of them are live, and the type of the elements there.
+    """Return addresses, active lanes, and the triton and numpy types of the elements.
 
-    None unless all of it is plain.
+    Returns None if an operand needs upstream's implementation.
     """
     if type(pointer) is not _tensor or type(pointer.dtype) is not _pointer:
         return None
@@ -151,23 +151,25 @@ def _all_lanes(shape: tuple[int, ...]) -> Array:
     return lanes
 
 
-def _filling(other: Foreign, kind: Foreign, storage: Dtype, shape: tuple[int, ...]) -> Array | None:
-    """Return what lanes that are off read; None if upstream has to say."""
+def _fill_values(
+    other: Foreign, kind: Foreign, storage: Dtype, shape: tuple[int, ...]
+) -> Array | None:
+    """Return the values of inactive lanes; None if it needs upstream's implementation."""
     if type(other) is _tensor:
         data: Array = other.handle.data
         return data if other.dtype is kind and data.shape == shape else None
     if type(other) is int:
-        is_zero = other == 0 and not kind.is_fp8()  # upstream makes no fp8 of integers
-        fits = is_zero or (kind is tl.int32 and LEAST_INT <= other <= MOST_INT)
+        is_zero = other == 0 and not kind.is_fp8()  # upstream does not convert integers to fp8
+        is_plain = is_zero or (kind is tl.int32 and LEAST_INT <= other <= MOST_INT)
     elif type(other) is float:
-        fits = is_plus_zero(other) or (kind is tl.float32 and is_float32(other))
+        is_plain = is_plus_zero(other) or (kind is tl.float32 and is_float32(other))
     else:
-        fits = False
-    return _equal(other, storage, shape) if fits else None
+        is_plain = False
+    return _constant(other, storage, shape) if is_plain else None
 
 
 @lru_cache(maxsize=1024)
-def _equal(number: float, storage: Dtype, shape: tuple[int, ...]) -> Array:
+def _constant(number: float, storage: Dtype, shape: tuple[int, ...]) -> Array:
     data = np.full(shape, number, storage)
     data.flags.writeable = False
     return data

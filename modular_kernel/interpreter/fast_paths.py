@@ -1,10 +1,10 @@
-"""Operations on operands that are alike already, in one step instead of upstream's dozen.
+"""Fast paths for operations whose operands need no conversion.
 
-Upstream looks at both operands several times, spreads them to one shape, and wraps what numpy
-returns twice. Of two int32, int64, float32 or int1 operands, of a number that takes such a type,
-and of an address and an offset, it is known what all that comes to: numpy's own operation, which
-spreads its operands itself. Every short cut takes the upstream function, and leaves to it whatever
-it does not know, errors among them. Written for `modular_kernel.interpreter.patch`.
+Upstream inspects both operands several times, broadcasts them, and wraps numpy's result twice. For
+two int32, int64, float32 or int1 operands, for a number that converts to such a type, and for an
+address and an offset, the result is simply that of the numpy operation, which broadcasts by itself.
+Every fast path takes the upstream function and calls it in all other cases, including errors.
+`modular_kernel.interpreter.patch` installs them.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ ShortCut = Callable[..., Foreign]
 
 _new = object.__new__
 _tensor, _block, _pointer = tl.tensor, tl.block_type, tl.pointer_type
-# By a type's id: triton has one object for each.
+# Keyed by the type's id: triton has one object per type.
 _NUMBERS = {id(kind): storage_of(kind) for kind in (tl.int32, tl.int64, tl.float32)}
 _INTEGERS = {id(kind): storage_of(kind) for kind in (tl.int32, tl.int64)}
 _BITS = {id(kind): storage_of(kind) for kind in (tl.int1, tl.int32, tl.int64)}
@@ -30,7 +30,8 @@ _OFFSETS = frozenset(_INTEGERS)
 _ALL = slice(None)
 LEAST_INT, MOST_INT = -(2**31), 2**31 - 1
 _LEAST_FLOAT, _MOST_FLOAT = 2.0**-126, (2 - 2**-23) * 2.0**127
-# What `to` converts in one step; from 16 bits upstream goes through float32, fp8 has its own way.
+# Conversions that `to` does in one step. Upstream converts 16-bit values through float32, and has
+# separate code for fp8.
 _WHOLE = (tl.int8, tl.uint8, tl.int16, tl.int32, tl.int64)
 _DIRECT = frozenset(
     (id(a), id(b))
@@ -44,13 +45,13 @@ _DIRECT = frozenset(
 
 
 def made(data: Array, kind: Foreign, whole: Foreign) -> Foreign:
-    """Return a tensor of type `whole`, whose scalar type `kind` is what `data` is stored as."""
+    """Return a tensor of type `whole`, with `data` stored as its scalar type `kind`."""
     handle = _new(upstream.TensorHandle)
     handle.data, handle.dtype, handle.attr = data, kind, {}
     tensor = _new(_tensor)
     tensor.handle, tensor.type, tensor.dtype = handle, whole, kind
-    found = whole.__dict__.get("of_tensors")
-    tensor.shape, tensor.numel = shape_of_scalars() if found is None else found
+    shape_and_numel = whole.__dict__.get("of_tensors")
+    tensor.shape, tensor.numel = shape_of_scalars() if shape_and_numel is None else shape_and_numel
     return tensor
 
 
@@ -63,11 +64,11 @@ _blocks: dict[tuple[int, tuple[int, ...]], Foreign] = {}
 
 
 def block_of(kind: Foreign, shape: tuple[int, ...]) -> Foreign:
-    """Return the type of a block of `kind`, one of triton's own."""
-    found = _blocks.get((id(kind), shape))
-    if found is None:
-        found = _blocks[id(kind), shape] = _block(kind, shape)
-    return found
+    """Return triton's type of a block of `kind`, cached."""
+    block = _blocks.get((id(kind), shape))
+    if block is None:
+        block = _blocks[id(kind), shape] = _block(kind, shape)
+    return block
 
 
 @cache
@@ -78,61 +79,61 @@ def _number(number: float, storage: Dtype) -> Array:
 
 
 def takes(kind: Foreign, number: object) -> bool:
-    """Tell whether `number` beside a tensor of `kind` becomes one of that type, and of no other."""
+    """Return whether a Python number in an operation with a `kind` tensor converts to `kind`."""
     if type(number) is int:
-        taken = kind is tl.int32 or kind is tl.float32 or kind is tl.int64
-        return taken and LEAST_INT <= number <= MOST_INT
-    # A zero's sign is kept by some releases of triton alone.
+        is_convertible = kind is tl.int32 or kind is tl.float32 or kind is tl.int64
+        return is_convertible and LEAST_INT <= number <= MOST_INT
+    # Only some releases of triton keep the sign of a zero.
     return type(number) is float and kind is tl.float32 and (number != 0 or is_plus_zero(number))
 
 
 def is_plus_zero(number: float) -> bool:
-    """Tell 0 from -0."""
+    """Return whether the number is 0 and not -0."""
     return number == 0 and copysign(1, number) > 0
 
 
 def is_float32(number: float) -> bool:
-    """Tell whether a tensor that upstream makes of it is float32: beyond, it is float64."""
+    """Return whether upstream converts the number to float32; outside that range it is float64."""
     return _LEAST_FLOAT <= abs(number) <= _MOST_FLOAT or abs(number) == inf
 
 
 def _operand(
     kind: Foreign, other: Foreign, kinds: dict[int, Dtype]
 ) -> tuple[Array, Foreign] | None:
-    """Return the data of `other` beside a tensor of `kind`, and what both are converted to.
+    """Return the data of `other`, and the type to which it and a tensor of `kind` are converted.
 
-    None where that is not one of `kinds`, or where numpy would convert in another way.
+    Returns None if that is not one of `kinds`, or if numpy would convert differently.
     """
     storage = kinds.get(id(kind))
     if storage is None:
         return None
     if type(other) is _tensor:
-        own = other.dtype
-        if own is kind:
+        other_kind = other.dtype
+        if other_kind is kind:
             return other.handle.data, kind
         # Integers of two sizes: numpy widens as triton does.
-        both = id(kind) in _OFFSETS and id(own) in _OFFSETS
-        return (other.handle.data, tl.int64) if both else None
+        both_integers = id(kind) in _OFFSETS and id(other_kind) in _OFFSETS
+        return (other.handle.data, tl.int64) if both_integers else None
     return (_number(other, storage), kind) if takes(kind, other) else None
 
 
 def arithmetic(op: Callable[..., Array], kinds: dict[int, Dtype]) -> Callable[[ShortCut], ShortCut]:
-    """Return the short cut of an operation on a tensor and one of its type, or a number."""
+    """Return the fast path of an operation on a tensor and a tensor of its type, or a number."""
 
-    def short_cut(slow: ShortCut) -> ShortCut:
+    def fast_path(slow: ShortCut) -> ShortCut:
         def fast(self: Foreign, other: Foreign, **given: Foreign) -> Foreign:
-            found = _operand(self.dtype, other, kinds)
-            if found is None:
+            operand = _operand(self.dtype, other, kinds)
+            if operand is None:
                 return slow(self, other, **given)
             try:
-                data = op(self.handle.data, found[0])
-            except ValueError:  # shapes that do not go together, which upstream tells
+                data = op(self.handle.data, operand[0])
+            except ValueError:  # incompatible shapes, which upstream reports
                 return slow(self, other, **given)
-            return _result(data, found[1], self, other)
+            return _result(data, operand[1], self, other)
 
         return fast
 
-    return short_cut
+    return fast_path
 
 
 def _reversed(op: Callable[..., Array]) -> Callable[..., Array]:
@@ -158,15 +159,17 @@ def _add(slow: ShortCut) -> ShortCut:
             offset = other.handle.data.astype(np.uint64)
             if nbytes != 1:
                 offset *= np.uint64(nbytes)
-        base, whole = self.handle.data, self.type
+        base, result_type = self.handle.data, self.type
         try:
             data = base + offset
         except ValueError:
             return slow(self, other, **given)
-        is_block = type(whole) is _block
+        is_block = type(result_type) is _block
         if is_block or (is_offset and _is_block(other)):
-            whole = whole if is_block and data.shape == base.shape else _block(kind, data.shape)
-        return made(data, kind, whole)
+            result_type = (
+                result_type if is_block and data.shape == base.shape else _block(kind, data.shape)
+            )
+        return made(data, kind, result_type)
 
     return fast
 
@@ -176,39 +179,39 @@ def _is_block(tensor: Foreign) -> bool:
 
 
 def _comparison(op: Callable[..., Array]) -> Callable[[ShortCut], ShortCut]:
-    def short_cut(slow: ShortCut) -> ShortCut:
+    def fast_path(slow: ShortCut) -> ShortCut:
         def fast(self: Foreign, other: Foreign, **given: Foreign) -> Foreign:
-            found = _operand(self.dtype, other, _NUMBERS)
-            if found is None or (type(other) is float and not is_float32(other)):
+            operand = _operand(self.dtype, other, _NUMBERS)
+            if operand is None or (type(other) is float and not is_float32(other)):
                 return slow(self, other, **given)
             try:
-                data = op(self.handle.data, found[0])
+                data = op(self.handle.data, operand[0])
             except ValueError:
                 return slow(self, other, **given)
             return _result(data, tl.int1, self, other)
 
         return fast
 
-    return short_cut
+    return fast_path
 
 
 def _division(op: Callable[..., Array]) -> Callable[[ShortCut], ShortCut]:
-    """Of integers, rounded toward zero; by 0 it is upstream's."""
+    """Return the fast path of integer division toward zero; upstream handles division by 0."""
 
-    def short_cut(slow: ShortCut) -> ShortCut:
+    def fast_path(slow: ShortCut) -> ShortCut:
         def fast(self: Foreign, other: Foreign, **given: Foreign) -> Foreign:
-            found = _operand(self.dtype, other, _INTEGERS)
-            if found is None or not found[0].all():
+            operand = _operand(self.dtype, other, _INTEGERS)
+            if operand is None or not operand[0].all():
                 return slow(self, other, **given)
             try:
-                data = op(self.handle.data, found[0])
+                data = op(self.handle.data, operand[0])
             except ValueError:
                 return slow(self, other, **given)
-            return _result(data, found[1], self, other)
+            return _result(data, operand[1], self, other)
 
         return fast
 
-    return short_cut
+    return fast_path
 
 
 def _quotient(left: Array, right: Array) -> Array:
@@ -217,24 +220,26 @@ def _quotient(left: Array, right: Array) -> Array:
 
 
 def _index(slow: ShortCut) -> ShortCut:
-    """Index by `:` and None alone, one `:` for each dimension."""
+    """Return the fast path of indexing with `:` and None only, with one `:` per dimension."""
 
     def fast(self: Foreign, slices: Foreign, **given: Foreign) -> Foreign:
         kind = self.dtype
         if type(slices) is not tuple or type(self.type) is not _block:
             return slow(self, slices, **given)
-        kept = 0
+        dimensions = 0
         for each in slices:
             if each is not None:
                 if type(each) is not slice or each != _ALL:
                     return slow(self, slices, **given)
-                kept += 1
+                dimensions += 1
         data = self.handle.data
-        if kept != data.ndim:
+        if dimensions != data.ndim:
             return slow(self, slices, **given)
         data = data[slices]
-        own = type(kind) is _pointer
-        return made(data, kind, _block(kind, data.shape) if own else block_of(kind, data.shape))
+        is_pointer = type(kind) is _pointer
+        return made(
+            data, kind, _block(kind, data.shape) if is_pointer else block_of(kind, data.shape)
+        )
 
     return fast
 
@@ -244,13 +249,13 @@ def _to(slow: ShortCut) -> ShortCut:
         kind = self.dtype
         if len(args) != 1 or given:
             return slow(self, *args, **given)
-        wanted = args[0].value if type(args[0]) is tl.constexpr else args[0]
-        if wanted is kind:
+        target = args[0].value if type(args[0]) is tl.constexpr else args[0]
+        if target is kind:
             return self
-        if (id(kind), id(wanted)) not in _DIRECT:
+        if (id(kind), id(target)) not in _DIRECT:
             return slow(self, *args, **given)
-        data = convert(self.handle.data, storage_of(wanted))
-        return made(data, wanted, block_of(wanted, data.shape) if _is_block(self) else wanted)
+        data = convert(self.handle.data, storage_of(target))
+        return made(data, target, block_of(target, data.shape) if _is_block(self) else target)
 
     return fast
 
@@ -259,10 +264,10 @@ def _where(slow: ShortCut) -> ShortCut:
     def fast(condition: Foreign, x: Foreign, y: Foreign, **given: Foreign) -> Foreign:
         if not (type(condition) is type(x) is _tensor and condition.dtype is tl.int1):
             return slow(condition, x, y, **given)
-        found = _operand(x.dtype, y, _NUMBERS)
-        if found is None:
+        operand_and_kind = _operand(x.dtype, y, _NUMBERS)
+        if operand_and_kind is None:
             return slow(condition, x, y, **given)
-        operand, kind = found
+        operand, kind = operand_and_kind
         try:
             data = np.where(condition.handle.data, x.handle.data, operand)
         except ValueError:
@@ -272,7 +277,7 @@ def _where(slow: ShortCut) -> ShortCut:
     return fast
 
 
-# By name, of a module or class of triton's: what stands before the upstream function.
+# Fast paths by the name of the upstream function, in a class and in modules of triton.
 OF_TENSORS: dict[str, Callable[[ShortCut], ShortCut]] = {
     "__add__": _add,
     "__radd__": arithmetic(np.add, _NUMBERS),

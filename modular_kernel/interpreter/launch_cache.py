@@ -1,10 +1,11 @@
-"""Launches whose outcome is known: what a launch read and wrote, to write it again without it.
+"""Cache of interpreted launches: replay an earlier launch's writes instead of running it.
 
-An interpreted launch is a function of its arguments and of the bytes that it reads, since programs
-run one after the other. So a launch of the same kernel whose arguments lie alike, and which finds
-the same bytes wherever the earlier one read, writes the same bytes to the same places. Every byte
-that was read is compared: whatever a call changed, stale memory too, is computed anew. A kernel
-that makes numbers of addresses, or addresses of numbers, is repeated at the same addresses alone.
+Programs run one after another, so an interpreted launch is a function of its arguments and of the
+bytes that it reads. A launch of the same kernel, with arguments of the same layout and the same
+bytes wherever the earlier launch read, writes the same bytes to the same positions. Every byte that
+was read is compared, so a change of any input, even of stale memory, makes the launch run again. A
+kernel that casts addresses to integers, or integers to addresses, is replayed only at identical
+addresses.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -33,14 +34,14 @@ _TOUCHED = {
     Access.WRITE: (_WRITTEN,),
     Access.ATOMIC: (_READ, _WRITTEN),
 }
-_NUMBERS = (int, bool, float, str, tl.constexpr)  # of globals, those that a kernel may have
-_MOST = 8  # outcomes kept of launches that differ in what they read alone
+_NUMBERS = (int, bool, float, str, tl.constexpr)  # types of globals that a kernel may use
+_MOST = 8  # outcomes kept per key, for launches that differ only in the bytes they read
 
 
 class KnownLaunches:
-    """Outcomes of launches, for as long as somebody keeps them.
+    """Outcomes of launches, kept as long as this object.
 
-    computed, repeated: how many launches ran, and how many had a known outcome.
+    computed, repeated: how many launches ran, and how many were replayed.
     """
 
     def __init__(self) -> None:
@@ -56,66 +57,72 @@ class KnownLaunches:
         *,
         repeat: bool,
     ) -> None:
-        """Write what the launch of `kernel` is known to write, or `run` it and note what it does.
+        """Replay the writes of an equal launch, or run this one and record its accesses.
 
-        arguments: by name. repeat: False to run it in any case.
+        arguments: by name. repeat: False to run the launch in any case.
         """
         bounds = Bounds(arguments)
         try:
-            told = _Told(bounds)
-            given = told.of(tuple(arguments.items()))
-            key = kernel, grid, told.globals_of(kernel, set()), given, told.ranges()
-        except _UnknownError:
+            argument_key = _ArgumentKey(bounds)
+            values = argument_key.of(tuple(arguments.items()))
+            key = (
+                kernel,
+                grid,
+                argument_key.globals_of(kernel, set()),
+                values,
+                argument_key.ranges(),
+            )
+        except _UncacheableError:
             self.computed += 1
             run(None)
             return
-        known, memory = self._outcomes.setdefault(key, []), told.memory()
-        outcome = next((each for each in known if each.follows(memory)), None)
+        outcomes, memory = self._outcomes.setdefault(key, []), argument_key.memory()
+        outcome = next((each for each in outcomes if each.follows(memory)), None)
         if outcome is not None and repeat:
             self.repeated += 1
             outcome.write(memory)
             return
         self.computed += 1
-        trace = Trace(bounds, told.order, memory)
+        trace = Trace(bounds, argument_key.order, memory)
         run(trace)
         if outcome is None:
-            known.append(trace.outcome())
-            del known[:-_MOST]
+            outcomes.append(trace.outcome())
+            del outcomes[:-_MOST]
 
 
 @contextmanager
 def known_launches() -> Iterator[KnownLaunches]:
-    """Within it, a launch that can only write what an earlier one did is not run again."""
-    before, watch.known = watch.known, KnownLaunches()
+    """Cache launches in the block: replay one that must write the same as an earlier one."""
+    outer, watch.known = watch.known, KnownLaunches()
     try:
         yield watch.known
     finally:
-        watch.known = before
+        watch.known = outer
 
 
-class _UnknownError(Exception):
-    """An argument whose meaning to a launch is not known here."""
+class _UncacheableError(Exception):
+    """An argument whose effect on a launch cannot be determined."""
 
 
-class _Told:
-    """Arguments as a launch depends on them: equal ones, at other addresses too, are told alike.
+class _ArgumentKey:
+    """Hashable keys of arguments, equal if a launch cannot distinguish them.
 
-    order: the ranges of the bounds, in the order in which arguments lie in them.
+    Addresses do not matter. order: indices of the ranges of the bounds, in order of the arguments.
     """
 
     def __init__(self, bounds: Bounds) -> None:
         if bounds.shared:
-            raise _UnknownError
+            raise _UncacheableError
         self._bounds = bounds
         self.order: list[int] = []
 
     def of(self, value: Any) -> Hashable:
-        """Tell a value."""
+        """Return the key of a value; raise _UncacheableError for an unsupported type."""
         kind = type(value)
         if value is None or kind in (int, bool, str):
             return kind, value
         if kind is float:
-            return kind, pack("d", value)  # zeros and NaN have a sign
+            return kind, pack("d", value)  # distinguishes 0 from -0, and NaNs
         if kind is torch.Tensor or isinstance(value, torch.Tensor):
             return self._of_tensor(value)
         if isinstance(value, tuple | list):
@@ -128,106 +135,120 @@ class _Told:
             return kind, tuple((name, self.of(each)) for name, each in vars(value).items())
         if isinstance(value, torch.dtype | torch.device):
             return kind, str(value)
-        raise _UnknownError
+        raise _UncacheableError
 
     def globals_of(self, kernel: FunctionType, seen: set[FunctionType]) -> Hashable:
-        """Tell the numbers and helpers that a kernel, and its helpers, find in their modules."""
+        """Return the key of the global constants and helpers that a kernel and its helpers use."""
         seen.add(kernel)
-        found: list[Hashable] = []
+        keys: list[Hashable] = []
         for name in kernel.__code__.co_names:
             value = kernel.__globals__.get(name)
             if type(value) in _NUMBERS:
-                found.append((name, self.of(value)))
+                keys.append((name, self.of(value)))
             elif isinstance(value, upstream.InterpretedFunction):
                 helper = value.rewrite()
-                found.append((name, helper))
+                keys.append((name, helper))
                 if helper not in seen:
-                    found.append(self.globals_of(helper, seen))
-        return tuple(found)
+                    keys.append(self.globals_of(helper, seen))
+        return tuple(keys)
 
     def _of_tensor(self, tensor: torch.Tensor) -> Hashable:
         if tensor.device.type != "cpu":
-            raise _UnknownError
+            raise _UncacheableError
         if not tensor.numel():
             return tensor.dtype, None
-        found = self._bounds.place_of(tensor.data_ptr())
-        if found is None:  # in a list, whose memory no launch may touch
-            raise _UnknownError
-        place, offset = found
-        if place not in self.order:
-            self.order.append(place)
-        at = self.order.index(place), offset
-        return tensor.dtype, at, tensor.shape, tensor.stride()  # a constexpr has those, too
+        position = self._bounds.place_of(tensor.data_ptr())
+        if position is None:  # in a list: launches may not access its memory
+            raise _UncacheableError
+        range_index, offset = position
+        if range_index not in self.order:
+            self.order.append(range_index)
+        relative_position = self.order.index(range_index), offset
+        return (
+            tensor.dtype,
+            relative_position,
+            tensor.shape,
+            tensor.stride(),
+        )  # a constexpr tensor has them too
 
     def ranges(self) -> Hashable:
-        """Tell the ranges of the arguments told: their sizes, and what descriptors align by."""
-        found = (self._bounds.range(place) for place in self.order)
-        return tuple((end - start, start % 16) for start, end in found)
+        """Return the key of the ranges: sizes, and the alignment that descriptors depend on."""
+        bounds = (self._bounds.range(index) for index in self.order)
+        return tuple((end - start, start % 16) for start, end in bounds)
 
     def memory(self) -> list[Array]:
-        """Return the bytes of each range, to be read and written."""
-        return [_bytes(*self._bounds.range(place)) for place in self.order]
+        """Return writable views of the bytes of each range."""
+        return [_bytes(*self._bounds.range(index)) for index in self.order]
 
 
 class Trace:
-    """What the running launch touches: `memory`, that of some ranges, which `order` names."""
+    """Record of the bytes that a running launch accesses.
+
+    memory: bytes of the ranges. order: indices of those ranges in the bounds.
+    """
 
     def __init__(self, bounds: Bounds, order: list[int], memory: list[Array]) -> None:
         self._bounds, self._memory = bounds, memory
-        self._at = {place: at for at, place in enumerate(order)}
+        self._at = {range_index: index for index, range_index in enumerate(order)}
         self._before = [each.copy() for each in memory]
-        # By range, kind and size of elements: 1 at the first byte of every one that was touched,
-        # and the distance from an element to its mark.
+        # Keyed by (range, kind, element size): marks, with 1 at the first byte of each accessed
+        # element, and the distance from an element's address to that of its mark.
         self._marks: dict[tuple[int, int, int], tuple[Array, Any]] = {}
         self._sees_addresses = False
 
     def see_addresses(self) -> None:
-        """Note that what the launch does depends on where its arguments are."""
+        """Note that the launch depends on the addresses of its arguments."""
         self._sees_addresses = True
 
     def touch(
         self, access: Access, pointers: Array, lanes: Array, nbytes: int, place: int | None
     ) -> None:
-        """Note elements of `nbytes` bytes that are about to be touched, where lanes are on.
+        """Record that elements of `nbytes` bytes in the active lanes are about to be accessed.
 
-        place: the range that holds all pointers, None if there is none such.
+        place: index of the range that contains all pointers, None if there is none.
         """
-        places = self._bounds.places_of(pointers, lanes) if place is None else (place,)
-        for each in places:
-            only = lanes if len(places) == 1 else lanes & self._bounds.within(pointers, each)
+        indices = self._bounds.places_of(pointers, lanes) if place is None else (place,)
+        for index in indices:
+            lanes_in_range = (
+                lanes if len(indices) == 1 else lanes & self._bounds.within(pointers, index)
+            )
             for kind in _TOUCHED[access]:
-                shift = self._marked((self._at[each], kind, nbytes), each)[1]
-                upstream._interpreter.store(pointers + shift, _ones(pointers.shape), only)
+                shift = self._marked((self._at[index], kind, nbytes), index)[1]
+                upstream._interpreter.store(pointers + shift, _ones(pointers.shape), lanes_in_range)
 
     def _marked(self, key: tuple[int, int, int], place: int) -> tuple[Array, Any]:
-        found = self._marks.get(key)
-        if found is None:
+        entry = self._marks.get(key)
+        if entry is None:
             marks = np.zeros(len(self._memory[key[0]]), BOOL)
             distance = marks.ctypes.data - self._bounds.range(place)[0]
-            found = self._marks[key] = marks, np.uint64(distance % 2**64)
-        return found
+            entry = self._marks[key] = marks, np.uint64(distance % 2**64)
+        return entry
 
     def outcome(self) -> "_Outcome":
-        """Return what the launch did, now that it has ended."""
+        """Return the outcome of the launch, after it has ended."""
         masks: dict[tuple[int, int], Array] = {}
-        for (at, kind, nbytes), (marks, _) in self._marks.items():
-            mask = masks.setdefault((at, kind), np.zeros(len(marks), BOOL))
+        for (index, kind, nbytes), (marks, _) in self._marks.items():
+            mask = masks.setdefault((index, kind), np.zeros(len(marks), BOOL))
             for byte in range(nbytes):
                 mask[byte:] |= marks[: len(marks) - byte]
-        read = [(at, mask, self._before[at]) for (at, kind), mask in masks.items() if kind == _READ]
+        read = [
+            (index, mask, self._before[index])
+            for (index, kind), mask in masks.items()
+            if kind == _READ
+        ]
         written = [
-            (at, mask, self._memory[at].copy())
-            for (at, kind), mask in masks.items()
+            (index, mask, self._memory[index].copy())
+            for (index, kind), mask in masks.items()
             if kind == _WRITTEN
         ]
-        where = tuple(map(_start, self._memory)) if self._sees_addresses else None
-        return _Outcome(read, written, where)
+        addresses = tuple(map(_start, self._memory)) if self._sees_addresses else None
+        return _Outcome(read, written, addresses)
 
 
 class _Outcome:
-    """What a launch read and wrote: of some ranges, which bytes, and what they held.
+    """Bytes that a launch read and wrote: (range, mask, contents) for each range.
 
-    where: the ranges' addresses, if the launch depends on them.
+    where: addresses of the ranges, if the launch depends on them.
     """
 
     def __init__(
@@ -239,15 +260,15 @@ class _Outcome:
         self._read, self._written, self._where = read, written, where
 
     def follows(self, memory: list[Array]) -> bool:
-        """Tell whether a launch that finds this memory reads what the one before read."""
+        """Return whether a launch with this memory reads the same bytes, so its outcome is this."""
         if self._where is not None and self._where != tuple(map(_start, memory)):
             return False
-        return not any(((memory[at] != was) & mask).any() for at, mask, was in self._read)
+        return not any(((memory[index] != was) & mask).any() for index, mask, was in self._read)
 
     def write(self, memory: list[Array]) -> None:
-        """Write what the launch wrote, and nothing beside it."""
-        for at, mask, became in self._written:
-            np.copyto(memory[at], became, where=mask)
+        """Write the bytes that the launch wrote, and no others."""
+        for index, mask, became in self._written:
+            np.copyto(memory[index], became, where=mask)
 
 
 def _bytes(start: int, end: int) -> Array:

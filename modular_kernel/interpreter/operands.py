@@ -1,10 +1,10 @@
-"""The two operands of an interpreted operation, made alike without looking twice.
+"""Fast conversion of the two operands of an interpreted operation.
 
-Before each operation upstream finds the type that both operands are converted to, makes constants
-of Python numbers, twice, and compares shapes size by size: a third of the time of most kernels. Of
-two operands that are alike already, of an address and an offset, and of a tensor and a number that
-takes its type, the outcome is known. All others are upstream's, errors among them. Written for
-`modular_kernel.interpreter.patch`, which puts these in place of upstream's.
+Before each operation, upstream determines the common type of the operands, converts Python numbers
+to constants twice, and compares shapes size by size, which took a third of most kernels' time. Here
+the result is computed directly for operands of equal type, for an address and an offset, and for a
+tensor and a number that converts to its type. Upstream handles all other cases, including errors.
+`modular_kernel.interpreter.patch` installs these functions in place of upstream's.
 """
 
 import inspect
@@ -20,14 +20,14 @@ from modular_kernel.interpreter.dtypes import Array, Foreign, storage_of
 from modular_kernel.interpreter.fast_memory import OF_MEMORY
 from modular_kernel.interpreter.fast_paths import OF_LANGUAGE, OF_TENSORS, takes
 
-# The originals that the replacements below still call.
+# The original functions, which the replacements below still call.
 _operands: Callable[..., tuple[Foreign, Foreign]] = TritonSemantic.binary_op_type_checking_impl
 _broadcast: Callable[..., tuple[Foreign, Foreign]] = TritonSemantic.broadcast_impl_value
 _to_tensor: Callable[..., Foreign] = TritonSemantic.to_tensor
 _unwrap = tl.core._unwrap_if_constexpr
 _check_handle = upstream.TensorHandle.__post_init__
 
-# Two operands of such a type keep it, in every operation; triton has one object for each type.
+# Types that two operands keep in every operation; triton has one object per type.
 _KEPT = frozenset(map(id, (tl.int1, tl.int8, tl.uint8, tl.int32, tl.int64, tl.float32)))
 _INTEGERS = (tl.int32, tl.int64)
 _WRAPPING = (list, tuple, tl.tuple, tl.constexpr)
@@ -42,13 +42,15 @@ def make_alike(
     arithmetic_check: bool = True,
     div_or_mod: bool = False,
 ) -> tuple[Foreign, Foreign]:
-    """`TritonSemantic.binary_op_type_checking_impl`."""
+    """Replace `TritonSemantic.binary_op_type_checking_impl`."""
     if type(lhs) is tl.tensor:
         kind = lhs.dtype
         if type(rhs) is tl.tensor:
             other = rhs.dtype
-            alike = kind is other and id(kind) in _KEPT
-            if alike or (allow_lhs_ptr and type(kind) is tl.pointer_type and other in _INTEGERS):
+            same_type = kind is other and id(kind) in _KEPT
+            if same_type or (
+                allow_lhs_ptr and type(kind) is tl.pointer_type and other in _INTEGERS
+            ):
                 return spread(self, lhs, rhs)
         elif arithmetic_check and takes(kind, rhs):
             return lhs, _number_like(lhs, rhs)
@@ -58,57 +60,57 @@ def make_alike(
 
 
 def spread(self: Foreign, lhs: Foreign, rhs: Foreign) -> tuple[Foreign, Foreign]:
-    """`TritonSemantic.broadcast_impl_value`."""
+    """Replace `TritonSemantic.broadcast_impl_value`."""
     if type(lhs) is not tl.tensor or type(rhs) is not tl.tensor:
         return _broadcast(self, lhs, rhs)
-    if lhs.shape is rhs.shape:  # tensors of equal shapes have one between them, see block_types
+    if lhs.shape is rhs.shape:  # equal shapes are one object, see block_types
         return lhs, rhs
     left, right = _sizes(lhs), _sizes(rhs)
-    wanted = _common(left, right)
-    if wanted is None:
+    target = _common(left, right)
+    if target is None:
         return _broadcast(self, lhs, rhs)
-    return _spread_to(lhs, left, wanted), _spread_to(rhs, right, wanted)
+    return _spread_to(lhs, left, target), _spread_to(rhs, right, target)
 
 
 def unwrap(value: Foreign) -> Foreign:
-    """`tl.core._unwrap_if_constexpr`."""
+    """Replace `tl.core._unwrap_if_constexpr`."""
     return _unwrap(value) if isinstance(value, _WRAPPING) else value
 
 
 def to_tensor(self: Foreign, x: Foreign, check_type: bool = True) -> Foreign:
-    """`TritonSemantic.to_tensor`."""
+    """Replace `TritonSemantic.to_tensor`."""
     return x if type(x) is tl.tensor else _to_tensor(self, x, check_type)
 
 
 def check_handle(self: Foreign) -> None:
-    """`TensorHandle.__post_init__`."""
+    """Replace `TensorHandle.__post_init__`."""
     kind = self.dtype
     if type(kind) is not tl.pointer_type and self.data.itemsize * 8 > kind.primitive_bitwidth:
         _check_handle(self)
 
 
 def patch_builtins(module: Foreign, builder: Foreign, scope: Foreign) -> None:
-    """`_patch_builtin` of the interpreter: what it looks for is the same at every launch."""
+    """Replace `_patch_builtin` of the interpreter; look up a module's builtins only once."""
     for name, member, function in _builtins(module, builder):
-        now = getattr(module, name, None)
-        if now is member:
+        current = getattr(module, name, None)
+        if current is member:
             scope.set_attr(module, name, function)
-        elif tl.core.is_builtin(now):  # somebody has put another one there since
-            scope.set_attr(module, name, _with_semantic(now, TritonSemantic(builder)))
+        elif tl.core.is_builtin(current):  # it was replaced since the lookup
+            scope.set_attr(module, name, _with_semantic(current, TritonSemantic(builder)))
 
 
 @cache
 def _builtins(module: Foreign, builder: Foreign) -> tuple[tuple[str, Foreign, Foreign], ...]:
     semantic = TritonSemantic(builder)
-    found = inspect.getmembers(module, tl.core.is_builtin)
-    cuts: dict[str, Callable[[Foreign], Foreign]] = {}
+    members = inspect.getmembers(module, tl.core.is_builtin)
+    fast_paths: dict[str, Callable[[Foreign], Foreign]] = {}
     if module is tl.tensor:
-        cuts = OF_TENSORS
+        fast_paths = OF_TENSORS
     elif module in (tl, tl.core):
-        cuts = OF_LANGUAGE | OF_MEMORY
+        fast_paths = OF_LANGUAGE | OF_MEMORY
     return tuple(
-        (name, member, cuts.get(name, _unchanged)(_with_semantic(member, semantic)))
-        for name, member in found
+        (name, member, fast_paths.get(name, _unchanged)(_with_semantic(member, semantic)))
+        for name, member in members
     )
 
 
@@ -117,15 +119,15 @@ def _unchanged(function: Foreign) -> Foreign:
 
 
 def _with_semantic(member: Foreign, semantic: Foreign) -> Foreign:
-    # Without the wrapper that asks for what is given here.
-    plain = member.__code__.co_qualname == "builtin.<locals>.wrapper"
-    inner = member.__wrapped__ if plain else member
+    # Skip triton's wrapper, which checks for the argument that is passed here.
+    is_wrapper = member.__code__.co_qualname == "builtin.<locals>.wrapper"
+    inner = member.__wrapped__ if is_wrapper else member
 
-    def called(*args: Foreign, **kwargs: Foreign) -> Foreign:
+    def call_with_semantic(*args: Foreign, **kwargs: Foreign) -> Foreign:
         kwargs["_semantic"] = semantic
         return inner(*args, **kwargs)
 
-    return called
+    return call_with_semantic
 
 
 def _number_like(tensor: Foreign, number: float) -> Foreign:
@@ -134,14 +136,14 @@ def _number_like(tensor: Foreign, number: float) -> Foreign:
 
 
 def _sizes(tensor: Foreign) -> tuple[int, ...]:
-    """Return the sizes of a block, none of a scalar, whose data may be an array of one."""
+    """Return the sizes of a block; () for a scalar, whose data may be an array of one element."""
     sizes: tuple[int, ...] = tensor.handle.data.shape
     return sizes if type(tensor.type) is tl.block_type else ()
 
 
 @cache
 def _common(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the sizes that both are spread to, None where they do not go together."""
+    """Return the sizes that both operands are broadcast to; None if they are incompatible."""
     try:
         return np.broadcast_shapes(left, right)
     except ValueError:
@@ -158,7 +160,7 @@ def _spread_to(tensor: Foreign, sizes: tuple[int, ...], wanted: tuple[int, ...])
 
 @lru_cache(maxsize=4096)
 def _full(number: float, kind: Foreign, shape: tuple[int, ...]) -> Array:
-    """Return as many equal numbers; nobody may write them, since others have them, too."""
+    """Return a cached, read-only array of equal numbers."""
     data = np.full(shape, number, storage_of(kind))
     data.flags.writeable = False
     return data

@@ -1,1 +1,1 @@
-"""Exchange by torch.distributed collectives, over NCCL or gloo."""
+"""Parts over torch.distributed collectives, with NCCL or gloo."""

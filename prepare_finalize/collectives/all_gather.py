@@ -1,4 +1,4 @@
-"""All ranks gather all tokens, and send the sums of each rank's tokens back to it."""
+"""All-gather of all tokens, and a reduce-scatter of their sums to the ranks they came from."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,27 +20,28 @@ from prepare_finalize.common.tokens import (
 
 
 class AllGatherReduceScatterPrepareAndFinalize(RowsPart):
-    """One all-gather of packed rows, padded to the longest rank; then each owner gets W partial
-    sums of each of its tokens, in the problem's dtype, and adds them in float32 in the order of
-    ranks, so equal input gives equal bits.
+    """All-gather packed rows; each rank then sums W partial results of each of its tokens.
 
-    Every rank sees every token, so this suits small W, or top-k that reaches most ranks anyway.
-    Counts are exchanged first and read on the host: T may differ from rank to rank and be 0.
+    Rows are padded to the largest T of all ranks. Partial sums are sent in the problem's dtype and
+    added in float32 in rank order, so equal inputs give equal bits.
+
+    Every rank receives every token, which suits small W, or a top-k that reaches most ranks anyway.
+    Counts are exchanged first and read on the host: T may differ between ranks and may be 0.
     """
 
-    near_first = False  # ranks that have all tokens must agree on copies
+    near_first = False  # all ranks have all tokens, and must select the same copies
 
     requires = replace(CONTIGUOUS, batch_invariant=True, asynchronous=True)
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, world = self.problem, self.problem.parallel.world_size
-        most, nbytes = problem.tokens, self.rows.most_bytes()
+        max_tokens, nbytes = problem.tokens, self.rows.most_bytes()
         return {
-            **token_specs(problem, most),
-            **self.rows.specs(world * most),
-            "packed_own": BufferSpec((most, nbytes), torch.uint8),
-            "packed_all": BufferSpec((world * most, nbytes), torch.uint8),
-            "returned": BufferSpec((world * most, problem.hidden), problem.dtype),
+            **token_specs(problem, max_tokens),
+            **self.rows.specs(world * max_tokens),
+            "packed_own": BufferSpec((max_tokens, nbytes), torch.uint8),
+            "packed_all": BufferSpec((world * max_tokens, nbytes), torch.uint8),
+            "returned": BufferSpec((world * max_tokens, problem.hidden), problem.dtype),
         }
 
     def send(
@@ -59,33 +60,38 @@ class AllGatherReduceScatterPrepareAndFinalize(RowsPart):
             largest=self.largest(x_TH, call),
         )
         call.invalid_ids.add_(invalid)
-        most = max(agreed.tokens_W)
-        layout, own, scale = self.pack(x_TH, routing, weights, call, agreed, rows=most)
+        longest = max(agreed.tokens_W)
+        layout, packed_own, scale = self.pack(x_TH, routing, weights, call, agreed, rows=longest)
         ids_TK = torch.where(rank_TK >= 0, routing.topk_ids_TK, -1).to(torch.int32)
-        layout.put(own[:tokens], "ids", ids_TK)
-        layout.put(own[:tokens], "weights", routing.topk_weights_TK)
-        packed = call.workspace.take("packed_all", (manager.world_size * most, layout.nbytes))
+        layout.put(packed_own[:tokens], "ids", ids_TK)
+        layout.put(packed_own[:tokens], "weights", routing.topk_weights_TK)
+        packed = call.workspace.take("packed_all", (manager.world_size * longest, layout.nbytes))
         exchange = None
-        if most:
-            exchange = manager.all_gather(packed, own, step=agreed.step, phase="dispatch")
+        if longest:
+            exchange = manager.all_gather(packed, packed_own, step=agreed.step, phase="dispatch")
 
         def receive() -> tuple[Dispatched, Handle]:
             if exchange is not None:
                 exchange.wait()
             starts = enumerate(agreed.tokens_W)
-            blocks = [packed[rank * most : rank * most + count] for rank, count in starts]
-            here = self.rows.unpack(call, blocks)
-            # Every rank counts the gathered rows alike, so copies of an expert are shared out.
-            rank_RK, slot_RK, _ = pairs_to_slots(here.ids_RK, tables, together=True)
-            is_mine = rank_RK == manager.rank
-            here.ids_RK.copy_(torch.where(is_mine, slot_RK, -1))
-            here.weights_RK.copy_(torch.where(is_mine, here.weights_RK, 0))
-            left = None if self.problem.apply_router_weight_on_input else here.weights_RK
-            scales = scale if here.scale is None else here.scale
-            arrived = self.local_tokens(
-                call, here.x_RH, scales, here.ids_RK, here.weights_RK, here.adapters_R
+            blocks = [packed[rank * longest : rank * longest + count] for rank, count in starts]
+            rows = self.rows.unpack(call, blocks)
+            # All ranks see the gathered rows in one order and thus select the same copies.
+            rank_RK, slot_RK, _ = pairs_to_slots(rows.ids_RK, tables, together=True)
+            is_local = rank_RK == manager.rank
+            rows.ids_RK.copy_(torch.where(is_local, slot_RK, -1))
+            rows.weights_RK.copy_(torch.where(is_local, rows.weights_RK, 0))
+            weights_RK = None if self.problem.apply_router_weight_on_input else rows.weights_RK
+            scales = scale if rows.scale is None else rows.scale
+            arrived_tokens = self.local_tokens(
+                call,
+                rows.x_RH,
+                scales,
+                rows.ids_RK,
+                rows.weights_RK,
+                rows.adapters_R,
             )
-            return arrived, GroupHandle(self, call, agreed, left)
+            return arrived_tokens, GroupHandle(self, call, agreed, weights_RK)
 
         return receive
 
@@ -97,12 +103,12 @@ class AllGatherReduceScatterPrepareAndFinalize(RowsPart):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        own, manager = self.own_handle(handle, GroupHandle), self.manager
-        take, counts_W = own.call.workspace.take, own.agreed.tokens_W
+        group_handle, manager = self.own_handle(handle, GroupHandle), self.manager
+        take, counts_W = group_handle.call.workspace.take, group_handle.agreed.tokens_W
         (tokens, hidden), world = out.shape, manager.world_size
         sum_RH = take("rows_sum", (sum(counts_W), hidden))
         weight_and_reduce(
-            expert_output, own.topk_weights_RK, self.problem, reduce=reduce, out=sum_RH
+            expert_output, group_handle.topk_weights_RK, self.problem, reduce=reduce, out=sum_RH
         )
         if not sum(counts_W):
             return
@@ -113,7 +119,7 @@ class AllGatherReduceScatterPrepareAndFinalize(RowsPart):
                 sum_RH.view(torch.uint8),
                 out_rows=[tokens] * world,
                 given_rows=counts_W,
-                step=own.agreed.step,
+                step=group_handle.agreed.step,
                 phase="combine",
             ).wait()
             sum_TH = take("tokens_sum", (tokens, hidden)).zero_()

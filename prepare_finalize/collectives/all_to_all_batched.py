@@ -1,4 +1,4 @@
-"""The all_to_all of torch.distributed for batched experts: rows are regrouped where they arrive."""
+"""all_to_all of torch.distributed for batched experts: rows are regrouped on the receiving rank."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -26,15 +26,20 @@ from topk_reduce import TopKWeightAndReduceNaiveBatched
 
 @dataclass(frozen=True)
 class RegroupedHandle(All2AllHandle):
-    """row_of_pair_RK: (R, K) int32, the batched row of each pair of a row, -1 where it has none."""
+    """Handle of regrouped rows.
+
+    row_of_pair_RK: (R, K) int32, the batched row of each pair of a received row, -1 for none.
+    """
 
     row_of_pair_RK: torch.Tensor
 
 
 class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
-    """As TorchAll2AllPrepareAndFinalize between ranks; on each of them as
-    BatchedPrepareAndFinalize: (R, H) rows that arrived -> (e, R, H), one per row and expert, in
-    the order of ranks, then of their tokens. Capacity is for problem.tokens of every rank.
+    """Dispatch as TorchAll2AllPrepareAndFinalize does, then regroup rows by expert.
+
+    On each rank the (R, H) received rows become (e, R, H), one per row and expert, ordered by
+    sending rank, then token, as in BatchedPrepareAndFinalize. There is capacity for problem.tokens
+    of every rank.
     """
 
     requires = replace(
@@ -70,10 +75,10 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
 
     @property
     def _rows_have_scales(self) -> bool:
-        """Whether each row brings scales of its own."""
+        """Return whether each row is sent with its own scales."""
         scheme = self.problem.scheme
-        one = scheme.static or one_scale_for_all(self.problem)
-        return scheme.travels_quantized and not one
+        shared = scheme.static or one_scale_for_all(self.problem)
+        return scheme.travels_quantized and not shared
 
     def arrange(
         self, tokens: ContiguousTokens, handle: All2AllHandle
@@ -91,17 +96,17 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
             scratch=take("assign_scratch", scratch.shape),
         )
         x_eCH, scale = take("batched_x", (e, capacity, hidden)), tokens.scale
-        given = to = None
+        row_scales = batched_scales = None
         if self._rows_have_scales and scale is not None:
-            given, scale = scale, take("batched_scale", (e, capacity, scale.shape[1]))
-            to = scale.flatten(0, 1)
+            row_scales, scale = scale, take("batched_scale", (e, capacity, scale.shape[1]))
+            batched_scales = scale.flatten(0, 1)
         permute_tokens(
             tokens.x_TH,
             row_of_pair_RK,
             None,
             rows_RH=x_eCH.flatten(0, 1),
-            scale_TG=given,
-            scale_rows_RG=to,
+            scale_TG=row_scales,
+            scale_rows_RG=batched_scales,
         )
         slots_eC = None
         if tokens.routing.adapters_T is not None:

@@ -1,4 +1,4 @@
-"""Every rank sees every token: no dispatch, and one all-reduce at the end."""
+"""Replicated tokens: no dispatch, and one all-reduce to combine."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,14 +17,14 @@ from prepare_finalize.common.tokens import quantize_tokens, token_specs, weight_
 
 
 class ReplicatedEPPrepareAndFinalize(AgreeingPart):
-    """Each rank computes the pairs of its own experts, and the sums of all ranks are added.
+    """Compute the pairs of local experts on each rank, and all-reduce the sums.
 
-    x and routing must be the same on all ranks, and so is the output. The sums meet in float32
-    and are rounded to the problem's dtype once; how the all-reduce orders them is the backend's
-    affair, so nothing is promised about the last bits.
+    x and routing must be the same on all ranks; the output is too. Sums are reduced in float32 and
+    rounded to the problem's dtype once. The backend chooses the order of the all-reduce, so the
+    last bits are not deterministic.
     """
 
-    near_first = False  # ranks that have all tokens must agree on copies
+    near_first = False  # all ranks have all tokens, and must select the same copies
 
     requires = replace(CONTIGUOUS, replicated_input=True, deterministic=False)
 
@@ -44,39 +44,37 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
     ) -> tuple[Dispatched, Handle]:
         self.manager.check_device(x_TH.device)
-        with stages.stage(stages.DISPATCH):  # no row travels, but that ranks agree takes time
+        with stages.stage(stages.DISPATCH):  # sends no rows, but agreement takes time
             agreed, slots_TK, weights_TK = self._agreed(x_TH, routing, call)
         rows, scale = quantize_tokens(x_TH, self.problem, weights=weights, call=call)
-        left = None if self.problem.apply_router_weight_on_input else weights_TK
-        handle = GroupHandle(self, call, agreed, left)
+        unapplied_TK = None if self.problem.apply_router_weight_on_input else weights_TK
+        handle = GroupHandle(self, call, agreed, unapplied_TK)
         adapters = () if routing.slots_T is None else (routing.slots_T, x_TH)
         return self.local_tokens(call, rows, scale, slots_TK, weights_TK, *adapters), handle
 
     def _agreed(
         self, x_TH: torch.Tensor, routing: Routing, call: Call
     ) -> tuple[Agreement, torch.Tensor, torch.Tensor]:
-        """Return what ranks told each other, and the slots and weights of the pairs here.
-
-        Slots are int32.
-        """
-        nothing = [0] * self.manager.world_size
+        """Return the agreement of ranks, and the int32 slots and weights of local pairs."""
+        no_rows = [0] * self.manager.world_size
         agreed = agree(
             self.layer,
             call,
             tokens=x_TH.shape[0],
-            rows_W=nothing,
+            rows_W=no_rows,
             device=x_TH.device,
         )
         refuse_unequal_tokens(self.manager, agreed)
         tables = self.tables(x_TH.device)
-        # Every rank counts steps alike, so calls of one token take turns with copies, too.
+        # Steps are the same on every rank; starting at the step makes even calls of one token use
+        # all copies round-robin.
         rank_TK, slot_TK, invalid = pairs_to_slots(
             routing.topk_ids_TK, tables, first_token=agreed.step
         )
         call.invalid_ids.add_(invalid)
-        here = rank_TK == self.manager.rank
-        slots_TK = torch.where(here, slot_TK, -1).to(torch.int32)
-        return agreed, slots_TK, torch.where(here, routing.topk_weights_TK, 0)
+        is_local = rank_TK == self.manager.rank
+        slots_TK = torch.where(is_local, slot_TK, -1).to(torch.int32)
+        return agreed, slots_TK, torch.where(is_local, routing.topk_weights_TK, 0)
 
     def finalize(
         self,
@@ -86,12 +84,12 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        own = self.own_handle(handle, GroupHandle)
-        sum_TH = own.call.workspace.take("tokens_sum", tuple(out.shape))
+        own_handle = self.own_handle(handle, GroupHandle)
+        sum_TH = own_handle.call.workspace.take("tokens_sum", tuple(out.shape))
         weight_and_reduce(
-            expert_output, own.topk_weights_RK, self.problem, reduce=reduce, out=sum_TH
+            expert_output, own_handle.topk_weights_RK, self.problem, reduce=reduce, out=sum_TH
         )
         with stages.stage(stages.COMBINE):
-            if out.numel():  # as every rank finds: T is the same on all
-                self.manager.all_reduce(sum_TH, step=own.agreed.step, phase="combine").wait()
+            if out.numel():  # the same on every rank, since T is
+                self.manager.all_reduce(sum_TH, step=own_handle.agreed.step, phase="combine").wait()
             out.copy_(sum_TH)

@@ -1,4 +1,4 @@
-"""What parts over torch's collectives that hand over contiguous tokens declare alike."""
+"""Common requirements of the contiguous parts over torch.distributed collectives."""
 
 from modular_kernel.compatibility.support import PrepareFinalizeRequirements
 from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES

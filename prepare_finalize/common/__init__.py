@@ -1,1 +1,1 @@
-"""What parts over ranks share: the group, agreement between ranks, the rows they send."""
+"""Code shared by parts over ranks: the process group, agreement between ranks, packed rows."""

@@ -1,5 +1,7 @@
-"""What ranks tell each other before a call sends anything: that they mean the same call, that none
-of them refuses it, and the numbers of rows that will come."""
+"""Agreement of ranks before a call sends anything.
+
+Ranks verify that they make the same call and that none refuses it, and exchange row counts.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -14,7 +16,7 @@ from prepare_finalize.common.torch_group import TorchGroup
 
 _SHARED = ("tokens", "hidden", "experts", "top_k")
 _FIELDS = (*_SHARED, "layer", "call", "step", "order", "others")
-# What a rank may refuse a call with, told as its place here; whatever else is the first.
+# Errors with which a rank may refuse a call, sent as an index; any other error is index 0.
 _REFUSALS = (
     "an error",
     *("InputError", "CapacityError", "ConfigurationError", "DeviceError", "DtypeError"),
@@ -28,9 +30,12 @@ _IN_WORDS = {
 
 @dataclass
 class Layer:
-    """A part among those of its manager. number: counted from 1 as they are made, on every rank
-    alike. calls: that all ranks agreed on. counts: how many of rows a rank tells; 0: one of each
-    rank."""
+    """A part, as one of the layers of its manager.
+
+    - number: index of the layer, from 1, in order of creation; the same on every rank.
+    - calls: number of calls that all ranks agreed on.
+    - counts: how many row counts each rank sends; 0 means one for each rank.
+    """
 
     manager: TorchGroup
     problem: Problem
@@ -41,11 +46,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the ranks of one call told.
+    """Values that the ranks of one call exchanged.
 
-    tokens_W: T of each rank. rows_WW: [s], the counts of rank s: [s][d], the rows it sends rank d,
-    where a part does not count otherwise. largest: of the
-    activations of all ranks, where one scale serves them all.
+    - tokens_W: T of each rank.
+    - rows_WW: rows_WW[s][d] is the number of rows that rank s sends to rank d, unless the part
+      defines its counts otherwise.
+    - largest: largest activation magnitude over all ranks, if they share one scale.
     """
 
     step: int
@@ -65,23 +71,24 @@ def agree(
 ) -> Agreement:
     """Exchange T, the rows for each rank, and the largest activation magnitude (float32, (1,)).
 
-    device: where tensors are. CommunicationError on every rank alike, and before anything else is
-    sent, if one refuses its call, if ranks disagree on the layer, the pairing, the step or what was
-    exchanged before, or if one passes more tokens than buffers are made for. Then the call counts
-    for none of them.
+    device: device of the tensors.
+
+    Raises CommunicationError on every rank, before anything else is sent, if a rank refuses the
+    call, if ranks disagree on the layer, the pairing, the step or the exchanges before it, or if a
+    rank passes more tokens than buffers have room for. The call is then not counted on any rank.
     """
     manager, problem = layer.manager, layer.problem
     step = manager.next_step(layer.number, layer.calls + 1)
     call.told = True
-    mine = _fields(layer, step, _other_properties(problem, call))
-    told = torch.tensor([*mine, tokens, *rows_W, 0, -1], dtype=torch.int64).to(device)
+    own_fields = _fields(layer, step, _other_properties(problem, call))
+    sent = torch.tensor([*own_fields, tokens, *rows_W, 0, -1], dtype=torch.int64).to(device)
     if largest is not None:
-        told[-2:-1] = largest.view(torch.int32)
-    heard = torch.empty(manager.world_size * told.numel(), dtype=torch.int64, device=device)
-    manager.all_gather(heard, told, step=step, phase="counts").wait()
-    table = heard.view(manager.world_size, -1).tolist()
-    fields = [row[: len(mine)] for row in table]
-    rest = [row[len(mine) : -1] for row in table]
+        sent[-2:-1] = largest.view(torch.int32)
+    received = torch.empty(manager.world_size * sent.numel(), dtype=torch.int64, device=device)
+    manager.all_gather(received, sent, step=step, phase="counts").wait()
+    table = received.view(manager.world_size, -1).tolist()
+    fields = [row[: len(own_fields)] for row in table]
+    rest = [row[len(own_fields) : -1] for row in table]
     _not_refused(manager, fields, [row[-1] for row in table], step)
     _same(manager, fields, step)
     _bounded(manager, rest, problem.tokens, step)
@@ -92,50 +99,50 @@ def agree(
 
 
 def refuse(layer: Layer, error: Exception) -> None:
-    """Tell those who call `agree` that this rank refuses the call, and do not wait for them.
+    """Notify peers that this rank refuses the call, without waiting for them.
 
-    Says nothing where nothing can be told: the manager has failed, or is destroyed.
+    Peers raise in `agree`. Does nothing if the manager has failed or is destroyed.
     """
     manager = layer.manager
-    kinds = [_REFUSALS.index(kind.__name__) for kind in type(error).__mro__
+    refusals = [_REFUSALS.index(kind.__name__) for kind in type(error).__mro__
              if kind.__name__ in _REFUSALS]  # fmt: skip
     try:
         step = manager.next_step(layer.number, layer.calls + 1)
-        mine = _fields(layer, step, 0)
-        nothing = [0] * (2 + (layer.counts or manager.world_size))
-        told = torch.tensor([*mine, *nothing, (kinds or [0])[0]], dtype=torch.int64)
-        told = told.to(manager.device)
-        manager.tell(told, step=step, why=type(error).__name__)
+        own_fields = _fields(layer, step, 0)
+        no_counts = [0] * (2 + (layer.counts or manager.world_size))
+        sent = torch.tensor([*own_fields, *no_counts, (refusals or [0])[0]], dtype=torch.int64)
+        sent = sent.to(manager.device)
+        manager.tell(sent, step=step, why=type(error).__name__)
     except (CommunicationError, UnsupportedError):
         return
 
 
 def refuse_unequal_tokens(manager: TorchGroup, agreed: Agreement) -> None:
-    """CommunicationError on every rank unless all pass as many tokens."""
-    mine = agreed.tokens_W[manager.rank]
-    peers = [rank for rank, tokens in enumerate(agreed.tokens_W) if tokens != mine]
+    """Raise CommunicationError on every rank unless all ranks pass the same number of tokens."""
+    own_tokens = agreed.tokens_W[manager.rank]
+    peers = [rank for rank, tokens in enumerate(agreed.tokens_W) if tokens != own_tokens]
     if peers:
         got = f"T = {', '.join(map(str, agreed.tokens_W))} by rank"
         raise manager.disagreement(got, "the same tokens on all", step=agreed.step, peers=peers)
 
 
 def refuse_more_rows(layer: Layer, agreed: Agreement, received_W: Sequence[int]) -> None:
-    """CommunicationError on every rank, before rows move, if one of them would receive too many.
+    """Raise CommunicationError on every rank if one would receive too many rows.
 
-    received_W: by rank. The bound is Problem.max_received.
+    The limit is Problem.max_received. Raised before rows move. received_W: rows by receiving rank.
     """
-    most = layer.problem.max_received
-    if most is None:
+    max_rows = layer.problem.max_received
+    if max_rows is None:
         return
-    peers = [rank for rank, rows in enumerate(received_W) if rows > most]
+    peers = [rank for rank, rows in enumerate(received_W) if rows > max_rows]
     if peers:
         got = "; ".join(f"{received_W[rank]} rows for rank {rank}" for rank in peers)
-        need = f"<= {most}, as Problem.max_received says"
+        need = f"<= {max_rows}, as Problem.max_received says"
         raise layer.manager.disagreement(got, need, step=agreed.step, peers=peers)
 
 
 def _fields(layer: Layer, step: int, others: int) -> list[int]:
-    """As `_FIELDS` names them."""
+    """Return the values of `_FIELDS`."""
     shared = [getattr(layer.problem, name) for name in _SHARED]
     return [*shared, layer.number, layer.calls + 1, step, layer.manager.order, others]
 
@@ -146,36 +153,33 @@ def _not_refused(
     if max(refusals) < 0:
         return
     peers = [rank for rank, refusal in enumerate(refusals) if refusal >= 0]
-    at = len(_SHARED)
-    shown = [
-        f"rank {rank} refused its call {fields[rank][at + 1]} of layer {fields[rank][at]} with "
-        f"{_REFUSALS[refusals[rank]]}"
+    layer = len(_SHARED)
+    refused = [
+        f"rank {rank} refused its call {fields[rank][layer + 1]} of layer {fields[rank][layer]} "
+        f"with {_REFUSALS[refusals[rank]]}"
         for rank in peers
     ]
     need = "calls that every rank takes"
-    raise manager.disagreement("; ".join(shown), need, step=step, peers=peers)
+    raise manager.disagreement("; ".join(refused), need, step=step, peers=peers)
 
 
 def _same(manager: TorchGroup, fields: list[list[int]], step: int) -> None:
-    mine = fields[manager.rank]
-    if fields.count(mine) == len(fields):
+    own_fields = fields[manager.rank]
+    if fields.count(own_fields) == len(fields):
         return
-    peers = [rank for rank, theirs in enumerate(fields) if theirs != mine]
-    shown = []
+    peers = [rank for rank, other in enumerate(fields) if other != own_fields]
+    differences = []
     for name, *values in zip(_FIELDS, *fields, strict=True):
         if len(set(values)) > 1:
             by_rank = f"{name} {', '.join(map(str, values))} by rank"
-            shown.append(_IN_WORDS.get(name, by_rank))
-    got = "; ".join(shown)
+            differences.append(_IN_WORDS.get(name, by_rank))
+    got = "; ".join(differences)
     need = "one layer, call, pairing, step and order"
     raise manager.disagreement(got, need, step=step, peers=peers)
 
 
 def _bounded(manager: TorchGroup, rest: list[list[int]], most: int, step: int) -> None:
-    """Raise CommunicationError for counts out of bounds.
-
-    What peers say is not trusted with memory before it was looked at.
-    """
+    """Raise CommunicationError for counts out of bounds, before memory is sized by them."""
     peers = []
     for rank, (tokens, *rows, _) in enumerate(rest):
         if not (0 <= tokens <= most and min(rows) >= 0 and max(rows) <= tokens):
@@ -187,7 +191,7 @@ def _bounded(manager: TorchGroup, rest: list[list[int]], most: int, step: int) -
 
 
 def _other_properties(problem: Problem, call: Call) -> int:
-    """Everything of the layer that ranks must share, as 63 bits."""
+    """Hash the other properties that ranks must share to 63 bits."""
     shared = (
         problem.dtype,
         problem.quant,

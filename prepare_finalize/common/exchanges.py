@@ -1,4 +1,4 @@
-"""What managers over a library's all-to-all share: its buffers by shape, a few calls in flight."""
+"""Base of managers over a library's all-to-all: buffers by shape, and calls in flight."""
 
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Generic, TypeVar
@@ -21,19 +21,22 @@ Shape = TypeVar("Shape")
 
 
 class Exchange(Generic[Shape]):
-    """One all-to-all of a library and its turn: a dispatch, then its combine, then the next."""
+    """One all-to-all of a library. Each use is a dispatch followed by its combine."""
 
     def __init__(self, all_to_all: Any, shape: Shape) -> None:
         self.all_to_all, self.shape = all_to_all, shape
         self.busy = False
-        self.turn = 0  # counts the calls that took it
+        self.turn = 0  # number of calls that have used it
 
 
 class ExchangeManager(ABC, Generic[Shape]):
-    """Buffers of a library for the ranks of one process group, on one host.
+    """Buffers of a library for the ranks of one process group on one host.
 
-    package: the library's name, for messages. beside: where below the group's meeting place these
-    ranks meet. group, in_flight, deadline_s, library: as a subclass says. Making one is collective.
+    - package: the library's name, for messages.
+    - beside: prefix of the store keys, below those of the group.
+    - group, in_flight, deadline_s, library: see the subclasses.
+
+    Creating a manager is collective.
     """
 
     package: ClassVar[str]
@@ -69,62 +72,62 @@ class ExchangeManager(ABC, Generic[Shape]):
     @staticmethod
     @abstractmethod
     def load_library() -> Any:
-        """Return what is called; ConfigurationError, before ranks meet, where it is not there."""
+        """Return the library; raise ConfigurationError, before ranks meet, if it is missing."""
 
     @abstractmethod
     def _met(self) -> None:
-        """Do what the library needs once all ranks are here. Collective."""
+        """Initialize the library once all ranks are connected. Collective."""
 
     def agree(self, facts: Facts) -> None:
-        """CommunicationError on every rank unless all tell the same facts."""
+        """Raise CommunicationError on every rank unless all ranks pass the same facts."""
         self._check_open()
         self._meeting.agree(facts)
 
     def reserve(self, shape: Shape) -> None:
-        """Make the first buffers of a shape, if there are none. Collective."""
+        """Allocate the first buffers of a shape, unless it has some. Collective."""
         self._check_open()
         if shape not in self._exchanges:
             self._exchanges[shape] = []
             self._make(shape)
 
     def take(self, shape: Shape) -> Exchange[Shape]:
-        """Return buffers for one call; `give_back` them after its combine.
+        """Return buffers for one call; pass them to `give_back` after its combine.
 
-        UnsupportedError if `in_flight` calls of this shape wait for their combine: then nothing
-        was sent. Every rank must start and finish its calls in the same order.
+        Raises UnsupportedError, before anything is sent, if `in_flight` calls of this shape still
+        wait for their combine. Every rank must start and finish its calls in the same order.
         """
         self._check_open()
-        made = self._exchanges[shape]
-        exchange = next((each for each in made if not each.busy), None)
+        exchanges = self._exchanges[shape]
+        exchange = next((candidate for candidate in exchanges if not candidate.busy), None)
         if exchange is None:
-            if len(made) == self.in_flight:
+            if len(exchanges) == self.in_flight:
                 need = f"at most {self.in_flight}, as {type(self).__name__}(in_flight=...) says"
-                raise UnsupportedError("calls in flight", got=len(made) + 1, need=need)
+                raise UnsupportedError("calls in flight", got=len(exchanges) + 1, need=need)
             exchange = self._make(shape)
         exchange.busy = True
         exchange.turn += 1
         return exchange
 
     def give_back(self, exchange: Exchange[Shape]) -> None:
-        """Free the exchange: the call that took it has combined."""
+        """Release the buffers of a call that has combined."""
         exchange.busy = False
 
     def destroy(self) -> None:
-        """Free all buffers once every rank is here; collective. Later use is refused.
+        """Free all buffers once every rank calls this; collective.
 
-        Where calls wait for a combine that will not come, they are kept: a peer may be writing to
-        them, and this process had better end.
+        Later use raises UnsupportedError. If calls still wait for their combine, the buffers are
+        kept, because a peer may be writing to them; the process should then exit.
         """
         check_process(self._made_in)
         if self._destroyed:
             return
-        made = [each for exchanges in self._exchanges.values() for each in exchanges]
+        all_exchanges = [each for of_shape in self._exchanges.values() for each in of_shape]
         try:
-            if not any(each.busy for each in made):
+            if not any(each.busy for each in all_exchanges):
                 if torch.cuda.is_available():
                     torch.cuda.synchronize()
-                self._meeting.agree({"destroy": len(made)})
-                for each in made:
+                self._meeting.agree({"destroy": len(all_exchanges)})
+                for each in all_exchanges:
                     self._free(each)
         finally:
             self._exchanges.clear()
@@ -132,11 +135,11 @@ class ExchangeManager(ABC, Generic[Shape]):
 
     @abstractmethod
     def _free(self, exchange: Exchange[Shape]) -> None:
-        """Free one set of buffers, that every rank frees now."""
+        """Free one set of buffers, which every rank frees at the same time."""
 
     @abstractmethod
     def _make(self, shape: Shape) -> Exchange[Shape]:
-        """Make more buffers of a shape, on all ranks, and keep them."""
+        """Allocate and keep more buffers of a shape, on all ranks."""
 
     def _check_open(self) -> None:
         check_process(self._made_in)
@@ -144,5 +147,5 @@ class ExchangeManager(ABC, Generic[Shape]):
             raise UnsupportedError(self.package, got="a destroyed manager", need="a new one")
 
     def _error(self, got: str, need: str) -> CommunicationError:
-        what = f"{self.package} between ranks"
-        return CommunicationError(what, got=got, need=need, rank=self.rank, phase="construct")
+        subject = f"{self.package} between ranks"
+        return CommunicationError(subject, got=got, need=need, rank=self.rank, phase="construct")

@@ -1,4 +1,4 @@
-"""GroupPart: what the PrepareAndFinalize parts of process groups have in common."""
+"""GroupPart and its subclasses: bases of PrepareAndFinalize parts over process groups."""
 
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ from prepare_finalize.rendezvous.hosts import Hosts, check_hosts
 
 @dataclass(frozen=True)
 class PartHandle(Handle):
-    """What every finalize needs: the part that the handle is of, and the call."""
+    """Handle of every GroupPart: the part that made it, and the call."""
 
     part: "GroupPart[Any]"
     call: Call
@@ -44,14 +44,14 @@ class PartHandle(Handle):
 
 @dataclass(frozen=True)
 class GroupHandle(PartHandle):
-    """What ranks told each other, and the rows' weights still to apply."""
+    """Handle with the agreement of the ranks, and the router weights of rows still to apply."""
 
     agreed: Agreement
     topk_weights_RK: torch.Tensor | None
 
 
 class Manager(Protocol):
-    """What every manager of `prepare_finalize` has."""
+    """Interface of all managers in `prepare_finalize`."""
 
     rank: int
     world_size: int
@@ -69,31 +69,35 @@ H = TypeVar("H", bound=PartHandle)
 
 
 class GroupPart(PrepareAndFinalize, Generic[M]):
-    """A part that exchanges through a manager of its process group.
+    """Base of parts that exchange through a manager of their process group.
 
-    group: a manager of the caller's, of `manager_class`, or a ProcessGroup (None: the default one)
-    to make one of with a default deadline. The part owns the manager it makes, and `destroy`
-    closes that. ConfigurationError if the group's size or this process's rank in it is not the
-    problem's.
+    group: a manager of type `manager_class`, or a ProcessGroup (None: the default one), for which
+    the part creates a manager with the default deadline. The part owns a manager that it created,
+    and `destroy` closes that one.
+
+    Raises ConfigurationError if the size of the group, or this process's rank in it, differs from
+    the problem's.
     """
 
     manager_class: ClassVar[type[Any]] = TorchGroup
     near_first: ClassVar[bool] = True  # a pair goes to its expert's nearest copy
-    ids_dtype = torch.int32  # of the numbers that a library is told
+    ids_dtype = torch.int32  # of the expert numbers passed to a library
     manager: M
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         super().__init__(problem, group)
-        given = isinstance(group, self.manager_class)
-        place: Any = group
-        check_place(problem, *((place.rank, place.world_size) if given else place_in(group)))
-        self._owns_manager = not given
-        self.manager = place if given else self.manager_class(group)
+        has_manager = isinstance(group, self.manager_class)
+        manager: Any = group
+        check_place(
+            problem, *((manager.rank, manager.world_size) if has_manager else place_in(group))
+        )
+        self._owns_manager = not has_manager
+        self.manager = manager if has_manager else self.manager_class(group)
         self._tables: dict[torch.device, PlacementTables] = {}
         self._check_hosts()
 
     def _check_hosts(self) -> None:
-        """ConfigurationError where the ranks' hosts are not as the part or the problem needs."""
+        """Raise ConfigurationError if the hosts of ranks do not suit the part or the problem."""
         per_host = self.problem.parallel.ranks_per_host
         part, requires = type(self).__name__, self.requires
         try:
@@ -108,20 +112,20 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         return quantize + placement_rejections(cls.__name__, problem)
 
     def max_num_tokens_per_rank(self) -> int:
-        """problem.tokens, which buffers, here and on other ranks, are made for."""
-        own, tokens = self.requires.max_tokens, self.problem.tokens
-        return tokens if own is None else min(own, tokens)
+        """Return problem.tokens, for which all ranks have room, or the part's own limit if less."""
+        limit, tokens = self.requires.max_tokens, self.problem.tokens
+        return tokens if limit is None else min(limit, tokens)
 
     def check_machine(self, machine: Machine) -> None:
         self.manager.check_device(machine.device)
 
     def destroy(self) -> None:
-        """Close the manager if this part made it; the part serves no more then."""
+        """Close the manager if this part created it; the part cannot be used afterwards."""
         if self._owns_manager:
             self.manager.destroy()
 
     def tables(self, device: torch.device) -> PlacementTables:
-        """Return the placement on `device`; of copies the nearest, where `near_first`."""
+        """Return the placement tables on `device`, with the nearest copies if `near_first`."""
         if device not in self._tables:
             rank, hosts = self.manager.rank, self.manager.hosts
             near = ((rank,), hosts.ranks_on(hosts.index_W[rank])) if self.near_first else ()
@@ -129,11 +133,11 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         return self._tables[device]
 
     def numbering(self, device: torch.device, *, sinks: int = 0) -> Numbering:
-        """Assign numbers to experts, and to sinks, for ids on `device`."""
+        """Return the numbering of experts, and of sinks, for ids on `device`."""
         return Numbering(self.problem.placement, self.tables(device), self.manager.rank, sinks)
 
     def pair_specs(self, tokens: int) -> dict[str, BufferSpec]:
-        """Return the buffers of `pairs`."""
+        """Return the buffers that `pairs` takes."""
         shape = (tokens, self.problem.top_k)
         return {
             "pair_numbers": BufferSpec(shape, self.ids_dtype),
@@ -143,7 +147,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
     def pairs(
         self, routing: Routing, call: Call, *, join: bool, factor: float = 1.0, sinks: int = 0
     ) -> Pairs:
-        """Return the pairs of a call, and where their numbers and weights are written."""
+        """Return the pairs of a call with the buffers of their expert numbers and weights."""
         ids_TK, take = routing.topk_ids_TK, call.workspace.take
         return Pairs(
             routing,
@@ -158,7 +162,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
     def prepare(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
     ) -> tuple[Dispatched, Handle]:
-        """Start, and wait for it."""
+        """Call `prepare_no_receive` and wait for its result."""
         return self.prepare_no_receive(x_TH, routing, weights=weights, call=call)()
 
     def local_tokens(
@@ -171,9 +175,10 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         adapters_R: torch.Tensor | None = None,
         plain_RH: torch.Tensor | None = None,
     ) -> ContiguousTokens:
-        """Rows with local ids (int32, -1: not for this rank), as experts take them.
+        """Return rows with local ids (int32, -1 for another rank's expert) as experts take them.
 
-        adapters_R, plain_RH: slots of their adapters, and what these read where x is quantized.
+        adapters_R, plain_RH: adapter slots of the rows, and the unquantized rows that adapters read
+        if x is quantized.
         """
         routing = DispatchedRouting(
             topk_weights_TK=weights_RK,
@@ -187,19 +192,19 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         return ContiguousTokens(x_RH, routing, scale, plain_RH)
 
     def own_handle(self, handle: Handle, kind: type[H]) -> H:
-        """UnsupportedError unless `handle` is of this very part."""
+        """Raise UnsupportedError unless this part made `handle`; return it."""
         if getattr(handle, "part", None) is not self:
             got, need = type(handle).__name__, f"one of this {type(self).__name__}"
             raise UnsupportedError("handle", got=got, need=need)
-        assert isinstance(handle, kind)  # a part makes one kind
+        assert isinstance(handle, kind)  # a part has one handle type
         return handle
 
     def largest_is_local(self, call: Call) -> bool:
-        """Whether no scale depends on other ranks' tokens."""
+        """Return whether no scale depends on other ranks' tokens."""
         return not (quantizes(self.problem, call) and one_scale_for_all(self.problem))
 
     def largest(self, x_TH: torch.Tensor, call: Call) -> torch.Tensor | None:
-        """Return this rank's share of what one scale for all ranks' tokens is made from, (1,)."""
+        """Return this rank's largest magnitude, (1,) float32, if ranks share a scale; else None."""
         if self.largest_is_local(call):
             return None
         if x_TH.numel() == 0:
@@ -208,8 +213,10 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
 
 
 class AtOncePart(GroupPart[M]):
-    """A part whose library dispatches with fewer launches, or less of the host's time, where
-    nothing is to run between sending and receiving."""
+    """Base of parts whose library can send and receive in one step.
+
+    That takes fewer launches, or less host time, if nothing runs between sending and receiving.
+    """
 
     prepares_at_once = True
 
@@ -233,14 +240,14 @@ class AtOncePart(GroupPart[M]):
         *,
         at_once: bool,
     ) -> Receiver:
-        """Start the exchange and return what waits for it.
+        """Start the exchange and return a function that waits for it.
 
-        at_once: it is called before anything else is launched.
+        at_once: that function is called before anything else is launched.
         """
 
 
 class AgreeingPart(GroupPart[TorchGroup]):
-    """A part whose ranks tell each other what they mean before each call."""
+    """Base of parts whose ranks agree on each call before it sends anything."""
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         super().__init__(problem, group)
@@ -254,7 +261,10 @@ class AgreeingPart(GroupPart[TorchGroup]):
 
 
 class RowsPart(AgreeingPart):
-    """A part that packs rows with their ids, weights and adapters, and hands over (R, H) rows."""
+    """Base of parts that send packed rows with ids, weights and adapters.
+
+    Experts get the (R, H) rows that arrived.
+    """
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
@@ -268,10 +278,10 @@ class RowsPart(AgreeingPart):
 
     @property
     def most_rows(self) -> int:
-        """The most rows that may arrive: whatever this rank passes, another may pass its most."""
+        """The largest number of rows that may arrive: problem.tokens of every rank, or less."""
         problem = self.problem
-        most = problem.parallel.world_size * problem.tokens
-        return most if problem.max_received is None else min(most, problem.max_received)
+        max_rows = problem.parallel.world_size * problem.tokens
+        return max_rows if problem.max_received is None else min(max_rows, problem.max_received)
 
     def dispatch_shape(self, tokens: int) -> DispatchShape:
         return ContiguousShape(self.most_rows, self.problem.top_k)
@@ -279,15 +289,15 @@ class RowsPart(AgreeingPart):
     def prepare_no_receive(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
     ) -> Receiver:
-        # What is quantized in between has a range of its own inside.
+        # Quantization inside `send` has its own profiler range, nested in this one.
         with stages.stage(stages.DISPATCH):
             receive = self.send(x_TH, routing, weights, call)
 
-        def received() -> tuple[Dispatched, Handle]:
+        def receive_in_stage() -> tuple[Dispatched, Handle]:
             with stages.stage(stages.DISPATCH):
                 return receive()
 
-        return received
+        return receive_in_stage
 
     def pack(
         self,
@@ -299,47 +309,50 @@ class RowsPart(AgreeingPart):
         *,
         rows: int,
     ) -> tuple[RowLayout, torch.Tensor, torch.Tensor | None]:
-        """Quantize tokens as the call wants them, and write them and their adapters into rows.
+        """Quantize tokens if the call does; pack them with their adapter slots.
 
-        Returns what a row holds, `rows` rows of which the first T are the tokens, and the scales
-        that they were quantized with, if they were. Ids and weights are left to the part.
+        Returns the row layout, `rows` packed rows of which the first T are the tokens, and the
+        scales of the tokens if they were quantized. The caller writes ids and weights.
         """
         largest = None if self.largest_is_local(call) else agreed.largest
         values, scale = quantize_tokens(
             x_TH, self.problem, weights=weights, call=call, largest=largest
         )
         layout = self.rows.layout(quantized=quantizes(self.problem, call))
-        own = call.workspace.take("packed_own", (rows, layout.nbytes))
-        tokens = own[: len(x_TH)]
+        packed = call.workspace.take("packed_own", (rows, layout.nbytes))
+        tokens = packed[: len(x_TH)]
         layout.put(tokens, "x", values)
         if "scale" in layout.sections and scale is not None:
             layout.put(tokens, "scale", scale)
-        self.rows.put_adapters(layout, own, routing)
-        return layout, own, scale
+        self.rows.put_adapters(layout, packed, routing)
+        return layout, packed, scale
 
     @abstractmethod
     def send(
         self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: Call
     ) -> Receiver:
-        """Start the exchange and return what waits for it."""
+        """Start the exchange and return a function that waits for it."""
 
 
 def placement_rejections(part: str, problem: Problem) -> tuple[Rejection, ...]:
-    """Why a part that places experts by Parallel(placement=...) could not; empty if it can."""
-    found = list[Rejection]()
-    held = len(problem.placement.slots[problem.parallel.rank])
+    """Return the rejections of a part that places experts by Parallel(placement=...)."""
+    rejections = list[Rejection]()
+    num_slots = len(problem.placement.slots[problem.parallel.rank])
     parties = (part, "problem")
     if problem.expert_map:
         hint = "ids are localized by Parallel(placement=...)"
-        found.append(Rejection("expert_map", parties, "an expert_map", "a placement", hint))
-    if problem.e != held:
-        need = f"{held}, as the placement says"
-        found.append(Rejection("placement", parties, f"local_experts={problem.e}", need))
-    return tuple(found)
+        rejections.append(Rejection("expert_map", parties, "an expert_map", "a placement", hint))
+    if problem.e != num_slots:
+        need = f"{num_slots}, as the placement says"
+        rejections.append(Rejection("placement", parties, f"local_experts={problem.e}", need))
+    return tuple(rejections)
 
 
 def adapter_rejections(part: str, problem: Problem) -> tuple[Rejection, ...]:
-    """Why a part whose rows travel quantized could not carry adapters; empty if it can."""
+    """Return the rejection of adapters by a part that dispatches quantized rows.
+
+    Adapters read unquantized rows.
+    """
     if problem.adapters is None or not problem.scheme.travels_quantized:
         return ()
     got, need = f"rows of {problem.quant}", "rows that are not quantized: adapters read those"
@@ -347,7 +360,7 @@ def adapter_rejections(part: str, problem: Problem) -> tuple[Rejection, ...]:
 
 
 def check_place(problem: Problem, rank: int, world_size: int) -> None:
-    """ConfigurationError if a group's size or this process's rank in it is not the problem's."""
+    """Raise ConfigurationError unless group size and rank in it match the problem."""
     parallel = problem.parallel
     if world_size != parallel.world_size:
         need = f"{parallel.world_size}, the problem's world_size"

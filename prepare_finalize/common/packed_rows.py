@@ -1,5 +1,7 @@
-"""A token as one row of bytes: its activations, scales, slots and router weights side by side, so
-that one exchange moves them all and any backend can carry any dtype."""
+"""Packed rows: activations, scales, slots and router weights of a token in one row of bytes.
+
+One exchange then moves all of them, and a backend needs no support for their dtypes.
+"""
 
 import math
 from collections.abc import Sequence
@@ -7,19 +9,22 @@ from dataclasses import dataclass
 
 import torch
 
-_ALIGNMENT = 16  # bytes, of every section and of a row
+_ALIGNMENT = 16  # bytes; every section and every row begins at a multiple
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """sections: name -> (first byte, columns, dtype). nbytes: of a row."""
+    """Layout of a packed row.
+
+    sections: name -> (first byte, columns, dtype). nbytes: bytes per row.
+    """
 
     sections: dict[str, tuple[int, int, torch.dtype]]
     nbytes: int
 
     @classmethod
     def of(cls, **columns: tuple[int, torch.dtype]) -> "RowLayout":
-        """From columns and dtype of each section, in order; those without columns are left out."""
+        """Return the layout of (columns, dtype) sections; those without columns are left out."""
         sections, end = {}, 0
         for name, (count, dtype) in columns.items():
             if count:
@@ -28,18 +33,18 @@ class RowLayout:
         return cls(sections, end)
 
     def put(self, rows_RB: torch.Tensor, name: str, values: torch.Tensor) -> None:
-        """Write a section of every row; values (R, columns) of the section's dtype."""
+        """Write `values` (R, columns), of the section's dtype, to a section of every row."""
         if values.numel():
-            # A single value may have any stride; its bytes have one.
+            # A tensor with one value may have any stride, but a view as bytes needs a stride of 1.
             flat = values.contiguous().as_strided((values.numel(),), (1,))
             self._part(rows_RB, name).copy_(flat.view(torch.uint8).view(len(values), -1))
 
     def take(self, blocks: Sequence[torch.Tensor], name: str, out: torch.Tensor) -> None:
-        """out (R, columns), contiguous = a section of the blocks' rows, one behind another."""
-        given = out.view(torch.uint8)
+        """out (R, columns), contiguous = one section of the rows of all blocks, concatenated."""
+        out_bytes = out.view(torch.uint8)
         start = 0
         for block in blocks:
-            given[start : start + len(block)].copy_(self._part(block, name))
+            out_bytes[start : start + len(block)].copy_(self._part(block, name))
             start += len(block)
 
     def _part(self, rows_RB: torch.Tensor, name: str) -> torch.Tensor:

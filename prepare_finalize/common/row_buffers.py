@@ -1,4 +1,4 @@
-"""What rows that travel hold, and the buffers they are packed in and taken apart into."""
+"""Layout of packed rows, and buffers for packing and unpacking them."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -16,17 +16,17 @@ from prepare_finalize.common.tokens import quantizes
 
 
 class RowBuffers:
-    """Layout and buffers of rows that travel, for one problem.
+    """Layout and buffers of packed rows for one problem.
 
-    Rows carry K ids each, int32: experts of the model or slots, as the part likes.
+    A row has K int32 ids: expert ids of the model, or slots, as the part chooses.
     """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self._layouts: dict[bool, RowLayout] = {}  # every call asks several times
+        self._layouts: dict[bool, RowLayout] = {}  # every call needs them several times
 
     def layout(self, *, quantized: bool) -> RowLayout:
-        """Return what a row holds; scales only where each row has its own."""
+        """Return the layout of a row; it has scales only if each row has its own."""
         if quantized not in self._layouts:
             self._layouts[quantized] = self._made(quantized)
         return self._layouts[quantized]
@@ -44,9 +44,9 @@ class RowBuffers:
         )
 
     def put_adapters(self, layout: RowLayout, rows_RB: torch.Tensor, routing: Routing) -> None:
-        """Write the slots of rows that are tokens: -1 of a call without adapters.
+        """Write the adapter slots of the rows that are tokens, -1 if the call has no adapters.
 
-        Other ranks' calls may have some, so the column always travels.
+        The column is always sent, because calls of other ranks may have adapters.
         """
         if "adapters" not in layout.sections:
             return
@@ -56,7 +56,7 @@ class RowBuffers:
         layout.put(rows_RB[:tokens], "adapters", slots_T[:, None])
 
     def most_bytes(self) -> int:
-        """Of a row, quantized or not."""
+        """Return the largest size of a row in bytes, quantized or not."""
         plain = self.layout(quantized=False).nbytes
         if not self.problem.scheme.travels_quantized:
             return plain
@@ -80,13 +80,13 @@ class RowBuffers:
         return specs
 
     def unpack(self, call: Call, blocks: list[torch.Tensor]) -> "Unpacked":
-        """Return the sections of packed rows, one block behind another, each contiguous."""
-        room = self.room(call, sum(map(len, blocks)))
-        self.fill(room, call, blocks)
-        return room
+        """Return the sections of all blocks' packed rows, concatenated, each contiguous."""
+        unpacked = self.room(call, sum(map(len, blocks)))
+        self.fill(unpacked, call, blocks)
+        return unpacked
 
     def room(self, call: Call, rows: int) -> "Unpacked":
-        """Take the buffers of so many rows' sections."""
+        """Take the buffers of the sections of `rows` rows from the workspace."""
         quantized = quantizes(self.problem, call)
         layout = self.layout(quantized=quantized)
         hidden, k = self.problem.hidden, self.problem.top_k
@@ -102,7 +102,7 @@ class RowBuffers:
         return Unpacked(x, scale, ids, weights, adapters)
 
     def fill(self, room: "Unpacked", call: Call, blocks: list[torch.Tensor]) -> None:
-        """Write the sections of packed rows, one block behind another."""
+        """Write the sections of all blocks' packed rows, concatenated, to `room`."""
         layout = self.layout(quantized=quantizes(self.problem, call))
         layout.take(blocks, "x", room.x_RH)
         layout.take(blocks, "ids", room.ids_RK)
@@ -118,8 +118,10 @@ class RowBuffers:
 
 @dataclass(frozen=True)
 class Unpacked:
-    """x_RH, scale (R, G) float32 or None, ids_RK int32, weights_RK float32, adapters_R int32 or
-    None."""
+    """Contiguous sections of packed rows.
+
+    scale: (R, G) float32 or None. ids_RK: int32. weights_RK: float32. adapters_R: int32 or None.
+    """
 
     x_RH: torch.Tensor
     scale: torch.Tensor | None
@@ -128,7 +130,7 @@ class Unpacked:
     adapters_R: torch.Tensor | None
 
     def rows(self, start: int, stop: int) -> "Unpacked":
-        """Return some of the rows: views."""
-        parts: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
-        some: dict[str, Any] = {n: p if p is None else p[start:stop] for n, p in parts.items()}
-        return Unpacked(**some)
+        """Return views of the rows from `start` to `stop`."""
+        sections: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        views: dict[str, Any] = {n: p if p is None else p[start:stop] for n, p in sections.items()}
+        return Unpacked(**views)

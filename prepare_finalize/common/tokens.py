@@ -1,4 +1,4 @@
-"""Shared by the parts that hand over contiguous tokens: quantize before, weight and sum after."""
+"""Quantization before dispatch, and weighting and summation after it, for contiguous tokens."""
 
 from dataclasses import replace
 
@@ -17,21 +17,21 @@ from topk_reduce import TopKWeightAndReduceContiguous
 
 
 def quantizes(problem: Problem, call: Call) -> bool:
-    """Whether tokens are dispatched quantized in this call."""
+    """Return whether this call dispatches quantized tokens."""
     return problem.scheme.travels_quantized and not call.defer_quant
 
 
 def one_scale_for_all(problem: Problem) -> bool:
-    """Whether a call's tokens share one scale that is computed from all of them."""
+    """Return whether all tokens of a call share one scale that is computed from them."""
     scheme = problem.scheme
     computed = scheme.travels_quantized and not scheme.static
     return computed and scheme.activation_granularity == "tensor"
 
 
 def token_specs(problem: Problem, tokens: int) -> dict[str, BufferSpec]:
-    """Return the buffers of `quantize_tokens`.
+    """Return the buffers that `quantize_tokens` takes.
 
-    There are none where the scheme leaves activations as they are.
+    There are none if the scheme does not quantize tokens before dispatch.
     """
     if not problem.scheme.travels_quantized:
         return {}
@@ -46,12 +46,10 @@ def quantize_tokens(
     call: Call,
     largest: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the tokens as they are dispatched, and their scales.
+    """Return the tokens to dispatch and their scales: quantized, or unchanged with None as scales.
 
-    Unquantized tokens are returned as they are, with None for scales.
-
-    Takes the buffers of `token_specs`. largest: the greatest magnitude among the
-    tokens of all ranks, where one scale serves them all.
+    Takes the buffers of `token_specs`. largest: largest magnitude among the tokens of all ranks, if
+    they share one scale.
     """
     if not quantizes(problem, call):
         return x_TH, None
@@ -62,21 +60,21 @@ def quantize_tokens(
 def number_and_quantize_tokens(
     x_TH: torch.Tensor, problem: Problem, pairs: Pairs, *, weights: ExpertWeights, call: Call
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`quantize_tokens`, and `number_pairs` of their pairs, in one launch.
+    """Run `quantize_tokens`, and `number_pairs` for the tokens' pairs, in one launch.
 
-    Not where one scale is computed for all tokens.
+    Not for schemes whose scale is computed from all tokens.
     """
     if not quantizes(problem, call):
         number_pairs(pairs)
         return x_TH, None
-    out = _room(x_TH, problem, weights, call)
+    quantized = _room(x_TH, problem, weights, call)
     with stages.stage(stages.QUANTIZE_INPUT):
-        number_and_quantize(x_TH, problem.scheme, pairs, out=out)
-    return out.q_RK, out.scale
+        number_and_quantize(x_TH, problem.scheme, pairs, out=quantized)
+    return quantized.q_RK, quantized.scale
 
 
 def _room(x_TH: torch.Tensor, problem: Problem, weights: ExpertWeights, call: Call) -> Quantized:
-    """Where the tokens of a call are quantized to, and the static scale if there is one."""
+    """Return the buffers of a call's quantized tokens, with the static scale if there is one."""
     scheme, shape = problem.scheme, (x_TH.shape[0], problem.hidden)
     static = weights.a1_scale if scheme.static else None
     return take_quantized(call.workspace, "x", scheme, shape, static_scale=static)
@@ -92,7 +90,7 @@ def _quantized(
     scheme, out = problem.scheme, _room(x_TH, problem, weights, call)
     if largest is not None:
         amax = out.scale.new_full((1,), largest)
-        # By a tensor, as `quantize_rows` does: one rounding, the same everywhere.
+        # Divide by a tensor, as `quantize_rows` does, so that the scale is rounded the same way.
         amax /= amax.new_tensor(LARGEST[scheme.activation])
         out.scale.copy_(amax.clamp_(min=MIN_SCALE))
         scheme = replace(scheme, static=True)
@@ -109,9 +107,9 @@ def weight_and_reduce(
     out: torch.Tensor,
     routing: DispatchedRouting | None = None,
 ) -> None:
-    """Apply what the experts left to do, or the contiguous reducer if they leave the choice.
+    """Apply the work that experts left: `reduce`, or the contiguous reducer if they delegate.
 
-    routing: what was dispatched, unless the weights of pairs that it skips are 0.
+    routing: the dispatched routing; may be omitted if the weights of its skipped pairs are 0.
     """
     if reduce.kind is Reduce.DELEGATE:
         reduce = TopKWeightAndReduceContiguous()
@@ -131,16 +129,14 @@ def reduced_rows(
     call: Call,
     reduce: TopKWeightAndReduce,
 ) -> torch.Tensor:
-    """Return what a rank sends back for the rows that came to it: (R, H), summed here.
+    """Return the rows (R, H) that a rank sends back: the weighted sum of each received row's pairs.
 
-    The rows are weighted before they are summed.
-
-    Takes the buffer "rows_sum" unless the experts left nothing to do.
+    Takes the buffer "rows_sum" unless the experts have summed already.
     """
     rows, hidden = len(topk_weights_RK), problem.hidden
     if reduce.kind is Reduce.NOOP:
         return expert_output
     sum_RH = call.workspace.take("rows_sum", (rows, hidden))
-    left = None if problem.apply_router_weight_on_input else topk_weights_RK
-    weight_and_reduce(expert_output, left, problem, reduce=reduce, out=sum_RH)
+    weights_RK = None if problem.apply_router_weight_on_input else topk_weights_RK
+    weight_and_reduce(expert_output, weights_RK, problem, reduce=reduce, out=sum_RH)
     return sum_RH

@@ -1,12 +1,13 @@
-"""TorchGroup: what the parts on torch.distributed keep for one process group.
+"""TorchGroup: state of one process group for the parts over torch.distributed.
 
     manager = TorchGroup(group, deadline_s=2.0)
     kernel = make_kernel("TorchAll2AllPrepareAndFinalize", "TorchExperts", problem, group=manager)
     ...
     manager.destroy()
 
-It owns a communicator of its own, so that neither the caller's traffic nor its timeout mix with
-the toolkit's. Making and destroying one is collective: every rank of the group does, in one order.
+It creates a separate communicator, so that neither the traffic nor the timeout of the caller's
+group is mixed with the toolkit's. Creating and destroying a manager is collective: every rank of
+the group must do it, in the same order.
 """
 
 import re
@@ -43,22 +44,23 @@ from prepare_finalize.rendezvous.failure_log import FailureBoard, LastCalls, cul
 from prepare_finalize.rendezvous.hosts import Hosts, find_hosts
 from prepare_finalize.rendezvous.store_rounds import Meeting
 
-_GRACE_S = 1.0  # after the deadline: for every survivor's word on the board
-_LEAST_S = 0.3  # and at least this, where an exchange itself ended after its deadline
+_GRACE_S = 1.0  # time after the deadline in which survivors post their records on the board
+_LEAST_S = 0.3  # minimum of that time, for an exchange that ended after its deadline
 _POLL_S = 20e-6
-_REMEMBERED = 64  # steps whose layer and call errors can name
+_MAX_STEPS = 64  # number of steps whose layer and call are kept for errors
 
 
 class TorchGroup:
     """Exchanges over one process group, each with a deadline.
 
-    group: a ProcessGroup of torch.distributed, None for the default one. deadline_s: the longest
-    an exchange may take from its start; None: MK_DEADLINE_S, or 10 s. device: "cpu" (a gloo
-    backend) or "cuda" (NCCL); None takes what the group serves, a GPU first. history: how many
-    exchanges `last_calls` remembers.
+    - group: a ProcessGroup of torch.distributed; None is the default one.
+    - deadline_s: longest time of an exchange from its start; None is MK_DEADLINE_S, or 10 s.
+    - device: "cpu" (a gloo backend) or "cuda" (NCCL); None selects what the group supports, a GPU
+      first.
+    - history: number of exchanges that `last_calls` keeps.
 
-    ConfigurationError where the group cannot serve. CommunicationError where a rank stays away:
-    then this manager serves no more, and the caller's own group is as it was.
+    Raises ConfigurationError if the group cannot be used, and CommunicationError if a rank does not
+    take part. After that this manager cannot be used, and the caller's group is unchanged.
     """
 
     def __init__(
@@ -77,21 +79,23 @@ class TorchGroup:
         self.step = 0
         self.layers = 0
         self.hosts = Hosts((0,), ("",))  # until they are found
-        self._called: dict[int, tuple[int, int]] = {}  # layer and call by step
+        self._called: dict[int, tuple[int, int]] = {}  # step -> (layer, call)
         self._told: Exchange | None = None
         self._under_way: WeakSet[Exchange] = WeakSet()
-        self.order = 0  # a digest of the exchanges so far: which, and in what order
+        self.order = 0  # digest of the sequence of exchanges so far
         self.last_calls = LastCalls(self.rank, history)
         self._failure: CommunicationError | None = None
         self._destroyed = False
         self._communicator = Communicator(self, device=self.device)
-        # Without a launcher of its own, a job's first rank keeps the store for all.
+        # Unless the launcher serves the store, the job's first rank does.
         ranks = dist.get_process_group_ranks(process_group)
-        self._keeper = tuple(r for r, at in enumerate(ranks) if at == 0 and r != self.rank)
-        own = self._store = self._meet(process_group)
-        self._board = FailureBoard(own, self.rank, self.world_size)
-        self._communicator.group = self._connect(own)
-        self.hosts = self._find_hosts(own)
+        self._keeper = tuple(
+            r for r, world_rank in enumerate(ranks) if world_rank == 0 and r != self.rank
+        )
+        store = self._store = self._meet(process_group)
+        self._board = FailureBoard(store, self.rank, self.world_size)
+        self._communicator.group = self._connect(store)
+        self.hosts = self._find_hosts(store)
 
     def _meet(self, process_group: dist.ProcessGroup) -> PrefixStore:
         try:
@@ -125,29 +129,29 @@ class TorchGroup:
             raise
 
     def check_device(self, device: torch.device | str) -> None:
-        """DeviceError unless tensors on `device` can be exchanged."""
+        """Raise DeviceError unless tensors on `device` can be exchanged."""
         check_served(device, self.device)
 
     def next_layer(self) -> int:
-        """Return the number of the part that is made now; every rank makes them in one order."""
+        """Return the number of a new part; every rank must create its parts in the same order."""
         self.layers += 1
         return self.layers
 
     def next_step(self, layer: int = 0, call: int = 0) -> int:
-        """Return the number of the call that begins now; every rank counts alike.
+        """Return the number of the call that begins; it is the same on every rank.
 
-        layer, call: what errors name it by.
+        layer, call: numbers by which errors name the call.
         """
         self._check_open()
         self.step += 1
         self._called[self.step] = layer, call
-        self._called.pop(self.step - _REMEMBERED, None)
+        self._called.pop(self.step - _MAX_STEPS, None)
         return self.step
 
     def all_gather(
         self, out: torch.Tensor, given: torch.Tensor, *, step: int, phase: str
     ) -> "Exchange":
-        """out (W * n, ...) = given (n, ...) of every rank, one behind another."""
+        """out (W * n, ...) = `given` (n, ...) of all ranks, concatenated."""
         return self._start(
             lambda: self._communicator.group._allgather_base(out, given), (out, given), step, phase
         )
@@ -162,7 +166,7 @@ class TorchGroup:
         step: int,
         phase: str,
     ) -> "Exchange":
-        """Rows of `given`, given_rows[r] of them for rank r, to `out`, out_rows[r] from rank r."""
+        """Send given_rows[r] rows of `given` to rank r; receive out_rows[r] rows from it."""
         splits = list(out_rows), list(given_rows)
         return self._start(
             lambda: self._communicator.group.alltoall_base(out, given, *splits),
@@ -178,13 +182,13 @@ class TorchGroup:
         )
 
     def tell(self, given: torch.Tensor, *, step: int, why: str) -> None:
-        """Give this rank's share to an all-gather of counts, and do not wait for it."""
-        out = given.new_empty(self.world_size * given.numel())
-        self._told = self.all_gather(out, given, step=step, phase="counts")
+        """Contribute to an all-gather of counts without waiting for it."""
+        received = given.new_empty(self.world_size * given.numel())
+        self._told = self.all_gather(received, given, step=step, phase="counts")
         self.last_calls.end(self._told.record, f"refused: {why}")
 
     def break_off(self, error: Exception) -> None:
-        """Fail because of what happened on this rank between exchanges: peers see it at once."""
+        """Fail because of an error on this rank between exchanges; peers detect it at once."""
         if isinstance(error, CommunicationError) or self._failure is not None or self._destroyed:
             return
         if self._made_in != forks.generation():  # the connections are the parent's
@@ -200,9 +204,10 @@ class TorchGroup:
     def disagreement(
         self, got: str, need: str, *, step: int, peers: Sequence[int]
     ) -> CommunicationError:
-        """Return the error of a rank that learnt from the counts that the call cannot go on.
+        """Return the error for a call that the exchanged counts rule out.
 
-        Every rank learns the same, so nobody waits and the manager goes on serving.
+        Every rank sees the same counts and raises the same error, so none waits, and the manager
+        remains usable.
         """
         return self._error("ranks of one call", got, need, "counts", step, peers)
 
@@ -225,7 +230,7 @@ class TorchGroup:
         self.last_calls.write(path)
 
     def destroy(self) -> None:
-        """Close the communicator; whatever is asked of the manager after it is refused."""
+        """Close the communicator; later exchanges raise UnsupportedError."""
         check_process(self._made_in)
         group = self._communicator.close()
         if self.device == "cuda" and group is not None and not self._destroyed:
@@ -235,10 +240,10 @@ class TorchGroup:
     def _check_open(self) -> None:
         check_process(self._made_in)
         if self._failure is not None:
-            before = self._failure
-            got = f"a manager that failed before: {before.got}"
-            what, at = "exchange between ranks", (before.phase, before.step)
-            raise self._error(what, got, "a new one", *at, before.peers)
+            failure = self._failure
+            got = f"a manager that failed before: {failure.got}"
+            subject, position = "exchange between ranks", (failure.phase, failure.step)
+            raise self._error(subject, got, "a new one", *position, failure.peers)
         if self._destroyed:
             raise UnsupportedError("exchange", got="a destroyed manager", need="a new one")
 
@@ -268,15 +273,15 @@ class TorchGroup:
         except RuntimeError as error:
             raise self._failed(exchange.record, exchange.started_s, error) from error
         self._under_way.discard(exchange)
-        exchange.work = None  # whoever keeps the exchange would keep connections open with it
+        exchange.work = None  # a reference to the work would keep connections open
         self.last_calls.end(exchange.record)
 
     def _wait_for(self, work: Any, until_s: float) -> None:
-        """RuntimeError when the exchange failed, or was not over in time."""
+        """Raise RuntimeError if the exchange failed or did not finish in time."""
         if self.device == "cpu":
-            # A little longer than gloo's own timeout, which frees its threads as it ends.
-            left = max(0.0, until_s - time.monotonic()) + 0.25
-            work.wait(timedelta(seconds=left))
+            # Wait slightly longer than gloo's own timeout, at which gloo releases its threads.
+            remaining_s = max(0.0, until_s - time.monotonic()) + 0.25
+            work.wait(timedelta(seconds=remaining_s))
             return
         while not work.is_completed():
             if time.monotonic() > until_s:
@@ -285,9 +290,9 @@ class TorchGroup:
         work.wait()
 
     def _hang_up(self) -> None:
-        """Close every connection, so that ranks which wait for this one learn of it now.
+        """Close every connection, so that ranks waiting for this one fail now.
 
-        gloo closes its connections when nothing holds its communicator; exchanges under way do.
+        gloo closes its connections once nothing refers to the communicator. Exchanges in flight do.
         """
         for exchange in self._under_way:
             exchange.work = None
@@ -298,42 +303,44 @@ class TorchGroup:
             group.abort()
 
     def _beyond(self, keeper: int) -> tuple[int, ...]:
-        """Return whom this rank does not reach where the store's host is silent: all ranks of that
-        host, unless it is this one's."""
+        """Return the unreachable ranks if the rank that serves the store does not answer.
+
+        These are all ranks of its host, or that rank alone if the host is this rank's or not known.
+        """
         index_W = self.hosts.index_W
-        here = len(index_W) <= keeper or index_W[keeper] == index_W[self.rank]
-        return (keeper,) if here else self.hosts.ranks_on(index_W[keeper])
+        same_host = len(index_W) <= keeper or index_W[keeper] == index_W[self.rank]
+        return (keeper,) if same_host else self.hosts.ranks_on(index_W[keeper])
 
     def _failed(
         self, record: dict[str, Any], started_s: float, error: RuntimeError
     ) -> CommunicationError:
-        """Close, ask who else failed, and say who is to blame."""
-        took = record["waited_s"] = time.monotonic() - started_s
+        """Close connections, collect the failures of peers, and return an error naming culprits."""
+        elapsed_s = record["waited_s"] = time.monotonic() - started_s
         reason = in_short(error)
         self.last_calls.end(record, f"failed: {reason}")
         need = f"every rank within {self.deadline_s:g} s"
-        at = record["phase"], record["step"]
-        # Other threads find this until it is known who is to blame.
-        self._failure = self._error("exchange between ranks", reason, need, *at, ())
-        clear_frames(error.__traceback__)  # they may hold the communicator
+        position = record["phase"], record["step"]
+        # Other threads raise this error until the culprits are known.
+        self._failure = self._error("exchange between ranks", reason, need, *position, ())
+        clear_frames(error.__traceback__)  # frames may hold references to the communicator
         self._hang_up()
         until = max(time.monotonic() + _LEAST_S, started_s + self.deadline_s + _GRACE_S)
         failed = self._board.post(record, until)
         peers = self._keeper
-        why = "the group's store, which that rank may keep, does not answer"
+        cause = "the group's store, which that rank may keep, does not answer"
         if failed is None and peers and not self._board.ended:
             peers = self._beyond(peers[0])
         if failed is not None:
             failed.setdefault(self.rank, record)
-            peers, why = culprits(self.rank, self.world_size, failed, self.deadline_s)
-        got = f"{why}; after {took:.2f} s: {reason}"
-        self._failure = self._error("exchange between ranks", got, need, *at, peers)
+            peers, cause = culprits(self.rank, self.world_size, failed, self.deadline_s)
+        got = f"{cause}; after {elapsed_s:.2f} s: {reason}"
+        self._failure = self._error("exchange between ranks", got, need, *position, peers)
         return self._failure
 
 
 @dataclass(eq=False)
 class Exchange:
-    """An exchange under way; its tensors are kept until it was waited for."""
+    """An exchange in flight, with references to its tensors until it is waited for."""
 
     manager: TorchGroup
     work: Any
@@ -342,25 +349,25 @@ class Exchange:
     started_s: float
 
     def wait(self) -> None:
-        """Return when the tensors may be used; CommunicationError if that fails."""
+        """Wait until the tensors may be used; raise CommunicationError if the exchange failed."""
         self.manager._wait(self)
 
 
 def _whereabouts(hosts: Hosts, peers: Sequence[int]) -> str:
-    """Say on which hosts ranks are, and of which host they are all ranks."""
-    at = sorted({hosts.index_W[peer] for peer in peers})
-    said = []
-    for host in at:
-        there = [peer for peer in peers if hosts.index_W[peer] == host]
-        whole = "all of" if len(there) == len(hosts.ranks_on(host)) else "on"
-        ranks = ", ".join(map(str, there))
-        said.append(
-            f"rank{'s' if len(there) > 1 else ''} {ranks}: {whole} host {hosts.names[host]}"
+    """Describe on which hosts the ranks are, and whether they are all ranks of a host."""
+    host_indices = sorted({hosts.index_W[peer] for peer in peers})
+    parts = []
+    for host in host_indices:
+        ranks_there = [peer for peer in peers if hosts.index_W[peer] == host]
+        on = "all of" if len(ranks_there) == len(hosts.ranks_on(host)) else "on"
+        ranks = ", ".join(map(str, ranks_there))
+        parts.append(
+            f"rank{'s' if len(ranks_there) > 1 else ''} {ranks}: {on} host {hosts.names[host]}"
         )
-    return "; ".join(said)
+    return "; ".join(parts)
 
 
 def in_short(error: RuntimeError) -> str:
-    """Return the first sentence, without the place in torch's sources."""
+    """Return the first sentence of the message, without torch's source location."""
     lines = str(error).splitlines() or [type(error).__name__]
     return re.sub(r"^\[\S+\] ", "", lines[0]).split(". ")[0][:200]

@@ -1,1 +1,1 @@
-"""Exchange by DeepEP."""
+"""Dispatch and combine with DeepEP."""

@@ -5,11 +5,10 @@
     ...
     manager.destroy()
 
-A buffer is made at the first need and kept for every part that asks for one of the same sizes.
-Making a manager, a part and a buffer, and destroying them, is collective: every rank of the group
-does it, in one order. The library waits on the GPU for ranks that stay away and then stops the
-device's work for good, so what ranks must have in common is compared through the group's store
-before anything is launched.
+A buffer is created at first need and shared by all parts that need the same sizes. Creating and
+destroying managers, parts and buffers is collective: every rank of the group must do it, in the
+same order. The library waits on the GPU for missing ranks and then stops the device permanently, so
+the values that ranks must share are compared through the group's store before anything is launched.
 """
 
 import math
@@ -42,24 +41,24 @@ from prepare_finalize.rendezvous.hosts import find_hosts
 from prepare_finalize.rendezvous.store_rounds import Facts, Meeting
 
 R = TypeVar("R")
-_LIBRARY_S = 100.0  # the library's own patience on the GPU, where it can be told
+_LIBRARY_S = 100.0  # the library's timeout on the GPU, where it can be set
 _NICS = Path("/sys/class/infiniband")
-# What the library raises: its own checks, Python's, and the loader's.
+# Errors that the library raises: those of its checks, of Python and of the loader.
 _FAILURES = (RuntimeError, AssertionError, ImportError, OSError, ValueError)
 
 
 def load_deepep(generation: int) -> Any:
     """Import the module deep_ep of a generation: 1 (Buffer) or 2 (ElasticBuffer).
 
-    Raise ConfigurationError if it is absent, cannot be loaded, or is of the other generation.
+    Raises ConfigurationError if it is missing, cannot be loaded, or is of the other generation.
     """
-    wanted, need = _GENERATIONS[generation]
+    class_name, need = _GENERATIONS[generation]
     try:
         library = import_module("deep_ep")
     except _FAILURES as error:
         raise ConfigurationError("deep_ep", got=_in_short(error), need=need) from error
     is_second = hasattr(library, "ElasticBuffer")
-    if is_second != (generation == 2) or not hasattr(library, wanted):
+    if is_second != (generation == 2) or not hasattr(library, class_name):
         got = f"version {getattr(library, '__version__', '2' if is_second else '1')}"
         raise ConfigurationError("deep_ep", got=got, need=need)
     return library
@@ -74,16 +73,18 @@ _GENERATIONS = {
 class DeepEPGroup:
     """Buffers over one process group, whose backend for GPUs is NCCL.
 
-    group: a ProcessGroup of torch.distributed, None for the default one. deadline_s: how long
-    ranks wait for each other before something is made or freed; None: MK_DEADLINE_S, or 10 s. In
-    a call the library waits, for about 100 s. num_sms: multiprocessors that the kernels which
-    take a number of them may use, even; None: the library's choice.
+    - group: a ProcessGroup of torch.distributed; None is the default one.
+    - deadline_s: how long ranks wait for each other before something is created or freed; None is
+      MK_DEADLINE_S, or 10 s. In a call, the library's own timeout of about 100 s applies.
+    - num_sms: SMs of those kernels whose number of SMs can be set, even; None is the library's
+      choice.
 
-    ConfigurationError where the group cannot serve; CommunicationError where a rank stays away.
+    Raises ConfigurationError if the group cannot be used, and CommunicationError if a rank does not
+    respond.
     """
 
     device = "cuda"
-    _between_hosts = 0  # buffers of this process that hold NVSHMEM
+    _between_hosts = 0  # number of this process's buffers that use NVSHMEM
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class DeepEPGroup:
         self._buffers: dict[tuple[object, ...], Any] = {}
         self._destroyed = False
         try:
-            own = store_at_new_place(self.process_group, self.deadline_s, below="/deepep")
+            store = store_at_new_place(self.process_group, self.deadline_s, below="/deepep")
         except RuntimeError as error:
             need = f"an answer within {self.deadline_s:g} s"
             raise CommunicationError(
@@ -112,59 +113,62 @@ class DeepEPGroup:
                 rank=self.rank,
                 phase="construct",
             ) from error
-        self._meeting = Meeting(own, self.rank, self.world_size, self.deadline_s)
-        # Ranks that meet again must not meet those that are still about to meet for this.
+        self._meeting = Meeting(store, self.rank, self.world_size, self.deadline_s)
+        # Complete this round before the next one, so that ranks cannot be in different rounds.
         self.agree({"num_sms": num_sms})
         self.hosts = find_hosts(self._meeting, self.rank)
 
     def check_device(self, device: torch.device | str) -> None:
-        """DeviceError unless tensors on `device` can be exchanged: on this process's GPU."""
-        given = torch.device(device)
-        if given.type != self.device or given.index not in (None, torch.cuda.current_device()):
+        """Raise DeviceError unless `device` is this process's current GPU."""
+        requested = torch.device(device)
+        if requested.type != self.device or requested.index not in (
+            None,
+            torch.cuda.current_device(),
+        ):
             need = f"{self.device}, the process's current one: the buffers are there"
-            raise DeviceError("tensors of an exchange", got=given, need=need)
+            raise DeviceError("tensors of an exchange", got=requested, need=need)
 
     @property
     def capturing(self) -> bool:
-        """Whether the current stream is being captured in a graph."""
+        """Whether the current stream is being captured in a CUDA graph."""
         return torch.cuda.is_current_stream_capturing()
 
     def check_open(self) -> None:
-        """UnsupportedError after `destroy`; StateError in a forked child."""
+        """Raise UnsupportedError after `destroy`, and StateError in a forked child."""
         check_process(self._made_in)
         if self._destroyed:
             raise UnsupportedError("exchange", got="a destroyed manager", need="a new one")
 
     def agree(self, facts: Facts) -> None:
-        """CommunicationError on every rank unless all tell the same; nothing is launched."""
+        """Raise CommunicationError on every rank unless all pass the same facts.
+
+        Launches nothing on the device.
+        """
         self.check_open()
         self._meeting.agree(facts)
 
     def high_throughput(self, hidden: int) -> "HighThroughput":
-        """Return the buffer of the kernels for many tokens.
-
-        Its rows are of `hidden` bfloat16 values.
-        """
+        """Return the high-throughput buffer for rows of `hidden` bfloat16 values."""
         return self._kept(("high throughput", hidden), lambda: self._make_high_throughput(hidden))
 
     def low_latency(self, tokens: int, hidden: int, experts: int) -> LowLatency:
-        """Return the buffer of the kernels for few tokens.
+        """Return the low-latency buffer for at most `tokens` tokens per rank.
 
-        It serves at most `tokens` of a rank, with `experts` of the model, as many on each rank.
+        experts: of the model, the same number on each rank.
         """
         sizes = tokens, hidden, experts
         return self._kept(("low latency", *sizes), lambda: self._make_low_latency(*sizes))
 
     def elastic(self, tokens: int, hidden: int, top_k: int) -> Any:
-        """Return the second generation's buffer, for at most `tokens` of a rank."""
+        """Return the second generation's buffer for at most `tokens` tokens per rank."""
         sizes = tokens, hidden, top_k
         return self._kept(("elastic", *sizes), lambda: self._make_elastic(*sizes))
 
     def destroy(self) -> None:
-        """Free the buffers once every rank is here.
+        """Free the buffers once every rank calls this. Later use raises UnsupportedError.
 
-        Whatever is asked of the manager after it is refused. Raise CommunicationError where a rank
-        stays away: then the buffers are kept, because that rank may be writing to them.
+        Raises CommunicationError if a rank does not respond; the buffers are then kept, because
+        that rank may be writing to them.
         """
         check_process(self._made_in)
         buffers, self._buffers = self._buffers, {}
@@ -179,8 +183,11 @@ class DeepEPGroup:
             DeepEPGroup._between_hosts -= self._is_between_hosts(key)
 
     def _check_network(self, facts: Facts) -> None:
-        """Between hosts: CommunicationError unless ranks have `facts` in common, and RDMA NICs or
-        none; ConfigurationError on all of them where it is none."""
+        """Check that ranks on several hosts share `facts` and have RDMA NICs.
+
+        Raises CommunicationError if `facts`, or the presence of a NIC, differ between ranks, and
+        ConfigurationError on all ranks if none has a NIC.
+        """
         if len(self.hosts) == 1:
             return
         self.agree({"RDMA NIC": has_rdma_nic(), **facts})
@@ -189,10 +196,11 @@ class DeepEPGroup:
             raise ConfigurationError("network of the hosts", got="no RDMA NIC", need=need)
 
     def _check_nvshmem(self) -> None:
-        """Between hosts: as `_check_network`; ConfigurationError where a buffer is there already.
+        """Check NVSHMEM settings as `_check_network` does, for ranks on several hosts.
 
-        The library starts NVSHMEM anew with each buffer, and a process may do that once: ranks are
-        numbered otherwise for many tokens than for few.
+        Raises ConfigurationError if a buffer exists already. The library initializes NVSHMEM for
+        each buffer, which a process can do only once, and the rank numbering differs between the
+        high-throughput and low-latency kernels.
         """
         if len(self.hosts) == 1:
             return
@@ -212,21 +220,21 @@ class DeepEPGroup:
                 if isinstance(error, (CommunicationError, ConfigurationError)):
                     raise
                 need = _NEEDS[str(key[0])]
-                what = f"DeepEP's {key[0]} buffer"
-                raise ConfigurationError(what, got=_in_short(error), need=need) from error
-        kept: R = self._buffers[key]
-        return kept
+                subject = f"DeepEP's {key[0]} buffer"
+                raise ConfigurationError(subject, got=_in_short(error), need=need) from error
+        buffer: R = self._buffers[key]
+        return buffer
 
     def _is_between_hosts(self, key: tuple[object, ...]) -> bool:
-        """Tell whether a buffer is the first generation's, over several hosts."""
+        """Return whether a buffer is the first generation's and spans several hosts."""
         return len(self.hosts) > 1 and key[0] != "elastic"
 
     def _make_high_throughput(self, hidden: int) -> "HighThroughput":
         kind = load_deepep(1).Buffer
-        made = many_tokens(kind, hidden, self.world_size, self.num_sms)
+        sizes = many_tokens(kind, hidden, self.world_size, self.num_sms)
         self._check_nvshmem()
-        buffer = made.arguments.make(kind, self.process_group)
-        return HighThroughput(buffer, made.dispatch, made.combine)
+        buffer = sizes.arguments.make(kind, self.process_group)
+        return HighThroughput(buffer, sizes.dispatch, sizes.combine)
 
     def _make_low_latency(self, tokens: int, hidden: int, experts: int) -> LowLatency:
         kind = load_deepep(1).Buffer
@@ -235,16 +243,16 @@ class DeepEPGroup:
             raise no_queue_pairs("IBGDA asked for, and no RDMA NIC here")
         arguments = few_tokens(kind, tokens, hidden, experts, self.world_size)
         buffer = arguments.make(kind, self.process_group)
-        # The library sets the variable itself, unless it was built to do without.
+        # The library sets the variable itself, unless it was built without IBGDA.
         if nvshmem_asks_for_ibgda() and not has_rdma_nic():
             buffer.destroy()
             raise no_queue_pairs("a build that turns IBGDA on, and no RDMA NIC here")
-        made = LowLatency(buffer, tokens, experts)
+        low_latency = LowLatency(buffer, tokens, experts)
         try:
-            made.try_out(hidden)
+            low_latency.try_out(hidden)
         except RuntimeError as error:
             raise no_queue_pairs(f"a first exchange that failed: {_in_short(error)}") from error
-        return made
+        return low_latency
 
     def _make_elastic(self, tokens: int, hidden: int, top_k: int) -> Any:
         kind = load_deepep(2).ElasticBuffer
@@ -252,7 +260,7 @@ class DeepEPGroup:
         if len(self.hosts) > 1 and deepep_disables_gin():
             need = "EP_DISABLE_GIN=0: hosts reach each other through NCCL's GIN alone"
             raise ConfigurationError("DeepEP's elastic buffer", got="EP_DISABLE_GIN=1", need=need)
-        # The library takes over NCCL's communicator, which exists from the first exchange on.
+        # The library uses NCCL's communicator, which the first collective creates.
         dist.barrier(self.process_group, device_ids=[torch.cuda.current_device()])
         seconds = math.ceil(max(_LIBRARY_S, self.deadline_s))
         return kind(
@@ -267,7 +275,7 @@ class DeepEPGroup:
 
 
 class HighThroughput:
-    """A buffer of the kernels for many tokens, and the two configurations to use it with."""
+    """A high-throughput buffer, with its dispatch and combine configurations."""
 
     def __init__(self, buffer: Any, dispatch: Any, combine: Any) -> None:
         self.buffer, self.dispatch_config, self.combine_config = buffer, dispatch, combine
@@ -287,13 +295,16 @@ _NEEDS = {
 
 
 def has_rdma_nic() -> bool:
-    """Whether the host has an InfiniBand or RoCE device."""
+    """Return whether the host has an InfiniBand or RoCE device."""
     return _NICS.is_dir() and any(_NICS.iterdir())
 
 
 def no_queue_pairs(got: str) -> ConfigurationError:
-    """deep_ep 1.2.1's low-latency kernels stop the device where IBGDA has no queue pairs, though
-    every peer is reached over NVLink; after that this process can use its GPU no more."""
+    """Return the error for low-latency kernels that have no IBGDA queue pairs.
+
+    The kernels of deep_ep 1.2.1 then stop the device, even if NVLink reaches every peer, and this
+    process cannot use its GPU any more.
+    """
     need = (
         "RDMA NICs with IBGDA; or, where NVLink reaches every peer, a build of deep_ep whose"
         " low-latency kernels ask for no queue pairs, with NVSHMEM_IB_ENABLE_IBGDA=0 and"
@@ -303,7 +314,7 @@ def no_queue_pairs(got: str) -> ConfigurationError:
 
 
 def _nccl_group(group: object | None) -> dist.ProcessGroup:
-    """`group` itself, or the default one; ConfigurationError unless NCCL serves its GPUs."""
+    """Return `group` or the default one; raise ConfigurationError unless NCCL serves its GPUs."""
     member = member_group(group)
     config = dist.get_backend_config(member)
     backends = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)

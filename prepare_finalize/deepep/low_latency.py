@@ -1,4 +1,4 @@
-"""DeepEP's low-latency kernels (first generation): decode, rows grouped by expert."""
+"""DeepEP's low-latency kernels (first generation), for decode, with rows grouped by expert."""
 
 import math
 from collections.abc import Mapping
@@ -36,8 +36,8 @@ from prepare_finalize.deepep.part import (
     DeepEPPart,
 )
 
-_GROUP = 128  # values that share a scale in what the library quantizes
-# Rows of all ranks for an expert must be a multiple of 4; so are a rank's then.
+_GROUP = 128  # values that share a scale when the library quantizes
+# An expert's rows from all ranks must be a multiple of 4. Making each rank's tokens one ensures it.
 _TOKENS_MULTIPLE = 4
 # The kernels are compiled for these.
 _HIDDEN = frozenset({2048, 2560, 4096, 5120, 6144, 7168, 8192})
@@ -45,18 +45,19 @@ _HIDDEN = frozenset({2048, 2560, 4096, 5120, 6144, 7168, 8192})
 
 @dataclass(frozen=True)
 class LowLatencyHandle(DeepEPHandle):
-    """ids_TK: the pairs as they were sent."""
+    """Handle with ids_TK: the expert numbers of the pairs as they were sent."""
 
     ids_TK: torch.Tensor
 
 
 class DeepEPLLPrepareAndFinalize(DeepEPPart):
-    """A row for each pair, in (e, world_size * tokens, H) with those of an expert in front; the
-    combine takes all of them back, weights and adds them in float32.
+    """Send one row per pair to (e, world_size * tokens, H), where an expert's rows come first.
 
-    Where the scheme has a scale for 128 values of float8_e4m3fn, the library quantizes on the way
-    (scales of at least 1e-4 / 448); elsewhere rows travel in bfloat16 and are quantized here. The
-    host waits for nothing. T may differ from rank to rank and be 0.
+    The combine returns all rows, weights them and sums them in float32.
+
+    If the scheme has one scale per 128 values of float8_e4m3fn, the library quantizes on the way
+    (with scales of at least 1e-4 / 448). Otherwise rows are sent in bfloat16 and quantized by the
+    receiver. Nothing waits on the host. T may differ between ranks and may be 0.
     """
 
     requires = PrepareFinalizeRequirements(
@@ -82,23 +83,26 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
         capacity_unit=_TOKENS_MULTIPLE,
     )
 
-    # 14 for each multiprocessor, of the Hopper GPU that has the fewest.
+    # 14 per SM, on the Hopper GPU with the fewest SMs.
     most_experts = 14 * 114
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        found = list(super().extra_rejections(problem, machine))
-        held = sorted({len(slots) for slots in problem.placement.slots})
-        if len(held) > 1:
-            got, need = f"{held[0]} to {held[-1]} experts on a rank", "as many on each"
-            found.append(Rejection("placement", (cls.__name__, "problem"), got, need))
-        return tuple(found)
+        rejections = list(super().extra_rejections(problem, machine))
+        slot_counts = sorted({len(slots) for slots in problem.placement.slots})
+        if len(slot_counts) > 1:
+            got, need = (
+                f"{slot_counts[0]} to {slot_counts[-1]} experts on a rank",
+                "as many on each",
+            )
+            rejections.append(Rejection("placement", (cls.__name__, "problem"), got, need))
+        return tuple(rejections)
 
     def make_buffer(self) -> None:
         self._buffer()
 
     def dispatch_shape(self, tokens: int) -> BatchedShape:
-        # Whatever this rank passes, another may pass problem.tokens.
+        # Other ranks may pass problem.tokens, whatever this rank passes.
         return BatchedShape(self.problem.e, self.world_size * buffer_tokens(self.problem.tokens))
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
@@ -121,8 +125,8 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
         at_once: bool,
     ) -> Receiver:
         self.manager.check_device(x_TH.device)
-        # An expert has room for one row of each token. The scaling factor multiplies the weighted
-        # sum, and it is the library that weights.
+        # join: an expert has capacity for one row per token. The library applies the router
+        # weights, so the scaling factor is multiplied into them.
         factor = self.problem.routed_scaling_factor
         pairs = self.pairs(routing, call, join=True, factor=factor)
         number_pairs(pairs)
@@ -147,14 +151,16 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        own = self.own_handle(handle, LowLatencyHandle)
-        into = out if out.is_contiguous() else out.new_empty(out.shape)
-        self._buffer().combine(expert_output, own.ids_TK, own.weights, own.given, into)
-        if into is not out:
-            out.copy_(into)
+        own_handle = self.own_handle(handle, LowLatencyHandle)
+        target = out if out.is_contiguous() else out.new_empty(out.shape)
+        self._buffer().combine(
+            expert_output, own_handle.ids_TK, own_handle.weights, own_handle.given, target
+        )
+        if target is not out:
+            out.copy_(target)
 
     def _arrived(self, arrival: Arrival, weights: ExpertWeights, call: Call) -> BatchedTokens:
-        """Return the rows as experts take them, quantized if they are to be."""
+        """Return the received rows as experts take them, quantized if the call does."""
         problem, x_eCH, counts_e = self.problem, arrival.x_eCH, arrival.counts_e
         if arrival.scale_eCG is not None:
             return BatchedTokens(x_eCH, counts_e, arrival.scale_eCG)
@@ -177,12 +183,12 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
 
 
 def buffer_tokens(tokens: int) -> int:
-    """Tokens of a rank that a buffer for `tokens` is made for."""
+    """Return the tokens per rank of the buffer that serves `tokens`."""
     return max(1, math.ceil(tokens / _TOKENS_MULTIPLE)) * _TOKENS_MULTIPLE
 
 
 def quantized_by_library(problem: Problem) -> bool:
-    """Whether the scheme's activations are what the library makes of bfloat16 rows."""
+    """Return whether the library's quantization matches the scheme."""
     scheme = problem.scheme
     grouped = scheme.activation_granularity == "group" and scheme.group[-1] == _GROUP
     return scheme.activation == "float8_e4m3fn" and grouped and problem.hidden % 512 == 0

@@ -1,9 +1,9 @@
 """LowLatency: one of DeepEP's low-latency buffers, and the order in which it may be used.
 
-The library sends through two halves of a buffer in turn, an exchange a half. A dispatch that was
-sent but not yet received still lies in its half, where the exchange after next would write. So a
-dispatch is received, at the latest, when the next exchange begins; any number of calls may then be
-in flight. Where nothing is to run in between, the library sends and receives in one launch.
+The library alternates between the two halves of a buffer, one exchange in each. A dispatch that was
+sent but not received still occupies its half, which the exchange after next would overwrite. A
+dispatch is therefore received, at the latest, when the next exchange begins; any number of calls
+can then be in flight. If nothing runs in between, the library sends and receives in one launch.
 """
 
 from collections.abc import Callable
@@ -13,10 +13,10 @@ import torch
 
 
 class Arrival:
-    """One dispatch. After `receive`, of e experts here and C = ranks x tokens rows for each:
+    """Result of one dispatch, valid after `receive`: C = ranks x tokens rows for each of e experts.
 
-    x_eCH: bfloat16, or float8_e4m3fn with scale_eCG (float32, a scale for 128 values, any strides)
-    beside it. counts_e: int32, how many rows of each expert are tokens; they come first.
+    x_eCH: bfloat16, or float8_e4m3fn with scale_eCG (float32, one scale per 128 values, any
+    strides). counts_e: int32, valid rows of each expert; they come first.
     """
 
     def __init__(
@@ -31,14 +31,17 @@ class Arrival:
         self._hook = hook
 
     def receive(self) -> None:
-        """Have the current stream wait for every rank's rows. May be called again."""
+        """Make the current stream wait for the rows of all ranks. May be called repeatedly."""
         hook, self._hook = self._hook, None
         if hook is not None:
             hook()
 
 
 class LowLatency:
-    """buffer: the library's, made for `tokens` of a rank at most and `experts` of the model."""
+    """Wrapper of a library buffer.
+
+    It is for at most `tokens` tokens per rank and `experts` experts in total.
+    """
 
     def __init__(self, buffer: Any, tokens: int, experts: int) -> None:
         self._buffer, self._tokens, self._experts = buffer, tokens, experts
@@ -47,11 +50,11 @@ class LowLatency:
     def dispatch(
         self, x_TH: torch.Tensor, ids_TK: torch.Tensor, *, quantize: bool, at_once: bool = False
     ) -> Arrival:
-        """Send rows; `.receive()` before anything of the Arrival is read.
+        """Send rows; call `.receive()` before reading the Arrival.
 
         x_TH: bfloat16; ids_TK: int64, no expert twice in a row, -1 to skip; both contiguous.
-        quantize: to float8_e4m3fn on the way, with a scale for 128 values. at_once: receive as
-        well, in the same launch.
+        quantize: convert to float8_e4m3fn on the way, with one scale per 128 values. at_once:
+        receive in the same launch.
         """
         self._settle()
         rows, counts, handle, _, hook = self._buffer.low_latency_dispatch(
@@ -75,16 +78,19 @@ class LowLatency:
         handle: tuple[Any, ...],
         out: torch.Tensor,
     ) -> None:
-        """out (T, H) bfloat16, contiguous = the weighted sum of each token's rows, added up in
-        float32. ids_TK, handle: of the dispatch; weights_TK: float32."""
+        """out (T, H) bfloat16, contiguous = weighted sum of each token's rows, added in float32.
+
+        ids_TK, handle: of the dispatch. weights_TK: float32.
+        """
         self._settle()
         self._buffer.low_latency_combine(rows_eCH, ids_TK, weights_TK, handle, out=out)
 
     def try_out(self, hidden: int) -> None:
-        """One dispatch and combine of no tokens; RuntimeError where the library cannot work.
+        """Run one dispatch and combine without tokens; raise RuntimeError if the library fails.
 
-        Every rank must call it. The library checks some things on the GPU alone, and where one of
-        them fails this process can use its GPU no more: better now than in the first real call.
+        Every rank must call it. The library checks some conditions only on the GPU, and a failed
+        check makes the GPU unusable for this process, so it should happen before the first real
+        call.
         """
         device = torch.device("cuda", torch.cuda.current_device())
         x_TH = torch.empty(0, hidden, dtype=torch.bfloat16, device=device)

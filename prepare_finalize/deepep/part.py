@@ -1,7 +1,7 @@
-"""DeepEPPart: what the three parts over DeepEP have in common.
+"""DeepEPPart: base of the three parts over DeepEP.
 
-The library is told numbers of experts, as many for each rank (`modular_kernel.ops.expert_slots`),
-so that any placement will do.
+The library gets expert numbers, of which each rank has the same count
+(`modular_kernel.ops.expert_slots`), so any placement is possible.
 """
 
 from abc import abstractmethod
@@ -26,24 +26,27 @@ HOPPER = (9, 0)  # the library's kernels use the bulk copy engine
 
 @dataclass(frozen=True)
 class DeepEPHandle(PartHandle):
-    """What the library gave to be given back, and the weights still to be applied: of the rows
-    that came, or of this rank's tokens."""
+    """The library's handle, and the router weights still to apply.
+
+    weights: of the received rows, or of this rank's tokens.
+    """
 
     given: Any
     weights: torch.Tensor
 
 
 class DeepEPPart(AtOncePart[DeepEPGroup]):
-    """A part over buffers of a DeepEPGroup.
+    """Base of parts over the buffers of a DeepEPGroup.
 
-    Making and destroying one is collective. ConfigurationError where library or group cannot
-    serve; CommunicationError unless every rank makes the same part of the same layer.
+    Creating and destroying a part is collective. Raises ConfigurationError if the library or the
+    group cannot be used, and CommunicationError unless every rank creates the same part of the same
+    layer.
     """
 
     manager_class = DeepEPGroup
     generation = 1  # of the library
-    ids_dtype = torch.int64  # as the library takes them
-    most_experts: int | None = None  # of all ranks, as many on each
+    ids_dtype = torch.int64  # required by the library
+    most_experts: int | None = None  # in total; each rank has the same number
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         load_deepep(self.generation)
@@ -54,36 +57,36 @@ class DeepEPPart(AtOncePart[DeepEPGroup]):
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        found = list(super().extra_rejections(problem, machine))
+        rejections = list(super().extra_rejections(problem, machine))
         name = cls.__name__
         parties = (name, "problem")
         if one_scale_for_all(problem):
             got = f"{problem.quant}: one computed scale for all ranks' tokens"
             need = "a scale of each token or group, or a static one"
             hint = "a dispatch by this library exchanges no maxima"
-            found.append(Rejection("dispatch_quant", parties, got, need, hint))
-        slots, most = slots_of(problem.placement), cls.most_slots(problem)
-        if most is not None and slots > most:
-            need = f"<= {most} experts on a rank"
-            found.append(Rejection("max_experts", parties, f"{slots} on one", need))
+            rejections.append(Rejection("dispatch_quant", parties, got, need, hint))
+        slots, max_slots = slots_of(problem.placement), cls.most_slots(problem)
+        if max_slots is not None and slots > max_slots:
+            need = f"<= {max_slots} experts on a rank"
+            rejections.append(Rejection("max_experts", parties, f"{slots} on one", need))
         numbers = slots * problem.parallel.world_size
         if cls.most_experts is not None and numbers > cls.most_experts:
             need = f"<= {cls.most_experts} in all"
-            found.append(Rejection("max_experts", parties, f"{numbers} in all", need))
+            rejections.append(Rejection("max_experts", parties, f"{numbers} in all", need))
         if cls.generation != 1 and "deep_ep_cpp" in machine.packages:
             hint = "both generations are one package by name: give each an environment"
             parties = (name, "machine")
-            found.append(Rejection("package", parties, "deep_ep 1", "deep_ep 2", hint))
-        return tuple(found)
+            rejections.append(Rejection("package", parties, "deep_ep 1", "deep_ep 2", hint))
+        return tuple(rejections)
 
     @classmethod
     def most_slots(cls, problem: Problem) -> int | None:
-        """Return how many experts a rank may have; None for any number."""
+        """Return the largest number of experts of a rank; None means no limit."""
         return None
 
     @abstractmethod
     def make_buffer(self) -> None:
-        """Make the manager's buffer of this part's sizes, unless it is there."""
+        """Create the manager's buffer for this part's sizes, unless it exists."""
 
     @property
     def world_size(self) -> int:
@@ -91,18 +94,20 @@ class DeepEPPart(AtOncePart[DeepEPGroup]):
 
     @property
     def numbers(self) -> int:
-        """How many experts the library is told of."""
+        """Number of experts that the library sees."""
         return self.world_size * self.slots
 
 
 class DeepEPRowsPart(DeepEPPart):
-    """A part whose library brings a row to each rank that holds one of its experts, and adds up the
-    sums of those ranks in a tensor of its own."""
+    """Base of parts whose library sends a row to each rank with one of its experts.
+
+    The library also adds the sums of those ranks, in a tensor that it allocates.
+    """
 
     makes_output = True
 
     def row_specs(self, tokens: int, rows: int) -> dict[str, BufferSpec]:
-        """Return the buffers of a part that quantizes its tokens, and sums the `rows` that come."""
+        """Return the buffers for quantizing `tokens` tokens and summing `rows` received rows."""
         problem = self.problem
         return {
             **token_specs(problem, tokens),
@@ -123,17 +128,19 @@ class DeepEPRowsPart(DeepEPPart):
     def combined(
         self, expert_output: torch.Tensor, *, handle: Handle, reduce: TopKWeightAndReduce
     ) -> torch.Tensor:
-        own = self.own_handle(handle, DeepEPHandle)
-        rows_RH = reduced_rows(expert_output, own.weights, self.problem, own.call, reduce)
-        return self.sums_of_ranks(rows_RH, own.given)
+        own_handle = self.own_handle(handle, DeepEPHandle)
+        rows_RH = reduced_rows(
+            expert_output, own_handle.weights, self.problem, own_handle.call, reduce
+        )
+        return self.sums_of_ranks(rows_RH, own_handle.given)
 
     @abstractmethod
     def sums_of_ranks(self, rows_RH: torch.Tensor, given: Any) -> torch.Tensor:
-        """(T, H) sums of the ranks' rows for this rank's tokens; given: by the dispatch."""
+        """Return (T, H) sums over ranks for this rank's tokens. given: handle of the dispatch."""
 
 
 def _shared(part: str, problem: Problem) -> dict[str, object]:
-    """Return what ranks must have in common, by name."""
+    """Return the properties that ranks must have in common, by name."""
     names = (
         "tokens",
         "hidden",

@@ -23,19 +23,21 @@ from prepare_finalize.deepep.part import (
     DeepEPRowsPart,
 )
 
-_LEAST_TOKENS, _STEP = 8, 128
-_MOST_HOSTS = 32
-_COUNTING_THREADS = 128  # one for each rank of a host and each expert of a rank
+_MIN_TOKENS, _STEP = 8, 128
+_MAX_HOSTS = 32
+_COUNTING_THREADS = 128  # one per rank of a host, and one per expert of a rank
 
 
 class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
-    """A token's row goes once to each rank that holds one of its experts; that rank weights and
-    adds up its pairs of the row, and the combine adds the ranks' sums, bfloat16 rows in float32.
+    """Send each token's row once to each rank that holds one of its experts.
 
-    The host waits for nothing: a call has the most rows that can come, of which those that stand
-    for no token have only ids of -1 and are never read. Activations are quantized before
-    they travel, where the scheme quantizes them. The library compiles its kernels for the layer's
-    sizes at the first call, for some seconds.
+    The receiving rank weights and sums the row's pairs, and the combine adds the sums of all ranks:
+    bfloat16 rows, added in float32.
+
+    Nothing waits on the host. A call has the largest possible number of rows; rows without a token
+    have ids of -1 and are never read. Activations are quantized before they are sent, if the scheme
+    quantizes them. The library compiles its kernels for the layer's sizes at the first call, in
+    some seconds.
     """
 
     requires = PrepareFinalizeRequirements(
@@ -53,7 +55,7 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
         localizes_ids=True,
         padding=Rows.UNDEFINED,
         dispatch_schemes=ACTIVATION_SCHEMES,
-        world_sizes=(2, PEERS * _MOST_HOSTS),
+        world_sizes=(2, PEERS * _MAX_HOSTS),
         ranks_per_host=PEERS,
         asynchronous=True,
         received_by_library=True,
@@ -70,12 +72,12 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        found = list(super().extra_rejections(problem, machine))
+        rejections = list(super().extra_rejections(problem, machine))
         parties, hosts = (cls.__name__, "problem"), problem.parallel.hosts
-        if hosts > _MOST_HOSTS:
-            need = f"at most {_MOST_HOSTS}"
-            found.append(Rejection("hosts", parties, f"{hosts} hosts", need))
-        return tuple(found)
+        if hosts > _MAX_HOSTS:
+            need = f"at most {_MAX_HOSTS}"
+            rejections.append(Rejection("hosts", parties, f"{hosts} hosts", need))
+        return tuple(rejections)
 
     def make_buffer(self) -> None:
         self.ids_dtype = load_deepep(self.generation).topk_idx_t
@@ -104,33 +106,33 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
         at_once: bool,
     ) -> Receiver:
         self.manager.check_device(x_TH.device)
-        # The library stops the device at an expert that is twice in a row.
+        # join: the library stops the device if a token has an expert twice.
         pairs = self.pairs(routing, call, join=True)
         rows, scale = number_and_quantize_tokens(
             x_TH, self.problem, pairs, weights=weights, call=call
         )
-        travels = scale is not None and not self.problem.scheme.static
-        # What a graph holds stays alive in its pool, and needs no stream to be recorded.
+        sends_scale = scale is not None and not self.problem.scheme.static
+        # In graph capture, tensors stay alive in the graph's pool; no record_stream is needed.
         overlaps = not (at_once or self.manager.capturing)
-        got_x, got_ids, got_weights, given, event = self._buffer().dispatch(
-            (rows, scale) if travels else rows.contiguous(),
+        got_x, got_ids, got_weights, dispatch_handle, event = self._buffer().dispatch(
+            (rows, scale) if sends_scale else rows.contiguous(),
             topk_idx=pairs.numbers_TK,
             topk_weights=pairs.weights_TK,
             num_experts=self.numbers,
             num_sms=self.manager.num_sms or 0,
             async_with_compute_stream=overlaps,
-            do_handle_copy=False,  # the ids are this call's own until its combine
+            do_handle_copy=False,  # nothing overwrites the ids before the combine
             do_cpu_sync=False,
         )
 
         def receive() -> tuple[Dispatched, Handle]:
             if overlaps:
                 event.current_stream_wait()
-            x_RH, scales = got_x if travels else (got_x, scale)
-            count = given.psum_num_recv_tokens_per_scaleup_rank[-1]
+            x_RH, scales = got_x if sends_scale else (got_x, scale)
+            count = dispatch_handle.psum_num_recv_tokens_per_scaleup_rank[-1]
             slots_RK, weights_RK = self._live_pairs(got_ids, got_weights, count, call)
-            arrived = self.local_tokens(call, x_RH, scales, slots_RK, weights_RK)
-            return arrived, DeepEPHandle(self, call, given, weights_RK)
+            tokens = self.local_tokens(call, x_RH, scales, slots_RK, weights_RK)
+            return tokens, DeepEPHandle(self, call, dispatch_handle, weights_RK)
 
         return receive
 
@@ -141,11 +143,11 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
     def _live_pairs(
         self, ids_RK: torch.Tensor, weights_RK: torch.Tensor, count: torch.Tensor, call: Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the `count` rows that came: nobody wrote the others."""
+        """Return slots and weights of the `count` received rows; the other rows are not written."""
         shape, take = tuple(ids_RK.shape), call.workspace.take
-        slots_RK, own_RK = take("live_ids", shape), take("live_weights", shape)
-        live_pairs(ids_RK, weights_RK, count, out_ids_RK=slots_RK, out_weights_RK=own_RK)
-        return slots_RK, own_RK
+        slots_RK, live_weights_RK = take("live_ids", shape), take("live_weights", shape)
+        live_pairs(ids_RK, weights_RK, count, out_ids_RK=slots_RK, out_weights_RK=live_weights_RK)
+        return slots_RK, live_weights_RK
 
     def _buffer(self) -> Any:
         problem = self.problem
@@ -155,11 +157,11 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
 
 
 def buffer_tokens(tokens: int) -> int:
-    """Return the tokens of a rank that a buffer for `tokens` is made for.
+    """Return the tokens per rank of the buffer that serves `tokens`.
 
-    Kernels are compiled for each such number, so there are few: powers of two, then multiples of
+    Kernels are compiled for each of these sizes, so there are few: powers of two, then multiples of
     128.
     """
     if tokens > _STEP:
         return math.ceil(tokens / _STEP) * _STEP
-    return max(_LEAST_TOKENS, 1 << max(0, tokens - 1).bit_length())
+    return max(_MIN_TOKENS, 1 << max(0, tokens - 1).bit_length())

@@ -1,1 +1,1 @@
-"""Exchange by FlashInfer's one-sided all-to-all."""
+"""Dispatch and combine with FlashInfer's one-sided all-to-all."""

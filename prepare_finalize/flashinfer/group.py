@@ -1,4 +1,4 @@
-"""FlashInferGroup: what the layers over FlashInfer's all-to-all keep for one process group.
+"""FlashInferGroup: workspaces of FlashInfer's all-to-all for one process group.
 
     manager = FlashInferGroup(group)           # collective, as all that follows
     kernel = make_kernel("FlashInferCutlassMoEPrepareAndFinalize", "TritonExperts", problem,
@@ -6,7 +6,7 @@
     ...
     manager.destroy()
 
-Layers of one shape share its workspaces, which are large: a model has one manager, not one a layer.
+Workspaces are large, and layers of one shape share them: use one manager per model, not per layer.
 """
 
 from dataclasses import dataclass
@@ -21,16 +21,16 @@ from prepare_finalize.common.torch_group import in_short
 from prepare_finalize.flashinfer.library import load
 
 _FAILURES = (RuntimeError, AssertionError, ImportError, OSError, ValueError)
-_UNIT = 128  # bytes
+_UNIT = 128  # bytes by which workspace sizes differ
 _serials = count(1)
 
 
 @dataclass(frozen=True)
 class AlltoAllShape:
-    """What one MoeAlltoAll is made for; the same on every rank.
+    """Sizes of one MoeAlltoAll; the same on every rank.
 
-    max_tokens: T of one rank at most, above 0. numbers: experts that the library is told of.
-    dispatch_bytes, combine_bytes: of one token's payloads, there and back.
+    max_tokens: largest T of a rank, at least 1. numbers: number of experts that the library sees.
+    dispatch_bytes, combine_bytes: bytes of one token's payloads in dispatch and in combine.
     """
 
     max_tokens: int
@@ -44,17 +44,19 @@ FlashInferExchange = Exchange[AlltoAllShape]
 
 
 class FlashInferGroup(ExchangeManager[AlltoAllShape]):
-    """Workspaces of FlashInfer's all-to-all for the ranks of one process group, on one host.
+    """Workspaces of FlashInfer's all-to-all for the ranks of one process group on one host.
 
-    group: a ProcessGroup that can gather objects (NCCL or gloo), None for the default one; by it
-    the library exchanges handles of memory. in_flight: how many calls of one shape may be between
-    dispatch and combine; each takes a workspace, made at the first need. deadline_s: for whatever
-    ranks do together here before the library is called; None: MK_DEADLINE_S, or 10 s. The library
-    itself waits on the GPU for its peers, and stops the device's work for good after some 300 s.
-    library: what to use instead of flashinfer.comm.
+    - group: a ProcessGroup that can gather objects (NCCL or gloo), through which the library
+      exchanges memory handles; None is the default one.
+    - in_flight: number of calls of one shape between dispatch and combine. Each takes a workspace,
+      which is allocated at first need.
+    - deadline_s: deadline of collective steps before the library is called; None is MK_DEADLINE_S,
+      or 10 s. The library itself waits on the GPU for its peers, and stops the device permanently
+      after about 300 s.
+    - library: replacement for flashinfer.comm.
 
-    ConfigurationError where the library is missing. CommunicationError where a rank stays away, or
-    ranks mean different things.
+    Raises ConfigurationError if the library is missing, and CommunicationError if a rank does not
+    respond or ranks disagree.
     """
 
     package = "FlashInfer"
@@ -66,22 +68,22 @@ class FlashInferGroup(ExchangeManager[AlltoAllShape]):
         self.agree({"in_flight": self.in_flight})
 
     def check_device(self, device: torch.device | str) -> None:
-        """DeviceError unless tensors on `device` can be exchanged: on this process's GPU."""
-        given = torch.device(device)
-        here = None if self.device == "cpu" else torch.cuda.current_device()
-        if given.type != self.device or given.index not in (None, here):
+        """Raise DeviceError unless `device` is this process's current GPU."""
+        requested = torch.device(device)
+        current = None if self.device == "cpu" else torch.cuda.current_device()
+        if requested.type != self.device or requested.index not in (None, current):
             need = f"{self.device}, the process's current one: the workspaces are there"
-            raise DeviceError("tensors of an exchange", got=given, need=need)
+            raise DeviceError("tensors of an exchange", got=requested, need=need)
 
     def _free(self, exchange: FlashInferExchange) -> None:
-        # The library keeps workspaces for the life of the process, and has no other word to let go
-        # of one.
+        # The library caches workspaces for the life of the process; this private method is its only
+        # way to release one.
         exchange.all_to_all._reset_workspace()
 
     def _make(self, shape: AlltoAllShape) -> FlashInferExchange:
-        """One more workspace of a shape, on all ranks."""
-        library, made = self._library, self._exchanges[shape]
-        self._meeting.agree({"workspaces": len(made) + 1, "shape": shape})
+        """Allocate one more workspace of a shape, on all ranks."""
+        library, exchanges = self._library, self._exchanges[shape]
+        self._meeting.agree({"workspaces": len(exchanges) + 1, "shape": shape})
         try:
             nbytes = library.moe_a2a_get_workspace_size_per_rank(
                 self.world_size, shape.max_tokens, shape.dispatch_bytes, shape.combine_bytes
@@ -104,22 +106,26 @@ class FlashInferGroup(ExchangeManager[AlltoAllShape]):
         except _FAILURES as error:
             got = in_short(RuntimeError(str(error).strip() or type(error).__name__))
             raise self._error(got, "FlashInfer to share its workspaces") from error
-        made.append(FlashInferExchange(all_to_all, shape))
-        return made[-1]
+        exchanges.append(FlashInferExchange(all_to_all, shape))
+        return exchanges[-1]
 
     def _apart(self) -> int:
-        """Return bytes that no other workspace of these ranks' processes has more than it needs.
+        """Return extra bytes that make a workspace's size unique among these processes.
 
-        The library takes workspaces of one size for one, whatever their groups and their calls.
+        The library treats workspaces of equal size as the same one, across groups and calls.
         """
-        told = self._meeting.tell({"serial": next(_serials)})
-        serial = max(int(facts["serial"]) for facts in told)
+        gathered = self._meeting.tell({"serial": next(_serials)})
+        serial = max(int(facts["serial"]) for facts in gathered)
         while next(_serials) <= serial:
             pass
         return serial * _UNIT
 
     def _communicator(self) -> Any:
-        """Return the library's view of the group, of which it is to use the whole."""
+        """Return the library's communicator over the whole group.
+
+        `Split` returns the communicator itself, because the library would otherwise use a part of
+        it.
+        """
 
         class Whole(self._library.TorchDistBackend):  # type: ignore[misc, name-defined]
             def Split(self, color: int, key: int) -> "Whole":

@@ -1,4 +1,4 @@
-"""FlashInfer's all-to-all: where it is, what it is told by, and what is taken of it."""
+"""FlashInfer's all-to-all: where to find it, and the functions and classes that are used."""
 
 from functools import cache
 from importlib import import_module
@@ -13,7 +13,7 @@ FLASHINFER_ALL2ALL = Provider(
     signs=(
         ("comm/trtllm_moe_alltoall.py", "class MoeAlltoAll"),
         ("comm/trtllm_moe_alltoall.py", "expert_id_payload_index"),
-        # Since 0.6.16 memory is shared by file descriptors, too, where there is no fabric.
+        # Since 0.6.16 memory can be shared by file descriptors too, without a fabric.
         ("comm/mnnvl.py", "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR"),
     ),
     need="FlashInfer 0.6.16 or newer, with comm.MoeAlltoAll",
@@ -24,14 +24,14 @@ FLASHINFER_ALL2ALL = Provider(
 
 @cache
 def load() -> Any:
-    """Import what is used of flashinfer.comm.
+    """Import the functions and classes of flashinfer.comm that are used.
 
-    ConfigurationError if it is not there, or cannot be imported.
+    Raises ConfigurationError if it is missing or cannot be imported.
     """
     with importing(FLASHINFER_ALL2ALL, need="one that goes with this torch and CUDA"):
         comm, mnnvl, moe = (
-            import_module(f"flashinfer.comm{part}")
-            for part in ("", ".mnnvl", ".trtllm_moe_alltoall")
+            import_module(f"flashinfer.comm{submodule}")
+            for submodule in ("", ".mnnvl", ".trtllm_moe_alltoall")
         )
         return SimpleNamespace(
             MoeAlltoAll=moe.MoeAlltoAll,

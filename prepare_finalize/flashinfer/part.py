@@ -1,4 +1,4 @@
-"""FlashInfer's one-sided all-to-all: a row to each rank of one of its experts, by NVLink."""
+"""FlashInfer's one-sided all-to-all: a row goes over NVLink to each rank that needs it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from prepare_finalize.common.tokens import (
 from prepare_finalize.flashinfer.group import AlltoAllShape, FlashInferExchange, FlashInferGroup
 from prepare_finalize.flashinfer.library import FLASHINFER_ALL2ALL
 
-TOP_KS = frozenset({1, *range(2, 23, 2)})  # that its kernels are compiled for
+TOP_KS = frozenset({1, *range(2, 23, 2)})  # for which FlashInfer's kernels are compiled
 _SHARED = (
     *("tokens", "hidden", "intermediate", "experts", "top_k", "dtype", "quant", "placement"),
     *("activation", "bias", "routed_scaling_factor", "combine", "apply_router_weight_on_input"),
@@ -34,7 +34,10 @@ _SHARED = (
 
 @dataclass(frozen=True)
 class FlashInferHandle(PartHandle):
-    """turn: of the exchange, in which this call has it. weights_RK: of the rows that came."""
+    """Handle of an exchange.
+
+    turn: the exchange's use by this call. weights_RK: weights of the received rows.
+    """
 
     exchange: FlashInferExchange
     turn: int
@@ -42,16 +45,17 @@ class FlashInferHandle(PartHandle):
 
 
 class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
-    """A token's row goes once to each rank that holds one of its experts, with its ids and weights;
-    that rank weights and adds up its pairs of the row, and the combine adds the ranks' sums in
-    float32.
+    """Send each token's row, with ids and weights, once to each rank that holds one of its experts.
 
-    Experts see world_size * problem.tokens rows in the library's memory, until the combine; those
-    that nobody sent have ids of -1 and are never read. Activations are quantized before they
-    travel, where the scheme quantizes them, unless the experts do that. A token of which a pair is
-    skipped is also sent to its own rank, in whose memory it is: the library knows no such pair.
-    Nothing waits on the host. The GPU waits for its peers. A captured call uses its workspace in
-    every replay, so no other call of that shape may be in flight then.
+    The receiving rank weights and sums the row's pairs, and the combine adds the sums of all ranks
+    in float32.
+
+    Experts get world_size * problem.tokens rows in the library's memory, valid until the combine.
+    Unused rows have ids of -1 and are never read. Activations are quantized before they are sent,
+    if the scheme quantizes them, unless the experts do it. The library cannot skip pairs, so a
+    token with a skipped pair is also sent to its own rank, within local memory. Nothing waits on
+    the host; the GPU waits for its peers. A captured call uses its workspace in every replay, so no
+    other call of that shape may be in flight then.
     """
 
     requires = PrepareFinalizeRequirements(
@@ -69,7 +73,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
         world_sizes=(2, 8),
         one_host=True,
         graph_capturable=True,
-        deterministic=False,  # rows of a rank come in the order of atomic counters
+        deterministic=False,  # atomic counters determine the order of a rank's rows
     )
     manager_class = FlashInferGroup
 
@@ -82,16 +86,16 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        found = list(super().extra_rejections(problem, machine))
+        rejections = list(super().extra_rejections(problem, machine))
         parties = (cls.__name__, "problem")
         if problem.top_k not in TOP_KS:
             need = f"one of {', '.join(map(str, sorted(TOP_KS)))}"
-            found.append(Rejection("top_k", parties, str(problem.top_k), need))
+            rejections.append(Rejection("top_k", parties, str(problem.top_k), need))
         if one_scale_for_all(problem):
             got = f"{problem.quant}: one scale for the tokens of all ranks"
             need = "a static scale, or one for each token or group"
-            found.append(Rejection("dispatch_quant", parties, got, need))
-        return tuple(found)
+            rejections.append(Rejection("dispatch_quant", parties, got, need))
+        return tuple(rejections)
 
     def dispatch_shape(self, tokens: int) -> ContiguousShape:
         rows = self.problem.parallel.world_size * self._shape.max_tokens
@@ -99,11 +103,11 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem = self.problem
-        rows, own = self.dispatch_shape(tokens).tokens, (tokens, problem.top_k)
+        rows, pairs = self.dispatch_shape(tokens).tokens, (tokens, problem.top_k)
         return {
             **token_specs(problem, tokens),
             **self.pair_specs(tokens),
-            "targets": BufferSpec(own, torch.int32),
+            "targets": BufferSpec(pairs, torch.int32),
             "skipped": BufferSpec((rows, problem.top_k), torch.uint8),
             "local_ids": BufferSpec((rows, problem.top_k), torch.int32),
             "local_weights": BufferSpec((rows, problem.top_k), torch.float32),
@@ -123,25 +127,27 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
             x_TH, self.problem, pairs, weights=weights, call=call
         )
         payloads = [_dense(rows, call)]
-        travels = scale is not None and not self.problem.scheme.static
-        if scale is not None and travels:
+        sends_scale = scale is not None and not self.problem.scheme.static
+        if scale is not None and sends_scale:
             payloads.append(scale)
         payloads += [pairs.numbers_TK, pairs.weights_TK]
         targets_TK = self._targets(pairs.numbers_TK, call)
         exchange = self.manager.take(self._shape)
         with stages.stage(stages.DISPATCH):
-            arrived = exchange.all_to_all.dispatch(
+            received = exchange.all_to_all.dispatch(
                 targets_TK,
                 payloads,
                 self._shape.max_tokens,
                 invalid_token_expert_id=-1,
                 expert_id_payload_index=len(payloads) - 2,
             )
-            x_RH, *between, ids_RK, weights_RK = (part.flatten(0, 1) for part in arrived)
-            slots_RK, own_RK = self._local(ids_RK, weights_RK, call)
-        scales = between[0] if travels else scale
-        tokens = self.local_tokens(call, x_RH, scales, slots_RK, own_RK)
-        return tokens, FlashInferHandle(self, call, exchange, exchange.turn, own_RK)
+            x_RH, *received_scales, ids_RK, weights_RK = (
+                payload.flatten(0, 1) for payload in received
+            )
+            slots_RK, local_weights_RK = self._local(ids_RK, weights_RK, call)
+        scales = received_scales[0] if sends_scale else scale
+        tokens = self.local_tokens(call, x_RH, scales, slots_RK, local_weights_RK)
+        return tokens, FlashInferHandle(self, call, exchange, exchange.turn, local_weights_RK)
 
     def finalize(
         self,
@@ -151,24 +157,26 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        own = self.own_handle(handle, FlashInferHandle)
-        exchange, shape = own.exchange, self._shape
-        if not exchange.busy or exchange.turn != own.turn:
+        own_handle = self.own_handle(handle, FlashInferHandle)
+        exchange, shape = own_handle.exchange, self._shape
+        if not exchange.busy or exchange.turn != own_handle.turn:
             raise UnsupportedError("handle", got="one that was combined", need="one for each call")
-        rows_RH = reduced_rows(expert_output, own.weights_RK, self.problem, own.call, reduce)
+        rows_RH = reduced_rows(
+            expert_output, own_handle.weights_RK, self.problem, own_handle.call, reduce
+        )
         world_size = self.problem.parallel.world_size
         payload = rows_RH.view(world_size, shape.max_tokens, self.problem.hidden)
         dense = out.is_contiguous()
         with stages.stage(stages.COMBINE):
-            made = exchange.all_to_all.combine(
+            combined = exchange.all_to_all.combine(
                 payload, shape.max_tokens, output=out if dense else None
             )
             if not dense:
-                out.copy_(made)
+                out.copy_(combined)
         self.manager.give_back(exchange)
 
     def _targets(self, numbers_TK: torch.Tensor, call: Call) -> torch.Tensor:
-        """Return numbers by which rows are sent: a skipped pair's is one of this rank."""
+        """Return the expert numbers to send to; for skipped pairs, one of this rank."""
         take, shape = call.workspace.take, tuple(numbers_TK.shape)
         skipped = take("skipped", shape).view(torch.bool)
         torch.lt(numbers_TK, 0, out=skipped)
@@ -178,21 +186,21 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
     def _local(
         self, numbers_RK: torch.Tensor, weights_RK: torch.Tensor, call: Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return slots of this rank and weights, -1 and 0 for pairs that are not its own."""
+        """Return local slots and weights, -1 and 0 for pairs of other ranks."""
         take, shape = call.workspace.take, tuple(numbers_RK.shape)
-        slots_RK, own_RK = take("local_ids", shape), take("local_weights", shape)
+        slots_RK, local_weights_RK = take("local_ids", shape), take("local_weights", shape)
         torch.sub(numbers_RK, self.manager.rank * self.slots, out=slots_RK)
-        own_RK.copy_(weights_RK)
+        local_weights_RK.copy_(weights_RK)
         skipped = take("skipped", shape).view(torch.bool)
         for compare, bound in ((torch.lt, 0), (torch.ge, self.problem.e)):
             compare(slots_RK, bound, out=skipped)
             slots_RK.masked_fill_(skipped, -1)
         torch.lt(slots_RK, 0, out=skipped)
-        return slots_RK, own_RK.masked_fill_(skipped, 0)
+        return slots_RK, local_weights_RK.masked_fill_(skipped, 0)
 
 
 def _shape(problem: Problem) -> AlltoAllShape:
-    """Return what workspaces are made for: rows quantized or not, scales, ids and weights."""
+    """Return the sizes of a workspace: rows (counted unquantized), scales, ids and weights."""
     scheme, scales = problem.scheme, 0
     if scheme.travels_quantized and scheme.activation_granularity != "tensor":
         scales = 4 * scale_shape(scheme, 1, problem.hidden)[1]
@@ -207,7 +215,7 @@ def _shape(problem: Problem) -> AlltoAllShape:
 
 
 def _dense(rows: torch.Tensor, call: Call) -> torch.Tensor:
-    """Rows as the library reads them: side by side, and aligned."""
+    """Return the rows contiguous and 16-byte aligned, as the library requires."""
     if rows.is_contiguous() and rows.data_ptr() % 16 == 0:
         return rows
     return call.workspace.take("sent_x", tuple(rows.shape)).copy_(rows)

@@ -1,1 +1,1 @@
-"""Exchange by hosts: over torch.distributed between them, through shared memory inside each."""
+"""Two-level exchange: torch.distributed between hosts, shared memory within each."""

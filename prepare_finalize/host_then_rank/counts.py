@@ -1,7 +1,7 @@
-"""What ranks tell each other of rows that go by hosts, and what a rank finds in it.
+"""Row counts of a two-level exchange, and the splits that each rank derives from them.
 
-A token's row goes from its rank to the rank of the same local number on each host that needs it,
-which passes it on to the ranks of that host. Tokens are cut into chunks, by their numbers.
+A token's row is sent to the rank of the same local number on each host that needs it, which passes
+it on to the ranks of that host. Tokens are divided into chunks by their index.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ from prepare_finalize.common.torch_group import TorchGroup
 
 @dataclass(frozen=True)
 class Geometry:
-    """Ranks by hosts, and chunks of a call. L, H, C: ranks per host, hosts, chunks.
+    """Ranks by host, and chunks of a call. L, H, C: ranks per host, hosts, chunks.
 
-    tokens: of a chunk, the same on every rank.
+    tokens: tokens per chunk, the same on every rank.
     """
 
     rank: int
@@ -42,21 +42,21 @@ class Geometry:
 
     @property
     def counts(self) -> int:
-        """Numbers of rows that each rank tells."""
+        """Number of row counts that each rank sends."""
         return self.chunks * (self.hosts + self.world_size)
 
     def by_chunk(self, wanted_PT: torch.Tensor) -> torch.Tensor:
-        """(P, T) of places that want a token -> (C, P, tokens of a chunk)."""
-        places, tokens = wanted_PT.shape
-        whole = pad(wanted_PT, (0, self.chunks * self.tokens - tokens))
-        return whole.view(places, self.chunks, self.tokens).transpose(0, 1)
+        """Split (P, T), a mask of tokens by destination, into (C, P, tokens of a chunk)."""
+        destinations, tokens = wanted_PT.shape
+        padded = pad(wanted_PT, (0, self.chunks * self.tokens - tokens))
+        return padded.view(destinations, self.chunks, self.tokens).transpose(0, 1)
 
 
 @dataclass(frozen=True)
 class Passage:
-    """How many rows of one call go where, by chunk, as every rank finds it from the same numbers.
+    """Number of rows of one call by route and chunk, derived from the same counts on every rank.
 
-    table: (W, C * (H + W)) int64, of each rank the rows to each host, then to each rank.
+    table: (W, C * (H + W)) int64; row r has the rows of rank r to each host, then to each rank.
     """
 
     at: Geometry
@@ -64,107 +64,129 @@ class Passage:
 
     @cached_property
     def _to_hosts(self) -> torch.Tensor:
-        """(W, C, H): rows that each rank sends to its like on each host."""
-        at = self.at
-        return self.table[:, : at.chunks * at.hosts].view(-1, at.chunks, at.hosts)
+        """(W, C, H): rows that each rank sends to its counterpart on each host."""
+        geometry = self.at
+        return self.table[:, : geometry.chunks * geometry.hosts].view(
+            -1, geometry.chunks, geometry.hosts
+        )
 
     @cached_property
     def _to_ranks(self) -> torch.Tensor:
-        """(W, C, W): of tokens of the first rank, rows that the last is passed in the end."""
-        at = self.at
-        return self.table[:, at.chunks * at.hosts :].view(-1, at.chunks, at.world_size)
+        """(W, C, W): rows of the first rank's tokens whose final destination is the last rank."""
+        geometry = self.at
+        return self.table[:, geometry.chunks * geometry.hosts :].view(
+            -1, geometry.chunks, geometry.world_size
+        )
 
     @cached_property
     def sent(self) -> list[int]:
-        """Rows that this rank sends, its own host's included, by chunk."""
+        """Rows that this rank sends, by chunk, including those to its own host."""
         sent: list[int] = self._to_hosts[self.at.rank].sum(1).tolist()
         return sent
 
     @cached_property
     def came(self) -> list[int]:
-        """Rows that come to this rank to be passed on, by chunk."""
+        """Rows that this rank receives in order to pass them on, by chunk."""
         came: list[int] = self._from_hosts.sum(1).tolist()
         return came
 
     @property
     def _from_hosts(self) -> torch.Tensor:
-        """(C, H): rows that come to this rank from its like on each host."""
-        at = self.at
-        return self._to_hosts[at.local_rank :: at.ranks_per_host, :, at.host].T
+        """(C, H): rows that this rank receives from its counterpart on each host."""
+        geometry = self.at
+        return self._to_hosts[geometry.local_rank :: geometry.ranks_per_host, :, geometry.host].T
 
     def splits(self, chunk: int) -> tuple[list[int], list[int]]:
-        """Rows to and from each rank in a chunk."""
-        at = self.at
-        to_W, from_W = [0] * at.world_size, [0] * at.world_size
-        to_W[at.local_rank :: at.ranks_per_host] = self._to_hosts[at.rank, chunk].tolist()
-        from_W[at.local_rank :: at.ranks_per_host] = self._from_hosts[chunk].tolist()
+        """Return the rows to and from each rank in a chunk."""
+        geometry = self.at
+        to_W, from_W = [0] * geometry.world_size, [0] * geometry.world_size
+        to_W[geometry.local_rank :: geometry.ranks_per_host] = self._to_hosts[
+            geometry.rank, chunk
+        ].tolist()
+        from_W[geometry.local_rank :: geometry.ranks_per_host] = self._from_hosts[chunk].tolist()
         return to_W, from_W
 
     @cached_property
     def crosses(self) -> list[bool]:
-        """Whether any row of a chunk leaves its host; every rank finds the same."""
-        at = self.at
-        own = torch.arange(at.hosts).repeat_interleave(at.ranks_per_host)
-        away = torch.arange(at.hosts)[None, :] != own[:, None]
-        crosses: list[bool] = (self._to_hosts * away[:, None]).sum((0, 2)).gt(0).tolist()
+        """Whether any row of a chunk leaves its host; the same on every rank."""
+        geometry = self.at
+        host_of_rank = torch.arange(geometry.hosts).repeat_interleave(geometry.ranks_per_host)
+        is_remote = torch.arange(geometry.hosts)[None, :] != host_of_rank[:, None]
+        crosses: list[bool] = (self._to_hosts * is_remote[:, None]).sum((0, 2)).gt(0).tolist()
         return crosses
 
     @property
     def any_rows(self) -> bool:
-        """Whether any rank sends any row; every rank finds the same."""
+        """Whether any rank sends any row; the same on every rank."""
         return bool(self.table.any())
 
     @cached_property
     def _inside(self) -> torch.Tensor:
-        """(C, L, L): rows that each rank of this host passes to each of it."""
-        at, per_host = self.at, self.at.ranks_per_host
-        here = self._to_ranks[:, :, at.host * per_host : (at.host + 1) * per_host]
-        return here.view(at.hosts, per_host, at.chunks, per_host).sum(0).transpose(0, 1)
+        """(C, L, L): rows that each rank of this host passes to each rank of it."""
+        geometry, per_host = self.at, self.at.ranks_per_host
+        to_this_host = self._to_ranks[
+            :, :, geometry.host * per_host : (geometry.host + 1) * per_host
+        ]
+        return (
+            to_this_host.view(geometry.hosts, per_host, geometry.chunks, per_host)
+            .sum(0)
+            .transpose(0, 1)
+        )
 
     @cached_property
     def busy(self) -> list[bool]:
-        """Whether the ranks of this host pass any row of a chunk; each of them finds the same."""
+        """Whether ranks of this host pass any row of a chunk; the same on each of them."""
         busy: list[bool] = self._inside.sum((1, 2)).gt(0).tolist()
         return busy
 
     @cached_property
     def room(self) -> torch.Tensor:
-        """(2, C, L): first row, and the one behind the last, that this rank writes at each rank of
-        its host: rows there lie by chunk, then by who passed them."""
-        at = self.at
-        flat = self._inside.reshape(-1, at.ranks_per_host)
+        """(2, C, L): first row and end row that this rank writes at each rank of its host.
+
+        Rows there are ordered by chunk, then by passing rank.
+        """
+        geometry = self.at
+        flat = self._inside.reshape(-1, geometry.ranks_per_host)
         stop = flat.cumsum(0)
-        both = torch.stack((stop - flat, stop))
-        return both.view(2, at.chunks, at.ranks_per_host, -1)[:, :, at.local_rank]
+        bounds = torch.stack((stop - flat, stop))
+        return bounds.view(2, geometry.chunks, geometry.ranks_per_host, -1)[
+            :, :, geometry.local_rank
+        ]
 
     @cached_property
     def received(self) -> int:
-        """Rows that are passed to this rank."""
+        """Number of rows passed to this rank."""
         return int(self._inside[:, :, self.at.local_rank].sum())
 
     @cached_property
     def most_W(self) -> list[int]:
-        """The rows that each rank receives: those passed to it, or those it passes on, whichever
-        are more."""
-        at = self.at
-        in_the_end = self._to_ranks.sum((0, 1))
-        by_like = self._to_hosts.sum(1).view(at.hosts, at.ranks_per_host, at.hosts).sum(0)
-        most: list[int] = torch.maximum(in_the_end, by_like.T.reshape(-1)).tolist()
-        return most
+        """Rows that each rank receives: as final destination or to pass on, whichever is more."""
+        geometry = self.at
+        final = self._to_ranks.sum((0, 1))
+        passed_on = (
+            self._to_hosts.sum(1)
+            .view(geometry.hosts, geometry.ranks_per_host, geometry.hosts)
+            .sum(0)
+        )
+        rows_W: list[int] = torch.maximum(final, passed_on.T.reshape(-1)).tolist()
+        return rows_W
 
 
 def passage(manager: TorchGroup, agreed: Agreement, at: Geometry) -> Passage:
-    """Return what the counts say; CommunicationError on every rank where they contradict T."""
-    found = Passage(at, torch.tensor(agreed.rows_WW, dtype=torch.int64))
+    """Return the Passage of the counts.
+
+    Raises CommunicationError on every rank if the counts contradict T.
+    """
+    result = Passage(at, torch.tensor(agreed.rows_WW, dtype=torch.int64))
     tokens_W = torch.tensor(agreed.tokens_W)
     first = at.tokens * torch.arange(at.chunks)
-    most_WC1 = (tokens_W[:, None] - first).clamp(0, at.tokens)[..., None]
-    wrong = ((found._to_hosts > most_WC1).flatten(1).any(1)) | (
-        (found._to_ranks > most_WC1).flatten(1).any(1)
+    limit_WC1 = (tokens_W[:, None] - first).clamp(0, at.tokens)[..., None]
+    is_wrong = ((result._to_hosts > limit_WC1).flatten(1).any(1)) | (
+        (result._to_ranks > limit_WC1).flatten(1).any(1)
     )
-    if bool(wrong.any()):
-        peers: Sequence[int] = wrong.nonzero()[:, 0].tolist()
+    if bool(is_wrong.any()):
+        peers: Sequence[int] = is_wrong.nonzero()[:, 0].tolist()
         got = f"rows by chunk {[agreed.rows_WW[rank] for rank in peers]}"
         need = "no more than a chunk has tokens"
         raise manager.disagreement(got, need, step=agreed.step, peers=peers)
-    return found
+    return result

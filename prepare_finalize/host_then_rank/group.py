@@ -1,4 +1,4 @@
-"""HostThenRankGroup: a TorchGroup between hosts, and memory that the ranks of each host share.
+"""HostThenRankGroup: a TorchGroup between hosts, and memory shared by the ranks of each host.
 
 manager = HostThenRankGroup(group, deadline_s=2.0)
 kernel = make_kernel("HostThenRankPrepareAndFinalize", "TritonExperts", problem, group=manager)
@@ -27,14 +27,14 @@ from prepare_finalize.symm_mem.group import NO_VALUE, Heap, SharedMemory
 from prepare_finalize.symm_mem.shared_files import share_file
 
 _WORD = 4  # bytes
-_numbers = count()  # of what this process tells torch's symmetric memory
+_numbers = count()  # of the groups that this process registers with torch
 
 
 class HostMemory(SharedMemory):
-    """Memory that the ranks of this host share, of a group that is on several.
+    """Memory shared by the ranks of this host, for a group that spans several.
 
-    Every rank of the group makes heaps, in one order, and all agree on them. store: of the group
-    and of this manager alone. ranks: of this host, by their numbers in the group.
+    Every rank of the group must allocate heaps in the same order, and all agree on them. store: a
+    store of the group, used by this manager alone. ranks: the group's ranks on this host.
     """
 
     def __init__(
@@ -50,28 +50,30 @@ class HostMemory(SharedMemory):
             last_calls=LastCalls(rank, history),
         )
         self.named = rank
-        # In memory that peers reach: who fails ends the waits of all ranks of the host.
+        # The word is in shared memory, so that a rank that fails ends the waits of all ranks here.
         words = self.heap(_WORD, "failure", lambda heap: heap.bytes_N.zero_())
         self.failed = words.bytes_N.view(torch.int32)
         self._failed_of_ranks: list[Any] = [*words.kept]
         if device == "cuda":
             (shared,) = self._failed_of_ranks
             ranks = range(self.world_size)
-            self._failed_of_ranks = [shared.get_buffer(at, (_WORD,), torch.uint8) for at in ranks]
+            self._failed_of_ranks = [
+                shared.get_buffer(index, (_WORD,), torch.uint8) for index in ranks
+            ]
 
     def fail(self) -> None:
-        """End every wait for this rank, and those of kernels to come, on all ranks of the host."""
+        """End all current and future waits on the ranks of this host."""
         for word in self._failed_of_ranks:
             word.view(torch.int32).fill_(1)
 
     def missing(self) -> tuple[int, ...] | None:
-        """Return the ranks whose flag did not come, as far as is known; None if no wait failed.
+        """Return the ranks whose flags are known to be missing; None if no wait failed.
 
-        Empty where another rank ended the wait. Does not wait for a GPU.
+        It is empty if another rank ended the wait. Does not wait for a GPU.
         """
         word = int(self.status[0])
         if word:
-            return tuple(rank for at, rank in enumerate(self.ranks) if word >> 32 >> at & 1)
+            return tuple(rank for index, rank in enumerate(self.ranks) if word >> 32 >> index & 1)
         return () if self.device == "cpu" and int(self.failed[0]) else None
 
     def _meeting(self) -> Meeting:
@@ -85,9 +87,11 @@ class HostMemory(SharedMemory):
     def _rendezvous(self, own: torch.Tensor) -> Any:
         host = self._hosts.index_W[self._in_group]
         store = PrefixStore(f"memory/{self._heaps}/host/{host}", self._store)
-        name: Any = f"modular_kernel/host_memory/{next(_numbers)}"  # torch has a type of its own
-        # Torch looks for a group of this name, and takes its rank, size and store: no backend.
-        group = ProcessGroup(store, self.rank, self.world_size)  # torch itself does not keep it
+        name: Any = (
+            f"modular_kernel/host_memory/{next(_numbers)}"  # torch declares another string type
+        )
+        # torch looks up a group of this name for its rank, size and store; it needs no backend.
+        group = ProcessGroup(store, self.rank, self.world_size)  # torch keeps no reference to it
         register_process_group(name, group)
         try:
             return _SymmetricMemory.rendezvous(own, name)
@@ -96,10 +100,10 @@ class HostMemory(SharedMemory):
 
 
 class HostThenRankGroup(TorchGroup):
-    """Exchanges over the ranks of one process group, and memory that those of a host share.
+    """Exchanges over the ranks of one process group, and memory shared by the ranks of each host.
 
-    As TorchGroup, whose arguments it takes. inside: the memory. ConfigurationError on every rank
-    unless each host has as many ranks, numbered one behind another.
+    Takes the arguments of TorchGroup. inside: the shared memory. Raises ConfigurationError on every
+    rank unless all hosts have the same number of ranks, numbered consecutively.
     """
 
     def __init__(
@@ -110,7 +114,7 @@ class HostThenRankGroup(TorchGroup):
         device: str | None = None,
         history: int = 1024,
     ) -> None:
-        self.inside: HostMemory | None = None  # until hosts are found
+        self.inside: HostMemory | None = None  # set once the hosts are known
         super().__init__(group, deadline_s=deadline_s, device=device, history=history)
         self.ranks_per_host = self.world_size // len(self.hosts)
         if not self.hosts.in_blocks_of(self.ranks_per_host):
@@ -132,7 +136,7 @@ class HostThenRankGroup(TorchGroup):
 
     @property
     def host(self) -> int:
-        """The host that this rank is on."""
+        """Index of the host of this rank."""
         return self.hosts.index_W[self.rank]
 
     @property
@@ -141,18 +145,18 @@ class HostThenRankGroup(TorchGroup):
         return self.inside
 
     def heap(self, nbytes: int, meaning: str, begin: Callable[[Heap], object]) -> Heap:
-        """As SharedMemory.heap, of the ranks of this host; collective over all ranks."""
+        """Call SharedMemory.heap for the ranks of this host; collective over all ranks."""
         self._check_open()
         return self.memory.heap(nbytes, meaning, begin)
 
     def note(self, step: int, phase: str) -> None:
-        """Note an exchange inside the hosts among those whose order ranks must share."""
+        """Add an exchange within the hosts to the sequence that ranks must share."""
         self.order = zlib.crc32(f"{step} {phase} inside".encode(), self.order)
 
     def check_inside(self, step: int, phase: str, nbytes: int, started_s: float) -> None:
-        """CommunicationError if this manager failed, or a wait for ranks of this host is known to.
+        """Raise CommunicationError if this manager, or a wait for ranks of this host, has failed.
 
-        started_s: when the wait began (time.monotonic). nbytes: that this rank gave.
+        nbytes: size of this rank's data. started_s: start of the wait (time.monotonic).
         """
         self._check_open()
         missing = self.memory.missing()
@@ -160,8 +164,8 @@ class HostThenRankGroup(TorchGroup):
             return
         record = self.last_calls.begin(step, phase, nbytes)
         ranks = f"{plural('rank', len(missing))} {', '.join(map(str, missing))}"
-        told = f"no flag from {ranks} of this host"
-        reason = told if missing else "a rank of this host ended the wait"
+        no_flag = f"no flag from {ranks} of this host"
+        reason = no_flag if missing else "a rank of this host ended the wait"
         record["awaited"] = missing
         raise self._failed(record, started_s, RuntimeError(reason))
 
@@ -173,5 +177,5 @@ class HostThenRankGroup(TorchGroup):
     def _hang_up(self) -> None:
         super()._hang_up()
         if self.inside is not None:
-            with suppress(RuntimeError):  # a GPU that serves no more; peers wait for their deadline
+            with suppress(RuntimeError):  # the GPU may have failed; peers then hit their deadline
                 self.inside.fail()

@@ -1,4 +1,4 @@
-"""By hosts: a row crosses the network once for each host that needs it, and its sum once back."""
+"""Two-level dispatch: a row crosses the network once per host, and its sum once back."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -30,16 +30,19 @@ from prepare_finalize.host_then_rank.group import HostThenRankGroup
 from prepare_finalize.host_then_rank.slots import HostSlots, Room
 from prepare_finalize.symm_mem.launch import Slot, SymmetricExchange
 
-_MOST_RANKS = 8  # of a host, as for the kernels that write to all of them
-_MOST_CHUNKS = 4
-# Tokens that a chunk should have. What is verified on a CPU has few, and is to be cut like others.
+_MOST_RANKS = 8  # per host; the symmetric-memory kernels write to at most as many
+_MAX_CHUNKS = 4
+# Target tokens per chunk. Tests on a CPU have few tokens, and should use several chunks too.
 _CHUNK_TOKENS = {"cuda": 1024, "cpu": 4}
 
 
 @dataclass(frozen=True)
 class HostThenRankHandle(GroupHandle):
-    """token_N: this rank's token of each row it sent, by chunk, host, then token. passes: how the
-    rows of each chunk were passed on, None where this host has none of it."""
+    """Handle of a two-level exchange.
+
+    token_N: this rank's token of each sent row, ordered by chunk, host, then token. passes:
+    exchanges within the host, by chunk; None for a chunk without rows here.
+    """
 
     token_N: torch.Tensor
     way: Passage
@@ -48,16 +51,18 @@ class HostThenRankHandle(GroupHandle):
 
 
 class HostThenRankPrepareAndFinalize(RowsPart):
-    """A token's row goes once to each host that has one of its experts, to the rank there of the
-    same local number, over torch.distributed; that rank writes it to those of its host which hold
-    the experts, over NVLink (on a CPU: shared files). On the way back the sums of a host's ranks
-    are added there first, in float32 in the order of ranks, and one row goes to the owner, in the
-    problem's dtype, who adds hosts' rows in float32 in the order of hosts.
+    """Send each token's row once to each host that has one of its experts, then on to ranks there.
 
-    Large calls are cut into chunks: while one is passed on inside the hosts, the next crosses
-    between them. Counts are exchanged first and read on the host: T may differ from rank to rank
-    and be 0. Every host has as many ranks, 8 at most, numbered one behind another. Two calls may
-    be in flight.
+    A row is sent over torch.distributed to the rank of the same local number on that host. That
+    rank writes it over NVLink (on a CPU: shared files) to the ranks of its host that hold the
+    experts. On the way back, the sums of a host's ranks are added on the host in float32 in rank
+    order, and one row is returned in the problem's dtype. The token's rank adds the rows of all
+    hosts in float32 in the order of hosts.
+
+    Large calls are split into chunks: while one is passed on within the hosts, the next is sent
+    between them. Counts are exchanged first and read on the host: T may differ between ranks and
+    may be 0. All hosts must have the same number of ranks, at most 8, numbered consecutively. Two
+    calls may be in flight.
     """
 
     requires = PrepareFinalizeRequirements(
@@ -78,18 +83,22 @@ class HostThenRankPrepareAndFinalize(RowsPart):
     manager_class = HostThenRankGroup
     manager: HostThenRankGroup
     keeps_expert_output = True
-    most_chunks = _MOST_CHUNKS
+    most_chunks = _MAX_CHUNKS
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         super().__init__(problem, group)
         manager = self.manager
         per_host, tokens = manager.ranks_per_host, problem.tokens
-        wanted = -(-tokens // _CHUNK_TOKENS[manager.device])
-        chunks = max(1, min(per_host, self.most_chunks, wanted))
-        at = Geometry(manager.rank, manager.world_size, per_host, chunks, -(-tokens // chunks))
-        self._at, self.layer.counts = at, at.counts
-        held = problem.placement.slots[at.host * per_host : (at.host + 1) * per_host]
-        self._inner = _inside(problem, at, tuple(map(len, held)))
+        target_chunks = -(-tokens // _CHUNK_TOKENS[manager.device])
+        chunks = max(1, min(per_host, self.most_chunks, target_chunks))
+        geometry = Geometry(
+            manager.rank, manager.world_size, per_host, chunks, -(-tokens // chunks)
+        )
+        self._at, self.layer.counts = geometry, geometry.counts
+        host_slots = problem.placement.slots[
+            geometry.host * per_host : (geometry.host + 1) * per_host
+        ]
+        self._inner = _inside(problem, geometry, tuple(map(len, host_slots)))
         self._first_W = _first_numbers(problem.placement, per_host)
         try:
             self._slots = HostSlots(self._inner, problem, manager, self.most_rows)
@@ -98,32 +107,35 @@ class HostThenRankPrepareAndFinalize(RowsPart):
             raise
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
-        problem, at = self.problem, self._at
-        most, nbytes = problem.tokens, self.rows.most_bytes()
-        sent, came = min(at.hosts, problem.top_k) * most, min(at.hosts * most, self.most_rows)
+        problem, geometry = self.problem, self._at
+        max_tokens, nbytes = problem.tokens, self.rows.most_bytes()
+        sent, forwarded = (
+            min(geometry.hosts, problem.top_k) * max_tokens,
+            min(geometry.hosts * max_tokens, self.most_rows),
+        )
         return {
-            **token_specs(problem, most),
-            **self.rows.specs(came),
-            "packed_own": BufferSpec((most, nbytes), torch.uint8),
+            **token_specs(problem, max_tokens),
+            **self.rows.specs(forwarded),
+            "packed_own": BufferSpec((max_tokens, nbytes), torch.uint8),
             "packed_sent": BufferSpec((sent, nbytes), torch.uint8),
-            "packed_came": BufferSpec((came, nbytes), torch.uint8),
-            "ranks_of_rows": BufferSpec((came,), torch.int32),
-            "places": BufferSpec((at.ranks_per_host * came,), torch.int32),
+            "packed_came": BufferSpec((forwarded, nbytes), torch.uint8),
+            "ranks_of_rows": BufferSpec((forwarded,), torch.int32),
+            "places": BufferSpec((geometry.ranks_per_host * forwarded,), torch.int32),
             "returned": BufferSpec((sent, problem.hidden), problem.dtype),
         }
 
     def send(
         self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: Call
     ) -> Receiver:
-        manager, at = self.manager, self._at
+        manager, geometry = self.manager, self._at
         manager.check_device(x_TH.device)
         self._slots.check_free()
         rank_TK, slot_TK, invalid = pairs_to_slots(
             routing.topk_ids_TK, self.tables(x_TH.device), first_token=manager.rank, together=True
         )
-        host_TK = rank_TK.div(at.ranks_per_host, rounding_mode="floor")
-        to_hosts = at.by_chunk(_wanted(host_TK, at.hosts))
-        to_ranks = at.by_chunk(_wanted(rank_TK, at.world_size))
+        host_TK = rank_TK.div(geometry.ranks_per_host, rounding_mode="floor")
+        to_hosts = geometry.by_chunk(_wanted(host_TK, geometry.hosts))
+        to_ranks = geometry.by_chunk(_wanted(rank_TK, geometry.world_size))
         agreed = agree(
             self.layer,
             call,
@@ -132,35 +144,37 @@ class HostThenRankPrepareAndFinalize(RowsPart):
             device=x_TH.device,
             largest=self.largest(x_TH, call),
         )
-        way = passage(manager, agreed, at)
-        refuse_more_rows(self.layer, agreed, way.most_W)
+        counts = passage(manager, agreed, geometry)
+        refuse_more_rows(self.layer, agreed, counts.most_W)
         call.invalid_ids.add_(invalid)
-        layout, own, scale = self.pack(x_TH, routing, weights, call, agreed, rows=len(x_TH))
-        chunk_N, host_N, place_N = to_hosts.nonzero(as_tuple=True)
-        token_N = place_N + chunk_N * at.tokens
+        layout, packed_own, scale = self.pack(x_TH, routing, weights, call, agreed, rows=len(x_TH))
+        chunk_N, host_N, index_N = to_hosts.nonzero(as_tuple=True)
+        token_N = index_N + chunk_N * geometry.tokens
         sent = call.workspace.take("packed_sent", (len(token_N), layout.nbytes))
-        torch.index_select(own, 0, token_N, out=sent)
-        is_there = host_TK[token_N] == host_N[:, None]
+        torch.index_select(packed_own, 0, token_N, out=sent)
+        is_on_host = host_TK[token_N] == host_N[:, None]
         first_W = torch.tensor(self._first_W, device=x_TH.device)
         number_TK = first_W[rank_TK.clamp(min=0)] + slot_TK
-        layout.put(sent, "ids", torch.where(is_there, number_TK[token_N], -1).to(torch.int32))
-        layout.put(sent, "weights", torch.where(is_there, routing.topk_weights_TK[token_N], 0))
-        came = call.workspace.take("packed_came", (sum(way.came), layout.nbytes))
+        layout.put(sent, "ids", torch.where(is_on_host, number_TK[token_N], -1).to(torch.int32))
+        layout.put(sent, "weights", torch.where(is_on_host, routing.topk_weights_TK[token_N], 0))
+        forwarded = call.workspace.take("packed_came", (sum(counts.came), layout.nbytes))
         crossing = [
-            self._cross(way, chunk, came, sent, agreed.step, "dispatch")
-            for chunk in range(at.chunks)
+            self._cross(counts, chunk, forwarded, sent, agreed.step, "dispatch")
+            for chunk in range(geometry.chunks)
         ]
-        room = self._slots.take(way.received)
+        memory = self._slots.take(counts.received)
 
         def receive() -> tuple[Dispatched, Handle]:
-            passes = self._pass_on(way, came, crossing, room.slot, call, agreed.step)
-            slot = room.came
-            left = None if self.problem.apply_router_weight_on_input else slot.weights_RK
+            passes = self._pass_on(counts, forwarded, crossing, memory.slot, call, agreed.step)
+            slot = memory.came
+            weights_RK = None if self.problem.apply_router_weight_on_input else slot.weights_RK
             scales = scale if slot.scale_RG is None else slot.scale_RG
-            arrived = self.local_tokens(
+            arrived_tokens = self.local_tokens(
                 call, slot.x_RH, scales, slot.ids_RK, slot.weights_RK, slot.adapters_R
             )
-            return arrived, HostThenRankHandle(self, call, agreed, left, token_N, way, room, passes)
+            return arrived_tokens, HostThenRankHandle(
+                self, call, agreed, weights_RK, token_N, counts, memory, passes
+            )
 
         return receive
 
@@ -175,18 +189,18 @@ class HostThenRankPrepareAndFinalize(RowsPart):
     ) -> Exchange | None:
         """Start a chunk's exchange between hosts: from `sent` to `came`, or back in the combine.
 
-        None where no row leaves its host: then it is done.
+        Returns None if no row leaves its host; the rows are then copied.
         """
         to_W, from_W = way.splits(chunk)
-        out = came[_chunk(way.came, chunk)]
-        given = sent[_chunk(way.sent, chunk)]
+        target = came[_chunk(way.came, chunk)]
+        source = sent[_chunk(way.sent, chunk)]
         if phase == "combine":
-            out, given, to_W, from_W = given, out, from_W, to_W
+            target, source, to_W, from_W = source, target, from_W, to_W
         if not way.crosses[chunk]:
-            out.copy_(given)
+            target.copy_(source)
             return None
         return self.manager.all_to_all(
-            out, given, out_rows=from_W, given_rows=to_W, step=step, phase=phase
+            target, source, out_rows=from_W, given_rows=to_W, step=step, phase=phase
         )
 
     def _pass_on(
@@ -198,8 +212,8 @@ class HostThenRankPrepareAndFinalize(RowsPart):
         call: Call,
         step: int,
     ) -> tuple[SymmetricExchange | None, ...]:
-        """Write the rows of each chunk, as it comes, to the ranks of this host; wait for theirs."""
-        room, passes = self.rows.room(call, len(came)), list[SymmetricExchange | None]()
+        """Write the rows of each chunk, as they arrive, to ranks of this host; wait for theirs."""
+        unpacked, passes = self.rows.room(call, len(came)), list[SymmetricExchange | None]()
         per_host, started = self._at.ranks_per_host, time.monotonic()
         bits = call.workspace.take("ranks_of_rows", (len(came),))
         places = call.workspace.take("places", (per_host * len(came),))
@@ -214,28 +228,36 @@ class HostThenRankPrepareAndFinalize(RowsPart):
                 passes.append(None)
                 continue
             self.manager.check_inside(step, "dispatch", came.nbytes, started)
-            part = _chunk(way.came, chunk)
-            here = room.rows(part.start, part.stop)
-            self.rows.fill(here, call, [came[part]])
-            rows = part.stop - part.start
-            places_LN = places[per_host * part.start : per_host * part.stop].view(per_host, rows)
-            _places(here.ids_RK, tables, way.room[:, chunk].to(came.device), out=places_LN)
-            inside = SymmetricExchange(
+            chunk_rows = _chunk(way.came, chunk)
+            chunk_unpacked = unpacked.rows(chunk_rows.start, chunk_rows.stop)
+            self.rows.fill(chunk_unpacked, call, [came[chunk_rows]])
+            rows = chunk_rows.stop - chunk_rows.start
+            places_LN = places[per_host * chunk_rows.start : per_host * chunk_rows.stop].view(
+                per_host, rows
+            )
+            _places(
+                chunk_unpacked.ids_RK, tables, way.room[:, chunk].to(came.device), out=places_LN
+            )
+            host_exchange = SymmetricExchange(
                 self.manager.memory,
                 self._inner,
                 slot,
                 self._slots.heap.deltas_W,
-                bits[part],
+                bits[chunk_rows],
                 rows,
                 places_LN,
             )
-            routing = Routing(here.weights_RK, here.ids_RK, here.adapters_R)
+            routing = Routing(
+                chunk_unpacked.weights_RK, chunk_unpacked.ids_RK, chunk_unpacked.adapters_R
+            )
             quantized = None
             if quantizes(self.problem, call):
-                scale = bits if here.scale is None else here.scale
-                quantized = Quantized(here.x_RH, scale)
-            inside.send(here.x_RH, routing, tables, call, quantized=quantized, wait=chunk == last)
-            passes.append(inside)
+                scale = bits if chunk_unpacked.scale is None else chunk_unpacked.scale
+                quantized = Quantized(chunk_unpacked.x_RH, scale)
+            host_exchange.send(
+                chunk_unpacked.x_RH, routing, tables, call, quantized=quantized, wait=chunk == last
+            )
+            passes.append(host_exchange)
             self.manager.check_inside(step, "dispatch", came.nbytes, started)
         return tuple(passes)
 
@@ -250,44 +272,50 @@ class HostThenRankPrepareAndFinalize(RowsPart):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        own = self.own_handle(handle, HostThenRankHandle)
-        way, step, take = own.way, own.agreed.step, own.call.workspace.take
-        y_RH, manager, started = own.room.came.y_RH, self.manager, time.monotonic()
-        own.room.give_back()
+        own_handle = self.own_handle(handle, HostThenRankHandle)
+        counts, step, take = own_handle.way, own_handle.agreed.step, own_handle.call.workspace.take
+        y_RH, manager, started = own_handle.room.came.y_RH, self.manager, time.monotonic()
+        own_handle.room.give_back()
         if expert_output is not y_RH:
             weight_and_reduce(
-                expert_output, own.topk_weights_RK, self.problem, reduce=reduce, out=y_RH
+                expert_output, own_handle.topk_weights_RK, self.problem, reduce=reduce, out=y_RH
             )
-        sums = take("rows_sum", (sum(way.came), self.problem.hidden))
-        returned = take("returned", (sum(way.sent), self.problem.hidden))
+        sums = take("rows_sum", (sum(counts.came), self.problem.hidden))
+        returned = take("returned", (sum(counts.sent), self.problem.hidden))
         crossing = []
         with stages.stage(stages.COMBINE):
-            if way.any_rows:
+            if counts.any_rows:
                 manager.note(step, "combine")
-            for chunk, inside in enumerate(own.passes):
+            for chunk, host_exchange in enumerate(own_handle.passes):
                 manager.check_inside(step, "combine", sums.nbytes, started)
-                if inside is not None:
-                    inside.combine(sums[_chunk(way.came, chunk)])
+                if host_exchange is not None:
+                    host_exchange.combine(sums[_chunk(counts.came, chunk)])
                     manager.check_inside(step, "combine", sums.nbytes, started)
-                given, back = sums.view(torch.uint8), returned.view(torch.uint8)
-                crossing.append(self._cross(way, chunk, given, back, step, "combine"))
+                sum_bytes, returned_bytes = sums.view(torch.uint8), returned.view(torch.uint8)
+                crossing.append(
+                    self._cross(counts, chunk, sum_bytes, returned_bytes, step, "combine")
+                )
             for exchange in crossing:
                 if exchange is not None:
                     exchange.wait()
             sum_TH = take("tokens_sum", tuple(out.shape)).zero_()
             start = 0
             for chunk in range(self._at.chunks):
-                # A host returns a token once, so the order of a sum is that of the hosts.
-                for rows in way.splits(chunk)[0]:
-                    part = slice(start, start + rows)
-                    sum_TH.index_add_(0, own.token_N[part], returned[part].float())
+                # Each host returns a token at most once, so a token's sum is in host order.
+                for rows in counts.splits(chunk)[0]:
+                    chunk_rows = slice(start, start + rows)
+                    sum_TH.index_add_(
+                        0, own_handle.token_N[chunk_rows], returned[chunk_rows].float()
+                    )
                     start += rows
             out.copy_(sum_TH)
 
 
 def _inside(problem: Problem, at: Geometry, held: tuple[int, ...]) -> Problem:
-    """Return what the ranks of a host are to each other: its slots are the experts, numbered by
-    rank. held: how many slots each has."""
+    """Return the problem of one host: its experts are the host's slots, numbered by rank.
+
+    held: number of slots of each rank.
+    """
     starts = accumulate(held, initial=0)
     slots = tuple(tuple(range(start, stop)) for start, stop in pairwise(starts))
     parallel = Parallel(at.ranks_per_host, Placement(slots), at.local_rank)
@@ -295,20 +323,22 @@ def _inside(problem: Problem, at: Geometry, held: tuple[int, ...]) -> Problem:
 
 
 def _first_numbers(placement: Placement, per_host: int) -> tuple[int, ...]:
-    """Return the number of each rank's first slot among those of its host."""
-    held = tuple(map(len, placement.slots))
-    blocks = (held[start : start + per_host] for start in range(0, len(held), per_host))
+    """Return the number of each rank's first slot among the slots of its host."""
+    slot_counts = tuple(map(len, placement.slots))
+    blocks = (
+        slot_counts[start : start + per_host] for start in range(0, len(slot_counts), per_host)
+    )
     return tuple(first for block in blocks for first in (*accumulate(block[:-1], initial=0),))
 
 
 def _wanted(place_TK: torch.Tensor, places: int) -> torch.Tensor:
-    """(places, T): whether a pair of a token goes to each place; -1 goes nowhere."""
+    """Return (places, T): whether any pair of a token goes to each place; -1 goes nowhere."""
     numbers_P = torch.arange(places, device=place_TK.device)
     return (place_TK == numbers_P[:, None, None]).any(2)
 
 
 def _chunk(rows: Sequence[int], chunk: int) -> slice:
-    """Which of all chunks' rows are those of one."""
+    """Return the slice of one chunk's rows in the rows of all chunks."""
     start = sum(rows[:chunk])
     return slice(start, start + rows[chunk])
 
@@ -316,13 +346,13 @@ def _chunk(rows: Sequence[int], chunk: int) -> slice:
 def _places(
     ids_NK: torch.Tensor, tables: PlacementTables, room_2L: torch.Tensor, *, out: torch.Tensor
 ) -> None:
-    """out (L, N) int32 = the row of each row at each rank of the host, -1 where it is not wanted.
+    """out (L, N) int32 = position of each row at each rank of the host, -1 if it is not sent there.
 
-    room_2L: int64, the first row there, and the one behind the last that may be written: other
-    ranks told how many they are, which no row may contradict.
+    room_2L: int64, first and end position that may be written at each rank. Peers announced how
+    many rows they write, and no row may exceed those bounds.
     """
     rank_NK, _, _ = pairs_to_slots(ids_NK, tables, together=True)
-    wanted_LN = _wanted(rank_NK, len(out))
-    place_LN = room_2L[0][:, None] + wanted_LN.cumsum(1) - 1
-    is_there = wanted_LN & (place_LN < room_2L[1][:, None])
-    out.copy_(torch.where(is_there, place_LN, -1))
+    needs_LN = _wanted(rank_NK, len(out))
+    place_LN = room_2L[0][:, None] + needs_LN.cumsum(1) - 1
+    fits = needs_LN & (place_LN < room_2L[1][:, None])
+    out.copy_(torch.where(fits, place_LN, -1))

@@ -1,4 +1,4 @@
-"""Where rows of calls in flight arrive inside a host, in memory that its ranks share."""
+"""Memory shared by the ranks of a host, in which rows of calls in flight arrive."""
 
 import hashlib
 import weakref
@@ -15,38 +15,38 @@ from prepare_finalize.host_then_rank.group import HostThenRankGroup
 from prepare_finalize.symm_mem.group import Heap, Section, aligned
 from prepare_finalize.symm_mem.launch import Slot, sections
 
-_IN_FLIGHT = 2  # calls between start and finish
+_IN_FLIGHT = 2  # calls between prepare and finalize
 _FLAGS = ("arrived_W", "summed_W")
 _ROWS = ("x_RH", "scale_RG", "ids_RK", "weights_RK", "y_RH", "adapters_R")
 
 
 class Room:
-    """The memory of one call, until it is given back or nobody holds this any more.
+    """Memory of one call, until it is given back or garbage collected.
 
-    slot: whole. came: the rows of it that come in this call. A call that is never finished, because
-    its experts raised, say, gives it back too.
+    slot: all of it. came: the rows used by this call. A call that is never finished, such as after
+    an error of its experts, releases the memory too.
     """
 
     def __init__(self, slot: Slot, rows: int, release: Callable[[], None]) -> None:
         self.slot = slot
-        parts: dict[str, Any] = {name: getattr(slot, name) for name in _ROWS}
-        came: dict[str, Any] = {n: p if p is None else p[:rows] for n, p in parts.items()}
-        self.came = replace(slot, **came)
+        tensors: dict[str, Any] = {name: getattr(slot, name) for name in _ROWS}
+        used: dict[str, Any] = {n: p if p is None else p[:rows] for n, p in tensors.items()}
+        self.came = replace(slot, **used)
         self._release = weakref.finalize(self, release)
         self._release.atexit = False
 
     def give_back(self) -> None:
-        """UnsupportedError if it was given back before."""
+        """Release the memory; raise UnsupportedError if it was released before."""
         if not self._release.alive:
             raise UnsupportedError("handle", got="a finished call's", need="one in flight")
         self._release()
 
 
 class HostSlots:
-    """Memory for the calls in flight of one part; all calls share their flags, which count.
+    """Memory of the calls in flight of one part; all calls share the flags, which count up.
 
-    inner: the problem as the ranks of this host see it. rows: that may arrive in a call. Collective
-    over all ranks, which must mean one `problem`.
+    inner: the problem of the ranks of this host. rows: largest number of rows of a call. Collective
+    over all ranks, which must pass the same `problem`.
     """
 
     def __init__(
@@ -54,33 +54,33 @@ class HostSlots:
     ) -> None:
         self._sections = sections(inner, rows)
         self._flags = {name: self._sections.pop(name) for name in _FLAGS}
-        each, flags = _nbytes(self._sections), _nbytes(self._flags)
+        slot_nbytes, flag_nbytes = _nbytes(self._sections), _nbytes(self._flags)
         self._views: list[dict[str, torch.Tensor]] = []
 
         def begin(heap: Heap) -> None:
-            for place in range(_IN_FLIGHT):
-                self._views.append(heap.sections(self._sections, flags + place * each))
+            for index in range(_IN_FLIGHT):
+                self._views.append(heap.sections(self._sections, flag_nbytes + index * slot_nbytes))
             self._shared = heap.sections(self._flags, 0)
             for flag in self._shared.values():
                 flag.zero_()
 
-        self.heap = manager.heap(flags + _IN_FLIGHT * each, _meaning(problem), begin)
+        self.heap = manager.heap(flag_nbytes + _IN_FLIGHT * slot_nbytes, _meaning(problem), begin)
         counters = torch.zeros(2, 2, dtype=torch.int32, device=self.heap.deltas_W.device)
         self._shared |= {"dispatches": counters[0], "combines": counters[1]}
         self._free = list(range(_IN_FLIGHT))
 
     def check_free(self) -> None:
-        """UnsupportedError if too many calls are in flight."""
+        """Raise UnsupportedError if too many calls are in flight."""
         if not self._free:
             need = f"at most {_IN_FLIGHT}: finish one first"
             raise UnsupportedError("calls in flight", got=_IN_FLIGHT + 1, need=need)
 
     def take(self, rows: int) -> Room:
-        """Take the room of one call, to which so many rows come."""
-        place = self._free.pop(0)
-        views = dict(self._views[place])
+        """Take the memory of one call with `rows` rows."""
+        index = self._free.pop(0)
+        views = dict(self._views[index])
         slot = Slot(scale_RG=views.pop("scale_RG", None), **views, **self._shared)
-        return Room(slot, rows, partial(self._release, place))
+        return Room(slot, rows, partial(self._release, index))
 
     def _release(self, place: int) -> None:
         self._free = sorted((*self._free, place))
@@ -91,7 +91,7 @@ def _nbytes(layout: dict[str, Section]) -> int:
 
 
 def _meaning(problem: Problem) -> str:
-    """Say what ranks must have in common: the layer, and where its experts are."""
+    """Return a string that all ranks must share: the layer, and the placement of its experts."""
     first = replace(problem.parallel, rank=0)
     shared = replace(problem, parallel=first, local_experts=None)
     return f"{shared} {hashlib.sha256(repr(shared).encode()).hexdigest()[:8]}"

@@ -1,1 +1,1 @@
-"""One process: nothing is exchanged."""
+"""Parts for a single process, without communication."""

@@ -1,4 +1,4 @@
-"""Regroup tokens expert by expert on one rank, as low-latency all2all libraries do across ranks."""
+"""Batched format on one rank, as low-latency all-to-all libraries produce across ranks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,19 +40,20 @@ from topk_reduce import TopKWeightAndReduceNaiveBatched
 
 @dataclass(frozen=True)
 class BatchedHandle(Handle):
-    """Where each of the caller's pairs went, and the weights still to be applied."""
+    """Batched row of each of the caller's pairs, and the router weights still to apply."""
 
     row_of_pair_TK: torch.Tensor
     topk_weights_TK: torch.Tensor | None
 
 
 class BatchedPrepareAndFinalize(PrepareAndFinalize):
-    """(T, H) tokens -> (e, T, H) rows, one per token and expert: an expert that appears twice in
-    a token's top-k gets one row that both pairs share, so T rows per expert always suffice; there
-    is room for more where the experts want a multiple of something.
+    """Regroup (T, H) tokens into (e, T, H) rows, one per token and expert.
 
-    Rows keep the order of the tokens. Rows past an expert's count are left undefined. Tokens are
-    quantized on the way; first where one scale is computed for all of them.
+    An expert that appears twice in a token's top-k gets one row, which both pairs share, so T rows
+    per expert always suffice. The capacity is larger if the experts require a multiple.
+
+    Rows keep the order of the tokens. Rows past an expert's count are undefined. Tokens are
+    quantized while they are regrouped, or before that if one scale is computed from all of them.
     """
 
     replayable = True
@@ -81,21 +82,21 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, scheme = self.problem, self.problem.scheme
         capacity = self.rounded(tokens)
-        rows, quantized = (problem.e, capacity, problem.hidden), dict[str, BufferSpec]()
+        rows, specs = (problem.e, capacity, problem.hidden), dict[str, BufferSpec]()
         dtype = problem.dtype
         if scheme.travels_quantized:
             dtype = STORAGE[scheme.activation]
             if _one_scale_for_all(scheme):
-                quantized |= quantize_specs("x", scheme, tokens, problem.hidden)
+                specs |= quantize_specs("x", scheme, tokens, problem.hidden)
             elif not scheme.static:
                 shape = (problem.e, *scale_shape(scheme, capacity, problem.hidden))
-                quantized["batched_scale"] = BufferSpec(shape, torch.float32)
+                specs["batched_scale"] = BufferSpec(shape, torch.float32)
         if problem.adapters is not None:
-            quantized["batched_adapters"] = BufferSpec((problem.e, capacity), torch.int32)
+            specs["batched_adapters"] = BufferSpec((problem.e, capacity), torch.int32)
             if scheme.travels_quantized:
-                quantized["batched_plain_x"] = BufferSpec(rows, problem.dtype)
+                specs["batched_plain_x"] = BufferSpec(rows, problem.dtype)
         return {
-            **quantized,
+            **specs,
             "batched_x": BufferSpec(rows, dtype),
             "row_of_pair": BufferSpec((tokens, problem.top_k), torch.int32),
             "expert_counts": BufferSpec((problem.e,), torch.int32),
@@ -163,12 +164,12 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
     ) -> Quantized:
         """Quantize the tokens.
 
-        They are times their router weight first if that goes on the input (K = 1).
+        If router weights are applied to the input (K = 1), tokens are multiplied by them first.
         """
         problem, scheme = self.problem, self.problem.scheme
         out = take_quantized(call.workspace, "x", scheme, (x_TH.shape[0], problem.hidden))
         if problem.apply_router_weight_on_input:
-            # The weight of a skipped pair may be anything: its token must not set the scale.
+            # The weight of a skipped pair may hold anything: its token must not affect the scale.
             live = PairRows(dispatched, problem.e)
             row_weights_T = router_TK.flatten()
             quantize_rows(x_TH, scheme, out=out, live=live, row_weights_R=row_weights_T)
@@ -207,7 +208,7 @@ def _slots(
     input_weights: torch.Tensor | None,
     buffers: Mapping[str, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the slots of the rows' adapters, and, where x is quantized, what adapters read."""
+    """Return the adapter slots of rows, and, if x is quantized, the rows that adapters read."""
     slots_eC, plain_eCH = buffers["batched_adapters"], buffers.get("batched_plain_x")
     permute_tokens(slots_T[:, None], row_of_pair_TK, None, rows_RH=slots_eC.view(-1, 1))
     if plain_eCH is not None:
@@ -217,5 +218,5 @@ def _slots(
 
 
 def _one_scale_for_all(scheme: QuantScheme) -> bool:
-    """Whether every value of a call must be seen before the first can be rounded."""
+    """Return whether the scale depends on all tokens, so that no value can be rounded before it."""
     return scheme.activation_granularity == "tensor" and not scheme.static

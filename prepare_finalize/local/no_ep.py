@@ -1,4 +1,4 @@
-"""No expert parallelism: tokens stay where they are."""
+"""No expert parallelism: tokens stay on their rank."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,15 +26,16 @@ from prepare_finalize.common.tokens import quantize_tokens, token_specs, weight_
 
 @dataclass(frozen=True)
 class NoEPHandle(Handle):
-    """The caller's router weights, for reducers that still have to apply them, and routing."""
+    """Dispatched routing, and the router weights if a reducer still has to apply them."""
 
     topk_weights_TK: torch.Tensor | None
     routing: DispatchedRouting
 
 
 class MoEPrepareAndFinalizeNoEP(PrepareAndFinalize):
-    """Hands the caller's routing to the experts as it is, and the tokens too, or their quantized
-    copy where the scheme has one; unquantized it copies nothing.
+    """Pass routing and tokens to the experts.
+
+    Tokens are quantized if the scheme quantizes activations; otherwise nothing is copied.
     """
 
     replayable = True

@@ -1,1 +1,1 @@
-"""Exchange by pplx-kernels."""
+"""Dispatch and combine with pplx-kernels."""

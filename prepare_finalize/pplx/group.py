@@ -1,11 +1,11 @@
-"""PplxGroup: what the layers over pplx-kernels keep for one process group.
+"""PplxGroup: buffers of pplx-kernels for one process group.
 
     manager = PplxGroup(group)                 # collective, as all that follows
     kernel = make_kernel("PplxPrepareAndFinalize", "BatchedTritonExperts", problem, group=manager)
     ...
     manager.destroy()
 
-Layers of one shape share its buffers, which are large: a model has one manager, not one a layer.
+Buffers are large, and layers of one shape share them: use one manager per model, not per layer.
 """
 
 from dataclasses import dataclass
@@ -28,15 +28,15 @@ from prepare_finalize.rendezvous.connect import connect
 from prepare_finalize.rendezvous.failure_log import failure_key
 from prepare_finalize.rendezvous.store_rounds import Facts
 
-_MARGIN_BYTES = 256 << 20  # left free beside a library's buffers
+_MARGIN_BYTES = 256 << 20  # GPU memory to leave free besides the library's buffers
 
 
 @dataclass(frozen=True)
 class PplxShape:
-    """What one AllToAll is made for; the same on every rank.
+    """Sizes of one AllToAll; the same on every rank.
 
-    max_tokens: T of one rank at most. slots: expert slots of all ranks. row_bytes, scale_bytes:
-    of a row that is dispatched, multiples of 16.
+    max_tokens: largest T of a rank. slots: expert slots of all ranks. row_bytes, scale_bytes: of a
+    dispatched row, multiples of 16.
     """
 
     max_tokens: int
@@ -47,7 +47,7 @@ class PplxShape:
     scale_bytes: int
 
     def device_bytes(self, world_size: int) -> int:
-        """Return the bytes that the library allocates on each rank, its small tables apart."""
+        """Return the bytes that the library allocates on each rank, except for small tables."""
         dispatched = -(-(self.row_bytes + self.scale_bytes + 4) // 16) * 16
         row = max(dispatched, 4 * self.hidden)
         return self.max_tokens * (self.slots // world_size) * row * world_size
@@ -59,22 +59,23 @@ PplxExchange = Exchange[PplxShape]
 class PplxGroup(ExchangeManager[PplxShape]):
     """Buffers of pplx-kernels for the ranks of one process group, on one host with NVLink.
 
-    group: a ProcessGroup, None for the default one; of any backend, because the handles are
-    exchanged through a gloo group of the manager's own. in_flight: how many calls of one shape
-    may be between dispatch and combine; each takes a set of buffers, made at the first need.
-    deadline_s: for whatever ranks do together here; None: MK_DEADLINE_S, or 10 s. A dispatch or
-    a combine itself waits on the GPU for its peers, however long. library: what to use instead
-    of the package pplx_kernels.
+    - group: a ProcessGroup with any backend, since handles are exchanged through a separate gloo
+      group; None is the default one.
+    - in_flight: number of calls of one shape between dispatch and combine. Each takes a set of
+      buffers, which is allocated at first need.
+    - deadline_s: deadline of collective steps here; None is MK_DEADLINE_S, or 10 s. A dispatch or
+      combine itself waits on the GPU for its peers without limit.
+    - library: replacement for the package pplx_kernels.
 
-    ConfigurationError where the library is missing or the ranks cannot share memory.
-    CommunicationError where a rank stays away, or ranks mean different things.
+    Raises ConfigurationError if the library is missing or the ranks cannot share memory, and
+    CommunicationError if a rank does not respond or ranks disagree.
     """
 
     package = "pplx-kernels"
 
     @staticmethod
     def load_library() -> Any:
-        """Import the package pplx_kernels; ConfigurationError with why it cannot be used."""
+        """Import pplx_kernels; raise ConfigurationError with the reason if it cannot be used."""
         try:
             import pplx_kernels
         except ImportError as error:
@@ -86,20 +87,20 @@ class PplxGroup(ExchangeManager[PplxShape]):
         return pplx_kernels
 
     def _met(self) -> None:
-        _check_neighbors([facts["gpu"] for facts in self._meeting.tell(_whereabouts())], self.rank)
-        self._name: Any = f"modular_kernel/{uuid4().hex}"  # unlike any other of this process
+        _check_gpus([facts["gpu"] for facts in self._meeting.tell(_whereabouts())], self.rank)
+        self._name: Any = f"modular_kernel/{uuid4().hex}"  # unique in this process
         self._communicator = Communicator(self, device="cpu")
         self._connect(self._store, self.deadline_s)
 
     def check_device(self, device: torch.device | str) -> None:
-        """DeviceError if `device` is another GPU than the process's current one."""
-        given = torch.device(device)
-        if given.type == "cuda" and given.index not in (None, torch.cuda.current_device()):
+        """Raise DeviceError if `device` is a GPU other than the process's current one."""
+        requested = torch.device(device)
+        if requested.type == "cuda" and requested.index not in (None, torch.cuda.current_device()):
             need = f"cuda:{torch.cuda.current_device()}, where the buffers are"
-            raise DeviceError("tensors of an exchange", got=given, need=need)
+            raise DeviceError("tensors of an exchange", got=requested, need=need)
 
     def destroy(self) -> None:
-        """Free all buffers as `ExchangeManager` does, then the group that the library used."""
+        """Free all buffers as `ExchangeManager.destroy` does; close the library's gloo group."""
         if self._destroyed:
             return
         try:
@@ -111,7 +112,7 @@ class PplxGroup(ExchangeManager[PplxShape]):
         exchange.all_to_all.destroy()
 
     def _connect(self, store: Any, deadline_s: float) -> None:
-        """Make a gloo group that the library finds by name."""
+        """Create a gloo group and register it under the name that is passed to the library."""
         try:
             backend = connect("cpu", store, self.rank, self.world_size, deadline_s)
         except RuntimeError as error:
@@ -126,10 +127,10 @@ class PplxGroup(ExchangeManager[PplxShape]):
         self._communicator.group, self._communicator.name = group, self._name
 
     def _make(self, shape: PplxShape) -> PplxExchange:
-        """One more AllToAll of a shape, on all ranks."""
-        made = self._exchanges[shape]
-        _check_memory(shape, self.world_size)  # the library ends the process where it finds none
-        self._meeting.agree({"buffers": len(made) + 1, "shape": shape})
+        """Allocate one more AllToAll of a shape, on all ranks."""
+        exchanges = self._exchanges[shape]
+        _check_memory(shape, self.world_size)  # the library would abort the process
+        self._meeting.agree({"buffers": len(exchanges) + 1, "shape": shape})
         try:
             all_to_all = self._library.AllToAll.intranode(
                 max_num_tokens=shape.max_tokens,
@@ -145,29 +146,31 @@ class PplxGroup(ExchangeManager[PplxShape]):
             )
         except RuntimeError as error:
             raise self._error(in_short(error), "pplx-kernels to share its buffers") from error
-        made.append(PplxExchange(all_to_all, shape))
-        return made[-1]
+        exchanges.append(PplxExchange(all_to_all, shape))
+        return exchanges[-1]
 
 
 def _whereabouts() -> Facts:
-    """Which GPU this process uses."""
+    """Return the UUID of this process's GPU."""
     gpu = "none"
     if torch.cuda.is_available():
         gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     return {"gpu": gpu}
 
 
-def _check_neighbors(gpus: list[str], rank: int) -> None:
-    """ConfigurationError unless each rank has a GPU of its own, in reach of the others."""
+def _check_gpus(gpus: list[str], rank: int) -> None:
+    """Raise ConfigurationError unless each rank has its own GPU, with peer access to the others."""
     if "none" in gpus:
         return
     if len(set(gpus)) < len(gpus):
         raise ConfigurationError("GPUs of the ranks", got=gpus, need="one for each rank")
     visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in _devices()}
-    mine = torch.cuda.current_device()
+    own_device = torch.cuda.current_device()
     for peer, gpu in enumerate(gpus):
-        there = visible.get(gpu, mine)  # another process's alone: the library will tell
-        if there != mine and not torch.cuda.can_device_access_peer(mine, there):
+        peer_device = visible.get(gpu, own_device)  # not visible here: the library checks it
+        if peer_device != own_device and not torch.cuda.can_device_access_peer(
+            own_device, peer_device
+        ):
             got = f"rank {rank} cannot reach rank {peer}'s"
             raise ConfigurationError("GPUs of the ranks", got=got, need="peer access")
 

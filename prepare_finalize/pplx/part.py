@@ -1,4 +1,4 @@
-"""pplx-kernels, intranode: a row goes to each of its experts, straight into their batches."""
+"""pplx-kernels, intranode: a row goes directly to the batch of each of its experts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,14 +35,17 @@ _SHARED = (
     *("tokens", "hidden", "intermediate", "experts", "top_k", "dtype", "quant", "placement"),
     *("activation", "bias", "routed_scaling_factor"),
 )
-_UNIT = 16  # bytes: the library moves rows and their scales in such pieces
-_MOST_ROW_BYTES = 48 << 10  # a row, its scales and its number pass through shared memory
+_UNIT = 16  # bytes; the library copies rows and scales in such units
+_MOST_ROW_BYTES = 48 << 10  # a row, its scales and its index pass through shared memory
 
 
 @dataclass(frozen=True)
 class PplxHandle(PartHandle):
-    """turn: of the exchange, in which this call has it. slots_TK uint32 and weights_TK float32, as
-    the library was and will be told them. sink_counts_S: int32, how many rows came to each sink."""
+    """Handle of an exchange.
+
+    turn: the exchange's use by this call. slots_TK uint32 and weights_TK float32: as passed to the
+    library in dispatch and combine. sink_counts_S: int32, number of rows in each sink.
+    """
 
     exchange: PplxExchange
     turn: int
@@ -52,14 +55,17 @@ class PplxHandle(PartHandle):
 
 
 class PplxPrepareAndFinalize(AtOncePart[PplxGroup]):
-    """(T, H) tokens -> (e, W * problem.tokens, H) rows, one per token and expert, in any order
-    among the rows of an expert; the combine applies the router weights and sums in float32.
+    """Dispatch (T, H) tokens to (e, W * problem.tokens, H) rows, one per token and expert.
 
-    Activations are quantized before they travel where the scheme quantizes them. Nothing is read
-    on the host. The GPU waits for its peers: a rank that does not come stops the others for good.
-    The library sends exactly K rows for a token, to K places that exist: behind a rank's slots are
-    sinks for pairs that are skipped. A captured call uses its buffers in every replay, so no other
-    call of that shape may be in flight then. Making and destroying a part is collective.
+    The rows of an expert are in any order. The combine applies the router weights and sums in
+    float32.
+
+    Activations are quantized before they are sent, if the scheme quantizes them. Nothing is read on
+    the host. The GPU waits for its peers; a rank that does not take part blocks the others
+    permanently. The library sends exactly K rows per token to K existing slots, so each rank has
+    extra slots, called sinks, for skipped pairs. A captured call uses its buffers in every replay,
+    so no other call of that shape may be in flight then. Creating and destroying a part is
+    collective.
     """
 
     requires = PrepareFinalizeRequirements(
@@ -79,7 +85,7 @@ class PplxPrepareAndFinalize(AtOncePart[PplxGroup]):
         one_host=True,
         asynchronous=True,
         graph_capturable=True,
-        deterministic=False,  # the order of an expert's rows is that of arrival
+        deterministic=False,  # an expert's rows are in the order of arrival
     )
     manager_class = PplxGroup
 
@@ -92,24 +98,24 @@ class PplxPrepareAndFinalize(AtOncePart[PplxGroup]):
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        found, name = list(super().extra_rejections(problem, machine)), cls.__name__
+        rejections, name = list(super().extra_rejections(problem, machine)), cls.__name__
         if one_scale_for_all(problem):
             got = f"{problem.quant}: one scale for the tokens of all ranks"
             need = "a static scale, or one for each row"
-            found.append(Rejection("dispatch_quant", (name, "problem"), got, need))
+            rejections.append(Rejection("dispatch_quant", (name, "problem"), got, need))
         row, scales = _row_bytes(problem)
-        whole = row + scales + _UNIT  # with the row's number
-        for wrong, got, need in (
+        total = row + scales + _UNIT  # with the row's number
+        for is_violated, got, need in (
             (row % _UNIT, f"{row} bytes a row", f"a multiple of {_UNIT} bytes"),
             (scales > row, f"{scales} bytes of scales a row", f"at most its {row} bytes"),
-            (whole > _MOST_ROW_BYTES, f"{whole} bytes a row", f"at most {_MOST_ROW_BYTES} bytes"),
+            (total > _MOST_ROW_BYTES, f"{total} bytes a row", f"at most {_MOST_ROW_BYTES} bytes"),
         ):
-            if wrong:
-                found.append(Rejection("hidden", (name, "problem"), got, need))
-        return tuple(found)
+            if is_violated:
+                rejections.append(Rejection("hidden", (name, "problem"), got, need))
+        return tuple(rejections)
 
     def dispatch_shape(self, tokens: int) -> BatchedShape:
-        # Experts see their own slots; the sinks behind them are in their output's buffer.
+        # Experts use their own slots; the output buffer also has the sinks, which follow them.
         world_size = self.problem.parallel.world_size
         return BatchedShape(self._shape.slots // world_size, world_size * self._shape.max_tokens)
 
@@ -150,24 +156,24 @@ class PplxPrepareAndFinalize(AtOncePart[PplxGroup]):
             x_TH, self.problem, pairs, weights=weights, call=call
         )
         slots_TK = pairs.numbers_TK.view(torch.uint32)
-        arrived = self._arriving(call)
+        received = self._arriving(call)
         sent = (_dense(rows, call), self._sent_scale(scale, call))
         exchange = self.manager.take(self._shape)
-        turn, arguments = exchange.turn, (*arrived, *sent, slots_TK, None)
+        turn, arguments = exchange.turn, (*received, *sent, slots_TK, None)
         exchange.all_to_all.dispatch(*arguments, do_send=True, do_recv=at_once)
 
         def receive() -> tuple[Dispatched, Handle]:
             if not at_once:
                 exchange.all_to_all.dispatch(*arguments, do_send=False, do_recv=True)
-            counts, x_eCH, scales = (t if t is None else t[: self.problem.e] for t in arrived)
+            counts, x_eCH, scales = (t if t is None else t[: self.problem.e] for t in received)
             assert counts is not None
             assert x_eCH is not None
             if scales is not None and scale is not None:
-                scales = scales[..., : scale.shape[1]]  # without what made whole units
+                scales = scales[..., : scale.shape[1]]  # without the padding to whole units
             tokens = BatchedTokens(x_eCH, counts, scale if scales is None else scales)
-            to_sinks = arrived[0][-self._sinks :]
-            told = slots_TK, pairs.weights_TK, to_sinks
-            return tokens, PplxHandle(self, call, exchange, turn, *told)
+            sink_counts_S = received[0][-self._sinks :]
+            handle_tensors = slots_TK, pairs.weights_TK, sink_counts_S
+            return tokens, PplxHandle(self, call, exchange, turn, *handle_tensors)
 
         return receive
 
@@ -179,22 +185,22 @@ class PplxPrepareAndFinalize(AtOncePart[PplxGroup]):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        own = self.own_handle(handle, PplxHandle)
-        exchange = own.exchange
-        if not exchange.busy or exchange.turn != own.turn:
+        own_handle = self.own_handle(handle, PplxHandle)
+        exchange = own_handle.exchange
+        if not exchange.busy or exchange.turn != own_handle.turn:
             raise UnsupportedError("handle", got="one that was combined", need="one for each call")
         shape = self.dispatch_shape(len(out))
-        whole = own.call.workspace.take(
+        all_rows = own_handle.call.workspace.take(
             EXPERT_OUTPUT, (shape.experts, shape.capacity, self.problem.hidden)
         )
-        if expert_output.data_ptr() != whole.data_ptr():
-            whole[: len(expert_output)].copy_(expert_output)
-        zero_rows(whole[-self._sinks :], own.sink_counts_S)
-        exchange.all_to_all.combine(out, own.slots_TK, own.weights_TK, whole, None)
+        if expert_output.data_ptr() != all_rows.data_ptr():
+            all_rows[: len(expert_output)].copy_(expert_output)
+        zero_rows(all_rows[-self._sinks :], own_handle.sink_counts_S)
+        exchange.all_to_all.combine(out, own_handle.slots_TK, own_handle.weights_TK, all_rows, None)
         self.manager.give_back(exchange)
 
     def _arriving(self, call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Where the library writes: counts, rows and their scales, of every slot."""
+        """Return the library's output buffers for all slots: counts, rows and their scales."""
         take, shape = call.workspace.take, self.dispatch_shape(0)
         rows, columns = (shape.experts, shape.capacity), self._shape.scale_bytes // 4
         scales = take("batched_scale", (*rows, columns)) if columns else None
@@ -202,10 +208,7 @@ class PplxPrepareAndFinalize(AtOncePart[PplxGroup]):
         return take("expert_counts", (shape.experts,)), x_SCH, scales
 
     def _sent_scale(self, scale: torch.Tensor | None, call: Call) -> torch.Tensor | None:
-        """Return the scales of the rows as they are sent.
-
-        They have as many columns as make whole units of the library's.
-        """
+        """Return the scales to send, padded with columns to whole units of the library."""
         columns = self._shape.scale_bytes // 4
         if not columns:
             return None
@@ -218,7 +221,7 @@ class PplxPrepareAndFinalize(AtOncePart[PplxGroup]):
 
 
 def _row_bytes(problem: Problem) -> tuple[int, int]:
-    """Bytes of a row's activations as they travel, and of its scales in whole units."""
+    """Return the bytes of a dispatched row's activations, and of its scales in whole units."""
     scheme, itemsize, scales = problem.scheme, problem.dtype.itemsize, 0
     if scheme.travels_quantized:
         itemsize = STORAGE[scheme.activation].itemsize
@@ -228,9 +231,9 @@ def _row_bytes(problem: Problem) -> tuple[int, int]:
 
 
 def sinks_of(problem: Problem) -> int:
-    """Return how many sinks a rank has.
+    """Return the number of sinks per rank.
 
-    They let all K pairs of a token be skipped, each to a place of its own.
+    It lets all K pairs of a token be skipped, each to a different sink.
     """
     return ceil(problem.top_k / problem.parallel.world_size)
 
@@ -238,12 +241,12 @@ def sinks_of(problem: Problem) -> int:
 def _shape(problem: Problem) -> PplxShape:
     row, scales = _row_bytes(problem)
     slots = problem.parallel.world_size * (slots_of(problem.placement) + sinks_of(problem))
-    # The library cannot be made for no tokens at all.
+    # The library requires at least one token.
     return PplxShape(max(1, problem.tokens), slots, problem.top_k, problem.hidden, row, scales)
 
 
 def _dense(rows: torch.Tensor, call: Call) -> torch.Tensor:
-    """Rows as the library reads them: side by side, and aligned."""
+    """Return the rows contiguous and aligned, as the library requires."""
     if rows.is_contiguous() and rows.data_ptr() % _UNIT == 0:
         return rows
     sent = call.workspace.take("sent_x", tuple(rows.shape))

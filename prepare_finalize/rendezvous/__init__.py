@@ -1,1 +1,1 @@
-"""How ranks meet, agree and learn that one of them failed."""
+"""Rendezvous of ranks: connecting, agreeing on facts, and diagnosing failures."""

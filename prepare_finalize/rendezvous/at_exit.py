@@ -1,9 +1,9 @@
-"""What must end before the interpreter does.
+"""Cleanup that must happen before the interpreter is finalized.
 
-A thread of gloo's frees the tensors of an exchange that is over, and a thread that asked a store
-comes back to Python: for both it takes the GIL. One that asks for the GIL while the interpreter is
-being finalized is ended in the midst of C++, which aborts the process or leaves a lock held for
-good. So they end in an exit hook, before that.
+A gloo thread frees the tensors of a finished exchange, and a thread that waits for a store returns
+to Python; both take the GIL. A thread that requests the GIL during finalization is terminated in
+the middle of C++ code, which aborts the process or leaves a lock held forever. An exit hook
+therefore ends these threads first.
 """
 
 import atexit
@@ -16,35 +16,37 @@ from torch._C._distributed_c10d import _unregister_process_group
 
 from modular_kernel.utils import forks
 
-_PATIENCE_S = 1.0  # for a thread whose store may never answer
-_aside: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
+_PATIENCE_S = 1.0  # timeout for joining a thread whose store may never answer
+_threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 
 
 def run_aside(function: Callable[[], object]) -> threading.Thread:
-    """Run `function` in a thread of its own, which may be left to itself."""
+    """Run `function` in a daemon thread that the caller may abandon."""
     thread = threading.Thread(target=function, daemon=True)
-    _aside.add(thread)
+    _threads.add(thread)
     thread.start()
     return thread
 
 
 class Communicator:
-    """Holds the process group of `owner`; let go with it, or as the process exits if it is gloo's.
+    """Holder of the process group of `owner`, which is released with it.
 
-    A gloo group that is closed has joined its threads, which takes no longer than an exchange
-    under way may. NCCL's is left to torch at exit, because peers may still be reading from it.
+    A gloo group is also released at process exit. Closing one joins its threads, which takes no
+    longer than an exchange in flight. An NCCL group is left to torch at exit, because peers may
+    still be reading from it.
     """
 
     def __init__(self, owner: object, *, device: str) -> None:
         self._made_in = forks.generation()
-        self.group: Any = None  # until it is connected, and after `close`
-        self.name: Any = None  # under which torch knows it, where it does
+        self.group: Any = None  # None before it is connected, and after `close`
+        self.name: Any = None  # name under which torch has registered it, if any
         weakref.finalize(owner, self.close).atexit = device == "cpu"
 
     def close(self) -> Any:
-        """Give the group up; returns it, or None if that was done before, or in a forked child.
+        """Release and return the group; return None if it was released, or in a forked child.
 
-        A child keeps the group for good: to free it would wait for threads that it does not have.
+        A child keeps the group forever, because freeing it would wait for threads that the child
+        does not have.
         """
         group, name = self.group, self.name
         self.group = self.name = None
@@ -58,5 +60,5 @@ class Communicator:
 
 @atexit.register
 def _join() -> None:
-    for thread in tuple(_aside):
+    for thread in tuple(_threads):
         thread.join(_PATIENCE_S)

@@ -1,4 +1,4 @@
-"""How the ranks of a group meet to make a communicator, and none of them waits for ever."""
+"""Creation of communicators: the ranks of a group connect, each step with a deadline."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,13 +17,13 @@ from prepare_finalize.rendezvous.failure_log import failure_key
 
 R = TypeVar("R")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-_NCCL_CONNECT_S = 30.0  # NCCL takes seconds to connect ranks, however short later waits may be
+_NCCL_CONNECT_S = 30.0  # connecting over NCCL takes seconds, even if later deadlines are short
 
 
 def deadline_of(deadline_s: Any) -> float:
-    """Seconds that a manager's waits may take: as given, or for None as `read_settings` says.
+    """Return a manager's deadline in seconds; None selects that of `read_settings`.
 
-    ConfigurationError unless they are a finite number above 0.
+    Raises ConfigurationError unless it is a finite number above 0.
     """
     if deadline_s is None:
         return read_settings().deadline_s
@@ -34,36 +34,37 @@ def deadline_of(deadline_s: Any) -> float:
 
 
 def check_process(made_in: int) -> None:
-    """Raise StateError in a process that was forked since a manager was made."""
+    """Raise StateError in a process that was forked after a manager was created."""
     need = "a spawned process, with a process group of its own"
     forks.check_process(made_in, "exchange between ranks", need)
 
 
 def connect(device: str, store: Store, rank: int, world_size: int, deadline_s: float) -> Any:
-    """Open a communicator of its own over `store`: gloo for "cpu", NCCL for "cuda".
+    """Open a new communicator over `store`: gloo for "cpu", NCCL for "cuda".
 
-    Raise RuntimeError if a rank stays away for `deadline_s`; over NCCL at least half a minute.
+    Raises RuntimeError if a rank does not connect within `deadline_s`; for NCCL, within at least
+    half a minute.
     """
     if device == "cpu":
         return dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=deadline_s))
-    # A thread has a current device of its own, so it is told ours.
-    ours = torch.device("cuda", torch.cuda.current_device())
+    # The current device is per thread, so pass ours to the thread.
+    device_here = torch.device("cuda", torch.cuda.current_device())
 
     def meet() -> Any:
-        # torch's own watchdog ends the process; the deadline here raises, and long before.
+        # torch's watchdog ends the process. The deadline here is far shorter, and raises.
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=max(600.0, 10 * deadline_s))
         group = dist.ProcessGroupNCCL(store, rank, world_size, options)
-        group.eager_connect_single_device(ours)
+        group.eager_connect_single_device(device_here)
         return group
 
     return in_time(meet, max(deadline_s, _NCCL_CONNECT_S))
 
 
 def in_time(function: Callable[[], R], seconds: float) -> R:
-    """Return what `function` returns, or raise RuntimeError after `seconds`.
+    """Return the result of `function`; raise RuntimeError after `seconds`.
 
-    The function is left to itself then.
+    The function then continues in its thread.
     """
     results: list[R] = []
     errors: list[RuntimeError] = []
@@ -83,15 +84,15 @@ def in_time(function: Callable[[], R], seconds: float) -> R:
 
 
 def meeting_place(store: Store, rank: int, world_size: int) -> str:
-    """Return the keys under which ranks that now make a manager meet; each finds the same.
+    """Return the key prefix for ranks that now create a manager; it is the same on each.
 
-    Ranks count their attempts. A rank that missed one, because it was refused before it came so
-    far, joins the latest of the others, unless that has failed.
+    Ranks count their attempts. A rank that missed one, because its own was rejected earlier, joins
+    the latest attempt of the others, unless that has failed.
     """
-    keys = [f"modular_kernel/attempts/{each}" for each in range(world_size)]
+    keys = [f"modular_kernel/attempts/{peer}" for peer in range(world_size)]
     last_W = [_number(key, store.get(key)) if store.check([key]) else 0 for key in keys]
     number = max(last_W)
-    failed = [f"modular_kernel/{number}/{failure_key(each)}" for each in range(world_size)]
+    failed = [f"modular_kernel/{number}/{failure_key(peer)}" for peer in range(world_size)]
     if number == last_W[rank] or any(store.check([key]) for key in failed):
         number += 1
     store.set(keys[rank], str(number))
@@ -99,7 +100,7 @@ def meeting_place(store: Store, rank: int, world_size: int) -> str:
 
 
 def _number(key: str, value: bytes) -> int:
-    """RuntimeError, as of a store that does not answer, where somebody else has written."""
+    """Parse a counter; raise RuntimeError, as for a silent store, if it is not a number."""
     try:
         return int(value)
     except ValueError as error:
@@ -109,23 +110,29 @@ def _number(key: str, value: bytes) -> int:
 def store_at_new_place(
     group: dist.ProcessGroup, deadline_s: float, *, below: str = ""
 ) -> PrefixStore:
-    """Return the group's store below the keys of a new meeting, and there below `below`.
+    """Return the group's store, prefixed with the keys of a new meeting and `below`.
 
-    Raise RuntimeError without an answer in time: the store may be what is lost.
+    Raises RuntimeError if the store does not answer in time.
     """
     store = distributed_c10d._get_process_group_store(group)
-    place = in_time(lambda: meeting_place(store, group.rank(), group.size()), deadline_s)
-    return PrefixStore(f"{place}{below}", store)
+    prefix = in_time(lambda: meeting_place(store, group.rank(), group.size()), deadline_s)
+    return PrefixStore(f"{prefix}{below}", store)
 
 
 def place_in(group: object | None) -> tuple[int, int]:
-    """Rank and size in a ProcessGroup; ConfigurationError if this process is in none."""
+    """Return rank and size in a ProcessGroup.
+
+    Raises ConfigurationError if this process is in no group.
+    """
     member = member_group(group)
     return member.rank(), member.size()
 
 
 def member_group(group: object | None) -> dist.ProcessGroup:
-    """`group`, or the default one for None; ConfigurationError if this process is in none."""
+    """Return `group`, or the default one for None.
+
+    Raises ConfigurationError if this process is in no group.
+    """
     if not dist.is_available() or not dist.is_initialized():
         need = "torch.distributed.init_process_group first"
         raise ConfigurationError("process group", got="none in this process", need=need)
@@ -139,7 +146,7 @@ def member_group(group: object | None) -> dist.ProcessGroup:
 def served_device(group: dist.ProcessGroup, wanted: str | None) -> str:
     """Return the device type that the group's backends serve, a GPU first.
 
-    Raise ConfigurationError if there is none.
+    Raises ConfigurationError if there is none.
     """
     config = dist.get_backend_config(group)
     backends = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
@@ -151,7 +158,7 @@ def served_device(group: dist.ProcessGroup, wanted: str | None) -> str:
 
 
 def check_served(device: torch.device | str, served: str) -> None:
-    """DeviceError unless tensors on `device` are on `served`, the type that a group serves."""
+    """Raise DeviceError unless `device` is of the type `served`, which the group serves."""
     kind = torch.device(device).type
     if kind != served:
         need = f"{served}: the group's backend is {BACKENDS[served]}"

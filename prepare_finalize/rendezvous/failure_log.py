@@ -1,7 +1,6 @@
-"""What a rank did last, and what failed where: records that help to find a culprit.
+"""Records of a rank's last exchanges and of failures, for finding the rank that caused one.
 
-Nothing here costs a call more than a line in a ring buffer: the store is written and read only
-after something failed.
+A call costs only one entry in a ring buffer. The store is written and read only after a failure.
 """
 
 import json
@@ -18,14 +17,14 @@ from prepare_finalize.rendezvous.at_exit import run_aside
 
 PHASES = ("construct", "counts", "dispatch", "combine")
 _POLL_S = 0.02
-_SILENCE_S = 0.5  # after which a store is taken for dead
+_SILENCE_S = 0.5  # time without an answer after which a store is considered dead
 
 
 class LastCalls:
     """The last exchanges of one rank, oldest first.
 
     A record is {rank, step, phase, bytes, started_s, ended_s, state}: bytes sent, wall-clock
-    seconds, and state "under way", "done" or what went wrong.
+    seconds, and the state "under way", "done" or a description of the failure.
     """
 
     def __init__(self, rank: int, most: int) -> None:
@@ -33,7 +32,7 @@ class LastCalls:
         self._records: deque[dict[str, Any]] = deque(maxlen=most)
 
     def begin(self, step: int, phase: str, nbytes: int) -> dict[str, Any]:
-        """Note an exchange; the record returned is `end`ed by who waits for it."""
+        """Add a record and return it; pass it to `end` when the exchange has been waited for."""
         record: dict[str, Any] = {
             "rank": self._rank,
             "step": step,
@@ -51,18 +50,18 @@ class LastCalls:
         record["ended_s"], record["state"] = time.time(), state
 
     def json_lines(self) -> str:
-        """One JSON object a line."""
+        """Return the records as JSON lines."""
         return "".join(json.dumps(record) + "\n" for record in self._records)
 
     def write(self, path: str | Path) -> None:
-        """Write `json_lines` to a file of this rank."""
+        """Write `json_lines` to a file."""
         Path(path).write_text(self.json_lines(), encoding="utf-8")
 
 
 class FailureBoard:
-    """Where a rank that failed says so, and sees who else did: who is missing is the culprit.
+    """Failure records of all ranks in the store; a rank without one is a culprit.
 
-    ended: whether the store, asked last, closed the connection, as it does when its process ends.
+    ended: whether the store closed the connection at the last access, as when its process exits.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
@@ -70,28 +69,28 @@ class FailureBoard:
         self.ended = False
 
     def post(self, record: Mapping[str, Any], until_s: float) -> dict[int, dict[str, Any]] | None:
-        """Publish a record; every rank's, as far as known at `until_s` (time.monotonic).
+        """Publish a record; return those of all ranks known at `until_s` (time.monotonic).
 
-        None if the store does not answer: its host may be what failed, and asking it may take
-        for ever, so a thread does that.
+        Returns None if the store does not answer: its host may be what failed. Accessing such a
+        store can block forever, so a thread does it.
         """
-        found: dict[int, dict[str, Any]] = {}
+        records: dict[int, dict[str, Any]] = {}
         answered_s = [-math.inf]
 
-        def ask() -> None:
+        def poll_store() -> None:
             try:
                 self._store.set(failure_key(self._rank), json.dumps(record))
-                while len(found) < self._world_size and time.monotonic() < until_s:
-                    self._look(found)
+                while len(records) < self._world_size and time.monotonic() < until_s:
+                    self._look(records)
                     answered_s[0] = time.monotonic()
                     time.sleep(_POLL_S)
             except RuntimeError:
                 answered_s[0], self.ended = -math.inf, True
 
-        thread = run_aside(ask)
+        thread = run_aside(poll_store)
         thread.join(until_s + _SILENCE_S - time.monotonic())
-        silent = time.monotonic() - answered_s[0] > _SILENCE_S
-        return None if silent else dict(found)
+        is_silent = time.monotonic() - answered_s[0] > _SILENCE_S
+        return None if is_silent else dict(records)
 
     def _look(self, found: dict[int, dict[str, Any]]) -> None:
         for rank in range(self._world_size):
@@ -102,49 +101,55 @@ class FailureBoard:
 
 
 def _record(told: bytes) -> dict[str, Any] | None:
-    """Read what a rank posted; None where somebody else has written there."""
+    """Parse the record of a rank; return None if the entry is not a record."""
     try:
         record = json.loads(told)
     except ValueError:
         return None
     if not isinstance(record, dict):
         return None
-    known = record.get("phase") in PHASES and isinstance(record.get("step"), int)
-    return record if known and isinstance(record.get("waited_s"), int | float) else None
+    is_valid = record.get("phase") in PHASES and isinstance(record.get("step"), int)
+    return record if is_valid and isinstance(record.get("waited_s"), int | float) else None
 
 
 def failure_key(rank: int) -> str:
-    """Where a rank posts its failure."""
+    """Return the key of a rank's failure record."""
     return f"failed/{rank}"
 
 
 def culprits(
     rank: int, world_size: int, failed: Mapping[int, Mapping[str, Any]], deadline_s: float
 ) -> tuple[tuple[int, ...], str]:
-    """Return the ranks to look at, and why, by what every rank published after a failure.
+    """Return the ranks that probably caused a failure, and the reason, from all published records.
 
-    First those that broke off a call; then those that published nothing; then those in an earlier
-    exchange than others, unless they waited there for somebody ("awaited"); then those that came to
-    it late. If that is this rank alone, those that gave it up. Who came late is who waited for less
-    long: each rank counts its own seconds, and no two clocks are compared.
+    The first of these that applies:
+
+    - ranks that broke off a call;
+    - ranks that published nothing;
+    - ranks in an earlier exchange than others, unless they waited there for a peer ("awaited");
+    - ranks that came late to the exchange;
+    - if this rank came late, the ranks that gave up on it.
+
+    A rank came late if it waited for less time than others. Each rank measures its own time, so no
+    two clocks are compared.
     """
-    broke = tuple(r for r in failed if r != rank and "broke_off" in failed[r])
-    if broke:
-        return broke, str(failed[broke[0]]["broke_off"])
+    broke_off = tuple(r for r in failed if r != rank and "broke_off" in failed[r])
+    if broke_off:
+        return broke_off, str(failed[broke_off[0]]["broke_off"])
     missing = tuple(r for r in range(world_size) if r not in failed)
     if missing:
         return missing, "no sign of life"
     others = tuple(sorted(failed.keys() - {rank}))
-    place = {r: (record["step"], PHASES.index(record["phase"])) for r, record in failed.items()}
-    stuck = {r for r, record in failed.items() if record.get("awaited")}
-    behind = [r for r in others if place[r] < max(place.values()) and r not in stuck]
-    if behind:
-        return tuple(behind), "still in an earlier exchange"
-    longest = max(record["waited_s"] for record in failed.values())
-    late = {r: longest - record["waited_s"] for r, record in failed.items()}
-    tardy = tuple(r for r in others if late[r] > deadline_s / 2)
-    if tardy:
-        return tardy, f"at least {max(late[r] for r in tardy):.1f} s late"
-    if late[rank] > deadline_s / 2:
-        return others, f"gave up: this rank came at least {late[rank]:.1f} s late"
+    position = {r: (record["step"], PHASES.index(record["phase"])) for r, record in failed.items()}
+    is_waiting = {r for r, record in failed.items() if record.get("awaited")}
+    earlier = [r for r in others if position[r] < max(position.values()) and r not in is_waiting]
+    if earlier:
+        return tuple(earlier), "still in an earlier exchange"
+    longest_s = max(record["waited_s"] for record in failed.values())
+    delay_s = {r: longest_s - record["waited_s"] for r, record in failed.items()}
+    late_ranks = tuple(r for r in others if delay_s[r] > deadline_s / 2)
+    if late_ranks:
+        return late_ranks, f"at least {max(delay_s[r] for r in late_ranks):.1f} s late"
+    if delay_s[rank] > deadline_s / 2:
+        return others, f"gave up: this rank came at least {delay_s[rank]:.1f} s late"
     return others, "failed too"

@@ -1,1 +1,1 @@
-"""Exchange by kernels that write into the other ranks' memory over NVLink."""
+"""Dispatch and combine by kernels that access other ranks' memory over NVLink."""

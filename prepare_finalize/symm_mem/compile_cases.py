@@ -1,4 +1,4 @@
-"""The launches over symmetric memory with tensors that have no memory, for who compiles them."""
+"""Launches over symmetric memory on meta tensors, for `mk compile`."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -29,12 +29,12 @@ _CHANGES: tuple[dict[str, Any], ...] = (
 
 
 def problems() -> tuple[Problem, ...]:
-    """Problems that between them meet every form of the launches."""
+    """Return problems that together cover every variant of the launches."""
     return tuple(replace(_BASE, **change) for change in _CHANGES)
 
 
 def launch_all(problem: Problem) -> None:
-    """Launch a dispatch that waits, one that does not and its arrival, and a rank's combine."""
+    """Launch a dispatch that waits, one that does not, its arrival kernel, and a combine."""
     views: dict[str, Any] = {
         name: _empty(*section.shape, dtype=section.dtype)
         for name, section in sections(problem).items()

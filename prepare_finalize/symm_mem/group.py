@@ -1,13 +1,14 @@
-"""SymmetricGroup: memory that every rank of a process group can reach, and what guards its use.
+"""SymmetricGroup: memory that all ranks of a process group can access, and flags that guard it.
 
     manager = SymmetricGroup(group, deadline_s=2.0)
     kernel = make_kernel("SymmMemPrepareAndFinalize", "TritonExperts", problem, group=manager)
     ...
     manager.destroy()
 
-On GPUs the memory is torch's symmetric memory (CUDA backend): peers are reached over NVLink by
-their pointers, without multicast. On a CPU, where Triton's interpreter runs the same kernels, ranks
-of one machine share files. Making a heap is collective: every rank of the group does, in one order.
+On GPUs this is torch's symmetric memory (CUDA backend): peers are accessed over NVLink through
+pointers, without multicast. On a CPU, Triton's interpreter runs the same kernels, and the ranks of
+one machine share files. Allocating a heap is collective: every rank of the group must do it, in the
+same order.
 """
 
 import math
@@ -35,14 +36,14 @@ from prepare_finalize.rendezvous.hosts import Hosts, find_hosts
 from prepare_finalize.rendezvous.store_rounds import Meeting
 from prepare_finalize.symm_mem.shared_files import share_file
 
-_ALIGNMENT = 256  # bytes, of every section
+_ALIGNMENT = 256  # bytes; every section begins at a multiple
 _PHASES = {1: "dispatch", 2: "combine"}
 NO_VALUE = 0xFF  # bytes that are NaN in every floating-point dtype
 
 
 @dataclass(frozen=True)
 class Section:
-    """A tensor in a heap."""
+    """Shape and dtype of a tensor in a heap."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -54,18 +55,19 @@ class Section:
 
 @dataclass(frozen=True)
 class Heap:
-    """Memory of this rank that others reach, and theirs by distance.
+    """Memory of this rank that peers can access, with the offsets of theirs.
 
-    bytes_N: (N,) uint8, this rank's; every rank's has the same layout. deltas_W: (W,) int64 on the
-    device: how many bytes beyond an address of this rank's the same place of rank r is mapped.
+    bytes_N: (N,) uint8, this rank's memory; the layout is the same on every rank. deltas_W: (W,)
+    int64 on the device; adding deltas_W[r] to an address of this rank's heap gives rank r's
+    address.
     """
 
     bytes_N: torch.Tensor
     deltas_W: torch.Tensor
-    kept: tuple[object, ...]  # what must live as long as the mappings
+    kept: tuple[object, ...]  # objects that own the mappings
 
     def sections(self, layout: dict[str, Section], start: int) -> dict[str, torch.Tensor]:
-        """Return views of consecutive sections from byte `start` on."""
+        """Return views of consecutive sections, from byte `start`."""
         views = {}
         for name, section in layout.items():
             raw = self.bytes_N[start : start + section.nbytes]
@@ -75,34 +77,35 @@ class Heap:
 
 
 def aligned(nbytes: int) -> int:
-    """Bytes that a section takes."""
+    """Return the bytes that a section takes, rounded up to the alignment."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class SharedMemory(ABC):
-    """Heaps that ranks of one host share, and the deadline of waits on their flags.
+    """Heaps shared by ranks of one host, and the deadline of waits on their flags.
 
-    rank, world_size: of this rank among those that share. device: "cpu" or "cuda".
+    rank, world_size: this rank's index among the sharing ranks, and their number. device: "cpu" or
+    "cuda".
 
-    failed, status: what kernels write when a wait ends at its deadline, see kernels/signals.py.
+    failed, status: written by kernels when a wait reaches its deadline; see kernels/signals.py.
     """
 
     def __init__(
         self, rank: int, world_size: int, *, device: str, deadline_s: float, last_calls: LastCalls
     ) -> None:
         self.rank, self.world_size = rank, world_size
-        self.named = rank  # in errors
+        self.named = rank  # rank in error messages
         self.device, self.deadline_s, self.last_calls = device, deadline_s, last_calls
         self.step = 0
         self._made_in = forks.generation()
         self._destroyed = False
         self._failure: CommunicationError | None = None
-        place = torch.device(device)
-        if place.type == "cuda":
-            place = torch.device("cuda", torch.cuda.current_device())
-        self._place = place
-        self.failed = torch.zeros(1, dtype=torch.int32, device=place)
-        self.status = torch.zeros(1, dtype=torch.int64, pin_memory=place.type == "cuda")
+        current_device = torch.device(device)
+        if current_device.type == "cuda":
+            current_device = torch.device("cuda", torch.cuda.current_device())
+        self._place = current_device
+        self.failed = torch.zeros(1, dtype=torch.int32, device=current_device)
+        self.status = torch.zeros(1, dtype=torch.int64, pin_memory=current_device.type == "cuda")
 
     @property
     def patience(self) -> int:
@@ -111,23 +114,26 @@ class SharedMemory(ABC):
 
     @abstractmethod
     def _meeting(self) -> Meeting:
-        """Open rounds over a store; CommunicationError without an answer."""
+        """Open store rounds; raise CommunicationError if the store does not answer."""
 
     @abstractmethod
     def _shared_file(self, meeting: Meeting, nbytes: int) -> list[torch.Tensor]:
-        """Share a block of each rank that shares, all bytes `NO_VALUE`; on a CPU."""
+        """Share a block of each rank, filled with `NO_VALUE`, on a CPU."""
 
     @abstractmethod
     def _rendezvous(self, own: torch.Tensor) -> Any:
-        """Make a tensor of torch's symmetric memory known to the ranks that share; on a GPU."""
+        """Exchange the handles of a symmetric-memory tensor with the sharing ranks, on a GPU."""
 
     def heap(self, nbytes: int, meaning: str, begin: Callable[[Heap], object]) -> Heap:
         """Allocate new memory, all bytes 0xFF.
 
-        Collective; ranks must pass equal nbytes and meaning.
+        Collective; all ranks must pass equal nbytes and meaning.
 
-        meaning: what the memory is for. begin: writes what must be there before another rank may
-        write. CommunicationError on every rank if ranks disagree, or stay away for the deadline.
+        meaning: purpose of the memory. begin: initializes the heap before other ranks may write to
+        it.
+
+        Raises CommunicationError on every rank if ranks disagree, or if one does not respond within
+        the deadline.
         """
         self.check_open()
         record = self.last_calls.begin(0, "construct", nbytes)
@@ -138,8 +144,8 @@ class SharedMemory(ABC):
             begin(heap)
             if self.device == "cuda":
                 torch.cuda.synchronize(self._place)
-            meeting.tell({})  # nobody writes before all have begun
-        except RuntimeError as error:  # the store's host is gone
+            meeting.tell({})  # a barrier: no rank writes before all heaps are initialized
+        except RuntimeError as error:  # the store is unreachable
             self.last_calls.end(record, str(error))
             need = f"a store that answers within {self.deadline_s:g} s"
             raise self._error(in_short(error), need, "construct", ()) from error
@@ -150,34 +156,34 @@ class SharedMemory(ABC):
         return heap
 
     def _share(self, nbytes: int, meeting: Meeting) -> Heap:
-        kept: tuple[object, ...]
+        owners: tuple[object, ...]
         if self.device == "cpu":
             blocks = self._shared_file(meeting, nbytes)
-            own, kept = blocks[self.rank], tuple(blocks)
+            own_block, owners = blocks[self.rank], tuple(blocks)
             addresses = [block.data_ptr() for block in blocks]
         else:
             import torch.distributed._symmetric_memory as symmetric_memory
 
-            own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=self._place)
-            own.fill_(NO_VALUE)
-            shared = self._rendezvous(own)
-            addresses, kept = list(shared.buffer_ptrs), (shared,)
-        here = addresses[self.rank]
-        deltas = torch.tensor([address - here for address in addresses], dtype=torch.int64)
-        return Heap(own, deltas.to(self._place), kept)
+            own_block = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=self._place)
+            own_block.fill_(NO_VALUE)
+            shared = self._rendezvous(own_block)
+            addresses, owners = list(shared.buffer_ptrs), (shared,)
+        own_address = addresses[self.rank]
+        deltas = torch.tensor([address - own_address for address in addresses], dtype=torch.int64)
+        return Heap(own_block, deltas.to(self._place), owners)
 
     def check_device(self, device: torch.device | str) -> None:
-        """DeviceError unless tensors on `device` can be exchanged."""
+        """Raise DeviceError unless tensors on `device` can be exchanged."""
         check_served(device, self.device)
 
     def next_step(self) -> int:
-        """Return the number of the call that begins now; every rank counts alike."""
+        """Return the number of the call that begins; it is the same on every rank."""
         self.check_open()
         self.step += 1
         return self.step
 
     def check_open(self) -> None:
-        """CommunicationError if a wait is known to have failed; does not wait for the device."""
+        """Raise CommunicationError if a wait is known to have failed, without a device sync."""
         check_process(self._made_in)
         if self._destroyed:
             raise UnsupportedError("exchange", got="a destroyed manager", need="a new one")
@@ -187,13 +193,16 @@ class SharedMemory(ABC):
             raise self._failure
 
     def check(self) -> None:
-        """Wait for the device, then `check_open`: whether every call so far was whole."""
+        """Wait for the device, then raise CommunicationError if any call so far is incomplete."""
         if self.device == "cuda":
             torch.cuda.synchronize(self._place)
         self.check_open()
 
     def _from(self, word: int) -> CommunicationError:
-        """Explain what kernels/signals.py wrote: phase, missing ranks as bits, and a number."""
+        """Return the error for a status word of kernels/signals.py.
+
+        The word has the phase, the missing ranks as bits, and the number of the call.
+        """
         bits = (word >> 32) & 0xFFFFFF
         peers = [rank for rank in range(self.world_size) if bits >> rank & 1]
         ranks = f"{plural('rank', len(peers))} {', '.join(map(str, peers))}"
@@ -202,25 +211,26 @@ class SharedMemory(ABC):
         return self._error(got, need, _PHASES[word >> 56], peers)
 
     def _error(self, got: str, need: str, phase: str, peers: Sequence[int]) -> CommunicationError:
-        what = "exchange between ranks"
+        subject = "exchange between ranks"
         return CommunicationError(
-            what, got=got, need=need, rank=self.named, phase=phase, step=self.step, peers=peers
+            subject, got=got, need=need, rank=self.named, phase=phase, step=self.step, peers=peers
         )
 
     def destroy(self) -> None:
-        """Serve no more. Memory goes when the parts that use it do."""
+        """Refuse further use. The memory is freed with the parts that use it."""
         self._destroyed = True
 
 
 class SymmetricGroup(SharedMemory):
     """Symmetric memory of one process group, and the deadline of waits on its flags.
 
-    group: a ProcessGroup of torch.distributed (None: the default one); what shares the memory
-    refuses ranks of several hosts. Making a manager is collective. deadline_s: the longest a kernel
-    may wait for other ranks; None: MK_DEADLINE_S, or 10 s. device: "cpu" or "cuda"; None takes what
-    the group serves, a GPU first. hosts: of the ranks.
+    - group: a ProcessGroup of torch.distributed (None: the default one). Parts that share the
+      memory reject ranks of several hosts.
+    - deadline_s: longest time that a kernel waits for other ranks; None is MK_DEADLINE_S, or 10 s.
+    - device: "cpu" or "cuda"; None selects what the group supports, a GPU first.
+    - hosts: hosts of the ranks.
 
-    CommunicationError where ranks stay away or mean something else.
+    Creating a manager is collective. Raises CommunicationError if ranks do not respond or disagree.
     """
 
     def __init__(
@@ -244,7 +254,7 @@ class SymmetricGroup(SharedMemory):
         self.hosts = self._find_hosts()
 
     def _find_hosts(self) -> Hosts:
-        """CommunicationError on every rank where one stays away for the deadline."""
+        """Return the hosts of ranks; raise CommunicationError on every rank if one is missing."""
         record = self.last_calls.begin(0, "construct", 0)
         try:
             hosts = find_hosts(self._meeting(), self.rank)
@@ -257,7 +267,7 @@ class SymmetricGroup(SharedMemory):
     def _meeting(self) -> Meeting:
         try:
             store = store_at_new_place(self._group, self.deadline_s)
-        except RuntimeError as error:  # the store's host is gone
+        except RuntimeError as error:  # the store is unreachable
             need = f"a store that answers within {self.deadline_s:g} s"
             raise self._error(in_short(error), need, "construct", ()) from error
         return Meeting(store, self.rank, self.world_size, self.deadline_s)

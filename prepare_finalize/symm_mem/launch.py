@@ -1,4 +1,4 @@
-"""Launches of the symmetric-memory part: what is sent where, by which programs."""
+"""Launches of the symmetric-memory kernels: arguments, grids and tile shapes."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -19,13 +19,15 @@ from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import Routing
 from prepare_finalize.symm_mem.group import Section, SharedMemory
 
-_LEAST_BLOCK = 1024  # every block is a multiple of it
+_LEAST_BLOCK = 1024  # every block is a multiple of this
 
 
 class Shape(NamedTuple):
-    """How a launch shares out rows: columns that a program moves at once (no more than the row
-    has, rounded up to a power of two), its warps, programs of a multiprocessor, and whether a
-    program takes whole rows."""
+    """Launch shape.
+
+    block: columns that a program moves at a time, at most those of a row rounded up to a power of
+    two. warps: per program. programs: per SM. whole_rows: whether a program processes whole rows.
+    """
 
     block: int
     warps: int
@@ -33,19 +35,19 @@ class Shape(NamedTuple):
     whole_rows: bool = False
 
     def fit(self, hidden: int) -> "Shape":
-        least = max(_LEAST_BLOCK, next_power_of_2(hidden))
-        return self._replace(block=min(self.block, least))
+        widest = max(_LEAST_BLOCK, next_power_of_2(hidden))
+        return self._replace(block=min(self.block, widest))
 
 
 def _for_programs(count: int) -> dict[str, str]:
-    """Return launch options of a kernel of which `count` programs share a multiprocessor."""
+    """Return launch options for a kernel with `count` programs per SM."""
     from modular_kernel.replay.launch.triton_versions import for_programs  # imports Gluon
 
     return for_programs(count)
 
 
-# Measured on two and four H200 (2026-11-20, triton 3.6.0), hidden 7168: for up to so many tokens of
-# a rank, and beyond.
+# Measured on two and four H200 (2026-11-20, triton 3.6.0), hidden 7168. _FEW is for up to
+# _FEW_TOKENS tokens per rank, the others for more.
 _FEW_TOKENS = 512
 _FEW = Shape(1024, 4, 4)
 _DISPATCH = Shape(2048, 8, 4, whole_rows=True)
@@ -54,12 +56,14 @@ _COMBINE = Shape(2048, 8, 4)
 
 @dataclass(frozen=True)
 class Slot:
-    """One call's place in the heap, the same on every rank, and this rank's counters for it.
+    """Heap tensors of one call, with the same layout on every rank, and this rank's counters.
 
-    x_RH, scale_RG, ids_RK, weights_RK: rows that arrive, R = W * capacity, those of rank r from
-    row r * capacity on. y_RH: this rank's sums of them. arrived_W, summed_W: flags, int32.
-    adapters_R: int32, slots of the rows' adapters, where the layer has some.
-    dispatches, combines: (2,) int32, not shared: number of the last one, and a counter.
+    - x_RH, scale_RG, ids_RK, weights_RK: received rows, R = W * capacity; those of rank r begin at
+      row r * capacity.
+    - y_RH: this rank's sums of those rows.
+    - arrived_W, summed_W: int32 flags.
+    - adapters_R: int32, adapter slots of the rows, if the layer has adapters.
+    - dispatches, combines: (2,) int32, not shared: number of the last call, and a counter.
     """
 
     x_RH: torch.Tensor
@@ -75,15 +79,15 @@ class Slot:
 
 
 def sections(problem: Problem, rows: int | None = None) -> dict[str, Section]:
-    """Return what of a slot is in the heap, by the fields' names.
+    """Return the heap sections of a slot, by field name.
 
-    rows: that may arrive; None: world_size * problem.tokens.
+    rows: the largest number of rows that may arrive; None is world_size * problem.tokens.
     """
     scheme, world = problem.scheme, problem.parallel.world_size
     hidden, k = problem.hidden, problem.top_k
     rows = world * problem.tokens if rows is None else rows
     quantized = scheme.travels_quantized
-    found = {
+    layout = {
         "x_RH": Section((rows, hidden), STORAGE[scheme.activation] if quantized else problem.dtype),
         "ids_RK": Section((rows, k), torch.int32),
         "weights_RK": Section((rows, k), torch.float32),
@@ -92,14 +96,17 @@ def sections(problem: Problem, rows: int | None = None) -> dict[str, Section]:
         "summed_W": Section((world,), torch.int32),
     }
     if quantized and scheme.activation_granularity != "tensor":
-        found["scale_RG"] = Section(scale_shape(scheme, rows, hidden), torch.float32)
+        layout["scale_RG"] = Section(scale_shape(scheme, rows, hidden), torch.float32)
     if problem.adapters is not None:
-        found["adapters_R"] = Section((rows,), torch.int32)
-    return found
+        layout["adapters_R"] = Section((rows,), torch.int32)
+    return layout
 
 
 def quantizes_on_the_way(scheme: QuantScheme, hidden: int) -> bool:
-    """Whether the dispatch itself quantizes: a scale a token, or a group that divides a block."""
+    """Return whether the dispatch kernel quantizes.
+
+    It does with one scale per token, or with groups that divide both a block and a row.
+    """
     if scheme.activation_granularity == "token":
         return True
     if scheme.activation_granularity != "group":
@@ -110,11 +117,11 @@ def quantizes_on_the_way(scheme: QuantScheme, hidden: int) -> bool:
 
 @dataclass(frozen=True)
 class SymmetricExchange:
-    """One call on its way: where, by whom, and from which tokens.
+    """One exchange in flight.
 
-    sent_T: (capacity,) int32, written by `send`: the ranks that got each token, as bits.
-    places_WT: (W, tokens) int32, contiguous: the row of each token at each rank, -1 at those that
-    do not get it; None: the fixed ones.
+    sent_T: (capacity,) int32, written by `send`: bit r is set if rank r got the token. places_WT:
+    (W, tokens) int32, contiguous: row of each token at each rank, -1 if it is not sent there; None
+    means the fixed rows.
     """
 
     manager: SharedMemory
@@ -127,7 +134,7 @@ class SymmetricExchange:
 
     @property
     def _capacity(self) -> int:
-        """Tokens for which a launch writes something."""
+        """Number of tokens for which a launch writes something."""
         return self.problem.tokens if self.places_WT is None else self.tokens
 
     def _places(self) -> dict[str, object]:
@@ -135,7 +142,7 @@ class SymmetricExchange:
         return {"places_ptr": self.places_WT if placed else self.sent_T, "PLACED": placed}
 
     def _arguments(self, flags: torch.Tensor, state: torch.Tensor) -> dict[str, object]:
-        """Return what all kernels take."""
+        """Return the arguments that all kernels take."""
         world = self.manager.world_size
         return {
             "flags_ptr": flags,
@@ -159,15 +166,15 @@ class SymmetricExchange:
         quantized: Quantized | None,
         wait: bool,
     ) -> None:
-        """Write rows, slots and weights to the ranks that need them, and raise the flag there.
+        """Write rows, slots and weights to the ranks that need them, then raise the flag there.
 
-        quantized: the tokens where `quantizes_on_the_way` says no. wait: until those of all other
-        ranks are here.
+        quantized: the tokens, unless `quantizes_on_the_way`. wait: also wait for the rows of all
+        ranks.
         """
         from prepare_finalize.symm_mem.kernels.dispatch import dispatch_kernel
 
         problem, slot = self.problem, self.slot
-        use_triton(x_TH)  # the interpreter's numbers are made honest at the first call
+        use_triton(x_TH)  # the first call patches the interpreter to match GPU arithmetic
         rows = x_TH if quantized is None else quantized.q_RK
         shape = _shape(problem, _DISPATCH)
         chunk = shape.block
@@ -209,15 +216,15 @@ class SymmetricExchange:
         )
 
     def _scales(self, quantized: Quantized | None) -> dict[str, object]:
-        scheme, there = self.problem.scheme, self.slot.scale_RG
+        scheme, scale_RG = self.problem.scheme, self.slot.scale_RG
         kind, scales = "none", 1
-        if quantized is not None and there is not None:
-            kind, scales = "scaled", there.shape[1]
+        if quantized is not None and scale_RG is not None:
+            kind, scales = "scaled", scale_RG.shape[1]
         elif quantized is None and scheme.travels_quantized:
             kind = scheme.activation_granularity
         return {
             "scale_ptr": self.sent_T if quantized is None else quantized.scale,
-            "scale_there_ptr": self.slot.weights_RK if there is None else there,
+            "scale_there_ptr": self.slot.weights_RK if scale_RG is None else scale_RG,
             "QUANT": kind,
             "GROUP": scheme.group[-1] if kind == "group" else _LEAST_BLOCK,
             "SCALES": scales,
@@ -228,24 +235,27 @@ class SymmetricExchange:
         }
 
     def _adapters(self, routing: Routing) -> dict[str, object]:
-        """Return what sends slots: of a call that says it has none, -1 to ranks that may have."""
-        there, slots_T = self.slot.adapters_R, routing.slots_T
-        named = "nobody" if slots_T is None else "slots"
+        """Return the arguments that send adapter slots.
+
+        A call without adapters sends -1, because calls of other ranks may have some.
+        """
+        adapters_R, slots_T = self.slot.adapters_R, routing.slots_T
+        mode = "nobody" if slots_T is None else "slots"
         return {
             "adapters_ptr": self.sent_T if slots_T is None else slots_T,
-            "adapters_there_ptr": self.sent_T if there is None else there,
-            "ADAPTERS": "none" if there is None else named,
+            "adapters_there_ptr": self.sent_T if adapters_R is None else adapters_R,
+            "ADAPTERS": "none" if adapters_R is None else mode,
         }
 
     def receive(self) -> None:
-        """Wait until the rows of all ranks are here."""
+        """Wait until the rows of all ranks have arrived."""
         from prepare_finalize.symm_mem.kernels.dispatch import arrival_kernel
 
         arguments = self._arguments(self.slot.arrived_W, self.slot.dispatches)
         launch(arrival_kernel, (1,), num_warps=1, **arguments)
 
     def combine(self, out_TH: torch.Tensor) -> None:
-        """Raise the flag that this rank's y_RH is whole, and add up the rows of all ranks."""
+        """Raise the flag that this rank's y_RH is complete; sum each token's rows of all ranks."""
         from prepare_finalize.symm_mem.kernels.combine import combine_kernel
 
         problem, slot = self.problem, self.slot
@@ -275,14 +285,14 @@ def _shape(problem: Problem, many: Shape) -> Shape:
 
 
 def _programs(items: int, shape: Shape, device: torch.device) -> int:
-    """Programs that are at work at once; the interpreter runs one after the other."""
-    most = 2
+    """Return the number of concurrent programs; the interpreter runs them one after another."""
+    max_programs = 2
     if device.type == "cuda":
-        most = shape.programs * multiprocessors(device)
-    return max(1, min(items, most))
+        max_programs = shape.programs * multiprocessors(device)
+    return max(1, min(items, max_programs))
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU."""
+    """Return the number of SMs of a GPU."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

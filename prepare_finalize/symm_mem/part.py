@@ -1,4 +1,4 @@
-"""Dispatch and combine over symmetric memory: ranks write to and read from each other's GPUs."""
+"""Dispatch and combine over symmetric memory: ranks read and write each other's GPU memory."""
 
 import hashlib
 import weakref
@@ -22,12 +22,12 @@ from prepare_finalize.common.tokens import one_scale_for_all, weight_and_reduce
 from prepare_finalize.symm_mem.group import Heap, SymmetricGroup, aligned
 from prepare_finalize.symm_mem.launch import Slot, SymmetricExchange, quantizes_on_the_way, sections
 
-_IN_FLIGHT = 2  # calls between start and finish
+_IN_FLIGHT = 2  # calls between prepare and finalize
 
 
 @dataclass(frozen=True)
 class SymmMemHandle(PartHandle):
-    """The call's exchange, which of the part's slots it holds, and weights still to be applied."""
+    """Exchange of the call, index of its slot, and the router weights still to apply."""
 
     place: int
     exchange: SymmetricExchange
@@ -35,18 +35,20 @@ class SymmMemHandle(PartHandle):
 
 
 class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
-    """A token's row goes once to each rank that holds one of its experts, quantized on the way; a
-    rank adds up its pairs of a row, and the owner reads those sums and adds them in float32 in the
-    order of ranks. One launch each, nothing waits on the host.
+    """Send each token's row once to each rank that holds one of its experts, quantizing on the way.
 
-    Rows have fixed places: token t of rank r is row r * problem.tokens + t everywhere, whatever the
-    routing, so nothing is counted first, T may differ from rank to rank, and a call can be captured
-    in a CUDA graph. Experts see world_size * problem.tokens rows; those without a token name no
-    expert. Make a kernel for few tokens beside one for many.
+    Each rank sums the pairs of a received row. The token's rank reads those sums and adds them in
+    float32 in rank order. Dispatch and combine are one launch each, and nothing waits on the host.
 
-    A wait that ends at its deadline leaves NaN in the output and is raised by the next call, or by
-    `check`. Two calls may be in flight. Needs GPUs that reach each other's memory (or processes of
-    one machine on a CPU, where kernels are interpreted).
+    Rows have fixed positions: token t of rank r is row r * problem.tokens + t on every rank,
+    whatever the routing. No counts are exchanged, T may differ between ranks, and a call can be
+    captured in a CUDA graph. Experts get world_size * problem.tokens rows; rows without a token
+    have no experts. To serve calls of very different sizes, compose one kernel for few tokens and
+    one for many.
+
+    A wait that reaches its deadline leaves NaN in the output; the next call, or `check`, raises the
+    error. Two calls may be in flight. Requires GPUs with peer access (or, on a CPU with interpreted
+    kernels, processes of one machine).
     """
 
     requires = PrepareFinalizeRequirements(
@@ -75,8 +77,8 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         nbytes = sum(aligned(section.nbytes) for section in layout.values())
 
         def begin(heap: Heap) -> None:
-            for place in range(_IN_FLIGHT):
-                views = heap.sections(layout, place * nbytes)
+            for index in range(_IN_FLIGHT):
+                views = heap.sections(layout, index * nbytes)
                 self._slots.append(_new_slot(views, heap.deltas_W.device))
 
         self._heap = self.manager.heap(_IN_FLIGHT * nbytes, _meaning(problem), begin)
@@ -91,11 +93,11 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        found = list(super().extra_rejections(problem, machine))
+        rejections = list(super().extra_rejections(problem, machine))
         if one_scale_for_all(problem):
             got, need = str(problem.scheme), "a scale per token, per group, or static"
-            found.append(Rejection("scale_of_all_ranks", (cls.__name__, "problem"), got, need))
-        return (*found, *adapter_rejections(cls.__name__, problem))
+            rejections.append(Rejection("scale_of_all_ranks", (cls.__name__, "problem"), got, need))
+        return (*rejections, *adapter_rejections(cls.__name__, problem))
 
     def dispatch_shape(self, tokens: int) -> ContiguousShape:
         rows = self.problem.parallel.world_size * self.problem.tokens
@@ -109,7 +111,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         return specs
 
     def check(self) -> None:
-        """Wait for the device; CommunicationError if a call since the last one was not whole."""
+        """Wait for the device; raise CommunicationError if a call is incomplete."""
         self.manager.check()
 
     def _quantizes_before(self) -> bool:
@@ -149,8 +151,8 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         if not self._free:
             need = f"at most {_IN_FLIGHT}: finish one first"
             raise UnsupportedError("calls in flight", got=_IN_FLIGHT + 1, need=need)
-        place = self._free[0]  # taken below, when the handle is there that gives it back
-        slot = self._slots[place]
+        index = self._free[0]  # removed below, once a handle exists that releases it
+        slot = self._slots[index]
         sent_T = call.workspace.take("sent", (problem.tokens,))
         tokens = x_TH.shape[0]
         exchange = SymmetricExchange(manager, problem, slot, self._heap.deltas_W, sent_T, tokens)
@@ -160,16 +162,16 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         on_the_way = quantizes_on_the_way(problem.scheme, problem.hidden)
         with stages.stage(stages.QUANTIZE_DISPATCH if on_the_way else stages.DISPATCH):
             exchange.send(x_TH, routing, tables, call, quantized=quantized, wait=wait)
-        left = None if problem.apply_router_weight_on_input else slot.weights_RK
-        one = problem.scheme.travels_quantized and problem.scheme.static
-        scale = weights.a1_scale if one else slot.scale_RG
+        weights_RK = None if problem.apply_router_weight_on_input else slot.weights_RK
+        has_static_scale = problem.scheme.travels_quantized and problem.scheme.static
+        scale = weights.a1_scale if has_static_scale else slot.scale_RG
         rows = slot.x_RH, scale, slot.ids_RK, slot.weights_RK, slot.adapters_R
-        arrived = self.local_tokens(call, *rows)
-        handle = SymmMemHandle(self, call, place, exchange, left)
-        # A call that is never finished, because its experts raised, say, gives its slot back too.
-        self._held[place] = weakref.finalize(handle, self._release, place)
-        self._free.remove(place)
-        return arrived, handle
+        local_tokens = self.local_tokens(call, *rows)
+        handle = SymmMemHandle(self, call, index, exchange, weights_RK)
+        # The finalizer also releases the slot of a call that is never finished, after an error.
+        self._held[index] = weakref.finalize(handle, self._release, index)
+        self._free.remove(index)
+        return local_tokens, handle
 
     def _release(self, place: int) -> None:
         self._free = sorted((*self._free, place))
@@ -194,38 +196,38 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        own = self.own_handle(handle, SymmMemHandle)
-        if own.place in self._free:
+        own_handle = self.own_handle(handle, SymmMemHandle)
+        if own_handle.place in self._free:
             raise UnsupportedError("handle", got="a finished call's", need="one in flight")
-        y_RH, manager = own.exchange.slot.y_RH, self.manager
+        y_RH, manager = own_handle.exchange.slot.y_RH, self.manager
         if expert_output is not y_RH:
             weight_and_reduce(
-                expert_output, own.topk_weights_RK, self.problem, reduce=reduce, out=y_RH
+                expert_output, own_handle.topk_weights_RK, self.problem, reduce=reduce, out=y_RH
             )
         record = manager.last_calls.begin(manager.step, "combine", y_RH.nbytes)
         with stages.stage(stages.COMBINE):
-            own.exchange.combine(out)
+            own_handle.exchange.combine(out)
         manager.last_calls.end(record, "launched")
-        self._held.pop(own.place)()
-        manager.check_open()  # what is known by now
+        self._held.pop(own_handle.place)()
+        manager.check_open()  # raises a failure that is already known
 
 
 def _new_slot(views: dict[str, torch.Tensor], device: torch.device) -> Slot:
-    """Make a slot before its first call: no flag is up, and no row has an expert."""
+    """Return a slot in its initial state: no flag is set, and no row has an expert."""
     views["arrived_W"].zero_()
     views["summed_W"].zero_()
     views["ids_RK"].fill_(-1)
     counters = torch.zeros(2, 2, dtype=torch.int32, device=device)
     if "adapters_R" in views:
         views["adapters_R"].fill_(-1)
-    rest = {name: views[name] for name in views if name != "scale_RG"}
+    tensors = {name: views[name] for name in views if name != "scale_RG"}
     return Slot(
-        scale_RG=views.get("scale_RG"), dispatches=counters[0], combines=counters[1], **rest
+        scale_RG=views.get("scale_RG"), dispatches=counters[0], combines=counters[1], **tensors
     )
 
 
 def _meaning(problem: Problem) -> str:
-    """Say what ranks must have in common: the layer, and where its experts are."""
+    """Return a string that all ranks must share: the layer, and the placement of its experts."""
     first = replace(problem.parallel, rank=0)
     shared = replace(problem, parallel=first, local_experts=None)
     return f"{shared} {hashlib.sha256(repr(shared).encode()).hexdigest()[:8]}"

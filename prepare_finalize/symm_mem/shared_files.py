@@ -1,4 +1,4 @@
-"""Memory that processes of one machine share, for ranks on a CPU."""
+"""Memory shared by processes of one machine, for ranks on a CPU."""
 
 from collections.abc import Sequence
 
@@ -14,20 +14,19 @@ def share_file(
 ) -> list[torch.Tensor]:
     """Share a block of each rank, (nbytes,) uint8 filled with `value`.
 
-    Collective. The blocks of `ranks`, of this host, are mapped here and returned in their order;
-    None: of every rank.
-
-    The files are gone when this returns; the memory lives as long as the tensors.
+    Collective. The blocks of `ranks`, which must be on this host, are mapped and returned in their
+    order; None means every rank. The files are deleted before this returns; the memory lives as
+    long as the tensors.
     """
     with memory_file("block") as file:
         file.truncate(nbytes)
-        own = _mapped(file.name, nbytes).fill_(value)
+        own_block = _mapped(file.name, nbytes).fill_(value)
         names = [facts["file"] for facts in meeting.tell({"file": file.name})]
         blocks = [
-            own if at == rank else _mapped(names[at], nbytes)
-            for at in (range(len(names)) if ranks is None else ranks)
+            own_block if index == rank else _mapped(names[index], nbytes)
+            for index in (range(len(names)) if ranks is None else ranks)
         ]
-        meeting.tell({})  # all are mapped
+        meeting.tell({})  # a barrier: all ranks have mapped the files
     return blocks
 
 

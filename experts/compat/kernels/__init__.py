@@ -1,1 +1,1 @@
-"""Rows moved into the order of experts, and an activation beside it."""
+"""Kernels that move or activate rows in expert order."""

@@ -1,4 +1,4 @@
-"""Rows of a range of experts, quantized by one scale an expert: moved there, or activated there."""
+"""Permute, and SiLU-and-mul, for the rows of a range of experts, with one scale per expert."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from modular_kernel.ops.kernels.extrema import clamp_nan
 
 @triton.jit
 def _stored(value, scale_ptr, HAS_SCALES: tl.constexpr, LARGEST: tl.constexpr):
-    """value / scale, saturated at LARGEST unless that is 0; the division rounds as torch's."""
+    """value / scale, saturated at LARGEST unless that is 0. 1 / scale is rounded as in torch."""
     if HAS_SCALES:
         value = value * tl.div_rn(1.0, tl.load(scale_ptr))
     if LARGEST > 0:
@@ -27,8 +27,8 @@ def pre_reorder_kernel(
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask = columns < hidden
     value = tl.load(x_ptr + token * stride_x + columns, mask=mask, other=0.0).to(tl.float32)
-    for slot in range(TOP_K):
-        pair = token * TOP_K + slot
+    for k in range(TOP_K):
+        pair = token * TOP_K + k
         expert = tl.load(ids_ptr + pair)
         if (expert >= start_expert) & (expert <= end_expert):
             row = tl.load(src2dst_ptr + pair).to(tl.int64)

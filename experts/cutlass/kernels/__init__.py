@@ -1,3 +1,3 @@
-"""Kernels in CuTe DSL. Importing one imports the package `cutlass` (nvidia-cutlass-dsl)."""
+"""CuTe DSL kernels; importing one imports the package `cutlass` (nvidia-cutlass-dsl)."""
 
 LANGUAGE = "cute"

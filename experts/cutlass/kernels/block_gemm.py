@@ -1,13 +1,14 @@
-"""Grouped fp8 product with a scale for each 128 by 128 block, for sm_90a: TMA, wgmma, clusters.
+"""Grouped fp8 GEMM with a scale for each 128 x 128 block, for sm_90a: TMA, wgmma, clusters.
 
-Rows lie in the order of experts. A tile is 128 rows by 256 weight rows: two parts of 128, side by
-side, or gate rows and up rows. Two blocks of a cluster compute neighboring tiles of the same rows:
-each loads half of the rows' values and sends them to both. In a block one warp loads values by TMA
-into a ring of shared memory, another one scales; two warpgroups multiply 64 rows each.
+Rows are sorted by expert. A tile is 128 rows by 256 weight rows, in two parts of 128: adjacent
+ones, or gate rows and up rows. The two thread blocks of a cluster compute neighboring tiles of the
+same rows; each loads half of the rows' values and multicasts them to both. In a block, one warp
+loads values by TMA into a ring of shared memory and another one loads scales; two warpgroups
+multiply 64 rows each.
 
-A step is 128 deep. The product of a part and a step is scaled and added to float32 sums while the
-other warpgroup multiplies. Nothing is on its way from one step to the next: the assembler would let
-every product end at once.
+A step is 128 elements along K. A part's product of one step is scaled and added to float32 sums
+while the other warpgroup multiplies. No wgmma stays in flight across steps, because ptxas would
+then serialize all of them.
 """
 
 import cutlass
@@ -39,15 +40,15 @@ from experts.cutlass.kernels.tile_order import tile_at
 class BlockGemm(Epilogue):
     """out[r] = a[r] @ b[expert of r]^T, scaled, for every row r of every tile.
 
-    gated: the parts are gate and up rows, up_rows apart. h = silu(gate) * up, rounded to bf16,
-    leaves as e4m3 with a scale for each row and 128 columns. Otherwise out is bf16.
-    group_m: row tiles that walk the columns together and share weights in the L2 cache.
+    gated: the two parts are gate and up rows, up_rows apart. h = silu(gate) * up is rounded to bf16
+    and stored as e4m3, with a scale for each row and 128 columns. Otherwise out is bf16. group_m:
+    row tiles that are processed column by column together, to share weights in the L2 cache.
     """
 
     def __init__(self, *, gated: bool, group_m: int = 8) -> None:
         self.gated, self.group_m = gated, group_m
-        self.columns = WIDTH if gated else WIDTH * PARTS  # of a tile's results
-        self.boxes = 1 if gated else 2  # of results that a warpgroup stages
+        self.columns = WIDTH if gated else WIDTH * PARTS  # output columns per tile
+        self.boxes = 1 if gated else 2  # TMA boxes of output that a warpgroup stages
 
     @cute.jit
     def __call__(
@@ -58,12 +59,12 @@ class BlockGemm(Epilogue):
         b_scale: cute.Tensor,  # (E * blocks of rows_b, K / 128) float32
         out: cute.Tensor,  # (R, N) bf16, or bytes of e4m3
         out_scale: cute.Tensor,  # (R, N / 128) float32, written if gated
-        tiles: cute.Tensor,  # (3 * max_tiles + 1,) int32: experts, first rows, ends, how many
+        tiles: cute.Tensor,  # (3 * max_tiles + 1,) int32: experts, first rows, ends, tile count
         max_tiles: I32,
         rows_b: I32,
         up_rows: I32,
-        num_n: I32,  # tiles side by side, rounded up to clusters
-        programs: I32,  # blocks, whole clusters
+        num_n: I32,  # column tiles, rounded up to whole clusters
+        programs: I32,  # thread blocks, in whole clusters
         stream,
     ) -> None:
         a, b = cute.recast_tensor(a, E4M3), cute.recast_tensor(b, E4M3)
@@ -147,27 +148,28 @@ class BlockGemm(Epilogue):
         num_m = tiles[3 * max_tiles]
         steps = cute.size(a_tma, mode=[1]) // DEPTH
         pairs = num_n // CLUSTER
-        # This cluster's first pair of tiles, how far its next one is, and where they end.
-        turns = (I32(block // CLUSTER), blocks // CLUSTER, num_m * pairs)
+        # The cluster's first pair of tiles, the stride to its next pair, and the number of pairs.
+        schedule = (I32(block // CLUSTER), blocks // CLUSTER, num_m * pairs)
         if group == 2:
             cute.arch.warpgroup_reg_dealloc(FEWEST)
             if warp == 8:
                 self.load(
                     a_atom, a_tma, b_atom, b_tma, s_a, s_b, full, empty, tiles, max_tiles, rows_b,
-                    up_rows, num_m, pairs, turns, steps, rank,
+                    up_rows, num_m, pairs, schedule, steps, rank,
                 )  # fmt: skip
             if warp == 9:
                 self.load_scales(
                     a_scale, b_scale, s_rows, s_parts, full, empty, tiles, max_tiles, rows_b,
-                    up_rows, num_m, pairs, turns, steps, rank, thread % 32,
+                    up_rows, num_m, pairs, schedule, steps, rank, thread % 32,
                 )  # fmt: skip
         else:
             cute.arch.warpgroup_reg_alloc(MOST)
             self.multiply(
                 tiled_mma, s_a, s_b, s_rows, s_parts, s_out, full, empty, o_atom, o_tma, out,
-                out_scale, tiles, max_tiles, num_m, pairs, turns, steps, rank, group, thread % 128,
+                out_scale, tiles, max_tiles, num_m, pairs, schedule, steps, rank, group,
+                thread % 128,
             )  # fmt: skip
-        # A block must not end while the other one still sends to it.
+        # A block must not exit while the other one still multicasts to it.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
@@ -176,39 +178,44 @@ class BlockGemm(Epilogue):
         self, a_atom, a_tma, b_atom, b_tma, s_a, s_b, full, empty, tiles, max_tiles, rows_b,
         up_rows, num_m, pairs, turns, steps, rank,
     ):  # fmt: skip
-        """One warp: fill places of the ring with values as both blocks' warps have read them."""
+        """Fill ring slots with values. One warp.
+
+        A slot is reused once the multiplying warps of both blocks have read it.
+        """
         index, stride, total = turns
-        place, phase = I32(0), I32(1)
-        alone = cute.make_layout(1)
+        slot, phase = I32(0), I32(1)
+        one_cta = cute.make_layout(1)
         while index < total:
             m, pair = tile_at(index, num_m, pairs, self.group_m)
             row_b = tiles[m] * rows_b + (pair * CLUSTER + rank) * self.columns
-            second = row_b + (up_rows if self.gated else WIDTH)
+            row_c = row_b + (up_rows if self.gated else WIDTH)
             g_a = cute.domain_offset((tiles[max_tiles + m], 0), a_tma)
             g_a = cute.local_tile(g_a, (TILE_M, DEPTH), (0, None))
             g_b = cute.local_tile(cute.domain_offset((row_b, 0), b_tma), (WIDTH, DEPTH), (0, None))
-            g_c = cute.local_tile(cute.domain_offset((second, 0), b_tma), (WIDTH, DEPTH), (0, None))
+            g_c = cute.local_tile(cute.domain_offset((row_c, 0), b_tma), (WIDTH, DEPTH), (0, None))
             to_a, from_a = cpasync.tma_partition(
                 a_atom, rank, cute.make_layout(CLUSTER), cute.group_modes(s_a, 0, 2),
                 cute.group_modes(g_a, 0, 2),
             )  # fmt: skip
             s_flat = cute.group_modes(s_b, 0, 2)
             to_b, from_b = cpasync.tma_partition(
-                b_atom, 0, alone, s_flat, cute.group_modes(g_b, 0, 2)
+                b_atom, 0, one_cta, s_flat, cute.group_modes(g_b, 0, 2)
             )
-            _, from_c = cpasync.tma_partition(b_atom, 0, alone, s_flat, cute.group_modes(g_c, 0, 2))
+            _, from_c = cpasync.tma_partition(
+                b_atom, 0, one_cta, s_flat, cute.group_modes(g_c, 0, 2)
+            )
             for k in cutlass.range(steps, unroll=1):
-                cute.arch.mbarrier_wait(empty + place, phase)
-                ready = full + place
+                cute.arch.mbarrier_wait(empty + slot, phase)
+                ready = full + slot
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(ready, (TILE_M + PARTS * WIDTH) * DEPTH)
                 cute.copy(
-                    a_atom, from_a[None, k], to_a[None, place], tma_bar_ptr=ready,
+                    a_atom, from_a[None, k], to_a[None, slot], tma_bar_ptr=ready,
                     mcast_mask=cutlass.Int16(2**CLUSTER - 1),
                 )  # fmt: skip
-                cute.copy(b_atom, from_b[None, k], to_b[None, place * PARTS], tma_bar_ptr=ready)
-                cute.copy(b_atom, from_c[None, k], to_b[None, place * PARTS + 1], tma_bar_ptr=ready)
-                place, phase = next_place(place, phase, STAGES)
+                cute.copy(b_atom, from_b[None, k], to_b[None, slot * PARTS], tma_bar_ptr=ready)
+                cute.copy(b_atom, from_c[None, k], to_b[None, slot * PARTS + 1], tma_bar_ptr=ready)
+                slot, phase = next_place(slot, phase, STAGES)
             index += stride
 
     @cute.jit
@@ -216,40 +223,40 @@ class BlockGemm(Epilogue):
         self, a_scale, b_scale, s_rows, s_parts, full, empty, tiles, max_tiles, rows_b, up_rows,
         num_m, pairs, turns, steps, rank, lane,
     ):  # fmt: skip
-        """One warp: fill places of the ring with scales, which it reads a step ahead."""
+        """Fill ring slots with scales, which are read one step ahead. One warp."""
         last_row = cute.size(a_scale, mode=[0]) - 1
         blocks_b = (rows_b + WIDTH - 1) // WIDTH
         index, stride, total = turns
-        place, phase = I32(0), I32(1)
+        slot, phase = I32(0), I32(1)
         while index < total:
             m, pair = tile_at(index, num_m, pairs, self.group_m)
             row = tiles[max_tiles + m]
-            # Lanes but the first have the second part's scale.
+            # Lane 0 loads the first part's scale, the other lanes the second part's.
             row_b = (pair * CLUSTER + rank) * self.columns
             row_b += cutlass.min(lane, 1) * (up_rows if self.gated else WIDTH)  # NaN-free: integers
             # NaN-free: integers
             block = tiles[m] * blocks_b + cutlass.min(row_b // WIDTH, blocks_b - 1)
             g_b = b_scale[block, None]
-            # Rows past the expert's last are another's, or the last: they are not stored.
+            # Rows past the expert's end are never stored, so any valid row's scale will do.
             # NaN-free: integers
             g_a = [a_scale[cutlass.min(row + lane + 32 * i, last_row), None] for i in range(4)]
             a0, a1, a2, a3, b0 = g_a[0][0], g_a[1][0], g_a[2][0], g_a[3][0], g_b[0]
             for k in cutlass.range(steps, unroll=1):
-                ahead = cutlass.min(k + 1, steps - 1)  # NaN-free: integers
-                c0, c1, c2, c3 = g_a[0][ahead], g_a[1][ahead], g_a[2][ahead], g_a[3][ahead]
-                d0 = g_b[ahead]
-                cute.arch.mbarrier_wait(empty + place, phase)
-                s_rows[lane, place] = a0
-                s_rows[lane + 32, place] = a1
-                s_rows[lane + 64, place] = a2
-                s_rows[lane + 96, place] = a3
+                next_k = cutlass.min(k + 1, steps - 1)  # NaN-free: integers
+                c0, c1, c2, c3 = g_a[0][next_k], g_a[1][next_k], g_a[2][next_k], g_a[3][next_k]
+                d0 = g_b[next_k]
+                cute.arch.mbarrier_wait(empty + slot, phase)
+                s_rows[lane, slot] = a0
+                s_rows[lane + 32, slot] = a1
+                s_rows[lane + 64, slot] = a2
+                s_rows[lane + 96, slot] = a3
                 if lane < PARTS:
-                    s_parts[lane, place] = b0
+                    s_parts[lane, slot] = b0
                 cute.arch.sync_warp()
                 if lane == 0:
-                    cute.arch.mbarrier_arrive(full + place)
+                    cute.arch.mbarrier_arrive(full + slot)
                 a0, a1, a2, a3, b0 = c0, c1, c2, c3, d0
-                place, phase = next_place(place, phase, STAGES)
+                slot, phase = next_place(slot, phase, STAGES)
             index += stride
 
     @cute.jit
@@ -257,19 +264,19 @@ class BlockGemm(Epilogue):
         self, tiled_mma, s_a, s_b, s_rows, s_parts, s_out, full, empty, o_atom, o_tma, out,
         out_scale, tiles, max_tiles, num_m, pairs, turns, steps, rank, group, thread,
     ):  # fmt: skip
-        """Be a multiplying warpgroup: rows group * 64 and on of every tile of this block."""
+        """Multiply 64 rows, from row group * 64, of every tile of this block. One warpgroup."""
         warp = thread // 32
-        # Through a shuffle, so that nobody computes it again in the loop.
+        # The shuffle keeps the compiler from recomputing the lane in the loop.
         lane = cute.arch.shuffle_sync(thread % 32, thread % 32)
-        mine = tiled_mma.get_slice(group * 128)
-        t_a = tiled_mma.make_fragment_A(mine.partition_A(s_a))
-        t_b = tiled_mma.make_fragment_B(mine.partition_B(s_b))
-        part = cute.make_rmem_tensor(tiled_mma.partition_shape_C((TILE_M, WIDTH)), F32)
+        thr_mma = tiled_mma.get_slice(group * 128)
+        t_a = tiled_mma.make_fragment_A(thr_mma.partition_A(s_a))
+        t_b = tiled_mma.make_fragment_B(thr_mma.partition_B(s_b))
+        acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((TILE_M, WIDTH)), F32)
         sums = cute.make_rmem_tensor(cute.make_layout((VALUES, PARTS)), F32)
-        here = group * ROWS + warp * 16 + lane // 4  # the upper one of this thread's two rows
-        tells = lane < CLUSTER  # a block each that a place has been read
+        row_in_tile = group * ROWS + warp * 16 + lane // 4  # the first of this thread's two rows
+        releases_slot = lane < CLUSTER  # one lane for each block of the cluster
         index, stride, total = turns
-        place, phase = I32(0), I32(0)
+        slot, phase = I32(0), I32(0)
         ready = cutlass.Boolean(False)
         while index < total:
             m, pair = tile_at(index, num_m, pairs, self.group_m)
@@ -279,39 +286,39 @@ class BlockGemm(Epilogue):
             if row < end:
                 for _ in cutlass.range(steps, unroll=1):
                     if not ready:
-                        cute.arch.mbarrier_wait(full + place, phase)
-                    then, then_phase = next_place(place, phase, STAGES)
+                        cute.arch.mbarrier_wait(full + slot, phase)
+                    next_slot, next_phase = next_place(slot, phase, STAGES)
                     for p in cutlass.range_constexpr(PARTS):
                         warpgroup.fence()
-                        self.begin(tiled_mma, part, t_a, t_b, place, p)
+                        self.begin(tiled_mma, acc, t_a, t_b, slot, p)
                         if cutlass.const_expr(p == 0):
-                            upper, lower = s_rows[here, place], s_rows[here + 8, place]
-                            scales = s_parts[None, place].load()
-                        else:  # asked for the next step's values before they are needed
-                            ready = cute.arch.mbarrier_test_wait(full + then, then_phase)
+                            upper, lower = s_rows[row_in_tile, slot], s_rows[row_in_tile + 8, slot]
+                            scales = s_parts[None, slot].load()
+                        else:  # test early whether the next step's values are ready
+                            ready = cute.arch.mbarrier_test_wait(full + next_slot, next_phase)
                         warpgroup.wait_group(0)
                         if cutlass.const_expr(p == PARTS - 1):
-                            if tells:
-                                cute.arch.mbarrier_arrive(empty + place, lane)
-                        self.add_scaled(sums, part, p, (upper * scales[p], lower * scales[p]))
-                    place, phase = then, then_phase
+                            if releases_slot:
+                                cute.arch.mbarrier_arrive(empty + slot, lane)
+                        self.add_scaled(sums, acc, p, (upper * scales[p], lower * scales[p]))
+                    slot, phase = next_slot, next_phase
                 self.finish(
                     sums, s_out, o_atom, o_tma, out, out_scale, row, end, pair * CLUSTER + rank,
                     group, warp, lane,
                 )  # fmt: skip
-            else:  # the expert's rows end before: the places go back unread
+            else:  # the 64 rows are past the expert's end: release the slots unread
                 for _ in cutlass.range(steps, unroll=1):
-                    cute.arch.mbarrier_wait(full + place, phase)
-                    if tells:
-                        cute.arch.mbarrier_arrive(empty + place, lane)
-                    place, phase = next_place(place, phase, STAGES)
+                    cute.arch.mbarrier_wait(full + slot, phase)
+                    if releases_slot:
+                        cute.arch.mbarrier_arrive(empty + slot, lane)
+                    slot, phase = next_place(slot, phase, STAGES)
                 ready = cutlass.Boolean(False)
             index += stride
         cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     @cute.jit
     def begin(self, tiled_mma, part, t_a, t_b, place, p: cutlass.Constexpr):
-        """Begin the product of a part and a step."""
+        """Start the wgmma of one part and one step."""
         tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
         for j in cutlass.range_constexpr(DEPTH // 32):
             cute.gemm(
@@ -323,7 +330,10 @@ class BlockGemm(Epilogue):
 
     @cute.jit
     def add_scaled(self, sums, part, p: cutlass.Constexpr, scales):
-        """Do sums[:, p] += part * scale, one row after the other: so a scale stays at hand."""
+        """Do sums[:, p] += part * scale, one row after the other.
+
+        The scale of the row then stays in a register.
+        """
         for half in cutlass.range_constexpr(2):
             for i in cutlass.range_constexpr(VALUES):
                 if cutlass.const_expr((i // 2) % 2 == half):

@@ -1,4 +1,4 @@
-"""What becomes of a tile's sums: activated, rounded and stored, by TMA where all rows are there."""
+"""Epilogue of block_gemm: activate, round and store sums, by TMA if all 64 rows are valid."""
 
 import cutlass
 import cutlass.cute as cute
@@ -18,9 +18,9 @@ from experts.cutlass.kernels.tile import (
 
 
 class Epilogue:
-    """Stores the sums of a multiplying warpgroup.
+    """Mixin of BlockGemm that stores the sums of one warpgroup.
 
-    gated, columns, boxes: as BlockGemm, which this is a part of, has them.
+    gated, columns, boxes: defined by BlockGemm.
     """
 
     gated: bool
@@ -31,8 +31,8 @@ class Epilogue:
     def finish(
         self, sums, s_out, o_atom, o_tma, out, out_scale, row, end, n, group, warp, lane
     ):  # fmt: skip
-        """Store the results of 64 rows from `row` on, those before `end`."""
-        # Through a shuffle again, so that what depends on it is not kept during the products.
+        """Store the results of up to 64 rows: from `row`, before `end`."""
+        # The shuffle keeps values that depend on the lane out of registers during the GEMM.
         lane = cute.arch.shuffle_sync(lane, lane)
         if cutlass.const_expr(self.gated):
             self.finish_gated(
@@ -43,7 +43,7 @@ class Epilogue:
 
     @cute.jit
     def finish_plain(self, sums, s_out, o_atom, o_tma, out, row, end, n, group, warp, lane):
-        """bf16 rows: by TMA where all 64 are the expert's, two boxes of 64 columns at a time."""
+        """Store bf16 rows, by TMA in two boxes of 64 columns at a time if all 64 rows are valid."""
         columns = cute.size(out, mode=[1])
         first = n * self.columns
         row_in = warp * 16 + lane // 4
@@ -51,7 +51,7 @@ class Epilogue:
             if row + ROWS <= end:
                 self.reuse_staging(group, warp)
                 for q in cutlass.range_constexpr(WIDTH // 16):
-                    # Matrices of 8 by 8: rows 0-7 and 8-15 of 8 columns, then of the next 8.
+                    # 8 x 8 matrices: rows 0-7 and 8-15 of 8 columns, then of the next 8 columns.
                     to = s_out[None, None, group * 2 + q // 4].iterator
                     byte = (q % 4) * 32 + 16 * (lane // 16)
                     store_matrices(to, warp * 16 + lane % 16, byte, bf16_words(sums, p, q))
@@ -60,27 +60,27 @@ class Epilogue:
                 for q in cutlass.range_constexpr(WIDTH // 16):
                     words = bf16_words(sums, p, q)
                     for z in cutlass.range_constexpr(4):
-                        at = row + row_in + 8 * (z % 2)
+                        out_row = row + row_in + 8 * (z % 2)
                         column = first + p * WIDTH + q * 16 + 8 * (z // 2) + 2 * (lane % 4)
-                        if at < end and column < columns:
-                            to = out.iterator + (cutlass.Int64(at) * columns + column)
+                        if out_row < end and column < columns:
+                            to = out.iterator + (cutlass.Int64(out_row) * columns + column)
                             cute.arch.store(cute.recast_ptr(to, dtype=I32), words[z])
 
     @cute.jit
     def finish_gated(
         self, sums, s_out, o_atom, o_tma, out, out_scale, row, end, n, group, warp, lane
     ):  # fmt: skip
-        """h = silu(gate) * up, rounded to bf16; of each row a scale, and e4m3 values."""
+        """Store h = silu(gate) * up, rounded to bf16: e4m3 values, and one scale per row."""
         columns = cute.size(out, mode=[1])
         first = n * self.columns
         row_in = warp * 16 + lane // 4
-        most = [F32(0.0), F32(0.0)]
+        amax = [F32(0.0), F32(0.0)]
         for i in cutlass.range_constexpr(VALUES):
             h = F32(cutlass.BFloat16(silu_mul(sums[i, 0], sums[i, 1])))
             sums[i, 0] = h
-            most[(i // 2) % 2] = maximum(most[(i // 2) % 2], magnitude(h))
-        upper, lower = most
-        for d in cutlass.range_constexpr(2):  # four threads have a row between them
+            amax[(i // 2) % 2] = maximum(amax[(i // 2) % 2], magnitude(h))
+        upper, lower = amax
+        for d in cutlass.range_constexpr(2):  # four threads share a row
             upper = maximum(upper, cute.arch.shuffle_sync_bfly(upper, 1 << d))
             lower = maximum(lower, cute.arch.shuffle_sync_bfly(lower, 1 << d))
         upper = maximum(divide(upper, F32(LARGEST)), F32(LEAST_SCALE))
@@ -91,35 +91,35 @@ class Epilogue:
                 out_scale[row + row_in, n] = upper
             if row + row_in + 8 < end:
                 out_scale[row + row_in + 8, n] = lower
-        whole = row + ROWS <= end
-        if whole:
+        all_valid = row + ROWS <= end
+        if all_valid:
             self.reuse_staging(group, warp)
         staged = I32(s_out[None, None, group].iterator.toint())
         for i in cutlass.range_constexpr(0, VALUES, 2):
             half = (i // 2) % 2
             pair = e4m3_pair(sums[i, 0] * inverse[half], sums[i + 1, 0] * inverse[half])
-            at = row_in + 8 * half
+            local_row = row_in + 8 * half
             column = (i // 4) * 8 + 2 * (lane % 4)
-            if whole:
-                to = staged + at * BOX_BYTES + (column ^ ((at % 8) * 16))
+            if all_valid:
+                to = staged + local_row * BOX_BYTES + (column ^ ((local_row % 8) * 16))
                 cute.arch.inline_ptx("st.shared.b16 [{$r0}], {$r1};", read_only_args=[to, pair])
-            elif row + at < end and first < columns:
-                place = cutlass.Int64(row + at) * columns + first + column
-                to = cute.recast_ptr(out.iterator + place, dtype=cutlass.Int16)
+            elif row + local_row < end and first < columns:
+                offset = cutlass.Int64(row + local_row) * columns + first + column
+                to = cute.recast_ptr(out.iterator + offset, dtype=cutlass.Int16)
                 cute.arch.store(to, pair)
-        if whole:
+        if all_valid:
             self.send(s_out, o_atom, o_tma, row, first, group, warp)
 
     @cute.jit
     def reuse_staging(self, group, warp):
-        """Wait until the warpgroup's last boxes have left."""
+        """Wait until TMA has read the warpgroup's previous boxes."""
         if warp == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.barrier(barrier_id=group + 1, number_of_threads=128)
 
     @cute.jit
     def send(self, s_out, o_atom, o_tma, row, column, group, warp):
-        """Store the warpgroup's boxes; columns past the last one are not stored."""
+        """Store the warpgroup's boxes by TMA, which skips columns past the last one."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=group + 1, number_of_threads=128)
         if warp == 0:
@@ -136,20 +136,20 @@ class Epilogue:
 
 
 def store_matrices(to, row, byte, words):
-    """Store four words of each thread as matrices of 8 by 8, in rows of 128 swizzled bytes."""
-    at = I32(to.toint()) + row * BOX_BYTES + (byte ^ ((row % 8) * 16))
+    """Store four words of each thread as 8 x 8 matrices, in rows of 128 swizzled bytes."""
+    address = I32(to.toint()) + row * BOX_BYTES + (byte ^ ((row % 8) * 16))
     cute.arch.inline_ptx(
         "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-        read_only_args=[at, *words],
+        read_only_args=[address, *words],
     )
 
 
 def bf16_words(sums, p, q):
-    """Four words of two: rows r and r + 8 of columns 16 q and on, then of 16 q + 8 and on."""
+    """Return four words of two bf16: rows r and r + 8 at columns from 16 q, then from 16 q + 8."""
     code = "cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};"
-    at = q * 8
+    base = q * 8
     return tuple(
-        assembled(code, I32, sums[at + 2 * z + 1, p], sums[at + 2 * z, p]) for z in range(4)
+        assembled(code, I32, sums[base + 2 * z + 1, p], sums[base + 2 * z, p]) for z in range(4)
     )
 
 
@@ -162,12 +162,12 @@ def magnitude(value):
 
 
 def maximum(a, b):
-    """Return the larger of two values, NaN if either is: `cute.arch.fmax` leaves a NaN out."""
+    """Return the larger of two values, NaN if either is NaN; `cute.arch.fmax` drops NaN."""
     return assembled("max.NaN.f32 {$w0}, {$r0}, {$r1};", F32, a, b)
 
 
 def divide(a, b):
-    """Round to nearest, as modular_kernel.ops.kernels.quantize does."""
+    """Divide, rounding to nearest as in modular_kernel.ops.kernels.quantize."""
     return assembled("div.rn.f32 {$w0}, {$r0}, {$r1};", F32, a, b)
 
 

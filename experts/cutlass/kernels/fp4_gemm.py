@@ -1,9 +1,9 @@
-"""Grouped nvfp4 product for sm_100a: block-scaled tcgen05.mma, TMA, sums in tensor memory.
+"""Grouped nvfp4 GEMM for sm_100a: block-scaled tcgen05.mma, TMA, sums in tensor memory.
 
-Rows lie in the order of experts. A tile is 128 rows by 128 weight rows of one expert. One warp
-loads values by TMA, and scales as they lie, into a ring of shared memory; one copies a step's
-scales to tensor memory and issues its products there; four scale the sums and store them, while
-the next tile's are made. Nothing here has been run: no such GPU was at hand.
+Rows are sorted by expert. A tile is 128 rows by 128 weight rows of one expert. One warp loads
+values by TMA, and tiled scales by bulk copies, into a ring of shared memory. A second warp copies
+the scales of a step to tensor memory and issues its MMAs. Four warps scale the sums and store them
+while the next tile's sums are computed. This kernel has not been run: no sm_100 GPU was available.
 """
 
 import cutlass
@@ -40,7 +40,8 @@ ONE = tcgen05.CtaGroup.ONE
 class Fp4Gemm:
     """out[r] = (a[r] @ b[expert of r]^T) * factor, for every row r of every tile.
 
-    group_m: row tiles that walk the columns together and share weights in the L2 cache.
+    group_m: row tiles that are processed column by column together, to share weights in the L2
+    cache.
     """
 
     def __init__(self, *, group_m: int = 8) -> None:
@@ -53,13 +54,13 @@ class Fp4Gemm:
         b: cute.Tensor,  # (E * rows_b, K / 2) bytes
         a_scale: cute.Tensor,  # (max_tiles, steps * 2048) bytes of e4m3, tile by tile
         b_scale: cute.Tensor,  # (E * rows_b / 128, steps * 2048) bytes
-        factors: cute.Tensor,  # (E, matrices) float32: what the expert's sums are multiplied by
+        factors: cute.Tensor,  # (E, matrices) float32, multiplied with the expert's sums
         out: cute.Tensor,  # (R, rows_b) bf16
-        tiles: cute.Tensor,  # (3 * max_tiles + 1,) int32: experts, first rows, ends, how many
+        tiles: cute.Tensor,  # (3 * max_tiles + 1,) int32: experts, first rows, ends, tile count
         max_tiles: I32,
         rows_b: I32,
         matrix_rows: I32,  # rows_b / matrices
-        programs: I32,  # blocks
+        programs: I32,  # thread blocks
         stream,
     ) -> None:
         a, b = cute.recast_tensor(a, E2M1), cute.recast_tensor(b, E2M1)
@@ -71,14 +72,14 @@ class Fp4Gemm:
         b_layout = blackwell_helpers.make_smem_layout_b(tiled_mma, shape, E2M1, STAGES)
         sfa_layout = blockscaled_layout.make_smem_layout_sfa(tiled_mma, shape, GROUP, STAGES)
         sfb_layout = blockscaled_layout.make_smem_layout_sfb(tiled_mma, shape, GROUP, STAGES)
-        alone = cute.tiled_divide(cute.make_layout((1, 1, 1)), (tiled_mma.thr_id.shape,)).shape
+        cluster = cute.tiled_divide(cute.make_layout((1, 1, 1)), (tiled_mma.thr_id.shape,)).shape
         load = cpasync.CopyBulkTensorTileG2SOp(ONE)
         first = (None, None, None, 0)
         a_atom, a_tma = cute.nvgpu.make_tiled_tma_atom_A(
-            load, a, cute.slice_(a_layout, first), shape, tiled_mma, alone
+            load, a, cute.slice_(a_layout, first), shape, tiled_mma, cluster
         )
         b_atom, b_tma = cute.nvgpu.make_tiled_tma_atom_B(
-            load, b, cute.slice_(b_layout, first), shape, tiled_mma, alone
+            load, b, cute.slice_(b_layout, first), shape, tiled_mma, cluster
         )
 
         @cute.struct
@@ -124,10 +125,10 @@ class Fp4Gemm:
         if warp == MULTIPLYING:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(STAGES):
-                    cute.arch.mbarrier_init(full + i, 1)  # the loading thread, and its bytes
-                    cute.arch.mbarrier_init(empty + i, 1)  # the products that read the step
+                    cute.arch.mbarrier_init(full + i, 1)  # the loading thread, plus expected bytes
+                    cute.arch.mbarrier_init(empty + i, 1)  # commit of the MMAs that read the step
                 for i in cutlass.range_constexpr(SUMS):
-                    cute.arch.mbarrier_init(made + i, 1)  # the tile's products
+                    cute.arch.mbarrier_init(made + i, 1)  # commit of the tile's MMAs
                     cute.arch.mbarrier_init(stored + i, STORING)
         cute.arch.mbarrier_init_fence()
         if warp == 0:
@@ -141,8 +142,8 @@ class Fp4Gemm:
         num_m = tiles[3 * max_tiles]
         num_n = (rows_b + TILE_N - 1) // TILE_N
         steps = (cute.size(a_tma, mode=[1]) + DEPTH - 1) // DEPTH
-        # This block's first tile, how far its next one is, and where they end.
-        turns = (I32(block), I32(blocks), num_m * num_n)
+        # This block's first tile, the stride to its next tile, and the number of tiles.
+        schedule = (I32(block), I32(blocks), num_m * num_n)
         accumulators = tiled_mma.make_fragment_C(
             cute.append(tiled_mma.partition_shape_C((TILE_M, TILE_N)), SUMS)
         )
@@ -151,17 +152,17 @@ class Fp4Gemm:
             self.load(
                 tiled_mma, a_atom, a_tma, b_atom, b_tma, s_a, s_b, storage.sfa.data_ptr(),
                 storage.sfb.data_ptr(), a_scale, b_scale, full, empty, tiles, max_tiles, rows_b,
-                num_m, num_n, turns, steps,
+                num_m, num_n, schedule, steps,
             )  # fmt: skip
         elif warp == MULTIPLYING:
             self.multiply(
                 tiled_mma, s_a, s_b, s_sfa, s_sfb, sums, sfa_layout, sfb_layout, full, empty, made,
-                stored, turns, steps,
+                stored, schedule, steps,
             )  # fmt: skip
         else:
             self.store(
                 sums, made, stored, factors, out, tiles, max_tiles, rows_b, matrix_rows, num_m,
-                num_n, turns, thread,
+                num_n, schedule, thread,
             )  # fmt: skip
         fence_before_thread_sync()
         cute.arch.sync_threads()
@@ -174,41 +175,41 @@ class Fp4Gemm:
         self, tiled_mma, a_atom, a_tma, b_atom, b_tma, s_a, s_b, sfa, sfb, a_scale, b_scale, full,
         empty, tiles, max_tiles, rows_b, num_m, num_n, turns, steps,
     ):  # fmt: skip
-        """One warp: fill places of the ring as the products that read them have ended."""
-        mine = tiled_mma.get_slice(0)
-        alone = cute.make_layout(1)
+        """Fill ring slots once the MMAs that read them have finished. One warp."""
+        thr_mma = tiled_mma.get_slice(0)
+        cta_layout = cute.make_layout(1)
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), E4M3, num_bits_per_copy=SCALE_BYTES * 8)
         index, stride, total = turns
-        place, phase = I32(0), I32(1)
+        slot, phase = I32(0), I32(1)
         while index < total:
             m, n = tile_at(index, num_m, num_n, self.group_m)
             row_b = tiles[m] * rows_b + n * TILE_N
             g_a = cute.domain_offset((tiles[max_tiles + m], 0), a_tma)
-            g_a = mine.partition_A(cute.local_tile(g_a, (TILE_M, DEPTH), (0, None)))
+            g_a = thr_mma.partition_A(cute.local_tile(g_a, (TILE_M, DEPTH), (0, None)))
             g_b = cute.domain_offset((row_b, 0), b_tma)
-            g_b = mine.partition_B(cute.local_tile(g_b, (TILE_N, DEPTH), (0, None)))
+            g_b = thr_mma.partition_B(cute.local_tile(g_b, (TILE_N, DEPTH), (0, None)))
             to_a, from_a = cpasync.tma_partition(
-                a_atom, 0, alone, cute.group_modes(s_a, 0, 3), cute.group_modes(g_a, 0, 3)
+                a_atom, 0, cta_layout, cute.group_modes(s_a, 0, 3), cute.group_modes(g_a, 0, 3)
             )
             to_b, from_b = cpasync.tma_partition(
-                b_atom, 0, alone, cute.group_modes(s_b, 0, 3), cute.group_modes(g_b, 0, 3)
+                b_atom, 0, cta_layout, cute.group_modes(s_b, 0, 3), cute.group_modes(g_b, 0, 3)
             )
             g_sfa = cute.zipped_divide(a_scale[m, None], (SCALE_BYTES,))
             g_sfb = cute.zipped_divide(b_scale[row_b // TILE_N, None], (SCALE_BYTES,))
-            one = cute.make_layout(SCALE_BYTES)
+            scale_layout = cute.make_layout(SCALE_BYTES)
             for k in cutlass.range(steps, unroll=1):
-                cute.arch.mbarrier_wait(empty + place, phase)
-                ready = full + place
+                cute.arch.mbarrier_wait(empty + slot, phase)
+                ready = full + slot
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(ready, STEP_BYTES)
-                cute.copy(a_atom, from_a[None, k], to_a[None, place], tma_bar_ptr=ready)
-                cute.copy(b_atom, from_b[None, k], to_b[None, place], tma_bar_ptr=ready)
+                cute.copy(a_atom, from_a[None, k], to_a[None, slot], tma_bar_ptr=ready)
+                cute.copy(b_atom, from_b[None, k], to_b[None, slot], tma_bar_ptr=ready)
                 with cute.arch.elect_one():
-                    to_sfa = cute.make_tensor(sfa + place * SCALE_BYTES, one)
-                    to_sfb = cute.make_tensor(sfb + place * SCALE_BYTES, one)
+                    to_sfa = cute.make_tensor(sfa + slot * SCALE_BYTES, scale_layout)
+                    to_sfb = cute.make_tensor(sfb + slot * SCALE_BYTES, scale_layout)
                     cute.copy(bulk, g_sfa[None, k], to_sfa, mbar_ptr=ready)
                     cute.copy(bulk, g_sfb[None, k], to_sfb, mbar_ptr=ready)
-                place, phase = next_place(place, phase, STAGES)
+                slot, phase = next_place(slot, phase, STAGES)
             index += stride
 
     @cute.jit
@@ -216,7 +217,7 @@ class Fp4Gemm:
         self, tiled_mma, s_a, s_b, s_sfa, s_sfb, sums, sfa_layout, sfb_layout, full, empty, made,
         stored, turns, steps,
     ):  # fmt: skip
-        """One warp: issue every product of this block's tiles; tensor memory holds the sums."""
+        """Issue every MMA of this block's tiles, with sums in tensor memory. One warp."""
         t_a, t_b = tiled_mma.make_fragment_A(s_a), tiled_mma.make_fragment_B(s_b)
         first, shape = (None, None, None, 0), (TILE_M, TILE_N, DEPTH)
         sfa_at = sums.iterator + tcgen05.find_tmem_tensor_col_offset(sums)
@@ -236,27 +237,27 @@ class Fp4Gemm:
         copy_a, from_sfa, to_sfa = scales_to_tensor_memory(s_sfa, t_sfa)
         copy_b, from_sfb, to_sfb = scales_to_tensor_memory(s_sfb, t_sfb)
         index, stride, total = turns
-        place, phase = I32(0), I32(0)
-        which, which_phase = I32(0), I32(1)
+        slot, phase = I32(0), I32(0)
+        acc_index, acc_phase = I32(0), I32(1)
         while index < total:
-            cute.arch.mbarrier_wait(stored + which, which_phase)
+            cute.arch.mbarrier_wait(stored + acc_index, acc_phase)
             fence_after_thread_sync()
-            part = sums[None, None, None, which]
+            acc = sums[None, None, None, acc_index]
             for k in cutlass.range(steps, unroll=1):
-                cute.arch.mbarrier_wait(full + place, phase)
+                cute.arch.mbarrier_wait(full + slot, phase)
                 fence_after_thread_sync()
-                at = (None, None, None, None, place)
-                cute.copy(copy_a, from_sfa[at], to_sfa)
-                cute.copy(copy_b, from_sfb[at], to_sfb)
+                stage = (None, None, None, None, slot)
+                cute.copy(copy_a, from_sfa[stage], to_sfa)
+                cute.copy(copy_b, from_sfb[stage], to_sfb)
                 tiled_mma.set(tcgen05.Field.ACCUMULATE, k != 0)
-                step = (None, None, None, place)
-                cute.gemm(tiled_mma, part, [t_a[step], t_sfa], [t_b[step], t_sfb], part)
+                step = (None, None, None, slot)
+                cute.gemm(tiled_mma, acc, [t_a[step], t_sfa], [t_b[step], t_sfb], acc)
                 with cute.arch.elect_one():
-                    tcgen05.commit(empty + place)
-                place, phase = next_place(place, phase, STAGES)
+                    tcgen05.commit(empty + slot)
+                slot, phase = next_place(slot, phase, STAGES)
             with cute.arch.elect_one():
-                tcgen05.commit(made + which)
-            which, which_phase = next_place(which, which_phase, SUMS)
+                tcgen05.commit(made + acc_index)
+            acc_index, acc_phase = next_place(acc_index, acc_phase, SUMS)
             index += stride
 
     @cute.jit
@@ -264,17 +265,17 @@ class Fp4Gemm:
         self, sums, made, stored, factors, out, tiles, max_tiles, rows_b, matrix_rows, num_m, num_n,
         turns, thread,
     ):  # fmt: skip
-        """Four warps: a thread has a row of the tile, and stores what lies in the expert."""
+        """Scale and store the sums; each thread has one row of the tile. Four warps."""
         atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition.x32), F32)
         pieces = cute.flat_divide(sums[(None, None), 0, 0, None], (TILE_M, PIECE))
-        tiled = tcgen05.make_tmem_copy(atom, pieces[None, None, 0, 0, 0])
-        mine = tiled.get_slice(thread)
-        source = mine.partition_S(pieces)
+        tiled_copy = tcgen05.make_tmem_copy(atom, pieces[None, None, 0, 0, 0])
+        thr_copy = tiled_copy.get_slice(thread)
+        source = thr_copy.partition_S(pieces)
         shape = cute.make_identity_tensor((TILE_M, PIECE))
-        piece = cute.make_rmem_tensor(mine.partition_D(shape).shape, F32)
+        piece = cute.make_rmem_tensor(thr_copy.partition_D(shape).shape, F32)
         words = cute.make_rmem_tensor((PIECE // 2,), I32)
         index, stride, total = turns
-        which, phase = I32(0), I32(0)
+        acc_index, phase = I32(0), I32(0)
         while index < total:
             m, n = tile_at(index, num_m, num_n, self.group_m)
             row = tiles[max_tiles + m] + thread
@@ -282,10 +283,10 @@ class Fp4Gemm:
             column = n * TILE_N
             factor = factors[tiles[m], column // matrix_rows]
             to = out.iterator + (cutlass.Int64(row) * rows_b + column)
-            cute.arch.mbarrier_wait(made + which, phase)
+            cute.arch.mbarrier_wait(made + acc_index, phase)
             fence_after_thread_sync()
             for p in cutlass.range_constexpr(TILE_N // PIECE):
-                cute.copy(tiled, source[None, None, None, 0, p, which], piece)
+                cute.copy(tiled_copy, source[None, None, None, 0, p, acc_index], piece)
                 cute.arch.fence_view_async_tmem_load()
                 for i in cutlass.range_constexpr(PIECE // 2):
                     words[i] = bf16_pair(piece[2 * i] * factor, piece[2 * i + 1] * factor)
@@ -295,28 +296,28 @@ class Fp4Gemm:
             fence_before_thread_sync()
             cute.arch.sync_warp()
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(stored + which)
-            which, phase = next_place(which, phase, SUMS)
+                cute.arch.mbarrier_arrive(stored + acc_index)
+            acc_index, phase = next_place(acc_index, phase, SUMS)
             index += stride
 
 
 def scales_to_tensor_memory(shared, tensor):
-    """Return a copy of a step's scales, what it reads of every stage, and where it writes."""
+    """Return the copy atom of a step's scales, its source for every stage, and its destination."""
     atom = cute.make_copy_atom(tcgen05.Cp4x32x128bOp(ONE), E4M3)
     compact = cute.filter_zeros(tensor)
     copy = tcgen05.make_s2t_copy(atom, compact)
-    mine = copy.get_slice(0)
-    source = tcgen05.get_s2t_smem_desc_tensor(copy, mine.partition_S(cute.filter_zeros(shared)))
-    return copy, source, mine.partition_D(compact)
+    thr_copy = copy.get_slice(0)
+    source = tcgen05.get_s2t_smem_desc_tensor(copy, thr_copy.partition_S(cute.filter_zeros(shared)))
+    return copy, source, thr_copy.partition_D(compact)
 
 
 def fence_before_thread_sync():
-    """Order this thread's tcgen05 operations before what it tells other threads."""
+    """Order this thread's tcgen05 operations before its next synchronization with other threads."""
     cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;")
 
 
 def fence_after_thread_sync():
-    """Order this thread's tcgen05 operations behind what other threads told it."""
+    """Order this thread's tcgen05 operations after its last synchronization with other threads."""
     cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;")
 
 

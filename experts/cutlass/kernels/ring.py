@@ -1,4 +1,4 @@
-"""Places that are filled and read in turn, and the phase of their barriers."""
+"""Slot and mbarrier phase of a ring buffer."""
 
 import cutlass
 from cutlass import cute
@@ -6,7 +6,7 @@ from cutlass import cute
 
 @cute.jit
 def next_place(place, phase, places: cutlass.Constexpr):
-    """(place, phase) of the place behind: the phase turns where the ring begins anew."""
+    """Return the next (slot, phase); the phase flips when the ring wraps around."""
     place += 1
     if place == places:
         place = cutlass.Int32(0)

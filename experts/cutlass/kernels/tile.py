@@ -1,4 +1,4 @@
-"""Sizes of the fp8 product: of a tile, a step, the ring of shared memory, and a block's threads."""
+"""Constants of the fp8 GEMM: sizes of tiles, steps and buffers, and registers per thread."""
 
 import cutlass
 
@@ -7,17 +7,17 @@ F32 = cutlass.Float32
 I32 = cutlass.Int32
 
 TILE_M = 128
-DEPTH = 128  # of a step, and of a scale
-WIDTH = 128  # weight rows of a part, and of a scale
+DEPTH = 128  # elements along K per step; they share a scale
+WIDTH = 128  # weight rows per part; they share a scale
 PARTS = 2
-ROWS = 64  # of a warpgroup
+ROWS = 64  # rows per warpgroup
 STAGES = 4
 CLUSTER = 2
 THREADS = 3 * 128
-VALUES = WIDTH // 2  # of a part in a thread
-# Registers of a thread that multiplies, and of the others: together no more than at the start,
-# 168 for each of 384, or the first would wait for ever.
+VALUES = WIDTH // 2  # accumulators of one part per thread
+# Registers per thread of the multiplying warpgroups and of the loading one. Their total must not
+# exceed the initial 168 for each of 384 threads, or the multiplying ones would wait forever.
 MOST, FEWEST = 232, 40
-BOX_BYTES = 128  # of a row of results on its way out
-LARGEST = 448.0  # of e4m3
+BOX_BYTES = 128  # bytes per row of a TMA box of results
+LARGEST = 448.0  # largest e4m3 value
 LEAST_SCALE = 2.0**-33

@@ -1,4 +1,4 @@
-"""In which order blocks take tiles."""
+"""Order in which thread blocks process tiles."""
 
 import cutlass
 from cutlass import cute
@@ -6,9 +6,9 @@ from cutlass import cute
 
 @cute.jit
 def tile_at(index, num_m, num_n, group_m: cutlass.Constexpr):
-    """(m, n) of a tile: group_m row tiles walk the columns together and share weights in L2."""
+    """Return (m, n) of a tile, in groups of group_m row tiles that share weights in L2."""
     per_group = group_m * num_n
     first = (index // per_group) * group_m
-    size = cutlass.min(num_m - first, group_m)  # NaN-free: integers
+    group_size = cutlass.min(num_m - first, group_m)  # NaN-free: integers
     within = index % per_group
-    return first + within % size, within // size
+    return first + within % group_size, within // group_size

@@ -1,1 +1,1 @@
-"""Kernels around DeepGEMM's products."""
+"""Kernels that sort rows for DeepGEMM."""

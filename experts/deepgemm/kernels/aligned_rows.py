@@ -1,4 +1,4 @@
-"""Rows in the order of experts, each expert from a multiple of a tile on."""
+"""Expert-sorted rows, with each expert's first row at a multiple of the tile."""
 
 import triton
 import triton.language as tl
@@ -14,16 +14,16 @@ def aligned_rows_kernel(
     HAS_MAP: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """rows[p] = the row of pair p, -1 where it is skipped. Grid (num_chunks,).
+    """rows[p] = row of pair p, -1 if it is skipped. Grid (num_chunks,).
 
-    rows: (numel,) int32. ends: (num_local,) int32, the row behind each expert's last one. Both of
-    what `count_pairs` left: prefix (num_local + 1, num_chunks), totals (num_local + 1,).
+    rows: (numel,) int32. ends: (num_local,) int32, one past the last row of each expert. Inputs are
+    the outputs of `count_pairs`: prefix (num_local + 1, num_chunks) and totals (num_local + 1,).
     """
     after_predecessor(OVERLAP)
     chunk = tl.program_id(0)
     rows, _ = expert_rows(totals_ptr, num_local, BINS)
-    room = (rows + TILE - 1) // TILE * TILE
-    starts = tl.cumsum(room, 0) - room
+    padded = (rows + TILE - 1) // TILE * TILE
+    starts = tl.cumsum(padded, 0) - padded
     expert = tl.arange(0, BINS)
     tl.store(ends_ptr + expert, starts + rows, mask=(expert < num_local) & (chunk == 0))
     pairs, mask, row = chunk_rows(

@@ -1,1 +1,1 @@
-"""Triton kernels around FlashInfer's fused layer."""
+"""Triton kernels that prepare routing for FlashInfer's fused MoE layer."""

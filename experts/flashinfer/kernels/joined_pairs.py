@@ -1,4 +1,4 @@
-"""Local ids and router weights of pairs, no expert twice in a token."""
+"""Local ids and router weights of pairs, with repeated experts of a token merged."""
 
 import triton
 import triton.language as tl
@@ -15,33 +15,36 @@ def joined_pairs_kernel(
 ):  # fmt: skip
     """Write (T, K) int32 ids, -1 for a skipped pair, and float32 weights times factor.
 
-    The first pair of a token that names an expert takes the weights of all that do, in their order;
-    the others have id -1 and weight 0, as skipped ones. Ids outside [-1, num_experts) are counted.
+    Among the pairs of a token with the same expert, the first gets the sum of their weights, added
+    in the order of k; the others get id -1 and weight 0, like skipped ones. Ids outside [-1,
+    num_experts) are counted.
     """
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
     k = tl.arange(0, BLOCK_K)[None, :]
-    row, here = token < num_tokens, (token < num_tokens) & (k < TOP_K)
+    row_mask, mask = token < num_tokens, (token < num_tokens) & (k < TOP_K)
     ids_row = token.to(tl.int64) * stride_ids
     weights_row = token.to(tl.int64) * stride_weights
     local, invalid = load_local_ids(
-        ids_ptr, ids_row + k, here, map_ptr, num_experts, num_local, HAS_MAP
+        ids_ptr, ids_row + k, mask, map_ptr, num_experts, num_local, HAS_MAP
     )
     ones = tl.full((BLOCK_T, BLOCK_K), 1, tl.int32)
     tl.atomic_add(invalid_ptr + (ones - 1), ones, mask=invalid, sem="relaxed")
     weight = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
     repeat = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
     for j in tl.static_range(TOP_K):
-        other, _ = load_local_ids(
-            ids_ptr, ids_row + j, row, map_ptr, num_experts, num_local, HAS_MAP
+        expert_j, _ = load_local_ids(
+            ids_ptr, ids_row + j, row_mask, map_ptr, num_experts, num_local, HAS_MAP
         )
-        same = here & (local >= 0) & (other == local)
+        same_expert = mask & (local >= 0) & (expert_j == local)
         if HAS_WEIGHTS:
-            theirs = tl.load(weights_ptr + weights_row + j, mask=row & (other >= 0), other=0.0)
+            weight_j = tl.load(
+                weights_ptr + weights_row + j, mask=row_mask & (expert_j >= 0), other=0.0
+            )
         else:
-            theirs = tl.full((BLOCK_T, 1), 1.0, tl.float32)
-        weight += tl.where(same, theirs, 0.0)
-        repeat += (same & (k > j)).to(tl.int32)
+            weight_j = tl.full((BLOCK_T, 1), 1.0, tl.float32)
+        weight += tl.where(same_expert, weight_j, 0.0)
+        repeat += (same_expert & (k > j)).to(tl.int32)
     kept = (local >= 0) & (repeat == 0)
     out = token.to(tl.int64) * TOP_K + k
-    tl.store(out_ids_ptr + out, tl.where(kept, local, -1), mask=here)
-    tl.store(out_weights_ptr + out, tl.where(kept, weight * factor, 0.0), mask=here)
+    tl.store(out_ids_ptr + out, tl.where(kept, local, -1), mask=mask)
+    tl.store(out_weights_ptr + out, tl.where(kept, weight * factor, 0.0), mask=mask)

@@ -1,1 +1,1 @@
-"""Kernels around triton_kernels' product."""
+"""Kernels that prepare the ragged matmul of triton_kernels."""

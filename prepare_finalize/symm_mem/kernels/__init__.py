@@ -1,1 +1,1 @@
-"""Triton kernels of the PrepareAndFinalize parts: leaves, launched by `prepare_finalize`."""
+"""Triton kernels over symmetric memory, launched by `prepare_finalize`."""

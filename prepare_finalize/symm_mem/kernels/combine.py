@@ -1,4 +1,4 @@
-"""Combine: a token's sums, read from the memory of the ranks that computed them, and added."""
+"""Combine kernel: sum each token's rows, read from the memory of the ranks that computed them."""
 
 import triton
 import triton.language as tl
@@ -20,16 +20,19 @@ def combine_kernel(
     HIDDEN: tl.constexpr, PLACED: tl.constexpr, WORLD: tl.constexpr, PADDED: tl.constexpr,
     BLOCK: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """out[t] = the sum over the ranks that got token t of row rank * capacity + t of their y.
+    """out[t] = sum over the ranks that got token t of row rank * capacity + t of their y.
 
-    y (WORLD * capacity, HIDDEN) is this rank's own memory, whose layout all share, and whole when
-    the launch begins. sent (capacity,) int32: those ranks as bits. PLACED: of row places[r, t] of
-    rank r, as in dispatch_kernel. Added in float32, in the order of ranks; NaN after a failed wait.
-    state (2,) int32: as in dispatch_kernel, but of combines. Any grid (programs,).
+    - y (WORLD * capacity, HIDDEN): this rank's own memory, with the same layout on all ranks. It is
+      complete when the launch begins.
+    - sent (capacity,) int32: the ranks that got the token, as bits.
+    - PLACED: read row places[r, t] of rank r instead, as in dispatch_kernel.
+    - state (2,) int32: as in dispatch_kernel, for combines.
+
+    Sums are float32, in rank order; NaN after a failed wait. Any grid (programs,).
     """
     after_predecessor(OVERLAP)
     number = tl.load(state_ptr) + 1
-    # Before any program waits, so that no grid is too large.
+    # Signal before any program waits: programs that are not yet resident cannot block the signal.
     if tl.program_id(0) == 0:
         signal(flags_ptr, deltas_ptr, rank, number, failed_ptr, WORLD, PADDED)
     failed = wait_for_all(
@@ -42,15 +45,15 @@ def combine_kernel(
         row = rank * capacity + token
         sent = tl.load(sent_ptr + token)
         total = tl.zeros((BLOCK,), tl.float32)
-        for at in tl.static_range(WORLD):
-            mask = (column < HIDDEN) & ((sent >> at) & 1 != 0)
-            place = place_of(places_ptr, at, token, tokens, row, PLACED)
-            ptr = of_rank(y_there_ptr, deltas_ptr, at) + place * HIDDEN
+        for peer in tl.static_range(WORLD):
+            mask = (column < HIDDEN) & ((sent >> peer) & 1 != 0)
+            peer_row = place_of(places_ptr, peer, token, tokens, row, PLACED)
+            ptr = of_rank(y_there_ptr, deltas_ptr, peer) + peer_row * HIDDEN
             total += tl.load(ptr + column, mask=mask, other=0.0)
         if failed > 0:
             total += float("nan")
         out_ptrs = out_ptr + token * stride_out + column
         tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=column < HIDDEN)
-    # All programs have read the number when the last one counts it up.
+    # When the last program increments the number, all programs have read it.
     if last_of_program(state_ptr + 1):
         tl.store(state_ptr, number)

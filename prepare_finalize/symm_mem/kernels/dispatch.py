@@ -1,4 +1,4 @@
-"""Dispatch: rows of this rank's tokens, written into the memory of the ranks that need them."""
+"""Dispatch kernel: write rows of this rank's tokens to the memory of the ranks that need them."""
 
 import triton
 import triton.language as tl
@@ -20,21 +20,22 @@ def _homes_of(
     ids_ptr, homes_ptr, copies_ptr, token, live, first_copy, num_experts,
     TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, MOST_COPIES: tl.constexpr,
 ):  # fmt: skip
-    """Rank and slot of a token's pairs, (BLOCK_K,) int32, -1 where skipped; how many are invalid.
+    """Return rank and slot of a token's pairs, (BLOCK_K,) int32, and the number of invalid ids.
 
-    Compared in the ids' own width: a 64-bit id is not truncated into range.
+    Both are -1 for skipped pairs. Ids are compared in their own width, so a 64-bit id is not
+    truncated into range.
     """
     k = tl.arange(0, BLOCK_K)
     mask = (k < TOP_K) & live
     ids = tl.load(ids_ptr + token * TOP_K + k, mask=mask, other=-1)
     valid = (ids >= 0) & (ids < num_experts)
     invalid = mask & ((ids < -1) | (ids >= num_experts))
-    place = tl.where(valid, ids, 0).to(tl.int64) * MOST_COPIES
+    home = tl.where(valid, ids, 0).to(tl.int64) * MOST_COPIES
     if MOST_COPIES > 1:
         copies = tl.load(copies_ptr + tl.where(valid, ids, 0))
-        place += (token + first_copy) % copies
-    rank = tl.load(homes_ptr + place * 2, mask=valid, other=-1)
-    slot = tl.load(homes_ptr + place * 2 + 1, mask=valid, other=-1)
+        home += (token + first_copy) % copies
+    rank = tl.load(homes_ptr + home * 2, mask=valid, other=-1)
+    slot = tl.load(homes_ptr + home * 2 + 1, mask=valid, other=-1)
     return rank, slot, tl.sum(invalid.to(tl.int32), axis=0)
 
 
@@ -45,9 +46,9 @@ def _send_routing(
     TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, ADAPTERS: tl.constexpr, PLACED: tl.constexpr,
     WORLD: tl.constexpr,
 ):  # fmt: skip
-    """Slots (-1: not there) and weights of a token's row, to every rank; its adapter's slot too.
+    """Write slots (-1 for other ranks), weights and adapter of a token's row to every rank.
 
-    PLACED: to ranks that have a place for it.
+    PLACED: only to ranks that have a row for the token.
     """
     k = tl.arange(0, BLOCK_K)
     mask = k < TOP_K
@@ -56,20 +57,20 @@ def _send_routing(
     adapter = -1
     if ADAPTERS == "slots":
         adapter = tl.load(adapters_ptr + token, mask=live, other=-1)
-    for to in tl.static_range(WORLD):
-        there = ranks == to
-        at = place_of(places_ptr, to, token, tokens, row, PLACED)
-        fits = mask
+    for peer in tl.static_range(WORLD):
+        is_on_peer = ranks == peer
+        peer_row = place_of(places_ptr, peer, token, tokens, row, PLACED)
+        row_mask = mask
         if PLACED:
-            fits = mask & (at >= 0)
-        ids_ptr = of_rank(ids_there_ptr, deltas_ptr, to) + at * TOP_K
-        tl.store(ids_ptr + k, tl.where(there, slots, -1), mask=fits)
-        ptr = of_rank(weights_there_ptr, deltas_ptr, to) + at * TOP_K
-        tl.store(ptr + k, tl.where(there, weights, 0.0), mask=fits)
+            row_mask = mask & (peer_row >= 0)
+        ids_ptr = of_rank(ids_there_ptr, deltas_ptr, peer) + peer_row * TOP_K
+        tl.store(ids_ptr + k, tl.where(is_on_peer, slots, -1), mask=row_mask)
+        ptr = of_rank(weights_there_ptr, deltas_ptr, peer) + peer_row * TOP_K
+        tl.store(ptr + k, tl.where(is_on_peer, weights, 0.0), mask=row_mask)
         if ADAPTERS != "none":
-            adapter_ptr = of_rank(adapters_there_ptr, deltas_ptr, to) + at
+            adapter_ptr = of_rank(adapters_there_ptr, deltas_ptr, peer) + peer_row
             if PLACED:
-                tl.store(adapter_ptr, adapter, mask=at >= 0)
+                tl.store(adapter_ptr, adapter, mask=peer_row >= 0)
             else:
                 tl.store(adapter_ptr, adapter)
 
@@ -81,7 +82,7 @@ def _send_columns(
     ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, PLACED: tl.constexpr, WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns of a row, to the ranks whose bits are set in `sent`."""
+    """Write BLOCK columns of a row to the ranks whose bits are set in `sent`."""
     TYPE: tl.constexpr = x_there_ptr.dtype.element_ty
     GROUPS: tl.constexpr = HIDDEN // GROUP
     column = first + tl.arange(0, BLOCK)
@@ -95,12 +96,16 @@ def _send_columns(
     elif QUANT == "token":
         value = quantized_values(value, inverse, LARGEST, ROUND)  # inverse is float32
     value = value.to(TYPE)
-    for to in tl.static_range(WORLD):
-        if (sent >> to) & 1 != 0:
-            at = place_of(places_ptr, to, token, tokens, row, PLACED)
-            tl.store(of_rank(x_there_ptr, deltas_ptr, to) + at * HIDDEN + column, value, mask=mask)
+    for peer in tl.static_range(WORLD):
+        if (sent >> peer) & 1 != 0:
+            peer_row = place_of(places_ptr, peer, token, tokens, row, PLACED)
+            tl.store(
+                of_rank(x_there_ptr, deltas_ptr, peer) + peer_row * HIDDEN + column,
+                value,
+                mask=mask,
+            )
             if QUANT == "group":
-                ptr = of_rank(scale_there_ptr, deltas_ptr, to) + at * GROUPS
+                ptr = of_rank(scale_there_ptr, deltas_ptr, peer) + peer_row * GROUPS
                 group = first // GROUP + tl.arange(0, BLOCK // GROUP)
                 tl.store(ptr + group, scale, mask=group < GROUPS)
 
@@ -121,14 +126,14 @@ def _send_scales(
     scale_ptr, scale_there_ptr, deltas_ptr, places_ptr, token, tokens, row, sent,
     SCALES: tl.constexpr, BLOCK_S: tl.constexpr, PLACED: tl.constexpr, WORLD: tl.constexpr,
 ):  # fmt: skip
-    """Return a row's scales that were computed before."""
+    """Write a row's precomputed scales to the ranks whose bits are set in `sent`."""
     column = tl.arange(0, BLOCK_S)
     mask = column < SCALES
     scale = tl.load(scale_ptr + token * SCALES + column, mask=mask, other=0.0)
-    for to in tl.static_range(WORLD):
-        if (sent >> to) & 1 != 0:
-            at = place_of(places_ptr, to, token, tokens, row, PLACED)
-            ptr = of_rank(scale_there_ptr, deltas_ptr, to) + at * SCALES
+    for peer in tl.static_range(WORLD):
+        if (sent >> peer) & 1 != 0:
+            peer_row = place_of(places_ptr, peer, token, tokens, row, PLACED)
+            ptr = of_rank(scale_there_ptr, deltas_ptr, peer) + peer_row * SCALES
             tl.store(ptr + column, scale, mask=mask)
 
 
@@ -145,20 +150,24 @@ def dispatch_kernel(
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """Write token t of `tokens` to row rank * capacity + t of every rank that holds one of its
-    experts, and its slots and weights there to every rank; rows up to capacity get slots -1.
+    """Write token t of `tokens` to row rank * capacity + t of every rank with one of its experts.
 
-    x (tokens, HIDDEN); ids and weights (tokens, TOP_K). *_there: this rank's own memory, whose
-    layout all ranks share: rows (WORLD * capacity, HIDDEN), scales, slots int32, weights float32.
-    sent (capacity,) int32: the ranks that got a row, as bits. Any grid (programs,); CHUNK columns
-    of a row at a time, a multiple of BLOCK.
-    QUANT: "none" copies rows, "scaled" their SCALES scales as well; "group" and "token" quantize
-    them on the way, GROUP columns or a row with one scale.
-    PLACED: the row of token t at rank r is places[r, t] instead, (WORLD, tokens) int32, -1 where it
-    is not sent; no other row is written.
-    ADAPTERS: "slots" sends adapters (tokens,) int32, "nobody" -1 for each row, "none" nothing.
-    state (2,) int32: the number of the last call, and a counter. WAIT: the last program waits for
-    the rows of the others; else `arrival_kernel` does.
+    Slots and weights are written to every rank; the rows up to capacity get slots -1.
+
+    - x (tokens, HIDDEN); ids and weights (tokens, TOP_K).
+    - *_there: this rank's own memory, with the same layout on all ranks: rows (WORLD * capacity,
+      HIDDEN), scales, int32 slots, float32 weights.
+    - sent (capacity,) int32: the ranks that got a row, as bits.
+    - QUANT: "none" copies rows; "scaled" copies their SCALES scales as well; "group" and "token"
+      quantize rows, with one scale for GROUP columns or for a row.
+    - PLACED: write token t to row places[r, t] of rank r instead; places (WORLD, tokens) int32 is
+      -1 for ranks that do not get it. No other row is written.
+    - ADAPTERS: "slots" sends adapters (tokens,) int32, "nobody" sends -1 for each row, "none"
+      nothing.
+    - state (2,) int32: number of the last call, and a counter.
+    - WAIT: the last program waits for the rows of all other ranks; otherwise `arrival_kernel` does.
+
+    Any grid (programs,). A work item is CHUNK columns of a row; CHUNK is a multiple of BLOCK.
     """
     after_predecessor(OVERLAP)
     CHUNKS: tl.constexpr = (HIDDEN + CHUNK - 1) // CHUNK
@@ -171,11 +180,13 @@ def dispatch_kernel(
         )  # fmt: skip
         row = rank * capacity + token
         sent = 0
-        for to in tl.static_range(WORLD):
-            here = tl.max((ranks == to).to(tl.int32), axis=0)  # NaN-free: integers
+        for peer in tl.static_range(WORLD):
+            is_needed = tl.max((ranks == peer).to(tl.int32), axis=0)  # NaN-free: integers
             if PLACED:
-                here = tl.where(place_of(places_ptr, to, token, tokens, row, PLACED) >= 0, here, 0)
-            sent |= here << to
+                is_needed = tl.where(
+                    place_of(places_ptr, peer, token, tokens, row, PLACED) >= 0, is_needed, 0
+                )
+            sent |= is_needed << peer
         if chunk == 0:
             _send_routing(
                 weights_ptr, adapters_ptr, ids_there_ptr, weights_there_ptr, adapters_there_ptr,
@@ -192,10 +203,10 @@ def dispatch_kernel(
                 scale = scale_of(_largest_of(row_ptr, HIDDEN, BLOCK), LARGEST, MIN_SCALE)
                 inverse = tl.div_rn(1.0, scale)
                 if chunk == 0:
-                    for to in tl.static_range(WORLD):
-                        if (sent >> to) & 1 != 0:
-                            at = place_of(places_ptr, to, token, tokens, row, PLACED)
-                            tl.store(of_rank(scale_there_ptr, deltas_ptr, to) + at, scale)
+                    for peer in tl.static_range(WORLD):
+                        if (sent >> peer) & 1 != 0:
+                            peer_row = place_of(places_ptr, peer, token, tokens, row, PLACED)
+                            tl.store(of_rank(scale_there_ptr, deltas_ptr, peer) + peer_row, scale)
             elif QUANT == "scaled":
                 if chunk == 0:
                     _send_scales(
@@ -224,7 +235,7 @@ def arrival_kernel(
     WORLD: tl.constexpr, PADDED: tl.constexpr, INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """Wait for the rows of a dispatch that did not. Grid (1,)."""
+    """Wait for the rows of a dispatch without WAIT. Grid (1,)."""
     after_predecessor(OVERLAP)
     number = tl.load(state_ptr)
     wait_for_all(flags_ptr, number, failed_ptr, status_ptr, patience, 1, WORLD, PADDED, INTERPRETED)

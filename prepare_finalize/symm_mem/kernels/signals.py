@@ -1,9 +1,9 @@
-"""Device functions: memory of other ranks, and flags that tell them how far this one is.
+"""Device functions for accessing other ranks' memory and for flags between ranks.
 
-Every rank keeps the same layout in memory that all can reach. `deltas_ptr` (W,) int64 says how
-many bytes beyond an address of this rank's the same place of another is mapped, 0 for this rank.
-A flag (W,) int32 per phase holds, for each rank, the number of its last finished call: numbers only
-grow (and wrap), so nothing is ever reset and a call replayed from a CUDA graph needs no argument.
+Every rank has the same layout in memory that all can access. Adding `deltas_ptr[r]`, (W,) int64, to
+an address of this rank's memory gives rank r's address; it is 0 for this rank. For each phase,
+flags (W,) int32 hold the number of each rank's last finished call. Numbers only grow (and wrap
+around), so flags are never reset, and a call replayed from a CUDA graph needs no new argument.
 """
 
 from time import monotonic_ns, sleep
@@ -16,9 +16,10 @@ _PAUSE_S = 0.0002
 
 
 class HostNanoseconds(int):
-    """Python's clock. A class, because a kernel may name no other thing that can be called.
+    """Python's monotonic clock, with a short sleep.
 
-    Asked again and again by who waits: other ranks may need the processor.
+    A class, because a Triton kernel may refer to no other kind of callable. Waiting loops call it
+    repeatedly; the sleep lets processes of other ranks use the CPU.
     """
 
     def __new__(cls) -> int:
@@ -28,14 +29,14 @@ class HostNanoseconds(int):
 
 @triton.jit
 def of_rank(pointer, deltas_ptr, rank):
-    """`pointer` into this rank's memory -> the same place of another; 16 bytes aligned."""
+    """Return the address of another rank for `pointer` into this rank's memory; 16-byte aligned."""
     address = pointer.to(tl.int64) + tl.load(deltas_ptr + rank)
     return tl.multiple_of(address.to(pointer.dtype), 16)
 
 
 @triton.jit
 def place_of(places_ptr, rank, token, tokens, row, PLACED: tl.constexpr):
-    """Where a token's row is in the memory of `rank`, int64: `row`, or as the table says."""
+    """Return the int64 row of a token in the memory of `rank`: `row`, or its entry in the table."""
     if PLACED:
         return tl.load(places_ptr + rank * tokens + token, mask=token < tokens, other=-1).to(
             tl.int64
@@ -46,8 +47,10 @@ def place_of(places_ptr, rank, token, tokens, row, PLACED: tl.constexpr):
 
 @triton.jit
 def last_of_program(counter_ptr):
-    """Whether all other programs of the launch came here before; then what they wrote is visible
-    to this one, and the counter is 0 again."""
+    """Return whether this is the last program of the launch to get here.
+
+    For the last one, the writes of all others are visible, and the counter is 0 again.
+    """
     tl.debug_barrier()
     last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1
     if last:
@@ -59,13 +62,13 @@ def last_of_program(counter_ptr):
 def signal(
     flags_ptr, deltas_ptr, rank, number, failed_ptr, WORLD: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
-    """Set this rank's flag at every rank; what was written before is visible to who sees it.
+    """Set this rank's flag on every rank, releasing all writes before it.
 
-    Not after a failure: what this rank has computed since then is not to be used.
+    Does nothing after a failure, because results computed since then are invalid.
     """
-    to = tl.arange(0, PADDED)
-    mask = (to < WORLD) & (tl.load(failed_ptr, volatile=True) == 0)
-    deltas = tl.load(deltas_ptr + to, mask=mask, other=0)
+    peer = tl.arange(0, PADDED)
+    mask = (peer < WORLD) & (tl.load(failed_ptr, volatile=True) == 0)
+    deltas = tl.load(deltas_ptr + peer, mask=mask, other=0)
     pointers = ((flags_ptr + rank).to(tl.int64) + deltas).to(flags_ptr.dtype)
     numbers = tl.zeros((PADDED,), tl.int32) + number
     tl.atomic_xchg(pointers, numbers, mask=mask, sem="release", scope="sys")
@@ -73,7 +76,10 @@ def signal(
 
 @triton.jit
 def _load_acquire(pointers, INTERPRETED: tl.constexpr):
-    """int32 values; what other ranks wrote before them is visible after a barrier."""
+    """Load int32 flags with acquire semantics.
+
+    After a barrier, writes of other ranks before those flags are visible to all threads.
+    """
     if INTERPRETED:
         return tl.load(pointers, volatile=True)
     else:
@@ -85,7 +91,7 @@ def _load_acquire(pointers, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _now(INTERPRETED: tl.constexpr):
-    """Nanoseconds. What is interpreted is Python, and may ask Python's clock."""
+    """Return nanoseconds; interpreted kernels read Python's clock."""
     if INTERPRETED:
         return HostNanoseconds()
     else:
@@ -97,32 +103,32 @@ def wait_for_all(
     flags_ptr, number, failed_ptr, status_ptr, patience,
     PHASE: tl.constexpr, WORLD: tl.constexpr, PADDED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Wait until every rank's flag has reached `number`; returns whether a wait ever failed.
+    """Wait until every rank's flag has reached `number`; return whether a wait ever failed.
 
-    patience: nanoseconds, int64. Who runs out of it sets *failed_ptr and
-    writes PHASE << 56 | missing ranks as bits << 32 | number to *status_ptr, int64, if it is the
-    first. After a failure nobody waits any more, one that another rank wrote there included.
+    patience: timeout in nanoseconds, int64. On timeout, the first to fail sets *failed_ptr and
+    writes PHASE << 56 | missing ranks as bits << 32 | number to *status_ptr, int64. After a
+    failure, even one that another rank wrote there, no wait blocks.
     """
     rank = tl.arange(0, PADDED)
     pointers = flags_ptr + tl.minimum(rank, WORLD - 1)  # NaN-free: integers
     failed = tl.load(failed_ptr, volatile=True)
     started = _now(INTERPRETED)
-    behind = 1 - failed
-    while behind > 0:
-        # By difference: numbers wrap.
-        late = (_load_acquire(pointers, INTERPRETED) - number < 0) & (rank < WORLD)
-        behind = tl.max(late.to(tl.int32), axis=0)  # NaN-free: integers
-        if behind > 0:
+    is_waiting = 1 - failed
+    while is_waiting > 0:
+        # Compare by difference, because numbers wrap around.
+        is_late = (_load_acquire(pointers, INTERPRETED) - number < 0) & (rank < WORLD)
+        is_waiting = tl.max(is_late.to(tl.int32), axis=0)  # NaN-free: integers
+        if is_waiting > 0:
             failed = tl.load(failed_ptr, volatile=True)
             if failed > 0:
-                behind = 0
+                is_waiting = 0
             elif _now(INTERPRETED) - started > patience:
-                missing = tl.sum(tl.where(late, 1 << rank, 0), axis=0).to(tl.int64)
+                missing = tl.sum(tl.where(is_late, 1 << rank, 0), axis=0).to(tl.int64)
                 word = (missing << 32) + (number.to(tl.int64) & 0xFFFFFFFF)
                 word += tl.full((), PHASE, tl.int64) << 56
                 if tl.atomic_cas(failed_ptr, 0, 1) == 0:
                     tl.store(status_ptr, word)
                 failed = 1
-                behind = 0
+                is_waiting = 0
     tl.debug_barrier()
     return failed
