@@ -1,1 +1,1 @@
-"""What is tried: lists of cases, the covering array behind them, and their inputs."""
+"""Test cases: the lists of cases, the covering arrays behind them, and their inputs."""
