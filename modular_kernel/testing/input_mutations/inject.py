@@ -1,7 +1,7 @@
-"""How a defect gets into a kernel: each part is wrapped, and so is the call.
+"""Injection of a defect into a kernel by wrapping its parts and its calls.
 
-A `Mutant` names the places where it acts; everything else is the pairing as it is, composed in
-the same way, so what the checks see is what they would see if a part had that defect.
+A `CallMutant` names the places where it acts. The rest of the pairing is composed unchanged, so the
+checks see the same behavior as if a part had the defect.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,13 +32,13 @@ from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.input_mutations import effect
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 
-Memory = dict[str, Any]  # what a defect wrongly remembers from call to call
+Memory = dict[str, Any]  # state that a defect wrongly keeps between calls
 Arrival = tuple[Dispatched, Handle]
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What both parts are given for one call."""
+    """The arguments of both parts for one call."""
 
     x_TH: torch.Tensor
     weights: ExpertWeights
@@ -95,25 +95,25 @@ class CallMutant:
         catalog = load_catalog()
         pf, experts = catalog.prepare_finalize(case.prepare_finalize), catalog.experts(case.experts)
         if case.problem.scheme.quantized is not self.quantized:
-            return False  # coarse rounding hides a fine defect; those of scales need scales
+            return False  # quantization hides small defects; defects of scales need scales
         if self.device not in (None, machine.device) or not self.applies(
             case.problem, case.routing
         ):
             return False
-        told = self.problem(case.problem) if self.problem else case.problem
-        return self.pairs(pf.requires, experts.requires) and check(pf, experts, told, machine).ok
+        problem = self.problem(case.problem) if self.problem else case.problem
+        return self.pairs(pf.requires, experts.requires) and check(pf, experts, problem, machine).ok
 
     def build(
         self, case: Case, machine: Machine, poison: bool, group: object | None = None
     ) -> FusedMoEModularKernel:
-        """Return the case's kernel with this defect in it. group: where ranks take part."""
+        """Return the case's kernel with this defect. group: the process group, over ranks."""
         catalog = load_catalog()
-        told = self.problem(case.problem) if self.problem else case.problem
-        acts = (self.arguments, self.rows, self.receive, self.started, self.finished)
-        surely = told != case.problem or any(place is not None for place in acts)
-        effect.note(self.name, effect.Effect.USED if surely else effect.Effect.NONE)
-        pf = catalog.prepare_finalize(case.prepare_finalize)(told, group)
-        experts = catalog.experts(case.experts)(told)
+        problem = self.problem(case.problem) if self.problem else case.problem
+        hooks = (self.arguments, self.rows, self.receive, self.started, self.finished)
+        has_effect = problem != case.problem or any(hook is not None for hook in hooks)
+        effect.note(self.name, effect.Effect.USED if has_effect else effect.Effect.NONE)
+        pf = catalog.prepare_finalize(case.prepare_finalize)(problem, group)
+        experts = catalog.experts(case.experts)(problem)
         return MutatedKernel(
             self,
             wrap(pf, self, case.problem),
@@ -149,7 +149,7 @@ class MutatedKernel(FusedMoEModularKernel):
         *,
         at_once: bool = False,
     ) -> Pending:
-        assert out is not None  # a wrapped part makes none
+        assert out is not None  # wrapped parts do not allocate it
         given = Arguments(x_TH, weights, routing, self.problem, self.memory)
         args = self.mutant.arguments(given) if self.mutant.arguments else given
         pending = super().start_checked(
@@ -176,7 +176,7 @@ class MutatedKernel(FusedMoEModularKernel):
 
 @dataclass(frozen=True)
 class MutatedPending(Pending):
-    """A call in flight that ends in the mutant's `finished`."""
+    """A call in flight that ends with the mutant's `finished`."""
 
     mutant: CallMutant = field(kw_only=True)
     started: Started = field(kw_only=True)
@@ -190,20 +190,20 @@ class MutatedPending(Pending):
 
 
 def wrap(part: PrepareAndFinalize, mutant: CallMutant, problem: Problem) -> PrepareAndFinalize:
-    """`part` with a tampered handle; declares what `part` does, and shows the true problem."""
+    """Wrap `part` to change the handle; keeps its declarations and the original problem."""
     declared = {"requires": part.requires, "prepares_at_once": part.prepares_at_once}
     wrapper = type(type(part).__name__, (_WrappedPrepareAndFinalize,), declared)
-    made: PrepareAndFinalize = wrapper(part, mutant, problem)
-    return made
+    wrapped: PrepareAndFinalize = wrapper(part, mutant, problem)
+    return wrapped
 
 
 def wrap_experts(
     part: PermuteExpertsUnpermute, mutant: CallMutant, problem: Problem
 ) -> PermuteExpertsUnpermute:
-    """`part` with tampered tokens and rows; declares what `part` does."""
+    """Wrap `part` to change tokens and rows; keeps its declarations and the original problem."""
     wrapper = type(type(part).__name__, (_WrappedExperts,), {"requires": part.requires})
-    made: PermuteExpertsUnpermute = wrapper(part, mutant, problem)
-    return made
+    wrapped: PermuteExpertsUnpermute = wrapper(part, mutant, problem)
+    return wrapped
 
 
 class _WrappedPrepareAndFinalize(PrepareAndFinalize):
