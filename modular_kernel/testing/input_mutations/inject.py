@@ -49,7 +49,10 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Started:
-    """A call after its dispatch. before: a copy of what `out` held; given: the caller's own."""
+    """A call after its dispatch.
+
+    given: the caller's arguments. before: a copy of the initial contents of `out`.
+    """
 
     given: Arguments
     out: torch.Tensor
@@ -64,14 +67,18 @@ def _always(_pf: PrepareFinalizeRequirements, _experts: ExpertsRequirements) -> 
 
 @dataclass(frozen=True)
 class CallMutant:
-    """One defect: a name, what it does, when it shows, and where it acts (one place or more).
+    """One defect: a name, a description, when it must be visible, and at least one place of action.
 
-    applies: problems and kinds of routing whose output, or a promise, it must break.
-    pairs: pairings it can occur in. device: the only kind of machine it can occur on, if any.
-    problem: the problem that the parts are told. arguments: what they are given.
-    dispatched: what the experts receive. rows: tampers with their output, given what they read.
-    handle: what finalize receives. receive: what arrives when a call in flight is finished.
-    started: acts once tokens are dispatched. finished: acts last; may return another output.
+    applies: the problems and kinds of routing whose output or properties it must break. pairs: the
+    pairings in which it can occur. device: the only device type on which it can occur, if
+    restricted.
+
+    problem: changes the parts' problem. arguments: changes the parts' arguments. dispatched:
+    changes the tokens that the experts receive. rows: changes the experts' output in place, given
+    those tokens. handle: changes the handle that finalize receives. receive: replaces the
+    dispatched tokens of a call in flight when it is finished. started: called after the dispatch.
+    finished: called last; may return another output. quantized: whether it applies to quantized
+    schemes or to all others.
     """
 
     name: str
@@ -91,7 +98,7 @@ class CallMutant:
     quantized: bool = False
 
     def occurs(self, case: Case, machine: Machine) -> bool:
-        """Whether this defect can occur in the case's pairing, and must show in this case."""
+        """Return whether the defect can occur and must be visible in this case."""
         catalog = load_catalog()
         pf, experts = catalog.prepare_finalize(case.prepare_finalize), catalog.experts(case.experts)
         if case.problem.scheme.quantized is not self.quantized:

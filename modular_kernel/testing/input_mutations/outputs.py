@@ -19,7 +19,7 @@ def reuse_output(call: Started) -> None:
 
 
 def receive_the_latest(arrived: Arrival, memory: Memory) -> "Latest":
-    """Keep the dispatch on the part, not in the handle: a later call replaces it."""
+    """Store dispatched tokens on the part, not in the handle: a later call replaces them."""
     memory["arrived"] = arrived
     return Latest(memory)
 

@@ -41,8 +41,9 @@ class RankMutant:
 def build_mutant(
     name: str, case: Case, machine: Machine, poison: bool, group: object
 ) -> FusedMoEModularKernel:
-    """Return a rank's kernel with the defect of that name; `partial(build_mutant, name)` is a
-    build.
+    """Return a rank's kernel with the named defect.
+
+    `partial(build_mutant, name)` is a RankBuild.
     """
     (mutant,) = (mutant for mutant in RANK_MUTANTS if mutant.name == name)
     with nullcontext() if mutant.waits is None else deadline(mutant.waits):
