@@ -1,1 +1,1 @@
-"""Test cases: the lists of cases, the covering arrays behind them, and their inputs."""
+"""Test cases: lists of cases, covering arrays, and inputs."""

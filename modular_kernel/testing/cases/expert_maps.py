@@ -16,7 +16,7 @@ def map_of(problem: Problem, generator: torch.Generator) -> torch.Tensor | None:
 
 
 def in_other_words(expert_map: torch.Tensor, here: int) -> torch.Tensor:
-    """Return the map with other values than -1 for remote experts.
+    """Return the map with values other than -1 for remote experts.
 
     Any value outside [0, here) must be skipped like -1.
     """

@@ -46,13 +46,13 @@ def _groups() -> Iterator[Chosen]:
 
     Also more groups than one program handles.
     """
-    few = replace(_FEW, tokens=7, experts=5, top_k=2)
-    ragged = replace(few, hidden=160, intermediate=136)
+    base = replace(_FEW, tokens=7, experts=5, top_k=2)
+    ragged = replace(base, hidden=160, intermediate=136)
     yield replace(ragged, quant="fp8_w8a8_block:block=64x96"), "skips", Manner()
     yield replace(ragged, quant="int8_w8a8_block:block=32x96", dtype=_FP16), "uniform", Manner()
     # Tiles do not cross groups, so only the torch parts support groups of 48.
-    odd = replace(few, hidden=104, intermediate=80, quant="fp8_w8a8_block:block=64x48")
-    yield odd, "duplicates", Manner()
+    ragged_groups = replace(base, hidden=104, intermediate=80, quant="fp8_w8a8_block:block=64x48")
+    yield ragged_groups, "duplicates", Manner()
     many = replace(_FEW, tokens=2, hidden=2080, quant="fp8_w8a8_block:block=32x32")
     yield many, "uniform", Manner()
 
@@ -99,13 +99,13 @@ def _thresholds() -> Iterator[Chosen]:
 
 
 def _ties() -> Iterator[Chosen]:
-    """Yield x at midpoints of the quantized dtype, to tell rounding half to even from half up.
+    """Yield x at midpoints of the quantized dtype, to distinguish half to even from half up.
 
     With few tokens and with more, which parts may quantize in another place; with skipped pairs.
     """
     ties = Manner(values="ties")
-    few = replace(_FEW, tokens=3, hidden=160, intermediate=96, experts=17, top_k=2)
-    more = replace(few, tokens=33, experts=3)
+    few_tokens = replace(_FEW, tokens=3, hidden=160, intermediate=96, experts=17, top_k=2)
+    many_tokens = replace(few_tokens, tokens=33, experts=3)
     schemes = (
         "fp8_w8a8_tensor",
         "fp8_w8a8_tensor:static=true",
@@ -116,8 +116,8 @@ def _ties() -> Iterator[Chosen]:
         "nvfp4_w4a4",
     )
     for quant in schemes:
-        yield replace(few, quant=quant, bias=True), "uniform", ties
-        yield replace(more, quant=quant, dtype=_FP16), "skips", ties
+        yield replace(few_tokens, quant=quant, bias=True), "uniform", ties
+        yield replace(many_tokens, quant=quant, dtype=_FP16), "skips", ties
 
 
 def _few_tokens() -> Iterator[Chosen]:
@@ -126,11 +126,11 @@ def _few_tokens() -> Iterator[Chosen]:
     The first up row is inside a block of scales and has separate zero points. With one expert,
     reading past its last row leaves the buffer.
     """
-    few = replace(_FEW, tokens=1, hidden=160, intermediate=80, experts=17)
-    blocks = replace(few, quant="fp8_w8a8_block:block=48x64")
+    base = replace(_FEW, tokens=1, hidden=160, intermediate=80, experts=17)
+    blocks = replace(base, quant="fp8_w8a8_block:block=48x64")
     yield replace(blocks, top_k=3), "uniform", Manner()
     yield blocks.with_tokens(4), "zipf", Manner()
-    zeros = replace(few, quant="int8_w8a16_group:group=32,zero_points=true", bias=True)
+    zeros = replace(base, quant="int8_w8a16_group:group=32,zero_points=true", bias=True)
     yield zeros.with_tokens(4), "skips", Manner()
     ragged = replace(zeros, hidden=51, intermediate=47, experts=1, bias=False)
     yield ragged, "uniform", Manner()
@@ -181,7 +181,7 @@ def _long_rows(hidden: int) -> Iterator[Chosen]:
 
     Also rows of h whose largest value is mostly beyond the first 16384, which a program holds.
     """
-    few = replace(_FEW, tokens=2, quant="fp8_w8a8_channel")
-    yield replace(few, hidden=hidden), "uniform", _PEAKS
-    narrow = replace(few, hidden=16, activation=ActivationSpec.parse("relu2"))
+    base = replace(_FEW, tokens=2, quant="fp8_w8a8_channel")
+    yield replace(base, hidden=hidden), "uniform", _PEAKS
+    narrow = replace(base, hidden=16, activation=ActivationSpec.parse("relu2"))
     yield replace(narrow, tokens=4, intermediate=36000), "uniform", Manner()

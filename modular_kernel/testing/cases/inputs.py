@@ -80,13 +80,13 @@ class Manner:
     nan: str = ""
 
     def __post_init__(self) -> None:
-        for what, got, known in (
+        for what, got, allowed in (
             ("layout", self.layout, LAYOUTS),
             ("values", self.values, VALUES),
             ("named", self.named, NAMED),
         ):
-            if got not in known:
-                raise ConfigurationError(what, got=got, need=f"one of {', '.join(known)}")
+            if got not in allowed:
+                raise ConfigurationError(what, got=got, need=f"one of {', '.join(allowed)}")
 
 
 ORDINARY = Manner()
@@ -164,10 +164,10 @@ def make_inputs(
 
 def _check_nan(problem: Problem, nan: str) -> None:
     """Raise ConfigurationError unless all tensors named in `nan` can hold a NaN."""
-    known = holders(problem)
+    allowed = holders(problem)
     for name in names_of(nan):
-        if name not in known:
-            raise ConfigurationError("nan", got=name, need=f"some of {', '.join(known)}")
+        if name not in allowed:
+            raise ConfigurationError("nan", got=name, need=f"some of {', '.join(allowed)}")
 
 
 def invalid_count(routing: Routing, problem: Problem) -> int:
@@ -234,8 +234,8 @@ def _placed(values: torch.Tensor, place: Place) -> torch.Tensor:
     """Return an equal view of a copy in `place` of the whole storage."""
     if values.is_contiguous():
         return place(values)
-    whole = values.new_empty(0).set_(values.untyped_storage())
-    return place(whole).as_strided(values.shape, values.stride())
+    storage = values.new_empty(0).set_(values.untyped_storage())
+    return place(storage).as_strided(values.shape, values.stride())
 
 
 def with_gaps(x_TH: torch.Tensor, place: Place) -> torch.Tensor:
@@ -260,9 +260,9 @@ def _expert_weights(
     if not problem.scheme.quantized:
         layout = "transposed" if strided else manner.layout
         return _weights(problem, expert_map, generator, place, strided=strided, layout=layout)
-    plain = replace(problem, quant="none", dtype=torch.float32)
+    unquantized = replace(problem, quant="none", dtype=torch.float32)
     unplaced = Place(torch.device("cpu"))
-    weights = _weights(plain, expert_map, generator, unplaced, strided=False, layout="plain")
+    weights = _weights(unquantized, expert_map, generator, unplaced, strided=False, layout="plain")
     uneven = {name: _uneven(getattr(weights, name), generator) for name in ("w1", "w2")}
     scales = {}
     if problem.scheme.static:
@@ -379,7 +379,10 @@ def _router(
 def _ids(
     problem: Problem, kind: str, expert_map: torch.Tensor | None, generator: torch.Generator
 ) -> torch.Tensor:
-    """Return (T, K) int64 expert ids of one of ROUTINGS. Raise ConfigurationError otherwise."""
+    """Return (T, K) int64 expert ids of one of ROUTINGS.
+
+    Raise ConfigurationError for an unknown kind, or for ids that int32 cannot hold.
+    """
     if kind not in ROUTINGS:
         raise ConfigurationError("routing", got=kind, need=f"one of {', '.join(ROUTINGS)}")
     if kind == "beyond_int32" and problem.ids_dtype is torch.int32:

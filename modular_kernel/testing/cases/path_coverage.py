@@ -99,8 +99,8 @@ def reachable(prepare_finalize: str, experts: str, machine: Machine) -> dict[Pat
             if not path:
                 return {}
             for cell in cells_of(path, problem, inputs.weights):
-                known = probes.get(cell)
-                if known is None or known.problem.tokens > tokens:
+                best = probes.get(cell)
+                if best is None or best.problem.tokens > tokens:
                     probes[cell] = Probe(problem.with_tokens(tokens), manner)
     return probes
 
@@ -155,8 +155,10 @@ def path_cases(experts: str) -> Iterator[tuple[Problem, str, Manner]]:
         for layout, bias, dtype, activation in rows[:2] if scheme.packed else rows:
             changes: dict[str, Any] = {"bias": bias, "dtype": dtype, "activation": activation}
             one = replace(_BASE, tokens=1, quant=quant, **changes)
-            own = scheme.quantized and layout == "plain" and short_scales(one) in scale_dtypes(one)
-            manner = Manner(layout=layout, own_scales=own)
+            has_short_scales = (
+                scheme.quantized and layout == "plain" and short_scales(one) in scale_dtypes(one)
+            )
+            manner = Manner(layout=layout, own_scales=has_short_scales)
             yield one, "uniform", manner
             if scheme.packed:  # packed weights have another path for somewhat more tokens
                 yield replace(one, tokens=9, experts=5), "skips", manner

@@ -108,8 +108,8 @@ class RankCase(Case):
     @property
     def whole(self) -> Problem:
         """The same layer on one rank with every expert."""
-        alone = replace(self.problem, parallel=Parallel(), local_experts=None, expert_map=False)
-        return replace(alone, max_received=None)
+        one_rank = replace(self.problem, parallel=Parallel(), local_experts=None, expert_map=False)
+        return replace(one_rank, max_received=None)
 
     def of_rank(self, rank: int) -> Case:
         """Return the case of one rank."""
@@ -175,8 +175,8 @@ class Variant:
         part = load_catalog().prepare_finalize(prepare_finalize)
         if part.requires.replicated_input:
             tokens = (max(tokens),) * world_size
-        most, parallel = max(*tokens, self.most), Parallel(world_size, placed)
-        problem = replace(self.problem, tokens=most, parallel=parallel)
+        max_tokens, parallel = max(*tokens, self.most), Parallel(world_size, placed)
+        problem = replace(self.problem, tokens=max_tokens, parallel=parallel)
         return RankCase(
             prepare_finalize,
             experts,

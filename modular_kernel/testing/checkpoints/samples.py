@@ -32,7 +32,7 @@ class Matrices:
 
     def stacked(self, name: str, kind: str = "weight") -> torch.Tensor:
         """Stack a tensor of all experts, (E, N, K) for weights; equal scalars become (1,)."""
-        tensors = [each.tensors[kind] for each in getattr(self, name)]
+        tensors = [matrix.tensors[kind] for matrix in getattr(self, name)]
         stack = torch.stack([t.reshape(()) if t.numel() == 1 else t for t in tensors])
         return stack[:1] if stack.dim() == 1 and bool((stack == stack[0]).all()) else stack
 
@@ -51,9 +51,12 @@ class Matrices:
         tensors: Tensors = {}
         for kind in self.gate[0].tensors:
             first = self.alternating(kind) if interleaved else self.both(kind)
-            for name, whole in (("gate_up_proj", first), ("down_proj", self.stacked("down", kind))):
+            for name, stacked in (
+                ("gate_up_proj", first),
+                ("down_proj", self.stacked("down", kind)),
+            ):
                 key = name if kind == "weight" else f"{name}_{kind}"
-                tensors[key] = whole.mT.contiguous() if whole.dim() > 1 else whole.reshape(())
+                tensors[key] = stacked.mT.contiguous() if stacked.dim() > 1 else stacked.reshape(())
         return tensors
 
 
@@ -77,8 +80,8 @@ def each(block: str, names: tuple[str, ...] = PROJ) -> Names:
 
 def fused(block: str, *, transposed: bool = False) -> Names:
     def written(front: str, m: Matrices) -> Tensors:
-        plain = {"gate_up_proj": m.both(), "down_proj": m.stacked("down")}
-        tensors = m.turned() if transposed else plain
+        tensors_by_name = {"gate_up_proj": m.both(), "down_proj": m.stacked("down")}
+        tensors = m.turned() if transposed else tensors_by_name
         return {f"{front}{block}.{name}": tensor for name, tensor in tensors.items()}
 
     return written
@@ -151,8 +154,8 @@ def step(front: str, m: Matrices) -> Tensors:
     tensors: Tensors = {}
     for name, experts in (("gate_proj", m.gate), ("up_proj", m.up), ("down_proj", m.down)):
         for kind in experts[0].tensors:
-            whole = torch.stack([one.tensors[kind] for one in experts])
-            tensors[f"{front}moe.{name}.{kind}"] = whole
+            stacked = torch.stack([matrix.tensors[kind] for matrix in experts])
+            tensors[f"{front}moe.{name}.{kind}"] = stacked
     return tensors
 
 

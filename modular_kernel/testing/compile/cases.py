@@ -115,7 +115,7 @@ def problems() -> tuple[Problem, ...]:
     large = replace(_BASE, tokens=512)
     adapted = [replace(_BASE, tokens=t, lora="adapters=4,rank=32") for t in (4, 512)]
     # Interleaved rows: an argument of 1 is specialized as a constant.
-    adapted += [replace(each, activation="silu:interleaved=true") for each in adapted]
+    adapted += [replace(problem, activation="silu:interleaved=true") for problem in adapted]
     adapted += [replace(adapted[1], quant=quant) for quant in ("fp8_w8a8_block", _PACKED[0])]
     # A few tokens: channel and tensor scales, enough experts for the path without tiles.
     many_experts = replace(adapted[0], experts=32)
@@ -152,8 +152,10 @@ def compile_all(
             for row in case_rows:
                 rows.setdefault(repr(replace(row.record, seconds=0.0)), row)
             advance()
-    seen = {row.record.kernel for row in rows.values()}
-    missing = (kernel for name, kernel in defined_kernels(only).items() if name not in seen)
+    compiled_names = {row.record.kernel for row in rows.values()}
+    missing = (
+        kernel for name, kernel in defined_kernels(only).items() if name not in compiled_names
+    )
     left_out = (LeftOut(k.name, k.module, _why_left_out(k, target)) for k in missing)
     return Compiled(tuple(rows.values()), tuple(left_out))
 
@@ -321,7 +323,7 @@ def _number() -> None:
 
 
 def _live_pairs() -> None:
-    """Launch the masking of rows that came from other ranks, by their ids."""
+    """Launch the masking of rows received from other ranks, by their ids."""
     for dtype in (torch.int32, torch.int64):
         live_pairs(
             torch.empty(16, 8, dtype=dtype, device=_META),

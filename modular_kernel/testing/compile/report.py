@@ -252,8 +252,8 @@ def _constants(
 ) -> dict[str, object]:
     """Return the constexpr parameters of `kernel` in this launch, including defaults."""
     names = {param.name for param in kernel.params}
-    named = {name: value for name, value in kwargs.items() if name in names}
-    bound = kernel.signature.bind(*args, **named)
+    known_kwargs = {name: value for name, value in kwargs.items() if name in names}
+    bound = kernel.signature.bind(*args, **known_kwargs)
     bound.apply_defaults()
     values = {param.name: bound.arguments[param.name] for param in kernel.params}
     return {p.name: _plain(values[p.name]) for p in kernel.params if p.is_constexpr}

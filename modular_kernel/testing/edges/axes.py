@@ -276,8 +276,8 @@ def _requirement_lines(
         return _changed(base, of, **{name: number})
 
     if isinstance(value, int) and not isinstance(value, bool):
-        least = 1 if kind == Count else 0
-        yield Line(field, value, at, least, _UNBOUNDED)
+        minimum = 1 if kind == Count else 0
+        yield Line(field, value, at, minimum, _UNBOUNDED)
     elif set(get_args(kind)) == {int, NoneType}:
         yield Line(field, _UNBOUNDED, at, 0, _UNBOUNDED, falls=True)
     elif get_origin(kind) is tuple and get_args(kind)[0] is int:

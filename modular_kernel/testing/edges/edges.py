@@ -142,13 +142,15 @@ def _valid(
     gpu = Machine("cuda", max([(9, 0), *arches]), packages)
     sizes = (start.hidden, *_HIDDEN, *sorted(pf.requires.hidden_sizes or ()))
     is_multi_rank = start.parallel.world_size > 1
-    for where in (machine, gpu):
+    for candidate_machine in (machine, gpu):
         for parallel in (start.parallel,) if is_multi_rank else map(Parallel, _RANKS):
             for hidden in sizes:
                 problem = replace(start, hidden=hidden, parallel=parallel)
-                one = EdgeSituation(pf, experts, pf.requires, experts.requires, problem, where)
-                if one.verdict.ok:
-                    return one
+                situation = EdgeSituation(
+                    pf, experts, pf.requires, experts.requires, problem, candidate_machine
+                )
+                if situation.verdict.ok:
+                    return situation
     return None
 
 

@@ -27,7 +27,7 @@ def contradiction(got: str, need: str, values: tuple[int, int] | None, field: st
     is_declared = "requires" in field
     words = need if is_declared else got
     passing, failing = (_shown(value, words) for value in values)
-    matches = [found for found in _NUMBER.finditer(words) if found.group() == failing]
+    matches = [match for match in _NUMBER.finditer(words) if match.group() == failing]
     if not matches:
         return ""
     start, end = matches[-1 if field.endswith("[1]") else 0].span()

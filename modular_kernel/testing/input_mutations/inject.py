@@ -157,13 +157,13 @@ class MutatedKernel(FusedMoEModularKernel):
         at_once: bool = False,
     ) -> Pending:
         assert out is not None  # wrapped parts do not allocate it
-        given = Arguments(x_TH, weights, routing, self.problem, self.memory)
-        args = self.mutant.arguments(given) if self.mutant.arguments else given
+        original = Arguments(x_TH, weights, routing, self.problem, self.memory)
+        args = self.mutant.arguments(original) if self.mutant.arguments else original
         pending = super().start_checked(
             args.x_TH, args.weights, args.routing, out, workspace, at_once=at_once
         )
         specs = self.workspace_specs(x_TH.shape[0])
-        started = Started(given, out, out.clone(), workspace, specs)
+        started = Started(original, out, out.clone(), workspace, specs)
         if self.mutant.started:
             self.mutant.started(started)
         receive = pending.receive

@@ -290,8 +290,8 @@ def _field(args: Arguments, name: str) -> torch.Tensor:
 
 def ignore_order(args: Arguments) -> Arguments:
     order = _field(args, "w1_order")
-    plain = torch.arange(order.shape[1], dtype=order.dtype, device=order.device)
-    return _replace_weight(args, "w1_order", plain.expand_as(order).contiguous())
+    identity = torch.arange(order.shape[1], dtype=order.dtype, device=order.device)
+    return _replace_weight(args, "w1_order", identity.expand_as(order).contiguous())
 
 
 def shift_order(args: Arguments) -> Arguments:

@@ -40,12 +40,12 @@ def sensitivity_ranks(
     cases = rank_cases_for(prepare_finalize, experts, machine, pool.world_size).cases
     kills = []
     for mutant in mutants:
-        few: list[RankCase] = [case for case in cases if mutant.applies(case)]
-        for case in few[:cases_each]:
+        candidates: list[RankCase] = [case for case in cases if mutant.applies(case)]
+        for case in candidates[:cases_each]:
             if case not in proven:
                 proven[case] = first_of(prove_ranks(case, pool, machine).failures)
             build = partial(build_mutant, mutant.name)
             proof = prove_ranks(case, pool, machine, build, checks=EARLY)
-            failure, found = first_of(proof.failures), take_over_ranks(mutant.name, pool)
-            kills.append(Kill.judged(mutant.name, case, proven[case], failure, found))
+            failure, effect = first_of(proof.failures), take_over_ranks(mutant.name, pool)
+            kills.append(Kill.judged(mutant.name, case, proven[case], failure, effect))
     return tuple(kills)

@@ -28,7 +28,7 @@ class RankMutant:
 
     applies: the cases in which it must be visible. make: returns the defect of one rank's kernel,
     given that rank's problem; it may act on one rank and be harmless on others. waits: deadline in
-    seconds for waiting ranks, where one may wait in vain; None for the default.
+    seconds of exchanges, where a rank may wait for a peer that never answers; None for the default.
     """
 
     name: str
@@ -145,7 +145,11 @@ def _swap_counts(problem: Problem) -> dict[str, Any]:
             return value[[1, 0, *range(2, world_size)]]
         if is_dataclass(value) and not isinstance(value, type):
             values = {f.name: getattr(value, f.name) for f in fields(value)}
-            changed = {name: swapped(each) for name, each in values.items() if by_rank(name, each)}
+            changed = {
+                name: swapped(field_value)
+                for name, field_value in values.items()
+                if by_rank(name, field_value)
+            }
             return replace(value, **changed)
         return value
 
@@ -192,14 +196,14 @@ def _reorder(_problem: Problem) -> dict[str, Any]:
 
 
 def _keep_rows(_problem: Problem) -> dict[str, Any]:
-    kept: list[Dispatched] = []
+    history: list[Dispatched] = []
 
     def dispatched(tokens: Dispatched) -> Dispatched:
         """Return the rows of the previous call, as far as there are any."""
-        kept.append(_copied(tokens))
-        if len(kept) < 2:
+        history.append(_copied(tokens))
+        if len(history) < 2:
             return tokens
-        previous, current = kept[-2], _copied(tokens)
+        previous, current = history[-2], _copied(tokens)
         old, new = _rows(previous), _rows(current)
         overlap = tuple(slice(min(a, b)) for a, b in zip(old.shape, new.shape, strict=True))
         new[overlap] = old[overlap]

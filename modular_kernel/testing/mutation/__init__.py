@@ -2,7 +2,7 @@ r"""Mutation testing of parts: whether the cases of a part detect defects in its
 
     found = survey("TorchExperts")
     score = mutation_score(found)
-    print(f"{score.share:.1%}", *(fate.mutant.diff() for fate in score.survivors), sep="\\n")
+    print(f"{score.share:.1%}", *(fate.mutant.diff() for fate in score.survivors), sep="\n")
 
 One change at a time is made to the source of a part, its kernels and the operations it uses, in the
 memory of a forked child or of forked ranks. The cases that execute the changed line run there until

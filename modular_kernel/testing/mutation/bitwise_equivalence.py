@@ -58,16 +58,16 @@ def compare_bits(
         where.digests(missing, ()),
         where.digests(cases, tuple(mutants)),
     )
-    done = [0 for _ in mutants]
+    counts = [0 for _ in mutants]
     for case, executed in drawn:
         changed_digest = next(changed_digests, None)
         if case not in known:
             known[case] = next(unchanged_digests)
         if changed_digest is None or changed_digest != known[case]:
-            return Bits(min(done), case)
+            return Bits(min(counts), case)
         for number in executed:
-            done[number] += 1
-    return Bits(min(done), None)
+            counts[number] += 1
+    return Bits(min(counts), None)
 
 
 def executing(mutant: Mutant, coverage: Coverage) -> tuple[Covered, ...]:
@@ -86,7 +86,7 @@ def drawn_problems(
     for number, cases in enumerate(met):
         for covered in cases:
             entries_of[covered.case] = (*entries_of.get(covered.case, ()), number)
-    problems, done, num_drawn = (
+    problems, counts, num_drawn = (
         list[tuple[Case, tuple[int, ...]]](),
         [0 for _ in met],
         dict[Case, int](),
@@ -96,7 +96,7 @@ def drawn_problems(
         turn = num_drawn[case] = num_drawn.get(case, 0) + 1
         problems.append((_problem(case, turn), entries_of[case]))
         for number in entries_of[case]:
-            done[number] += 1
+            counts[number] += 1
 
     for case in entries_of:
         add(case)
@@ -104,8 +104,8 @@ def drawn_problems(
     for number, cases in sorted(enumerate(met), key=lambda one: len(one[1])):
         with_tokens = [c for c in sorted(cases, key=lambda c: c.seconds) if c.case.problem.tokens]
         fast = [covered.case for covered in with_tokens[:_FASTEST]]
-        while fast and done[number] < count:
-            add(fast[done[number] % len(fast)])
+        while fast and counts[number] < count:
+            add(fast[counts[number] % len(fast)])
     return problems
 
 

@@ -61,13 +61,13 @@ def run_cases(cases: Sequence[Covered], listing: Listing | None, runs: Runs, tel
     unchanged: list[int] = []
 
     def called() -> bool:
-        for number, known in enumerate(cases):
+        for number, covered in enumerate(cases):
             tell({"case": number})
-            if runs.digest(known.case, machine) == known.digest:
+            if runs.digest(covered.case, machine) == covered.digest:
                 unchanged.append(number)
                 continue
             tell({"differs": number})
-            if not proven(number, known.case):
+            if not proven(number, covered.case):
                 return False
         return True
 

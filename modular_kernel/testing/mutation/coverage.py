@@ -61,10 +61,10 @@ def joined(coverages: Iterable[Coverage]) -> Coverage:
     """Return the union of the coverage of several lists of cases."""
     loading: dict[str, frozenset[int]] = {}
     cases, ended = list[Covered](), ""
-    for each in coverages:
-        loading = united((loading, each.loading))
-        cases += each.cases
-        ended = ended or each.ended
+    for coverage in coverages:
+        loading = united((loading, coverage.loading))
+        cases += coverage.cases
+        ended = ended or coverage.ended
     return Coverage(loading, tuple(cases), ended)
 
 

@@ -61,9 +61,9 @@ class Follower:
         if "case" in message:
             number = message["case"]
             self._ran.add(number)
-            known = self._cases[number] if number < len(self._cases) else None
-            self._case = known.case if known else None
-            seconds = known.seconds if known else max(c.seconds for c in self._cases)
+            covered = self._cases[number] if number < len(self._cases) else None
+            self._case = covered.case if covered else None
+            seconds = covered.seconds if covered else max(c.seconds for c in self._cases)
             self.patience = GRACE_S + SLOWER * seconds
         elif "differs" in message:
             self._differing += 1

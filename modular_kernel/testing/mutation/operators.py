@@ -158,8 +158,8 @@ def call(source: Source, node: ast.AST) -> Edits:
     if called == "where" and len(node.args) == 3:
         yield source.replaced("selection", node, f"({source.of(node.args[1])})")
         yield source.replaced("selection", node, f"({source.of(node.args[2])})")
-    plain = [a for a in node.args if isinstance(a, ast.Name | ast.Attribute)]
-    if len(plain) == len(node.args) and len(plain) >= 2 and called not in _CLAMPS:
+    names = [a for a in node.args if isinstance(a, ast.Name | ast.Attribute)]
+    if len(names) == len(node.args) and len(names) >= 2 and called not in _CLAMPS:
         yield from _exchange(source, node.args[0], node.args[1])
 
 
@@ -192,13 +192,13 @@ def _alone(source: Source, node: ast.expr) -> str:
 
 def _keywords(source: Source, node: ast.Call, called: str) -> Edits:
     rule = called.endswith("Requirements")
-    named = [keyword for keyword in node.keywords if keyword.arg is not None]
-    for keyword in named:
+    keywords = [keyword for keyword in node.keywords if keyword.arg is not None]
+    for keyword in keywords:
         if keyword.arg == "mask" and not _is_none(keyword.value):
             yield source.replaced("mask lost", keyword, "mask=None")
         if rule:
             yield Edit("weakened rule", source.start(keyword), _past_comma(source, keyword), "")
-    for one, two in pairwise(named):
+    for one, two in pairwise(keywords):
         if _stem(one) == _stem(two) and not _is_constant(one) and not _is_constant(two):
             yield from _exchange(source, one.value, two.value)
 

@@ -1,6 +1,6 @@
 """Cases over ranks, with each mutant in newly forked ranks.
 
-Ranks that wait for each other in vain end after several seconds, all others at once.
+Ranks that wait for a peer that never answers end after several seconds, all others at once.
 """
 
 import time

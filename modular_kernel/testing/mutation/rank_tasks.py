@@ -100,13 +100,13 @@ def digest(
         return built[-1]
 
     trial = over_ranks.RankTrial(case, rank, machine, here)
-    found = digest_of(trial)
+    bits = digest_of(trial)
     if case.fault:
         outcomes = repr([outcomes for outcomes, _ in trial.told])
-        found = hashlib.sha256(f"{found} {outcomes}".encode()).hexdigest()
+        bits = hashlib.sha256(f"{bits} {outcomes}".encode()).hexdigest()
     for kernel in built:
         kernel.prepare_finalize.destroy()
-    return found
+    return bits
 
 
 def watched_digest(

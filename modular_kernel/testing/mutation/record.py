@@ -13,17 +13,17 @@ Record = dict[str, Any]
 
 def record_of(score: Score) -> Record:
     """Return all data needed to judge the score and to repeat any result in it."""
-    found = score.survey
+    survey = score.survey
     return {
-        "part": found.part,
+        "part": survey.part,
         "seed": score.seed,
-        "level": found.level,
-        "world_size": found.where.world_size,
-        "ranks_per_host": found.where.ranks_per_host,
-        "pairings": [" x ".join(pair) for pair in found.pairs],
-        "cases": len(found.coverage.cases),
+        "level": survey.level,
+        "world_size": survey.where.world_size,
+        "ranks_per_host": survey.where.ranks_per_host,
+        "pairings": [" x ".join(pair) for pair in survey.pairs],
+        "cases": len(survey.coverage.cases),
         "versions": {name: version(name) for name in ("torch", "triton")},
-        "mutants": len(found.mutants),
+        "mutants": len(survey.mutants),
         "executed": score.executed,
         "put_in": len(score.fates),
         "killed": len(score.killed),
@@ -40,7 +40,7 @@ def record_of(score: Score) -> Record:
             }
             for fate, why in score.equivalent
         ],
-        "survivors": [_survivor(fate, found) for fate in score.survivors],
+        "survivors": [_survivor(fate, survey) for fate in score.survivors],
         "apart": score.apart,
         "not_executed": score.not_executed,
     }

@@ -85,8 +85,8 @@ class Score:
     @property
     def survivors(self) -> tuple[Fate, ...]:
         """The survivors that are not known to be equivalent."""
-        known = {fate.mutant for fate, _ in self.equivalent}
-        return tuple(f for f in self.fates if not f.killed and f.mutant not in known)
+        equivalents = {fate.mutant for fate, _ in self.equivalent}
+        return tuple(f for f in self.fates if not f.killed and f.mutant not in equivalents)
 
     @property
     def share(self) -> float:
@@ -117,7 +117,7 @@ def surveys(
     catalog = load_catalog()
     modules = {m: path for part in parts for m, path in modules_of(part, catalog).items()}
     coverage_by_pair: dict[Pair, Coverage] = {}
-    for pair in dict.fromkeys(pair for mine in pairs_by_part.values() for pair in mine):
+    for pair in dict.fromkeys(pair for part_pairs in pairs_by_part.values() for pair in part_pairs):
         coverage_by_pair[pair] = where.cover(modules, (pair,), level)
         if coverage_by_pair[pair].ended:
             need = "cases that pass before anything is changed"
@@ -125,13 +125,13 @@ def surveys(
     return tuple(
         Survey(
             part,
-            mine,
+            part_pairs,
             level,
             mutants_in(part, catalog),
-            joined(coverage_by_pair[p] for p in mine),
+            joined(coverage_by_pair[p] for p in part_pairs),
             where,
         )
-        for part, mine in pairs_by_part.items()
+        for part, part_pairs in pairs_by_part.items()
     )
 
 
@@ -189,9 +189,9 @@ def _needed(part: str, world_size: int) -> str:
         return f"a part that some pairing has a case for over {world_size} ranks on a CPU"
     catalog = load_catalog()
     if part in catalog.names("prepare_finalize"):
-        least, _ = catalog.prepare_finalize(part).requires.world_sizes
-        if least > 1:
-            return f"--world-size {least} beside it: it is a part over ranks"
+        min_ranks, _ = catalog.prepare_finalize(part).requires.world_sizes
+        if min_ranks > 1:
+            return f"--world-size {min_ranks} beside it: it is a part over ranks"
     return "a part that some pairing has a case for in one process here"
 
 

@@ -35,8 +35,8 @@ Found = Iterator[tuple[Edit, int, int, str]]
 def mutants_of(module: str, path: Path) -> tuple[Mutant, ...]:
     """Return every mutant of a module in the order of its lines."""
     source = Source(module, path)
-    found = named(source, _statements(source, source.tree.body, "", set()))
-    return tuple(sorted(found, key=lambda mutant: (mutant.edit.start, mutant.ident)))
+    mutants = named(source, _statements(source, source.tree.body, "", set()))
+    return tuple(sorted(mutants, key=lambda mutant: (mutant.edit.start, mutant.ident)))
 
 
 def _statements(source: Source, body: list[ast.stmt], function: str, known: set[str]) -> Found:
@@ -53,8 +53,8 @@ def _statement(source: Source, node: ast.stmt, function: str, known: set[str]) -
             yield from _definition(source, node, f"{function}.{node.name}")
         return
     first, last = node.lineno, last_line(node)
-    found = _own(source, node, known)
-    yield from ((edit, first, last, function) for edit in found)
+    edits = _own(source, node, known)
+    yield from ((edit, first, last, function) for edit in edits)
     for block in ("body", "orelse", "finalbody"):
         yield from _statements(source, getattr(node, block, []), function, known)
     for handler in getattr(node, "handlers", []):

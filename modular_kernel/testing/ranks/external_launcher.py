@@ -146,7 +146,7 @@ class LaunchedRanks(Closing):
         return [messages[rank][1][0] for rank in range(self.world_size)]
 
     def _take_leave(self) -> None:
-        """Announce that this rank needs the store no more.
+        """Announce that this rank no longer needs the store.
 
         Rank 0 may host the store, so it waits for the others, up to `grace` seconds.
         """

@@ -327,7 +327,7 @@ def _trace_path(folder: str, rank: int) -> Path:
 
 
 def _run_worker(place: _Place, pipe: Connection) -> None:
-    """Run tasks from the pipe and send back their answers until told to stop."""
+    """Run tasks from the pipe and send back their answers until a stop message."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
     torch.set_num_threads(1)
     if place.backend == "gloo":

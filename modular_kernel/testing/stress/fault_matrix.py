@@ -84,15 +84,15 @@ class FaultResult:
 def scenarios(part: str, backend: Backend) -> tuple[Scenario, ...]:
     """Return all scenarios of a part: a rank that disappears, raises, or uses another layer."""
     layer = GPU_LAYER if backend == "nccl" else CPU_LAYER
-    made = [
+    result = [
         Scenario(part, kind, point, layer=layer)
         for kind in ("killed", "stopped", "late")
         for point in POINTS
     ]
-    made += [Scenario(part, kind, layer=layer) for kind in ("raises", "overflow", "refuses")]
-    made.append(Scenario(part, "raises", "before dispatch", layer=layer))
-    made += [Scenario(part, "disagrees", other=other, layer=layer) for other in OTHERS]
-    return tuple(made)
+    result += [Scenario(part, kind, layer=layer) for kind in ("raises", "overflow", "refuses")]
+    result.append(Scenario(part, "raises", "before dispatch", layer=layer))
+    result += [Scenario(part, "disagrees", other=other, layer=layer) for other in OTHERS]
+    return tuple(result)
 
 
 def parts_to_try(world_size: int, backend: Backend) -> tuple[str, ...]:
@@ -159,10 +159,10 @@ def run_matrix(
                     index, scenario = queue.get_nowait()
                 except Empty:
                     return
-                late = time.monotonic() > end
+                is_late = time.monotonic() > end
                 result = (
                     _not_started_result(scenario, world_size)
-                    if late
+                    if is_late
                     else _try_scenario(scenario, pool)
                 )
                 with results_lock:

@@ -114,7 +114,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Stage:
-    """A scenario on one rank. folder: where ranks that are through leave a file of their number."""
+    """A scenario on one rank. folder: a finished rank creates a file there named by its number."""
 
     scenario: Scenario
     rank: int
@@ -269,14 +269,14 @@ def outcome_of(call: Callable[[], object], manager: Any, *, calls: int = 1) -> R
 
     manager: the source of `last_calls`, if it has any.
     """
-    started, done = time.monotonic(), 0
+    started, completed = time.monotonic(), 0
     try:
-        while done < calls:
+        while completed < calls:
             call()
-            done += 1
+            completed += 1
     except Exception as error:  # noqa: BLE001  the parent checks the error
-        return replace(_raised(error, time.monotonic() - started, done), last=_last(manager))
-    return RankReport("", "", time.monotonic() - started, done)
+        return replace(_raised(error, time.monotonic() - started, completed), last=_last(manager))
+    return RankReport("", "", time.monotonic() - started, completed)
 
 
 def _raised(error: Exception, seconds: float, done: int) -> RankReport:

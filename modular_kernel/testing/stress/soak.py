@@ -60,7 +60,7 @@ class Soak:
     hosts: int = 1
 
     def problem(self, world_size: int, rank: int, *, graph: bool) -> Problem:
-        each = world_size // self.hosts
+        ranks_per_host = world_size // self.hosts
         return Problem(
             tokens=self.tokens,
             hidden=self.hidden,
@@ -70,7 +70,7 @@ class Soak:
             dtype=self.dtype,
             graph=graph,
             parallel=Parallel(
-                world_size, rank=rank, ranks_per_host=None if self.hosts == 1 else each
+                world_size, rank=rank, ranks_per_host=None if self.hosts == 1 else ranks_per_host
             ),
         )
 
@@ -96,9 +96,9 @@ class SoakReport:
 
     def __str__(self) -> str:
         modes = ", ".join(f"{count} {mode}" for mode, count in sorted(self.modes.items()))
-        each = self.seconds / max(self.steps, 1) * 1e3
+        ms_per_step = self.seconds / max(self.steps, 1) * 1e3
         return (
-            f"{self.steps} steps ({modes}) in {self.seconds:.1f} s, {each:.3f} ms each, "
+            f"{self.steps} steps ({modes}) in {self.seconds:.1f} s, {ms_per_step:.3f} ms each, "
             f"{self.checked} outputs checked, worst {self.worst:.2f} of its bound, growth: "
             f"GPU {self.cuda_growth / 2**20:.2f} MiB, process {self.rss_growth / 2**20:.1f} MiB, "
             f"{self.handles_growth} files and threads"
@@ -213,10 +213,10 @@ class _Run:
             return
         if self.settle is not None:
             self.settle()
-        worst, wrong = judged(scenes[index], out, self.kernel.problem)
+        worst, message = judged(scenes[index], out, self.kernel.problem)
         self.checked, self.worst = self.checked + 1, max(self.worst, worst)
-        if wrong:
-            self.findings.append(f"step {self.step}, {self.mode}: {wrong}")
+        if message:
+            self.findings.append(f"step {self.step}, {self.mode}: {message}")
 
     def _refresh(self, scenes: list[Scene], index: int) -> None:
         old = scenes[index]

@@ -64,11 +64,11 @@ class Scenes:
         self.problem, self.device, self.draw = problem, device, draw
         self._replicated, self._ids_dtype = replicated, ids_dtype
         whole = replace(problem, parallel=Parallel(), graph=False, tokens=1)
-        made = make_inputs(whole, "uniform", _CPU)
-        self._all_weights = made.weights
+        all_inputs = make_inputs(whole, "uniform", _CPU)
+        self._all_weights = all_inputs.weights
         # The same tensors in every call, since plans and graphs bind their addresses.
         self.weights: ExpertWeights = part_of(
-            made, slice(0), problem, Place(device), strided=False
+            all_inputs, slice(0), problem, Place(device), strided=False
         ).weights
 
     def scene(self, tokens_W: tuple[int, ...] | None = None) -> Scene:
@@ -81,17 +81,17 @@ class Scenes:
             tokens_W = (counts[0],) * len(counts) if self._replicated else tuple(counts)
         total = tokens_W[0] if self._replicated else sum(tokens_W)
         start = 0 if self._replicated else sum(tokens_W[: parallel.rank])
-        mine = slice(start, start + tokens_W[parallel.rank])
+        local = slice(start, start + tokens_W[parallel.rank])
         generator = torch.Generator().manual_seed(draw.getrandbits(32))
         routing = self._routing(total, _SKEWS[draw.randrange(len(_SKEWS))], generator)
         x_TH = torch.randn(total, self.problem.hidden, generator=generator)
         x_TH = x_TH.to(self.problem.dtype)
         local_routing = Routing(
-            routing.topk_weights_TK[mine].to(self.device, copy=True),
-            routing.topk_ids_TK[mine].to(self.device, copy=True),
+            routing.topk_weights_TK[local].to(self.device, copy=True),
+            routing.topk_ids_TK[local].to(self.device, copy=True),
         )
         world = Inputs(x_TH, self._all_weights, routing)
-        return Scene(tokens_W, world, mine, x_TH[mine].to(self.device, copy=True), local_routing)
+        return Scene(tokens_W, world, local, x_TH[local].to(self.device, copy=True), local_routing)
 
     def _routing(self, tokens: int, skew: float, generator: torch.Generator) -> Routing:
         experts, top_k = self.problem.experts, self.problem.top_k

@@ -99,12 +99,20 @@ def declared(trial: Trial, sample: Sample) -> list[list[Roundings]] | None:
     """
     experts, i = trial.kernel.experts, sample.pristine
     if i is sample.whole_pristine:
-        roundings = [experts.roundings(i.x_TH[some], i.weights) for some in _chunks(sample)]
-        return None if None in roundings else [[each for each in roundings if each is not None]]
+        roundings = [experts.roundings(i.x_TH[chunk], i.weights) for chunk in _chunks(sample)]
+        return (
+            None
+            if None in roundings
+            else [[rounding for rounding in roundings if rounding is not None]]
+        )
     max_rows = len(sample.whole_pristine.x_TH)
     rows_RH = i.x_TH.new_empty(max_rows, sample.problem.hidden)
-    ways = {experts.roundings(rows_RH[:count], i.weights): None for count in range(max_rows + 1)}
-    return None if None in ways else [[each] for each in ways if each is not None]
+    variants = {
+        experts.roundings(rows_RH[:count], i.weights): None for count in range(max_rows + 1)
+    }
+    return (
+        None if None in variants else [[rounding] for rounding in variants if rounding is not None]
+    )
 
 
 def twin_of(sample: Sample, roundings: list[Roundings]) -> torch.Tensor:
@@ -119,14 +127,14 @@ def twins_of(sample: Sample, roundings: list[Roundings], moved: int) -> list[tor
     jitters = [None, *(torch.Generator().manual_seed(seed) for seed in range(moved))]
     parts = [torch.stack([sample.empty_output()[:0].to(i.x_TH.device)] * len(jitters))]
     chunks = _chunks(sample) if i is sample.pristine else [slice(None)]
-    for some, each in zip(chunks, roundings, strict=True):
+    for chunk, rounding in zip(chunks, roundings, strict=True):
         parts.append(
             reference.twins(
-                i.x_TH[some],
+                i.x_TH[chunk],
                 i.weights,
-                i.routing.of(some),
+                i.routing.of(chunk),
                 sample.whole_problem,
-                each,
+                rounding,
                 input_weighted=sample.input_weighted,
                 jitters=jitters,
             )

@@ -67,10 +67,10 @@ def compare(
     mismatches = _check_shape(out, exact, problem)
     if mismatches:
         return Comparison(math.inf, 0.0, problems=mismatches)
-    ours = out.double().flatten(0, -2)
+    output = out.double().flatten(0, -2)
     exact, recipe = exact.double().flatten(0, -2), recipe.double().flatten(0, -2)
     zero = (exact == 0).all(1)
-    problems = _check_finite_and_zero(ours, zero)
+    problems = _check_finite_and_zero(output, zero)
     if problems:
         return Comparison(math.inf, 0.0, problems=problems)
     live = ~zero
@@ -78,7 +78,7 @@ def compare(
         return Comparison(0.0, EPS)
     index = live.nonzero().flatten()
     min_row_error = fair_row if problem.scheme.quantized else None
-    args = ours[live], exact[live], recipe[live], index
+    args = output[live], exact[live], recipe[live], index
     return _compare_rows(*args, fair, min_row_error, fair_value)
 
 

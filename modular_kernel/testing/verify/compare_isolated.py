@@ -100,15 +100,15 @@ def _judged(
     finite = recipe.isfinite().flatten(1).all(1)
     args = out[finite], exact[finite], recipe[finite], problem
     messages = list(compare(*args, **vars(fair)).problems)
-    ours, need = out[~finite].double().flatten(0, -2), exact[~finite].flatten(0, -2)
+    output, need = out[~finite].double().flatten(0, -2), exact[~finite].flatten(0, -2)
     unit = need.square().mean(1, keepdim=True).sqrt()
     # NaN compares false: a finite value where the oracle has none is wrong.
-    wrong = ours.isfinite() & ~((ours - need).abs() <= VALUE_FACTOR * typical * unit)
-    if bool(wrong.any()):
-        row, column = wrong.nonzero()[0].tolist()
-        got, want = float(ours[row, column]), float(need[row, column])
+    bad = output.isfinite() & ~((output - need).abs() <= VALUE_FACTOR * typical * unit)
+    if bool(bad.any()):
+        row, column = bad.nonzero()[0].tolist()
+        got, want = float(output[row, column]), float(need[row, column])
         messages.append(
-            f"{int(wrong.sum())} values neither right nor not finite where the recipe overflows, "
+            f"{int(bad.sum())} values neither right nor not finite where the recipe overflows, "
             f"the first {got:.4g} instead of {want:.4g}"
         )
     return tuple(messages)

@@ -21,8 +21,8 @@ def call_on(kernel: FusedMoEModularKernel | Plan, inputs: Inputs) -> Calls:
     """
 
     def on(tokens: torch.Tensor) -> torch.Tensor:
-        where = tokens.to(inputs.x_TH.device)
-        return kernel(inputs.x_TH[where], inputs.weights, inputs.routing.of(where)).clone()
+        index = tokens.to(inputs.x_TH.device)
+        return kernel(inputs.x_TH[index], inputs.weights, inputs.routing.of(index)).clone()
 
     return on
 
@@ -68,10 +68,10 @@ def batch_invariant(trial: Trial) -> Iterator[str]:
     """Check, if the problem requires it, that a token's bits do not depend on its call."""
     if not trial.case.problem.batch_invariant:
         return
-    for how, rows in regrouped(trial):
+    for description, rows in regrouped(trial):
         count = rows_that_differ(rows, trial.eager)
         if count:
-            yield f"{how}: {count} of {len(rows)} rows have other bits"
+            yield f"{description}: {count} of {len(rows)} rows have other bits"
 
 
 def regrouped(trial: Trial) -> Iterator[tuple[str, torch.Tensor]]:

@@ -266,16 +266,16 @@ def examine(
         return built[-1]
 
     trial = RankTrial(case, rank, machine, build_here)
-    found: list[str] = []
+    findings: list[str] = []
     for check in checks:
         name = check.__name__
         try:
             for finding in check(trial):
-                found.append(f"{name}: {finding}")
+                findings.append(f"{name}: {finding}")
         except Exception as error:
-            raise CheckError("\n".join([*found, raised(name, error)])) from error
+            raise CheckError("\n".join([*findings, raised(name, error)])) from error
     comparison = trial.first.compare(trial.eager)
-    unique = tuple(dict.fromkeys(found))
+    unique = tuple(dict.fromkeys(findings))
     # Not done after a check raised: destroying a part may wait for peers that never get here.
     for kernel in built:
         kernel.prepare_finalize.destroy()

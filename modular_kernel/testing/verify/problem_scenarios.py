@@ -31,9 +31,9 @@ def another_problem(on: Stage, first: FusedMoEModularKernel) -> Lines:
     """Call another layer on rank 1: the counts of the first call report it on all ranks."""
     got = "another dtype, scheme, placement, activation or pairing"
     others = on.other_problems(OTHERS)
-    for number, (changes, given) in enumerate(others):
+    for number, (changes, inputs) in enumerate(others):
         other = on.beside(first, **changes)
-        outcome = said(lambda: on.judged(on.call(other, **given)))  # noqa: B023
+        outcome = said(lambda: on.judged(on.call(other, **inputs)))  # noqa: B023
         yield outcome, on.told(got, ONE_CALL, layer=3 + number, call=1, step=8 + number)
     smaller = on.beside(first, tokens=on.case.problem.tokens + 1)
     tokens = on.case.problem.tokens

@@ -154,9 +154,9 @@ class Stage:
         at: layer, call and step. Layer 0 means that the error names no layer.
         """
         layer, call, step = at
-        named = f"{what}, call {call} of layer {layer}" if layer else what
+        subject = f"{what}, call {call} of layer {layer}" if layer else what
         error = CommunicationError(
-            named, got=got, need=need, rank=self.rank, phase=phase, step=step, peers=peers
+            subject, got=got, need=need, rank=self.rank, phase=phase, step=step, peers=peers
         )
         error.layer, error.call = layer, call
         return in_words(error)

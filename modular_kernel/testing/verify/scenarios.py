@@ -64,10 +64,10 @@ def misunderstood(on: Stage) -> Lines:
         ),
     )  # fmt: skip
     yield on.goes(first)
-    mine, at = (second, (2, 1)) if on.at_fault else (first, (1, 3))
+    kernel, at = (second, (2, 1)) if on.at_fault else (first, (1, 3))
     got = f"{on.by_rank('layer', 1, 2)}; {on.by_rank('call', 3, 1)}"
     yield (
-        said(lambda: on.judged(on.call(mine))),
+        said(lambda: on.judged(on.call(kernel))),
         on.told(got, ONE_CALL, layer=at[0], call=at[1], step=6),
     )
     yield on.goes(second)
@@ -300,8 +300,8 @@ def journal(on: Stage, kernel: FusedMoEModularKernel, refused: dict[int, str], *
         return f"exchanges up to {places[-1]}, none of {sorted(missing)}"
     for record in records:
         is_refused = on.at_fault and record["step"] in refused
-        done = "done" if counts_calls(on.part) or not record["step"] else "launched"
-        state = f"refused: {refused[record['step']]}" if is_refused else done
+        done_state = "done" if counts_calls(on.part) or not record["step"] else "launched"
+        state = f"refused: {refused[record['step']]}" if is_refused else done_state
         if record["state"] != state or record["rank"] != on.rank:
             return f"not {state} on rank {on.rank}: {record}"
         if not now - 60 < record["started_s"] <= record["ended_s"] <= now:

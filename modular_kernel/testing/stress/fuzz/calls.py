@@ -36,10 +36,10 @@ def right_call(rng: Random) -> FuzzOutcome:
     drawn = _drawn(rng)
     if isinstance(drawn, FuzzOutcome):
         return drawn
-    kernel, what, given = drawn
+    kernel, what, inputs = drawn
     mode = rng.choice(_MODES)
-    what = f"{mode} of {what} with T={len(given.x_TH)}"
-    return _judged(kernel, given, mode, what, refusable=False)
+    what = f"{mode} of {what} with T={len(inputs.x_TH)}"
+    return _judged(kernel, inputs, mode, what, refusable=False)
 
 
 def changed_call(rng: Random) -> FuzzOutcome:
@@ -47,16 +47,16 @@ def changed_call(rng: Random) -> FuzzOutcome:
     drawn = _drawn(rng)
     if isinstance(drawn, FuzzOutcome):
         return drawn
-    kernel, what, given = drawn
+    kernel, what, inputs = drawn
     name, change, must_refuse = rng.choice(ALL)
     mode = rng.choice(("call", "plan", "twice", "start"))
-    what = f"{mode} of {what} with T={len(given.x_TH)}, {name}"
+    what = f"{mode} of {what} with T={len(inputs.x_TH)}, {name}"
     try:
-        changed = change(given, kernel.problem, rng)
+        changed = change(inputs, kernel.problem, rng)
     except (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError):
         return FuzzOutcome(RIGHT, f"{what}: no such tensor can be made")
     if changed is None:
-        return _judged(kernel, given, mode, what, refusable=False)
+        return _judged(kernel, inputs, mode, what, refusable=False)
     grad = torch.enable_grad() if name == "requires grad" else torch.no_grad()
     with grad:
         if not must_refuse:
@@ -73,23 +73,25 @@ def nan_call(rng: Random) -> FuzzOutcome:
     drawn = _drawn(rng)
     if isinstance(drawn, FuzzOutcome):
         return drawn
-    kernel, what, given = drawn
-    if len(given.x_TH) == 0:
+    kernel, what, inputs = drawn
+    if len(inputs.x_TH) == 0:
         return FuzzOutcome(RIGHT, what)
-    oracle = Oracle(kernel.problem, given.x_TH.clone(), given.weights, given.routing)
+    oracle = Oracle(kernel.problem, inputs.x_TH.clone(), inputs.weights, inputs.routing)
     rows = slice(None)
     if rng.random() < 0.5 and kernel.problem.scheme.activation_granularity != "tensor":
-        given.x_TH[0] = torch.nan
+        inputs.x_TH[0] = torch.nan
         rows, what = slice(1, None), f"{what}, the first token is NaN"
     else:
-        ids = given.routing.topk_ids_TK
+        ids = inputs.routing.topk_ids_TK
         skipped = (ids < 0) | (ids >= kernel.problem.experts)
-        if given.weights.expert_map is not None:
-            skipped |= given.weights.expert_map[ids.clamp(0, kernel.problem.experts - 1).long()] < 0
-        router = given.routing.topk_weights_TK.masked_fill(skipped, torch.nan)
-        given = replace(given, routing=replace(given.routing, topk_weights_TK=router))
+        if inputs.weights.expert_map is not None:
+            skipped |= (
+                inputs.weights.expert_map[ids.clamp(0, kernel.problem.experts - 1).long()] < 0
+            )
+        router = inputs.routing.topk_weights_TK.masked_fill(skipped, torch.nan)
+        inputs = replace(inputs, routing=replace(inputs.routing, topk_weights_TK=router))
         what = f"{what}, skipped pairs weigh NaN"
-    result = attempt(what, lambda: kernel(given.x_TH, given.weights, given.routing))
+    result = attempt(what, lambda: kernel(inputs.x_TH, inputs.weights, inputs.routing))
     if isinstance(result, FuzzOutcome):
         return result if result.kind != TYPED else FuzzOutcome(WRONG, f"{what}: refused")
     fault = oracle.fault(result, rows=rows)

@@ -109,8 +109,8 @@ def _weights(problem: Problem, rng: Random) -> ExpertWeights:
     g = generator_of(rng)
     e, hidden, width = problem.experts, problem.hidden, problem.intermediate
     w1, w2 = (torch.randn(e, *s, generator=g) for s in ((2 * width, hidden), (hidden, width)))
-    plain = ExpertWeights(w1, w2)
-    return quantize_weights(plain, problem) if problem.scheme.quantized else plain
+    unquantized = ExpertWeights(w1, w2)
+    return quantize_weights(unquantized, problem) if problem.scheme.quantized else unquantized
 
 
 def _tensors(weights: ExpertWeights, problem: Problem, stored: Callable[..., Tensors]) -> Tensors:

@@ -46,24 +46,24 @@ def composed_call(rng: Random) -> FuzzOutcome:
     plans = rng.random() < 0.5
 
     def call() -> torch.Tensor:
-        given = draw_inputs(problem, rng)
-        inputs = given.x_TH, given.weights, given.routing
+        drawn = draw_inputs(problem, rng)
+        inputs = drawn.x_TH, drawn.weights, drawn.routing
         with tempfile.TemporaryDirectory() as folder:
             home = "modular_kernel.select.autotune"
-            made = named(f"{home}:Terms")(folder=Path(folder), **terms)
-            kernel = named(f"{home}:compose")(**({"terms": made} | arguments))
+            options = named(f"{home}:Terms")(folder=Path(folder), **terms)
+            kernel = named(f"{home}:compose")(**({"terms": options} | arguments))
             layer = kernel.plan() if plans else kernel
-            original = replace(given, x_TH=given.x_TH.clone())
+            original = replace(drawn, x_TH=drawn.x_TH.clone())
             oracles.append(Oracle(problem, original.x_TH, original.weights, original.routing))
-            found: torch.Tensor = layer(*inputs)
-            return found
+            result: torch.Tensor = layer(*inputs)
+            return result
 
     oracles: list[Oracle] = []
-    found = attempt(what, call)
-    if isinstance(found, FuzzOutcome):
-        late = found.kind == TYPED and bool(oracles)
-        return FuzzOutcome(WRONG, f"{what}: a right call is refused") if late else found
+    result = attempt(what, call)
+    if isinstance(result, FuzzOutcome):
+        was_started = result.kind == TYPED and bool(oracles)
+        return FuzzOutcome(WRONG, f"{what}: a right call is refused") if was_started else result
     if has_junk:
         return FuzzOutcome(ACCEPTED, what)
-    fault = oracles[0].fault(found)
+    fault = oracles[0].fault(result)
     return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)

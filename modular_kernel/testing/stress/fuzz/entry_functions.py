@@ -46,7 +46,7 @@ def fused_experts(rng: Random) -> FuzzOutcome:
     drawn = attempt("a problem", lambda: _fused_problem(rng))
     if isinstance(drawn, FuzzOutcome):
         return drawn
-    problem, given = drawn, draw_inputs(drawn, rng)
+    problem, inputs = drawn, draw_inputs(drawn, rng)
     config: dict[str, Any] = {
         "activation": rng.choice((str(problem.activation), problem.act)),
         "apply_router_weight_on_input": problem.apply_router_weight_on_input,
@@ -58,29 +58,29 @@ def fused_experts(rng: Random) -> FuzzOutcome:
     names = {"w1_zero_point": "w1_zp", "w2_zero_point": "w2_zp"}
     options |= {
         names.get(name, name): tensor
-        for name, tensor in vars(given.weights).items()
+        for name, tensor in vars(inputs.weights).items()
         if name not in ("w1", "w2") and tensor is not None
     }
-    routing = (given.routing.topk_weights_TK, given.routing.topk_ids_TK, None)
-    arguments = [given.x_TH, given.weights.w1, given.weights.w2, routing]
+    routing = (inputs.routing.topk_weights_TK, inputs.routing.topk_ids_TK, None)
+    arguments = [inputs.x_TH, inputs.weights.w1, inputs.weights.w2, routing]
     what = f"fused_experts of {described(problem)}"
     junk = rng.random() < 0.5
     if junk:
         what += _insert_junk(rng, arguments, config, options)
-    oracle = Oracle(problem, given.x_TH.clone(), given.weights, given.routing)
+    oracle = Oracle(problem, inputs.x_TH.clone(), inputs.weights, inputs.routing)
     home = "modular_kernel.integrations.fused_moe"
 
     def call() -> torch.Tensor:
-        made = named(f"{home}:MoeRunnerConfig")(**config)
-        found: torch.Tensor = named(f"{home}:fused_experts")(*arguments, made, **options)
-        return found
+        runner_config = named(f"{home}:MoeRunnerConfig")(**config)
+        result: torch.Tensor = named(f"{home}:fused_experts")(*arguments, runner_config, **options)
+        return result
 
-    found = attempt(what, call)
-    if isinstance(found, FuzzOutcome):
-        return found
+    result = attempt(what, call)
+    if isinstance(result, FuzzOutcome):
+        return result
     if junk:
         return FuzzOutcome(ACCEPTED, what)
-    fault = oracle.fault(found)
+    fault = oracle.fault(result)
     return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
 
 
@@ -177,16 +177,16 @@ def importers(rng: Random) -> FuzzOutcome:
         arguments[junk_name] = rng.choice(values)
         what += f" with {junk_name}={word(arguments[junk_name])}"
     scales = arguments["scales"]
-    found = attempt(what, lambda: named(f"modular_kernel.checkpoints:{name}")(**arguments))
-    if isinstance(found, FuzzOutcome):
-        return found if junk else FuzzOutcome(WRONG, f"{what}: refused")
+    result = attempt(what, lambda: named(f"modular_kernel.checkpoints:{name}")(**arguments))
+    if isinstance(result, FuzzOutcome):
+        return result if junk else FuzzOutcome(WRONG, f"{what}: refused")
     if junk:
         return FuzzOutcome(ACCEPTED, what)
-    given = found.zero_point is not None
-    quant = f"int{bits}_w{bits}a16_group:group={group},zero_points={str(given).lower()}"
+    has_zero_points = result.zero_point is not None
+    quant = f"int{bits}_w{bits}a16_group:group={group},zero_points={str(has_zero_points).lower()}"
     problem = Problem(1, depth, rows, 1, 1, dtype=torch.float32, quant=quant)
-    zero = found.zero_point[None] if given else None
-    numbers = matrix(found.w[None], found.scale[None], zero, problem)[0]
+    zero = result.zero_point[None] if has_zero_points else None
+    numbers = matrix(result.w[None], result.scale[None], zero, problem)[0]
     expected = (codes - zeros.repeat_interleave(group, 0)) * scales.repeat_interleave(group, 0)
     close = torch.allclose(numbers.T, expected.double(), rtol=1e-6)
     return FuzzOutcome(RIGHT, what) if close else FuzzOutcome(WRONG, what)
@@ -244,18 +244,18 @@ def command_line(rng: Random) -> FuzzOutcome:
         out, err = contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed)
         # The value of --json is a file name; such files are removed with the folder.
         folder = tempfile.TemporaryDirectory()
-        with out, err, environment_kept(), folder as here, contextlib.chdir(here):
+        with out, err, environment_kept(), folder as folder_path, contextlib.chdir(folder_path):
             try:
                 named("modular_kernel.cli.main:run")(words)
             except SystemExit as ended:
                 return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         return 0
 
-    found = attempt(what, call)
-    if isinstance(found, FuzzOutcome):  # an uncaught error of any type
-        return FuzzOutcome(RAW, found.what)
-    if "Traceback" in printed.getvalue() or found not in (0, 1, 2):
-        return FuzzOutcome(RAW, f"{what}: exit {found}")
+    status = attempt(what, call)
+    if isinstance(status, FuzzOutcome):  # an uncaught error of any type
+        return FuzzOutcome(RAW, status.what)
+    if "Traceback" in printed.getvalue() or status not in (0, 1, 2):
+        return FuzzOutcome(RAW, f"{what}: exit {status}")
     if "\x1b[2J" in printed.getvalue():
         return FuzzOutcome(WRONG, f"{what}: a control sequence is printed as it came")
-    return FuzzOutcome(TYPED if found else RIGHT, what)
+    return FuzzOutcome(TYPED if status else RIGHT, what)

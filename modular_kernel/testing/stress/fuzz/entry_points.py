@@ -1,4 +1,4 @@
-"""Packages of others: entry points that raise, give junk, or offer parts that declare junk."""
+"""Third-party packages: entry points that raise, return junk, or provide invalid parts."""
 
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -87,8 +87,8 @@ def _offer(rng: Random, place: int) -> tuple[Offer, str, tuple[str, ...]]:
         return Offer(name, origin, load), f"raises {word(make_error())}", ()
     if kind == 1:
         junk = rng.choice(JUNK)
-        given = rng.choice((junk, (junk,), [junk]))
-        return Offer(name, origin, lambda: given), f"offers {word(given)}", ()
+        offered = rng.choice((junk, (junk,), [junk]))
+        return Offer(name, origin, lambda: offered), f"offers {word(offered)}", ()
     base = load_catalog().experts("TorchExperts")
     if rng.random() < 0.5:
         base = load_catalog().prepare_finalize("MoEPrepareAndFinalizeNoEP")  # type: ignore[assignment]

@@ -56,9 +56,9 @@ def placements(rng: Random) -> FuzzOutcome:
     name, call, num_arguments = rng.choice(_CALLS)
     arguments = [_drawn(rng) for _ in range(num_arguments)]
     what = f"{name}({', '.join(map(_words, arguments))})"
-    found = attempt(what, lambda: call(*arguments))
-    if isinstance(found, FuzzOutcome):
-        return found
+    result = attempt(what, lambda: call(*arguments))
+    if isinstance(result, FuzzOutcome):
+        return result
     skip = name in ("rank_loads", "rebalance")  # the first argument, loads, may be floats
     if any(_has_no_number(given) for given in arguments[skip:]):
         return FuzzOutcome(ACCEPTED, what)

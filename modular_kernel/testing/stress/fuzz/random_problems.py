@@ -150,7 +150,7 @@ def _draw_expert_map(problem: Problem, rng: Random) -> torch.Tensor:
 
 def described(problem: Problem) -> str:
     """Format a problem with the fields that differ from their defaults."""
-    plain = Problem(1, 1, 1, 1, 1)
-    changed = {k: v for k, v in vars(problem).items() if v != getattr(plain, k)}
-    named = {k: str(v) if isinstance(v, ActivationSpec) else v for k, v in changed.items()}
-    return "Problem(" + ", ".join(f"{k}={v!r}" for k, v in named.items()) + ")"
+    defaults = Problem(1, 1, 1, 1, 1)
+    changed = {k: v for k, v in vars(problem).items() if v != getattr(defaults, k)}
+    formatted = {k: str(v) if isinstance(v, ActivationSpec) else v for k, v in changed.items()}
+    return "Problem(" + ", ".join(f"{k}={v!r}" for k, v in formatted.items()) + ")"

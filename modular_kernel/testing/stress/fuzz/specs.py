@@ -77,10 +77,10 @@ def _is_lora(value: Any) -> bool:
         return True
     words = value.split(",") if isinstance(value, str) else []
     sizes = {key: text for key, _, text in (word.partition("=") for word in words)}
-    most = {"adapters": 65536, "rank": 256}
+    limits = {"adapters": 65536, "rank": 256}
     return all(
         key in sizes and sizes[key].isdigit() and 0 < int(sizes[key]) <= top
-        for key, top in most.items()
+        for key, top in limits.items()
     )
 
 
@@ -130,12 +130,12 @@ def problem_fields(rng: Random) -> FuzzOutcome:
     junk = {name: _value(name, rng) for name in names}
     words = ", ".join(f"{name}={word(value)}" for name, value in junk.items())
     what = f"{described(base)} with {words}"
-    made = attempt(what, lambda: replace(base, **junk))
-    if isinstance(made, FuzzOutcome):
-        return made
+    problem = attempt(what, lambda: replace(base, **junk))
+    if isinstance(problem, FuzzOutcome):
+        return problem
     if not all(FIELDS[name](value) for name, value in junk.items()):
         return FuzzOutcome(ACCEPTED, what)
-    return _use_problem(made, what, rng)
+    return _use_problem(problem, what, rng)
 
 
 def _use_problem(problem: Problem, what: str, rng: Random) -> FuzzOutcome:
@@ -153,8 +153,8 @@ def _use_problem(problem: Problem, what: str, rng: Random) -> FuzzOutcome:
         small = problem.tokens * problem.top_k * max(problem.hidden, problem.intermediate) < 2**20
         return make_kernel(prepare, experts, problem) if small else judged
 
-    found = attempt(f"{what}, {prepare} x {experts}", use)
-    return found if isinstance(found, FuzzOutcome) else FuzzOutcome(RIGHT, what)
+    result = attempt(f"{what}, {prepare} x {experts}", use)
+    return result if isinstance(result, FuzzOutcome) else FuzzOutcome(RIGHT, what)
 
 
 def small_facts(rng: Random) -> FuzzOutcome:
@@ -170,9 +170,9 @@ def small_facts(rng: Random) -> FuzzOutcome:
     if call is ActivationSpec and rng.random() < 0.7:
         arguments[0] = rng.choice(GATED + UNGATED)
     what = f"{call.__qualname__}({', '.join(map(word, arguments))})"
-    found = attempt(what, lambda: call(*arguments))
-    if isinstance(found, FuzzOutcome):
-        return found
+    result = attempt(what, lambda: call(*arguments))
+    if isinstance(result, FuzzOutcome):
+        return result
     if call is ActivationSpec:
         number = (int, float, type(None))
         fits: tuple[Any, ...] = (str, number, number, bool)
@@ -181,7 +181,7 @@ def small_facts(rng: Random) -> FuzzOutcome:
             return FuzzOutcome(ACCEPTED, what)
     if call is Parallel and not _count(1)(arguments[0]):
         return FuzzOutcome(ACCEPTED, what)
-    return attempt(what, lambda: FuzzOutcome(RIGHT, what + str(found)[:0]))
+    return attempt(what, lambda: FuzzOutcome(RIGHT, what + str(result)[:0]))
 
 
 def judges(rng: Random) -> FuzzOutcome:
@@ -199,8 +199,8 @@ def judges(rng: Random) -> FuzzOutcome:
         options["machine"] = value
     call = rng.choice((check, make_kernel))
     what = f"{call.__name__} with {word(value)} as argument {place}"
-    found = attempt(what, lambda: call(*arguments, **options))
-    if isinstance(found, FuzzOutcome):
-        return found
+    result = attempt(what, lambda: call(*arguments, **options))
+    if isinstance(result, FuzzOutcome):
+        return result
     fits = value is None and place == 3
     return FuzzOutcome(RIGHT if fits else ACCEPTED, what)
