@@ -76,7 +76,7 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Place:
-    """The parameters of a rank process."""
+    """The configuration of a rank process."""
 
     rank: int
     world_size: int
@@ -89,7 +89,7 @@ class _Place:
 
 
 @dataclass
-class _Rank:
+class _RankProcess:
     """A process and the parent's end of its pipe."""
 
     process: BaseProcess
@@ -139,7 +139,7 @@ class RankPool(Closing):
         self._folder: tempfile.TemporaryDirectory[str] | None = tempfile.TemporaryDirectory(
             prefix="mk-ranks-"
         )
-        self._ranks: list[_Rank] = []
+        self._ranks: list[_RankProcess] = []
         self._generation = 0
         self._raised_at: dict[int, float] = {}  # in the last run, by the monotonic clock
 
@@ -218,7 +218,7 @@ class RankPool(Closing):
             )
             process.start()
             child_end.close()
-            self._ranks.append(_Rank(process, parent_end))
+            self._ranks.append(_RankProcess(process, parent_end))
 
     def _send(self, task: bytes, failures: dict[int, str]) -> None:
         for number, rank in enumerate(self._ranks):
