@@ -263,7 +263,7 @@ def _expert_weights(
     unquantized = replace(problem, quant="none", dtype=torch.float32)
     unplaced = Place(torch.device("cpu"))
     weights = _weights(unquantized, expert_map, generator, unplaced, strided=False, layout="plain")
-    uneven = {name: _uneven(getattr(weights, name), generator) for name in ("w1", "w2")}
+    uneven = {name: _make_uneven(getattr(weights, name), generator) for name in ("w1", "w2")}
     scales = {}
     if problem.scheme.static:
         ranges = {"a1_scale": _X_RANGE, "a2_scale": _H_RANGE}
@@ -308,7 +308,7 @@ def _with_layout(w_eNK: torch.Tensor, layout: str, place: Place) -> torch.Tensor
     return place(spaced)[:, :rows, :depth]
 
 
-def _uneven(w_eNK: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _make_uneven(w_eNK: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Scale experts, rows and blocks of 32 columns unequally, so that a wrong scale is visible."""
     e, rows, depth = w_eNK.shape
 

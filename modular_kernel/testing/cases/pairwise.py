@@ -241,17 +241,17 @@ def _values(row: Row) -> dict[str, Any]:
     return {axis.name: axis.values[i] for axis, i in zip(axes, row, strict=True)}
 
 
-_PLACES = {axis.name: place for place, axis in enumerate(_ALL_AXES)}
+_AXIS_INDEX = {axis.name: place for place, axis in enumerate(_ALL_AXES)}
 
 
 def _part(*names: str) -> Callable[[Sequence[int]], Row]:
     """Return a function that extracts the values of some axes from a row."""
-    return itemgetter(*(_PLACES[name] for name in names))
+    return itemgetter(*(_AXIS_INDEX[name] for name in names))
 
 
 def _said(part: Row, *names: str) -> tuple[Any, ...]:
     """Return the axis values of such a part."""
-    return tuple(AXES[_PLACES[name]].values[i] for name, i in zip(names, part, strict=True))
+    return tuple(AXES[_AXIS_INDEX[name]].values[i] for name, i in zip(names, part, strict=True))
 
 
 _ROUTED_BY = ("tokens", "experts", "top_k", "placement", "routing", "seed")

@@ -216,12 +216,12 @@ def _breakpoints(line: Line, far: bool) -> Iterator[tuple[int, int]]:
         while refused(line.start + step) and abs(step) <= line.start:
             step *= 2
         if far or line.high - line.low <= _SHORT:
-            last = _last(line, step, passes)
+            last = _last_passing(line, step, passes)
             if last != line.start and refused(last + step):
                 yield last, last + step
 
 
-def _last(line: Line, step: int, passes: Callable[[int], bool]) -> int:
+def _last_passing(line: Line, step: int, passes: Callable[[int], bool]) -> int:
     """Return the last value from the line's start in steps of `step` that passes.
 
     The value after it fails or is outside the line's range.

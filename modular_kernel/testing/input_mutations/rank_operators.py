@@ -81,7 +81,7 @@ def _weighted(case: RankCase) -> bool:
     return _has_many_pairs(case) and case.problem.combine is not Combine.TOPK_UNWEIGHTED
 
 
-def _uneven(case: RankCase) -> bool:
+def _has_uneven_counts(case: RankCase) -> bool:
     """Return whether, in addition, ranks 0 and 1 differ in tokens, and the part receives counts."""
     part = load_catalog().prepare_finalize(case.prepare_finalize)
     receives_counts = not part.requires.received_by_library
@@ -253,7 +253,7 @@ RANK_MUTANTS: tuple[RankMutant, ...] = (
     RankMutant(
         "peer_counts_swapped",
         "the last rank confuses counts or memory of ranks 0 and 1, or counts of its experts",
-        _uneven,
+        _has_uneven_counts,
         _on_last_rank("peer_counts_swapped", _swap_counts),
         waits=6.0,
     ),

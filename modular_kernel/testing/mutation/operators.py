@@ -169,7 +169,7 @@ def _clamp(source: Source, node: ast.Call, called: str) -> Edits:
         yield source.replaced("clamp", node, f"({source.of(node.args[1])})")
     elif called in ("clamp", "clamp_") and isinstance(node.func, ast.Attribute):
         kept = node.args[0] if _is_module(node.func.value) else node.func.value
-        yield source.replaced("clamp", node, _alone(source, kept))
+        yield source.replaced("clamp", node, _operand(source, kept))
 
 
 def _cast(source: Source, node: ast.Call, called: str) -> Edits:
@@ -178,10 +178,10 @@ def _cast(source: Source, node: ast.Call, called: str) -> Edits:
         if to.endswith(".dtype.element_ty"):
             return  # tl.store casts anyway
         operator = WIDE if called == "long" or to.endswith("int64") else "cast lost"
-        yield source.replaced(operator, node, _alone(source, node.func.value))
+        yield source.replaced(operator, node, _operand(source, node.func.value))
 
 
-def _alone(source: Source, node: ast.expr) -> str:
+def _operand(source: Source, node: ast.expr) -> str:
     """Return a method's object as text that is valid anywhere.
 
     The syntax node of `(a >> 1)` in `(a >> 1).to(b)` does not include its parentheses.

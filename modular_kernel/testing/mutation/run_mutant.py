@@ -136,7 +136,7 @@ def attempt(
     if not candidates:
         return Fate(mutant, "not executed")
     killers = killers or Killers()
-    cases = _some(killers.ordered(mutant, candidates), most)
+    cases = _limit_cases(killers.ordered(mutant, candidates), most)
     all_cases = tuple(c.case for c in coverage.cases)
     listing = Listing(pairs, level, all_cases, only_selects) if is_loaded else None
     fate = where.put_in(mutant, cases, listing)
@@ -148,7 +148,7 @@ def attempt(
     return replace(fate, seconds=time.perf_counter() - start)
 
 
-def _some(cases: list[Covered], most: int | None) -> list[Covered]:
+def _limit_cases(cases: list[Covered], most: int | None) -> list[Covered]:
     if most is None or len(cases) <= most:
         return cases
     head = 2 * most // 3

@@ -275,7 +275,9 @@ def outcome_of(call: Callable[[], object], manager: Any, *, calls: int = 1) -> R
             call()
             completed += 1
     except Exception as error:  # noqa: BLE001  the parent checks the error
-        return replace(_raised(error, time.monotonic() - started, completed), last=_last(manager))
+        return replace(
+            _raised(error, time.monotonic() - started, completed), last=_newest_record(manager)
+        )
     return RankReport("", "", time.monotonic() - started, completed)
 
 
@@ -286,7 +288,7 @@ def _raised(error: Exception, seconds: float, done: int) -> RankReport:
     return report
 
 
-def _last(manager: Any) -> str:
+def _newest_record(manager: Any) -> str:
     calls = getattr(manager, "last_calls", None)
     lines = [] if calls is None else calls.json_lines().splitlines()
     return lines[-1] if lines else ""

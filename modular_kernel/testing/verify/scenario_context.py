@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 VICTIM = 1  # the rank at which the fault is injected
 RIGHT = "right"
 _SECONDS = re.compile(r"\d+\.\d+ s")
-_PLACES = re.compile(r"(; ranks? [\d, ]+: (all of|on) host [^;,]+)+")
+_HOST_NAMES = re.compile(r"(; ranks? [\d, ]+: (all of|on) host [^;,]+)+")
 _DIGITS = re.compile(r"[0-9a-f]{8,}")
 
 
@@ -182,7 +182,7 @@ def said(call: Callable[[], str]) -> str:
 def in_words(error: CommunicationError) -> str:
     """Return an error as text, with layer and call, without times, digests and host names."""
     facts = error.rank, error.phase, error.step, error.layer, error.call, error.peers
-    return _PLACES.sub("", _DIGITS.sub("#", _SECONDS.sub("N s", f"{facts} {error}")))
+    return _HOST_NAMES.sub("", _DIGITS.sub("#", _SECONDS.sub("N s", f"{facts} {error}")))
 
 
 def manager_of(part: PrepareAndFinalize) -> Any:

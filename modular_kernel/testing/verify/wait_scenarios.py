@@ -29,7 +29,7 @@ def late(on: Stage) -> Lines:
         time.sleep(_IN_TIME_S)
     yield on.goes(kernel)
     dist.barrier()
-    wait_for_nobody = _alone(on) if counts else None
+    wait_for_nobody = _start_alone(on) if counts else None
     if on.at_fault:
         time.sleep(DEADLINE_S + _PATIENCE_S)
     start = time.monotonic()
@@ -65,7 +65,7 @@ def late(on: Stage) -> Lines:
     yield on.goes(on.kernel())
 
 
-def _alone(on: Stage) -> Callable[[], tuple[str, str]]:
+def _start_alone(on: Stage) -> Callable[[], tuple[str, str]]:
     """Start an exchange on rank 0 alone; return the function that waits for it.
 
     Call it well after the deadline and the grace period for reports of other ranks: the wait must

@@ -71,11 +71,11 @@ def run(
     report = FuzzReport(seed, interpreted, only)
     first = numbers.start
     while first < numbers.stop:
-        first = _some(report, range(first, numbers.stop), deadline_s)
+        first = _run_process(report, range(first, numbers.stop), deadline_s)
     return report
 
 
-def _some(report: FuzzReport, numbers: range, deadline_s: float) -> int:
+def _run_process(report: FuzzReport, numbers: range, deadline_s: float) -> int:
     """Run until the process ends; return the number to continue from."""
     words = [sys.executable, "-m", _WORKER, report.seed, str(numbers.start), str(numbers.stop)]
     words += ["calls" if report.interpreted else "", report.only]
