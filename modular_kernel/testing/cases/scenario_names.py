@@ -36,9 +36,10 @@ def shares_memory(part: type[PrepareAndFinalize]) -> bool:
 
 
 def goes_near(part: type[PrepareAndFinalize]) -> bool:
-    """Return whether a pair goes to its expert's nearest copy, unless the part opts out itself.
+    """Return whether pairs must go to the nearest copy of their expert.
 
-    An inherited opt-out is ignored, because the inherited behavior is what is tested.
+    False without a manager, or if the part itself defines `near_first`. An inherited `near_first`
+    is ignored, because the inherited behavior is what is tested.
     """
     return manager_class(part) is not None and "near_first" not in vars(part)
 

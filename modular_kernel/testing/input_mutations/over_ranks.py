@@ -16,7 +16,7 @@ from modular_kernel.testing.ranks.external_launcher import AnyRanks
 from modular_kernel.testing.verify.checks import CHECKS, plan_reused
 from modular_kernel.testing.verify.over_ranks import machine_of, prove_ranks
 
-# The first half of the checks' calls; a mutant that fails these is killed.
+# The first checks, which make half of the calls. A mutant that fails any of them is killed.
 EARLY = CHECKS[: CHECKS.index(plan_reused) + 1]
 
 __all__ = ["RANK_MUTANTS", "RankMutant", "sensitivity_ranks"]

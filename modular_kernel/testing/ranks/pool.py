@@ -109,8 +109,8 @@ class RankPool(Closing):
     backend: gloo on the CPU, or nccl with GPU r for rank r. group_timeout: seconds after which a
     collective that waits for a peer raises. grace: seconds for ranks to answer after another one
     failed, before they are killed. ranks_per_host: simulate hosts of so many ranks each; None: one
-    host. Processes start with the first run. Raises ConfigurationError if there are fewer GPUs than
-    ranks or if ranks_per_host does not divide world_size.
+    host. Processes start with the first run. Raises ConfigurationError for invalid arguments,
+    including fewer GPUs than ranks and ranks_per_host that does not divide world_size.
     """
 
     def __init__(

@@ -17,9 +17,10 @@ from modular_kernel.testing.verify.scenario_context import RIGHT, Stage, manager
 
 
 def on_hosts(on: Stage) -> Iterator[tuple[str, str]]:
-    """Put all ranks on one host, unless the problem has several, then each on a separate host.
+    """Put all ranks on one host, then each rank on a separate host.
 
-    The second step needs a part that supports several hosts.
+    The first step is skipped if the problem has several hosts, the second if the part supports only
+    one.
     """
     ranks, requires = on.world_size, on.part.requires
     if on.case.problem.parallel.hosts > 1:
