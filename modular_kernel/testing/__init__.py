@@ -1,4 +1,4 @@
-"""Proof that a pairing is right, for our own parts and for anybody else's.
+"""Correctness tests for pairings of prepare/finalize and experts parts, built-in or third-party.
 
     from modular_kernel.testing import cases_for, pairings, prove, sensitivity
 
@@ -6,12 +6,21 @@
         assert prove(case, machine).passed
     assert all(kill.ok for kill in sensitivity("MoEPrepareAndFinalizeNoEP", "MyExperts", machine))
 
-`cases` says what is tried, `inputs` makes the tensors, `compare` holds the tolerance, `checks` the
-promises, `mutants` the defects that the checks must find, `ledger` what must have been proven.
-Needs no GPU, and runs unchanged on one.
+Packages:
 
-Over ranks: `ranks` holds the pool of processes, `cases_ranks`, `prove_ranks` and `mutants_ranks` do
-there what the modules above do in one.
+- `cases`: the test cases of a pairing and their input tensors.
+- `verify`: runs a case and checks it: tolerance (`compare`), checks (`checks`), and the ledger of
+  pairings that must be proven (`ledger`).
+- `input_mutations`: injected defects that the checks must detect.
+- `ranks`: the pool of processes for cases over ranks.
+
+No GPU is required; on a GPU the same code runs unchanged.
+
+Over ranks:
+
+    from modular_kernel.testing.cases.ranks import rank_cases_for
+    from modular_kernel.testing.ranks.pool import RankPool
+    from modular_kernel.testing.verify.over_ranks import prove_ranks
 
     with RankPool(4) as pool:
         for case in rank_cases_for("TheirDispatch", "MyExperts", machine, world_size=4).cases:

@@ -1,4 +1,4 @@
-"""Random inputs for a problem: what timing and examples are run on."""
+"""Random inputs for a problem, used by benchmarks and examples."""
 
 from dataclasses import replace
 
@@ -15,7 +15,8 @@ Inputs = tuple[torch.Tensor, ExpertWeights, Routing]
 def random_inputs(problem: Problem, device: torch.device) -> Inputs:
     """Draw inputs for timing: normal values, weights scaled by 1/sqrt(fan-in), uniform routing.
 
-    Adapters have their full rank; tokens name them in turn, beginning with none.
+    Adapters have their maximum rank. Token t uses adapter slot t mod (adapters + 1) - 1, so the
+    first token has no adapter.
     """
     generator = torch.Generator(device).manual_seed(0)
 
@@ -29,16 +30,16 @@ def random_inputs(problem: Problem, device: torch.device) -> Inputs:
         w2=normal(e, h, i, std=i**-0.5),
         b1=normal(e, problem.w1_rows) if problem.bias else None,
         b2=normal(e, h) if problem.bias else None,
-        expert_map=_first_local(problem, device) if problem.expert_map else None,
+        expert_map=_first_experts_local(problem, device) if problem.expert_map else None,
     )
     if problem.scheme.static:
-        # Reaches to 28: further out than x or h of such weights get.
+        # Covers values up to 28; x and h stay below that with these weights.
         scale = static_scale(problem, 28.0, device)
         weights = replace(weights, a1_scale=scale, a2_scale=scale.clone())
     if problem.scheme.quantized:
         weights = quantize_weights(weights, problem)
-    choices = max(problem.experts, k)
-    logits = torch.randn(problem.tokens, choices, device=device, generator=generator)
+    num_choices = max(problem.experts, k)
+    logits = torch.randn(problem.tokens, num_choices, device=device, generator=generator)
     values, ids = logits.topk(k, dim=-1)
     ids = (ids % problem.experts).to(problem.ids_dtype or torch.int32)
     routing = Routing(values.softmax(-1).float().contiguous(), ids.contiguous())
@@ -51,7 +52,7 @@ def random_inputs(problem: Problem, device: torch.device) -> Inputs:
     return normal(problem.tokens, h), weights, routing
 
 
-def _first_local(problem: Problem, device: torch.device) -> torch.Tensor:
-    """Return an expert_map that puts experts [0, e) here and the others elsewhere."""
+def _first_experts_local(problem: Problem, device: torch.device) -> torch.Tensor:
+    """Return an expert_map under which experts [0, e) are local and the others are remote."""
     ids = torch.arange(problem.experts, device=device, dtype=torch.int32)
     return torch.where(ids < problem.e, ids, -1).to(torch.int32)

@@ -1,1 +1,1 @@
-"""What is tried: lists of cases, the covering array behind them, and their inputs."""
+"""Test cases: lists of cases, covering arrays, and inputs."""

@@ -1,8 +1,8 @@
-"""Adapters of a case: which slots its tokens name, and the matrices in them.
+"""Adapters of a case: the slots that its tokens use, and their matrices.
 
-Slots differ in rank, from the problem's down to 1, and in scaling. A slot that no token names is
-full of NaN: nothing may read it. Beside the layer's own rows of a standard deviation of about 1,
-an adapter adds rows of about half of it, so that a wrong or a missing one shows.
+Slots differ in scaling and in rank, from the problem's rank down to 1. An unused slot is full of
+NaN, because nothing may read it. The layer's rows have a standard deviation of about 1 and an
+adapter adds rows of about half of that, so that a wrong or missing adapter is visible.
 """
 
 from typing import Literal
@@ -11,12 +11,12 @@ import torch
 
 from modular_kernel.spec.problem import Problem
 
-# How the tokens of a call name the slots of a problem with adapters.
+# How the tokens of a call use the adapter slots.
 NAMED = (
-    "mixed",  # any slot but the last of three or more, or none, from token to token
-    "sequences",  # runs of five tokens, the first without
-    "nobody",  # -1 alone
-    "without",  # the call says that it has no adapters
+    "mixed",  # a random slot or none per token; with three or more slots the last one is unused
+    "sequences",  # runs of five tokens, the first run without an adapter
+    "nobody",  # all -1
+    "without",  # the call passes adapters_T="none"
 )
 _RUN = 5
 _STD = 0.5
@@ -25,7 +25,10 @@ _STD = 0.5
 def slots(
     problem: Problem, named: str, generator: torch.Generator
 ) -> torch.Tensor | Literal["none"] | None:
-    """Return `adapters_T` of a routing: (T,) int32, or what says that there are none."""
+    """Return `adapters_T` of a routing: (T,) int32, "none", or None if unsupported.
+
+    None means that the problem has no adapters, "none" that the call uses none.
+    """
     spec, tokens = problem.adapters, problem.tokens
     if spec is None:
         return None
@@ -39,12 +42,12 @@ def slots(
         return (runs % (used + 1) - 1).to(torch.int32)
     drawn = torch.randint(-1, used, (tokens,), generator=generator)
     if tokens:
-        drawn[0] = used - 1  # some token has one, whatever was drawn
+        drawn[0] = used - 1  # at least one token has an adapter
     return drawn.to(torch.int32)
 
 
 def rank_of(slot: int, rank: int) -> int:
-    """Return the rank of a slot's adapter: that of the problem, two thirds of it, one, ..."""
+    """Return the rank of a slot's adapter, cycling through `rank`, two thirds of it, and 1."""
     return max(1, (rank, rank * 2 // 3, 1)[slot % 3])
 
 
@@ -55,16 +58,16 @@ def adapters_of(
     *,
     spaced: bool,
 ) -> dict[str, torch.Tensor]:
-    """Return the matrices of every slot, by the names of ExpertWeights; none without adapters.
+    """Return the matrices of every slot, by their names in ExpertWeights; {} without adapters.
 
-    spaced: slots and experts lie apart, with NaN between them.
+    spaced: leave gaps filled with NaN between slots and between experts.
     """
     spec = problem.adapters
     if spec is None:
         return {}
     shapes = spec.shapes(problem.e, problem.w1_rows, problem.hidden, problem.intermediate)
     matrices = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    named = set(slots_T.tolist()) if isinstance(slots_T, torch.Tensor) else set()
+    used_slots = set(slots_T.tolist()) if isinstance(slots_T, torch.Tensor) else set()
     a13, b13, a2, b2 = (matrices[name] for name in shapes)
     for slot in range(spec.adapters):
         rank = rank_of(slot, spec.rank)
@@ -75,7 +78,7 @@ def adapters_of(
         for b in (b13, b2):
             b[slot, :, :, rank:] = 0
             b[slot] *= _STD * rank**-0.5 * (1 + slot % 2)
-        if slot not in named:
+        if slot not in used_slots:
             for matrix in matrices.values():
                 matrix[slot] = torch.nan
     typed = {name: matrix.to(problem.dtype) for name, matrix in matrices.items()}
@@ -83,9 +86,9 @@ def adapters_of(
 
 
 def _apart(matrix: torch.Tensor) -> torch.Tensor:
-    """Return equal values, one row more and eight columns more apart."""
+    """Return an equal view with a gap of one row and eight columns, filled with NaN."""
     slots_, experts, rows, columns = matrix.shape
-    room = matrix.new_full((slots_, experts, rows + 1, columns + 8), torch.nan)
-    view = room[:, :, :rows, :columns]
+    padded = matrix.new_full((slots_, experts, rows + 1, columns + 8), torch.nan)
+    view = padded[:, :, :rows, :columns]
     view.copy_(matrix)
     return view

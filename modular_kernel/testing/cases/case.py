@@ -1,4 +1,4 @@
-"""One case: a proof to be made, and the line that makes it alone, here or on another machine."""
+"""`Case`: one test case, and the command that repeats it alone on any machine."""
 
 import shlex
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from modular_kernel.testing.cases.inputs import ORDINARY, Manner
 
 @dataclass(frozen=True)
 class Case:
-    """One proof to be made: a pairing by name, a problem, a kind of routing, and a seed.
+    """One test case: a pairing by name, a problem, a kind of routing, and a seed.
 
-    manner: how tensors lie, and what values they hold. by_turns: a second kernel, of another
-    problem, runs between this one's calls.
+    manner: memory layout and values of the tensors. by_turns: calls of a second kernel, of another
+    problem, are interleaved with those of the first.
     """
 
     prepare_finalize: str
@@ -32,7 +32,7 @@ class Case:
         return f"{pairing}-{self.problem}-{self.routing}{unusual}{seed}"
 
     def _unusual(self) -> dict[str, object]:
-        """Options of the manner, where they are not the default."""
+        """Return the options of `manner` and `by_turns` that differ from their defaults."""
         options = {
             "layout": (self.manner.layout, ORDINARY.layout),
             "values": (self.manner.values, ORDINARY.values),
@@ -44,12 +44,12 @@ class Case:
         return {name: value for name, (value, default) in options.items() if value != default}
 
     def options(self) -> dict[str, object]:
-        """Options of `mk test --one` that the problem does not tell."""
+        """Return the options of `mk test --one` that are not part of the problem."""
         return {"routing": self.routing, "seed": self.seed, **self._unusual()}
 
 
 def command(case: Case) -> str:
-    """Return the line that proves this case alone, here or on another machine."""
+    """Return the command line that runs this case alone."""
     problem = case.problem
     options: dict[str, object] = {
         "pf-type": case.prepare_finalize,
@@ -72,7 +72,7 @@ def command(case: Case) -> str:
 
 
 def _unusual(problem: Problem) -> dict[str, object]:
-    """Options beyond the first eight, where they are not the default."""
+    """Return the options of the less common fields that differ from their defaults."""
     ids_dtype = problem.ids_dtype
     options = {
         "local-experts": (problem.local_experts, None),

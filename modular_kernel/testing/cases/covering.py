@@ -1,8 +1,8 @@
-"""Covering arrays: few rows in which every two values of two axes meet, if any valid row has both.
+"""Pairwise covering arrays: few rows in which every two values of two axes occur together.
 
-A `Space` says which rows are refused and why, which compute anything, and what a row costs. Rows
-are drawn greedily: of some candidates, each built value by value, the one that covers most pairs
-for its cost. Equal spaces give equal rows on every machine.
+A `Space` defines which rows are refused and why, which compute anything, and what a row costs. Rows
+are drawn greedily: of several candidates, each built value by value, the one that covers the most
+new pairs per cost is taken. Equal spaces give equal rows on every machine.
 """
 
 import random
@@ -14,17 +14,20 @@ from operator import add
 from typing import Any
 
 Row = tuple[int, ...]  # the index of one value for each axis
-Pair = tuple[int, int]  # two values of different axes, by their numbers in the space, ascending
+Pair = tuple[int, int]  # value numbers of two axes, ascending (see Space.numbers)
 
 _CANDIDATES = 8
-_TRIES = 8  # more, to build a row for a pair, before the one row known to hold it is taken
-_STEPS = 6  # changes that a refused row is mended by, at most
+_TRIES = 8  # further attempts before falling back to the row that is known to hold a pair
+_STEPS = 6  # maximum number of changes to repair a refused row
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One thing that varies. values: the ordinary one first. idle: those with which nothing is
-    computed, so that nothing else is proven beside them. dear: whether they differ in cost."""
+    """One property that varies.
+
+    values: the default first. idle: values with which nothing is computed, so that a row with one
+    covers only pairs that include it. dear: whether the values differ in cost.
+    """
 
     name: str
     values: tuple[Any, ...]
@@ -36,8 +39,9 @@ class Axis:
 class Space:
     """Rows over `axes`.
 
-    refused: every reason why a row is not valid, empty if it is. live: whether anything is computed
-    in a valid row. cost: of proving it, in any unit, positive; asked of rows in the making, too.
+    refused: returns every reason why a row is invalid; empty if it is valid. live: whether a valid
+    row computes anything. cost: of running a row, positive, in any unit; also called on unfinished
+    rows.
     """
 
     axes: tuple[Axis, ...]
@@ -51,7 +55,7 @@ class Space:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """The number of each axis' first value."""
+        """The number of each axis's first value."""
         starts, total = [], 0
         for axis in self.axes:
             starts.append(total)
@@ -60,29 +64,29 @@ class Space:
 
     @property
     def size(self) -> int:
-        """Values of all axes."""
+        """The number of values of all axes."""
         return sum(len(axis.values) for axis in self.axes)
 
     @cached_property
     def idle(self) -> frozenset[int]:
-        """Numbers of the values with which nothing is computed."""
-        named = zip(self.starts, self.axes, strict=True)
+        """The numbers of the values with which nothing is computed."""
+        starts_and_axes = zip(self.starts, self.axes, strict=True)
         return frozenset(
             start + i
-            for start, axis in named
+            for start, axis in starts_and_axes
             for i, value in enumerate(axis.values)
             if value in axis.idle
         )
 
     def words(self, number: int) -> str:
-        """Return a value by its number: "axis=value"."""
+        """Return the value with a number as "axis=value"."""
         for axis, start in zip(self.axes, self.starts, strict=True):
             if start <= number < start + len(axis.values):
                 return f"{axis.name}={axis.values[number - start]}"
         raise IndexError(number)
 
     def pairs(self) -> Iterator[Pair]:
-        """Every two values of different axes."""
+        """Yield every two values of different axes."""
         bounds = [
             range(start, start + len(axis.values))
             for start, axis in zip(self.starts, self.axes, strict=True)
@@ -91,8 +95,11 @@ class Space:
             yield from ((a, b) for a in one for b in other)
 
     def covered(self, row: Row) -> frozenset[Pair]:
-        """Return the pairs that a valid row proves: all of its own; if nothing is computed in it,
-        those of the values that are the reason, so far as values are."""
+        """Return the pairs that a valid row covers.
+
+        A row that computes something covers all its pairs. Otherwise it covers only the pairs that
+        include one of its idle values.
+        """
         numbers = self.numbers(row)
         if self.live(row):
             return frozenset(combinations(numbers, 2))
@@ -102,9 +109,9 @@ class Space:
 
 @dataclass(frozen=True)
 class Array:
-    """Rows that cover every pair of a space, but for the impossible ones, each with its reason.
+    """Rows that cover every possible pair of a space; impossible pairs are listed with the reason.
 
-    lifeless: pairs that valid rows hold, none of which computes anything.
+    lifeless: pairs that occur in valid rows, none of which computes anything.
     """
 
     space: Space
@@ -114,27 +121,27 @@ class Array:
 
     @cached_property
     def met(self) -> frozenset[Pair]:
-        """The pairs that the rows prove."""
+        """The pairs that the rows cover."""
         return frozenset[Pair]().union(*(self.space.covered(row) for row in self.rows))
 
     def missing(self) -> tuple[Pair, ...]:
-        """Pairs that no row proves, though some could."""
+        """Return the possible pairs that no row covers."""
         out = self.met | self.impossible.keys() | self.lifeless
         return tuple(pair for pair in self.space.pairs() if pair not in out)
 
 
 def has_row(space: Space) -> bool:
-    """Whether `covering_array` finds any row."""
-    return _Drawing(space, random.Random(0)).ordinary() is not None
+    """Return whether `covering_array` finds any row."""
+    return _Builder(space, random.Random(0)).ordinary() is not None
 
 
 def covering_array(space: Space, seed: int = 0) -> Array:
-    """Draw the rows. None at all if no valid row is found from the ordinary values."""
-    return _Drawing(space, random.Random(seed)).draw()
+    """Draw the rows. There are none if no valid row is found from the default values."""
+    return _Builder(space, random.Random(seed)).draw()
 
 
-class _Drawing:
-    """One covering array being drawn. holds[pair]: a valid row that has both values."""
+class _Builder:
+    """Builds one covering array. holds[pair]: a valid row that has both values."""
 
     def __init__(self, space: Space, dice: random.Random) -> None:
         self.space, self.dice = space, dice
@@ -142,7 +149,7 @@ class _Drawing:
         self.axis_of = [i for i, axis in enumerate(space.axes) for _ in axis.values]
         self.verdicts: dict[Row, Sequence[str]] = {}
         self.holds: dict[Pair, Row] = {}
-        # For each value, as bits: those that it can stand beside, the rest, and those to be met.
+        # Per value, bit sets of other values: compatible, incompatible, not yet covered with it.
         self.possible = [0] * space.size
         self.barred = [-1] * space.size
         self.open = [0] * space.size
@@ -161,7 +168,7 @@ class _Drawing:
         while waiting:
             row = self._best(next(iter(waiting)))
             met = [pair for pair in space.covered(row) if pair in waiting]
-            if not met:  # its pair is held by this row, and nothing is computed there
+            if not met:  # the row contains the pair but computes nothing
                 pair = next(iter(waiting))
                 lifeless.add(pair)
                 met = [pair]
@@ -173,7 +180,7 @@ class _Drawing:
         return Array(space, tuple(self._needed(rows)), impossible, frozenset(lifeless))
 
     def _needed(self, rows: list[Row]) -> list[Row]:
-        """Without the rows, costly ones first, all of whose pairs others cover too."""
+        """Drop rows, costly ones first, whose pairs are all covered by other rows."""
         covered = {row: self.space.covered(row) for row in rows}
         times: dict[Pair, int] = {}
         for pairs in covered.values():
@@ -190,7 +197,7 @@ class _Drawing:
     # ------------------------------------------------------------------------ what is possible
 
     def _impossible(self) -> dict[Pair, str]:
-        """Find a row for each pair; the reason where there is none."""
+        """Find a row for each pair; return the impossible pairs with their reasons."""
         space = self.space
         ordinary = self.ordinary()
         if ordinary is None:
@@ -200,28 +207,26 @@ class _Drawing:
         for pair in space.pairs():
             axes = [self.axis_of[number] for number in pair]
             values = [number - self.starts[axis] for number, axis in zip(pair, axes, strict=True)]
-            alone = [homes.get(number) for number in pair]
-            if None in alone:
-                lost = alone.index(None)
-                reason = self._why(_with(ordinary, axes[lost], values[lost]))
+            single_rows = [homes.get(number) for number in pair]
+            if None in single_rows:
+                bad = single_rows.index(None)
+                reason = self._why(_with(ordinary, axes[bad], values[bad]))
                 impossible[pair] = reason
                 continue
-            found = self._holding(ordinary, alone, axes, values)
-            if found is None:
+            row_with_pair = self._holding(ordinary, single_rows, axes, values)
+            if row_with_pair is None:
                 row = _with(_with(ordinary, axes[0], values[0]), axes[1], values[1])
                 impossible[pair] = self._why(row)
             else:
-                self.holds[pair] = found
+                self.holds[pair] = row_with_pair
         return impossible
 
     def ordinary(self) -> Row | None:
-        """Return a valid row of ordinary values, but for those that have to be others."""
+        """Return a valid row with as many default values as possible, or None."""
         return self._mended((0,) * self.count, frozenset())
 
     def _homes(self, ordinary: Row) -> dict[int, Row]:
-        """Return a valid row for each value that has one, as near to the ordinary row as is
-        found.
-        """
+        """Return a valid row for each value that has one, as close to the default row as found."""
         homes = {}
         for axis, start in enumerate(self.starts):
             for value in range(len(self.space.axes[axis].values)):
@@ -233,17 +238,17 @@ class _Drawing:
     def _holding(
         self, ordinary: Row, homes: Sequence[Row | None], axes: list[int], values: list[int]
     ) -> Row | None:
-        """Return a valid row with two values, live if one is found near."""
-        found = None
+        """Return a valid row with two values, preferably one that computes something."""
+        idle_row = None
         for near in (ordinary, *homes):
             assert near is not None
             row = _with(_with(near, axes[0], values[0]), axes[1], values[1])
             if not self._refused(row):
                 if self.space.live(row):
                     return row
-                found = found or row
-        if found is not None:
-            return found
+                idle_row = idle_row or row
+        if idle_row is not None:
+            return idle_row
         for near in (ordinary, *homes):
             assert near is not None
             row = _with(_with(near, axes[0], values[0]), axes[1], values[1])
@@ -253,8 +258,10 @@ class _Drawing:
         return None
 
     def _mended(self, row: Row, fixed: frozenset[int]) -> Row | None:
-        """`row`, or the nearest one found with fewer and fewer reasons against it, in the end none.
-        `fixed` axes stay as they are."""
+        """Return `row`, or a valid row near it with the same `fixed` axes; None if none is found.
+
+        Each step changes the value that leaves the fewest reasons against the row.
+        """
         for _ in range(_STEPS):
             reasons = len(self._refused(row))
             if not reasons:
@@ -284,18 +291,16 @@ class _Drawing:
     # ------------------------------------------------------------------------------ drawing rows
 
     def _best(self, pair: Pair) -> Row:
-        """Return the row with `pair` that covers most for its cost; some row with it in any
-        case.
-        """
-        best, worth = self.holds[pair], 0.0
-        found = 0
+        """Return the candidate with `pair` that covers most per cost, else a known row."""
+        best, best_gain = self.holds[pair], 0.0
+        num_found = 0
         for _ in range(_CANDIDATES + _TRIES):
             row = self._candidate(pair)
             gain = self._gain(row) / self.space.cost(row)
-            if gain <= worth or self._refused(row) or not self._proves(row, pair):
+            if gain <= best_gain or self._refused(row) or not self._proves(row, pair):
                 continue
-            best, worth, found = row, gain, found + 1
-            if found == _CANDIDATES:
+            best, best_gain, num_found = row, gain, num_found + 1
+            if num_found == _CANDIDATES:
                 break
         return best
 
@@ -303,17 +308,19 @@ class _Drawing:
         return not self.idle.isdisjoint(pair) or self.space.live(row)
 
     def _gain(self, row: Row) -> int:
-        """Pairs that `row` would be the first to prove, were it live; twice each."""
+        """Return twice the number of new pairs that `row` covers if it computes something."""
         numbers = self.space.numbers(row)
-        chosen = _bits(numbers)
-        proving = [n for n in numbers if n in self.idle] or numbers
-        return sum((self.open[number] & chosen).bit_count() for number in proving)
+        value_bits = _bits(numbers)
+        counted = [n for n in numbers if n in self.idle] or numbers
+        return sum((self.open[number] & value_bits).bit_count() for number in counted)
 
     def _candidate(self, pair: Pair) -> Row:
-        """Return a row with `pair` whose values can stand beside each other two by two, each of
-        those that meet most new ones; where they differ in cost, for the cost of what is chosen so
-        far."""
-        row = [0] * self.count  # ordinary values where none is chosen yet
+        """Build a row with `pair` from pairwise compatible values.
+
+        For each other axis, in random order, take the value that covers the most new pairs, per
+        cost where the values differ in cost.
+        """
+        row = [0] * self.count  # default values until one is chosen
         fixed = {self.axis_of[number]: number for number in pair}
         for axis, number in fixed.items():
             row[axis] = number - self.starts[axis]
@@ -326,22 +333,20 @@ class _Drawing:
         return tuple(row)
 
     def _chosen(self, axis: int, row: list[int], bits: int) -> tuple[int, int]:
-        """Return a value of `axis` for a row whose chosen values are `bits`: its index, its
-        number.
-        """
+        """Choose a value of `axis` for a row with the values `bits`; return (index, number)."""
         start, dear = self.starts[axis], self.space.axes[axis].dear
         end = start + len(self.space.axes[axis].values)
-        cost, rolled, still_open = self.space.cost, self.dice.random, self.open
-        best, worth = start, -1.0
+        cost, random_tie, still_open = self.space.cost, self.dice.random, self.open
+        best, best_score = start, -1.0
         for number, barred in enumerate(self.barred[start:end], start):
             if bits & barred:
                 continue
-            score = (still_open[number] & bits).bit_count() + rolled()
+            score = (still_open[number] & bits).bit_count() + random_tie()
             if dear:
                 row[axis] = number - start
                 score /= cost(row)
-            if score > worth:
-                best, worth = number, score
+            if score > best_score:
+                best, best_score = number, score
         return best - start, best
 
 

@@ -1,4 +1,4 @@
-"""Maps of experts: which of all are rows of the weights here."""
+"""Random expert maps, from global expert ids to local rows of the weights."""
 
 import torch
 
@@ -6,19 +6,22 @@ from modular_kernel.spec.problem import Problem
 
 
 def map_of(problem: Problem, generator: torch.Generator) -> torch.Tensor | None:
-    """Return e experts chosen at random, in random order, here; -1 for the others."""
+    """Return a map of e random experts to local rows in random order, -1 elsewhere; or None."""
     if not problem.expert_map:
         return None
-    here = torch.randperm(problem.experts, generator=generator)[: problem.e]
+    local_ids = torch.randperm(problem.experts, generator=generator)[: problem.e]
     expert_map = torch.full((problem.experts,), -1, dtype=torch.int32)
-    expert_map[here] = torch.arange(problem.e, dtype=torch.int32)
+    expert_map[local_ids] = torch.arange(problem.e, dtype=torch.int32)
     return expert_map
 
 
 def in_other_words(expert_map: torch.Tensor, here: int) -> torch.Tensor:
-    """Return the same map in other words: what is no row of the `here` ones skips as -1 does."""
-    words = torch.tensor([here, -1, here + 7, -2, 2**31 - 1, -(2**31)], dtype=torch.int32)
-    away = (expert_map < 0).nonzero().flatten()
+    """Return the map with values other than -1 for remote experts.
+
+    Any value outside [0, here) must be skipped like -1.
+    """
+    invalid_rows = torch.tensor([here, -1, here + 7, -2, 2**31 - 1, -(2**31)], dtype=torch.int32)
+    remote_ids = (expert_map < 0).nonzero().flatten()
     other = expert_map.clone()
-    other[away] = words[torch.arange(len(away)) % len(words)]
+    other[remote_ids] = invalid_rows[torch.arange(len(remote_ids)) % len(invalid_rows)]
     return other

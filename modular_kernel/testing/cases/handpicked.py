@@ -1,7 +1,7 @@
-"""Cases chosen by hand beside those drawn by pairs: sizes that the axes of these do not reach.
+"""Hand-picked cases with sizes that the axes of the pairwise cases do not reach.
 
-A loop over columns that has a second step, a group of columns that is no power of two, programs
-that share rows: each needs a shape of its own, and no more of it than one case or two.
+A second step of a loop over columns, a group of columns that is not a power of two, or programs
+that share rows each need a special shape. One or two cases per shape are enough.
 """
 
 from collections.abc import Iterator
@@ -25,52 +25,57 @@ Chosen = tuple[Problem, str, Manner]
 
 
 def chosen_cases(prepare_finalize: str, experts: str, machine: Machine) -> tuple[Case, ...]:
-    """Return the chosen cases that a pairing takes on a machine."""
-    # Interpreted products of twice such a depth take as long again: there the shorter rows do.
+    """Return the hand-picked cases that a pairing supports on a machine."""
+    # The interpreter's time is proportional to the depth, so interpreted parts get shorter rows.
     interpreted = "triton" in load_catalog().experts(experts).requires.packages
     few = (*_few_tokens(), *_packed(), *_moved(), *_least_scales(), *_ties())
     few = (*few, *_thresholds())
     long = _long_rows(16400 if interpreted else 32800)
     nan = ((problem, "uniform", Manner(nan=names)) for problem, names in nan_problems())
     chosen = (*_groups(), *_columns(), *few, *long, *nan, *path_cases(experts))
-    found = ((in_row_order(p, experts), routing, manner) for p, routing, manner in chosen)
+    candidates = ((in_row_order(p, experts), routing, manner) for p, routing, manner in chosen)
     return tuple(
         Case(prepare_finalize, experts, problem, routing, manner=manner)
-        for problem, routing, manner in found
+        for problem, routing, manner in candidates
         if check(prepare_finalize, experts, problem, machine).ok
     )
 
 
 def _groups() -> Iterator[Chosen]:
-    """Activation groups that are no power of two: the block of columns is larger than a group.
-    And more of them than one program takes."""
-    few = replace(_FEW, tokens=7, experts=5, top_k=2)
-    ragged = replace(few, hidden=160, intermediate=136)
+    """Yield activation groups that are not a power of two, smaller than the block of columns.
+
+    Also more groups than one program handles.
+    """
+    base = replace(_FEW, tokens=7, experts=5, top_k=2)
+    ragged = replace(base, hidden=160, intermediate=136)
     yield replace(ragged, quant="fp8_w8a8_block:block=64x96"), "skips", Manner()
     yield replace(ragged, quant="int8_w8a8_block:block=32x96", dtype=_FP16), "uniform", Manner()
-    # Tiles do not cross groups: the torch parts alone take 48.
-    odd = replace(few, hidden=104, intermediate=80, quant="fp8_w8a8_block:block=64x48")
-    yield odd, "duplicates", Manner()
+    # Tiles do not cross groups, so only the torch parts support groups of 48.
+    ragged_groups = replace(base, hidden=104, intermediate=80, quant="fp8_w8a8_block:block=64x48")
+    yield ragged_groups, "duplicates", Manner()
     many = replace(_FEW, tokens=2, hidden=2080, quant="fp8_w8a8_block:block=32x32")
     yield many, "uniform", Manner()
 
 
 def _columns() -> Iterator[Chosen]:
-    """One scale for all tokens, of more columns and rows than a program looks at.
+    """Yield one scale for all tokens, with more columns and rows than one program reads.
 
-    Computed: the largest value of all is the last token's first; of a single token, its last.
+    With a computed scale the largest value is the first of the last token, or the last of a single
+    token.
     """
     wide = replace(_FEW, hidden=1040, quant="fp8_w8a8_tensor")
     yield replace(wide, dtype=_FP16), "uniform", _PEAKS
     yield wide.with_tokens(1), "uniform", _PEAKS
-    # As many as some parts take one by one: the largest value is not the first token's.
+    # Few enough that some parts process them one by one; the first token has not the largest value.
     yield replace(_FEW, tokens=4, experts=17, quant="fp8_w8a8_tensor"), "uniform", _PEAKS
     yield replace(wide, quant="fp8_w8a8_tensor:static=true"), "uniform", Manner()
 
 
 def _least_scales() -> Iterator[Chosen]:
-    """Values below those that a computed scale follows. An activation about linear at 0: the
-    others' values of h would be 0."""
+    """Yield values so small that the computed scale is clamped to its minimum.
+
+    The activation is about linear at 0; with the others h would be 0.
+    """
     linear = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=1.0")
     faint = replace(_FEW, activation=linear)
     yield replace(faint, quant="fp8_w8a8_channel"), "uniform", Manner(values="faint")
@@ -78,29 +83,29 @@ def _least_scales() -> Iterator[Chosen]:
 
 
 def _thresholds() -> Iterator[Chosen]:
-    """Cross thresholds of host code: more pairs than them, and the same tokens in calls of fewer.
+    """Yield sizes above the thresholds of host code, so that smaller calls on the tokens are below.
 
-    Deep enough that sums in another order have other bits: float32, batch-invariant, with adapters.
+    The sums are so deep that another order changes bits: float32, batch-invariant, with adapters.
     """
     wide = replace(_FEW, hidden=160, intermediate=96, dtype=torch.float32, batch_invariant=True)
-    # Pairs times columns of u: 8192 for either product.
+    # Threshold 8192 on pairs times columns of u, for either GEMM.
     lora = replace(wide, experts=3, lora="adapters=3,rank=80")
     yield replace(lora, tokens=35, top_k=3), "skips", Manner()
-    # 4096 pairs, which are counted in one launch up to there.
+    # Threshold 4096 on pairs, up to which they are counted in one launch.
     many = replace(wide, tokens=520, hidden=80, intermediate=32, experts=9, top_k=8)
     yield replace(many, batch_invariant=False), "skips", Manner()
-    # 4096 values of a row of A.
+    # Threshold 4096 on the values of a row of A.
     yield replace(_FEW, tokens=2, hidden=4112, lora="adapters=3,rank=7"), "uniform", Manner()
 
 
 def _ties() -> Iterator[Chosen]:
-    """x in the middle between two values of the quantized type: half to even, or half up?
+    """Yield x at midpoints of the quantized dtype, to distinguish half to even from half up.
 
-    Of few tokens and of more, which parts may quantize elsewhere; skipped pairs, weights first.
+    With few tokens and with more, which parts may quantize in another place; with skipped pairs.
     """
     ties = Manner(values="ties")
-    few = replace(_FEW, tokens=3, hidden=160, intermediate=96, experts=17, top_k=2)
-    more = replace(few, tokens=33, experts=3)
+    few_tokens = replace(_FEW, tokens=3, hidden=160, intermediate=96, experts=17, top_k=2)
+    many_tokens = replace(few_tokens, tokens=33, experts=3)
     schemes = (
         "fp8_w8a8_tensor",
         "fp8_w8a8_tensor:static=true",
@@ -111,25 +116,28 @@ def _ties() -> Iterator[Chosen]:
         "nvfp4_w4a4",
     )
     for quant in schemes:
-        yield replace(few, quant=quant, bias=True), "uniform", ties
-        yield replace(more, quant=quant, dtype=_FP16), "skips", ties
+        yield replace(few_tokens, quant=quant, bias=True), "uniform", ties
+        yield replace(many_tokens, quant=quant, dtype=_FP16), "skips", ties
 
 
 def _few_tokens() -> Iterator[Chosen]:
-    """Few tokens of many experts, which some parts take one by one: up's first row is inside a
-    block of scales, its zero points are its own. Behind an only expert's last rows is nothing."""
-    few = replace(_FEW, tokens=1, hidden=160, intermediate=80, experts=17)
-    blocks = replace(few, quant="fp8_w8a8_block:block=48x64")
+    """Yield few tokens of many experts, which some parts process one by one.
+
+    The first up row is inside a block of scales and has separate zero points. With one expert,
+    reading past its last row leaves the buffer.
+    """
+    base = replace(_FEW, tokens=1, hidden=160, intermediate=80, experts=17)
+    blocks = replace(base, quant="fp8_w8a8_block:block=48x64")
     yield replace(blocks, top_k=3), "uniform", Manner()
     yield blocks.with_tokens(4), "zipf", Manner()
-    zeros = replace(few, quant="int8_w8a16_group:group=32,zero_points=true", bias=True)
+    zeros = replace(base, quant="int8_w8a16_group:group=32,zero_points=true", bias=True)
     yield zeros.with_tokens(4), "skips", Manner()
     ragged = replace(zeros, hidden=51, intermediate=47, experts=1, bias=False)
     yield ragged, "uniform", Manner()
 
 
 def _packed() -> Iterator[Chosen]:
-    """Packed weights of several experts with biases, as some kernels of their own read them."""
+    """Yield packed weights of several experts with biases, for specialized kernels."""
     packed = replace(_FEW, hidden=128, intermediate=64, experts=5, top_k=2, bias=True)
     zeros = replace(packed, quant="int4_w4a16_group:group=32,zero_points=true")
     interleaved = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=1.0,interleaved=true")
@@ -139,8 +147,8 @@ def _packed() -> Iterator[Chosen]:
     yield replace(integers, tokens=9), "uniform", Manner()
     kept = replace(integers, tokens=9, combine=Combine.TOPK_UNWEIGHTED)
     yield kept, "skips", Manner()
-    # One token or two: ungated and weighted first; a warp for each of eight experts, a ragged
-    # depth, e2m1 in float16; eight warps that three experts do not share evenly, repacked words.
+    # One token or two: ungated with router weights on the input; one warp for each of eight
+    # experts, a ragged depth, e2m1 in float16; eight warps over three experts, repacked words.
     on_input = replace(integers, top_k=1, apply_router_weight_on_input=True)
     ungated = replace(on_input, hidden=192, activation=ActivationSpec.parse("relu2"))
     yield ungated.with_tokens(2), "uniform", Manner()
@@ -149,8 +157,8 @@ def _packed() -> Iterator[Chosen]:
     yield replace(eight, quant="mxfp4_w4a16"), "skips", Manner()
     three = replace(one, hidden=64, intermediate=160, experts=7, top_k=3)
     yield replace(three, quant="mxfp4_w4a16:repacked=true"), "uniform", Manner()
-    # A whole block for every fourth warp, and behind those of the last expert nothing; more blocks
-    # than are on their way at once.
+    # A full block for every fourth warp, with no memory after those of the last expert; more blocks
+    # than are loaded ahead.
     whole = replace(zeros, hidden=64, intermediate=256, experts=2)
     yield whole.with_tokens(1), "uniform", Manner()
     nine = replace(packed, hidden=2144, intermediate=32, experts=10, top_k=9)
@@ -159,7 +167,7 @@ def _packed() -> Iterator[Chosen]:
 
 
 def _moved() -> Iterator[Chosen]:
-    """Kept rows longer than what one program moves; and a call whose tokens are one value."""
+    """Yield kept rows longer than one program moves, and a call whose tokens are one value."""
     kept = replace(_FEW, tokens=2, hidden=1040, experts=2, top_k=2, routed_scaling_factor=2.5)
     yield replace(kept, combine=Combine.TOPK_WEIGHTED), "skips", Manner()
     one = replace(_FEW, tokens=1, hidden=1, intermediate=1, quant="fp8_w8a8_channel")
@@ -169,9 +177,11 @@ def _moved() -> Iterator[Chosen]:
 
 
 def _long_rows(hidden: int) -> Iterator[Chosen]:
-    """Rows with a scale each that no program holds at once: beyond 32768 values, nor twice. And
-    rows of h whose largest value is mostly behind the 16384 that a program holds."""
-    few = replace(_FEW, tokens=2, quant="fp8_w8a8_channel")
-    yield replace(few, hidden=hidden), "uniform", _PEAKS
-    narrow = replace(few, hidden=16, activation=ActivationSpec.parse("relu2"))
+    """Yield rows with one scale each that exceed what a program holds (32768 values), up to twice.
+
+    Also rows of h whose largest value is mostly beyond the first 16384, which a program holds.
+    """
+    base = replace(_FEW, tokens=2, quant="fp8_w8a8_channel")
+    yield replace(base, hidden=hidden), "uniform", _PEAKS
+    narrow = replace(base, hidden=16, activation=ActivationSpec.parse("relu2"))
     yield replace(narrow, tokens=4, intermediate=36000), "uniform", Manner()

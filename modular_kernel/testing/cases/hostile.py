@@ -1,4 +1,4 @@
-"""Values that real layers meet now and then: zeros, other signs, huge and broken tokens."""
+"""Difficult values that occur in real layers: zeros, negative weights, huge or broken tokens."""
 
 from dataclasses import replace
 
@@ -11,28 +11,29 @@ VALUES = (
     "ordinary",
     "zero_rows",  # every third token is zero
     "signed",  # router weights of either sign, and zero; NaN or negative where a pair is skipped
-    "large",  # of three tokens one whose gates are large and one whose gates overflow
+    "large",  # of every three tokens one has large gates and one has gates that overflow
     "nan_token",  # one token is NaN
     "inf_token",  # one token holds an infinity
-    "peaks",  # each token has a value far above the rest, later tokens a larger and earlier one
-    "faint",  # values so small that the least scale of eight bits counts
-    "ties",  # values in the middle between two that the quantized type holds: a rule of rounding
+    "peaks",  # each token has one value far above the rest; it grows and moves left with the token
+    "faint",  # values so small that the minimum 8-bit scale applies
+    "ties",  # midpoints between two values of the quantized dtype, which reveal the rounding rule
 )
-NOT_DRAWN = ("peaks", "faint", "ties")  # of cases chosen by hand alone
+NOT_DRAWN = ("peaks", "faint", "ties")  # in hand-picked cases only
 
-# What x is multiplied by: gates times up values stay finite, all but float16's; and do not.
+# Factors of x. With _LARGE the product of gate and up stays finite, except in float16; with
+# _OVERFLOWING it does not.
 _LARGE = {torch.float16: 50.0, torch.bfloat16: 1e12, torch.float32: 1e12}
-# Of the norm that a row has without it; of several bits, so that fewer do not hold it.
+# Relative to the norm of the rest of the row; not representable with few mantissa bits.
 _PEAK = 1.2
 _FAINT = 4e-9
-# A power of two, and the scale of every group of tied values: dividing by it is exact.
+# The scale of every group of tied values, a power of two, so that dividing by it is exact.
 TIED_SCALE = {"int8": 2.0**-6, "float8_e4m3fn": 2.0**-7, "float4_e2m1": 2.0**-1}
 _TIED_PEAK = {"int8": 127.0, "float8_e4m3fn": 448.0, "float4_e2m1": 6.0}
 _OVERFLOWING = {torch.float16: 2e4, torch.bfloat16: 1e30, torch.float32: 1e30}
 
 
 def hostile_x(x_TH: torch.Tensor, problem: Problem, values: str) -> torch.Tensor:
-    """x with what `values` says, float32."""
+    """Return x in float32 with the property named by `values`."""
     tokens = len(x_TH)
     if values == "zero_rows":
         x_TH[0::3] = 0
@@ -55,8 +56,10 @@ def hostile_x(x_TH: torch.Tensor, problem: Problem, values: str) -> torch.Tensor
 
 
 def _tied(x_TH: torch.Tensor, problem: Problem) -> torch.Tensor:
-    """Return the ties nearest to x, but for the first value of each group: the largest that there
-    is, so that the group's computed scale is the power of two that ties are made for.
+    """Return the midpoints nearest to x.
+
+    The first value of each group is the largest representable one, so that the group's computed
+    scale is the power of two that the midpoints are made for.
     """
     scheme = problem.scheme
     scale, peak = TIED_SCALE[scheme.activation], _TIED_PEAK[scheme.activation]
@@ -64,20 +67,22 @@ def _tied(x_TH: torch.Tensor, problem: Problem) -> torch.Tensor:
     if scheme.activation == "int8":
         ties = (size.floor() + 0.5).clamp(max=peak - 0.5)
     elif scheme.activation == "float8_e4m3fn":
-        step = torch.exp2(size.clamp(min=2.0**-6).log2().floor() - 3)  # of three bits of mantissa
+        step = torch.exp2(size.clamp(min=2.0**-6).log2().floor() - 3)  # 3 mantissa bits
         ties = ((size / step).floor() + 0.5) * step
         ties = ties.clamp(max=peak * 27 / 28)  # 432, between 416 and 448
     else:
-        known = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-        ties = known[(size[..., None] - known).abs().argmin(-1)]
+        midpoints = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+        ties = midpoints[(size[..., None] - midpoints).abs().argmin(-1)]
     group = scheme.group[-1] if scheme.activation_granularity == "group" else x_TH.shape[1]
     ties[:, ::group] = peak
     return torch.copysign(ties * scale, x_TH)
 
 
 def apart(values: str, tokens: int) -> torch.Tensor:
-    """(T,) integers: 0 for ordinary tokens; those of each other number are judged by themselves,
-    for they would hide what is beside them."""
+    """Return (T,) group numbers: 0 for ordinary tokens.
+
+    Every other group is compared separately, because its tokens would hide errors in the rest.
+    """
     groups = torch.zeros(tokens, dtype=torch.int64)
     if values == "large":
         groups[0::3], groups[2::3] = 1, 2
@@ -87,7 +92,7 @@ def apart(values: str, tokens: int) -> torch.Tensor:
 
 
 def why_impossible(problem: Problem, values: str) -> str | None:
-    """Why these values cannot be judged in `problem`, if they cannot."""
+    """Return why these values cannot be checked in `problem`, or None."""
     one_for_all = problem.scheme.activation_granularity == "tensor"
     if one_for_all and values in ("large", "nan_token", "inf_token"):
         return f"[values] {values}: one activation scale is for all tokens, so none is apart"
@@ -101,7 +106,7 @@ def why_impossible(problem: Problem, values: str) -> str | None:
 def hostile_routing(
     routing: Routing, problem: Problem, expert_map: torch.Tensor | None, values: str
 ) -> Routing:
-    """Router weights with what `values` says."""
+    """Return the routing with the router weights named by `values`."""
     if values != "signed":
         return routing
     weights_TK = routing.topk_weights_TK.clone()

@@ -1,14 +1,13 @@
 """Inputs of a case: seeded, scaled so that every value matters, and fenced.
 
-Scale: x, the gate and up values and every expert's output row have a standard deviation of about
-1, so a limit near 1 acts on many values and an error of one part in a thousand shows. Router
-weights are positive and very unequal, so that a wrong, missing or doubled weight is far outside
-any rounding.
+Scale: x, the gate and up values and every expert's output row have a standard deviation of about 1,
+so a limit near 1 acts on many values and an error of one part in a thousand is visible. Router
+weights are positive and very unequal, so that a wrong, missing or doubled weight is far outside any
+rounding error.
 
-Fences: each tensor is a view into a longer one whose two ends hold one of `workspace.FILLS`, so
-whatever reads past an end changes the output, and whatever writes there is found by
-`fences_intact`. The calls of a case have other fills. Values come from a CPU generator: every
-machine gets the same.
+Fences: each tensor is a view into a longer one whose ends are filled with one of `workspace.FILLS`.
+A read past an end changes the output, and `fences_intact` detects a write there. The calls of a
+case use different fills. Values come from a CPU generator, so they are the same on every machine.
 """
 
 import math
@@ -47,28 +46,32 @@ ROUTINGS = (
     "out_of_range",  # ids below -1 and from E upwards, to be skipped and counted
     "beyond_int32",  # the same, and ids that are experts in their low 32 bits: int64 alone has them
 )
-# How the tensors of a call lie in memory.
+# Memory layouts of the tensors of a call.
 LAYOUTS = (
-    "plain",  # contiguous, aligned as an allocation of its own
+    "plain",  # contiguous, aligned like a separate allocation
     "transposed",  # weights that are contiguous along N, x with gaps between its rows
     "spaced",  # gaps between rows of weights and of x, and between experts
     "shifted",  # contiguous from the second element of the memory on
 )
 
-# What given activation scales cover of x and between the GEMMs. No power of two lies between them:
-# float8 rounds alike by both scales then, and one taken for the other changes no value.
+# Ranges covered by the static scales of x and of h. Their ratio is not a power of two: float8 would
+# then round the same with either scale, and exchanging the two would change no value.
 _X_RANGE, _H_RANGE = 5.0, 37.0
-_FENCE = 256  # bytes: keeps every tensor as aligned as an allocation of its own
+_FENCE = 256  # bytes; keeps every tensor as aligned as a separate allocation
 _BIAS_STD = 0.5
-# Router weights of pairs without an expert, in turn: the contract says that they may be anything.
+# Router weights of pairs without an expert, used cyclically: the contract allows any value there.
 _UNUSED_WEIGHTS = (math.nan, 7.0, math.inf, -math.inf)
 
 
 @dataclass(frozen=True)
 class Manner:
-    """What a problem leaves open. layout: one of LAYOUTS. values: one of VALUES. own_scales: the
-    scales of weights have 16 bits, where the scheme lets them. named: one of NAMED. nan: the
-    arguments that hold a NaN, with + between them (`cases.nan`); pairs are then routed apart."""
+    """Properties of inputs that the problem leaves open.
+
+    layout: one of LAYOUTS. values: one of VALUES. own_scales: the scales of weights have 16 bits,
+    where the scheme allows it. named: one of NAMED, how tokens use adapter slots. nan: the
+    arguments that hold a NaN, joined by + (see `cases.nan`); no expert is then used twice. Raises
+    ConfigurationError for unknown values.
+    """
 
     layout: str = "plain"
     values: str = "ordinary"
@@ -77,13 +80,13 @@ class Manner:
     nan: str = ""
 
     def __post_init__(self) -> None:
-        for what, got, known in (
+        for what, got, allowed in (
             ("layout", self.layout, LAYOUTS),
             ("values", self.values, VALUES),
             ("named", self.named, NAMED),
         ):
-            if got not in known:
-                raise ConfigurationError(what, got=got, need=f"one of {', '.join(known)}")
+            if got not in allowed:
+                raise ConfigurationError(what, got=got, need=f"one of {', '.join(allowed)}")
 
 
 ORDINARY = Manner()
@@ -98,16 +101,16 @@ class Inputs:
     routing: Routing
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor by name: all fields of weights, whatever they come to be."""
+        """Return every tensor by name, including all fields of the weights."""
         r = self.routing
-        named = {
+        tensors = {
             "x": self.x_TH,
             **vars(self.weights),
             "topk_weights": r.topk_weights_TK,
             "topk_ids": r.topk_ids_TK,
             "adapters": r.slots_T,
         }
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def make_inputs(
@@ -121,9 +124,10 @@ def make_inputs(
 ) -> Inputs:
     """Make inputs for `problem.tokens` tokens; equal arguments give equal bits on every machine.
 
-    strided: weights as transposed views, x with gaps between rows (unless inplace), int64 ids, the
-    biases' other dtype, and in a map other values than -1 for experts elsewhere, where the problem
-    allows each; otherwise contiguous and int32, or as `manner` says.
+    strided: where the problem allows each, weights are transposed views, x has gaps between rows
+    (unless inplace), ids are int64, biases have the other dtype, and remote experts in an expert
+    map are marked by other values than -1. Otherwise tensors are contiguous and ids int32, or as
+    `manner` requires.
     """
     generator = torch.Generator().manual_seed(seed)
     place = Place(device, int(manner.layout == "shifted"), fill_of(seed))
@@ -145,7 +149,7 @@ def make_inputs(
         weights = replace(weights, expert_map=place(in_other_words(expert_map, problem.e)))
     slots_T = slots(problem, manner.named, generator)
     matrices = adapters_of(problem, slots_T, generator, spaced=strided or manner.layout == "spaced")
-    made = Inputs(
+    inputs = Inputs(
         with_gaps(x_TH, place) if gaps and not problem.inplace else place(x_TH),
         replace(weights, **{name: _placed(t, place) for name, t in matrices.items()}),
         Routing(
@@ -154,45 +158,45 @@ def make_inputs(
             place(slots_T) if isinstance(slots_T, torch.Tensor) else slots_T,
         ),
     )
-    put_nan(made.weights, made.routing, problem, manner.nan)
-    return made
+    put_nan(inputs.weights, inputs.routing, problem, manner.nan)
+    return inputs
 
 
 def _check_nan(problem: Problem, nan: str) -> None:
-    """Raise a ConfigurationError unless every tensor named holds floating-point values."""
-    known = holders(problem)
+    """Raise ConfigurationError unless all tensors named in `nan` can hold a NaN."""
+    allowed = holders(problem)
     for name in names_of(nan):
-        if name not in known:
-            raise ConfigurationError("nan", got=name, need=f"some of {', '.join(known)}")
+        if name not in allowed:
+            raise ConfigurationError("nan", got=name, need=f"some of {', '.join(allowed)}")
 
 
 def invalid_count(routing: Routing, problem: Problem) -> int:
-    """How many ids lie outside [-1, E)."""
+    """Return the number of ids outside [-1, E)."""
     ids = routing.topk_ids_TK
     return int(((ids < -1) | (ids >= problem.experts)).sum())
 
 
 @cache
 def some_routed(problem: Problem, routing: str, seed: int) -> bool:
-    """Whether any pair of `make_inputs` with these arguments has an expert here."""
+    """Return whether any pair of `make_inputs` with these arguments has a local expert."""
     generator = torch.Generator().manual_seed(seed)
     expert_map = map_of(problem, generator)
     ids_TK = _router(problem, routing, expert_map, generator).topk_ids_TK
-    here = ids_TK[(ids_TK >= 0) & (ids_TK < problem.experts)]
-    return bool((here >= 0 if expert_map is None else expert_map[here] >= 0).any())
+    valid_ids = ids_TK[(ids_TK >= 0) & (ids_TK < problem.experts)]
+    return bool((valid_ids >= 0 if expert_map is None else expert_map[valid_ids] >= 0).any())
 
 
 def fill_of(seed: int) -> Fill:
-    """Return what lies around the tensors of a call: another one for each call of a case.
+    """Return the fill around the tensors of a call; it differs between the calls of a case.
 
-    The third call of a case of seed 0, whose tensors have gaps, is the one with NaN.
+    With seed 0, the third call of a case, whose tensors have gaps, is the one with NaN.
     """
     return FILLS[(seed % 1000 + seed // 1000 + 1) % len(FILLS)]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the tensors of a call go: fenced memory of a device. shift, fill: as `fenced` takes."""
+    """Copies tensors of a call into fenced memory of a device. shift, fill: as in `fenced`."""
 
     device: torch.device
     shift: int = 0
@@ -203,9 +207,9 @@ class Place:
 
 
 def fenced(values: torch.Tensor, shift: int = 0, fill: Fill = FILLS[0]) -> torch.Tensor:
-    """Return a contiguous copy whose memory continues with `fill` on both sides.
+    """Return a contiguous copy in memory with `fill` on both sides.
 
-    shift: elements by which it begins later than aligned memory would.
+    shift: elements by which it begins after an aligned address.
     """
     pad = _FENCE // values.element_size()
     room = -(-values.numel() // pad) * pad
@@ -217,7 +221,7 @@ def fenced(values: torch.Tensor, shift: int = 0, fill: Fill = FILLS[0]) -> torch
 
 
 def fences_intact(tensor: torch.Tensor) -> bool:
-    """Whether what lies around a tensor that `fenced` made with the first fill is untouched."""
+    """Return whether the fences of a tensor from `fenced` with the first fill are intact."""
     storage = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     arena = storage.set_(tensor.untyped_storage())
     pad = _FENCE // tensor.element_size()
@@ -227,15 +231,15 @@ def fences_intact(tensor: torch.Tensor) -> bool:
 
 
 def _placed(values: torch.Tensor, place: Place) -> torch.Tensor:
-    """Return an equal view of a storage that is put in its place as a whole."""
+    """Return an equal view of a copy in `place` of the whole storage."""
     if values.is_contiguous():
         return place(values)
-    whole = values.new_empty(0).set_(values.untyped_storage())
-    return place(whole).as_strided(values.shape, values.stride())
+    storage = values.new_empty(0).set_(values.untyped_storage())
+    return place(storage).as_strided(values.shape, values.stride())
 
 
 def with_gaps(x_TH: torch.Tensor, place: Place) -> torch.Tensor:
-    """x, put in its place with the fill of the fences between its rows."""
+    """Copy x to `place` with the fill of the fences between its rows."""
     gap = x_TH.new_full((x_TH.shape[0], 16), place.fill.real)
     return place(torch.cat([x_TH, gap], dim=1))[:, : x_TH.shape[1]]
 
@@ -249,14 +253,17 @@ def _expert_weights(
     strided: bool,
     manner: Manner,
 ) -> ExpertWeights:
-    """Weights of the problem's scheme. Quantized ones lie as `manner` says, strided or not."""
+    """Make weights of the problem's scheme.
+
+    `strided` transposes only unquantized weights; quantized ones always use the layout of `manner`.
+    """
     if not problem.scheme.quantized:
         layout = "transposed" if strided else manner.layout
         return _weights(problem, expert_map, generator, place, strided=strided, layout=layout)
-    plain = replace(problem, quant="none", dtype=torch.float32)
+    unquantized = replace(problem, quant="none", dtype=torch.float32)
     unplaced = Place(torch.device("cpu"))
-    weights = _weights(plain, expert_map, generator, unplaced, strided=False, layout="plain")
-    uneven = {name: _uneven(getattr(weights, name), generator) for name in ("w1", "w2")}
+    weights = _weights(unquantized, expert_map, generator, unplaced, strided=False, layout="plain")
+    uneven = {name: _make_uneven(getattr(weights, name), generator) for name in ("w1", "w2")}
     scales = {}
     if problem.scheme.static:
         ranges = {"a1_scale": _X_RANGE, "a2_scale": _H_RANGE}
@@ -274,20 +281,22 @@ def _expert_weights(
     tensors = {f.name: getattr(quantized, f.name) for f in fields(quantized)}
     placed: dict[str, Any] = {n: t if t is None else place(t) for n, t in tensors.items()}
     for name in ("w1", "w2"):
-        placed[name] = _laid(tensors[name], manner.layout, place)
+        placed[name] = _with_layout(tensors[name], manner.layout, place)
     return ExpertWeights(**placed)
 
 
 def _tied_scale(problem: Problem, like: torch.Tensor) -> torch.Tensor:
-    """Return the given scale of x, which is a power of two where values are ties."""
+    """Return the static scale of x, a power of two, for tied values."""
     scale = TIED_SCALE[problem.scheme.activation]
-    if problem.scheme.scales_by_expert:  # beside the scales of groups, which are computed
+    if (
+        problem.scheme.scales_by_expert
+    ):  # one global scale per expert besides the computed group scales
         return like.new_tensor([2.0**-8, 2.0**-9]).repeat(len(like))[: len(like)]
     return torch.full_like(like, scale)
 
 
-def _laid(w_eNK: torch.Tensor, layout: str, place: Place) -> torch.Tensor:
-    """Weights in their place, in one of LAYOUTS."""
+def _with_layout(w_eNK: torch.Tensor, layout: str, place: Place) -> torch.Tensor:
+    """Copy weights to `place` in one of LAYOUTS."""
     if layout == "transposed":
         return place(w_eNK.mT).mT
     if layout != "spaced":
@@ -299,17 +308,17 @@ def _laid(w_eNK: torch.Tensor, layout: str, place: Place) -> torch.Tensor:
     return place(spaced)[:, :rows, :depth]
 
 
-def _uneven(w_eNK: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Experts, rows and stretches of 32 columns of unlike size: a scale of the wrong one shows."""
+def _make_uneven(w_eNK: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Scale experts, rows and blocks of 32 columns unequally, so that a wrong scale is visible."""
     e, rows, depth = w_eNK.shape
 
     def factors(*shape: int) -> torch.Tensor:
         return torch.exp2(torch.randint(0, 3, shape, generator=generator) - 1.0)
 
-    along = factors(e, 1, -(-depth // 32)).repeat_interleave(32, 2)[..., :depth]
-    uneven = w_eNK * factors(e, 1, 1) * factors(e, rows, 1) * along
-    evened: torch.Tensor = uneven * (w_eNK.norm() / uneven.norm())
-    return evened
+    column_factors = factors(e, 1, -(-depth // 32)).repeat_interleave(32, 2)[..., :depth]
+    uneven = w_eNK * factors(e, 1, 1) * factors(e, rows, 1) * column_factors
+    normalized: torch.Tensor = uneven * (w_eNK.norm() / uneven.norm())
+    return normalized
 
 
 def _weights(
@@ -321,29 +330,29 @@ def _weights(
     strided: bool,
     layout: str,
 ) -> ExpertWeights:
-    """Each product's output has a standard deviation of about 1."""
+    """Make weights such that each GEMM's output has a standard deviation of about 1."""
 
     def normal(*shape: int, std: float, dtype: torch.dtype) -> torch.Tensor:
         return (torch.randn(shape, generator=generator) * std).to(dtype)
 
     def matrices(*shape: int, std: float) -> torch.Tensor:
-        return _laid(normal(*shape, std=std, dtype=problem.dtype), layout, place)
+        return _with_layout(normal(*shape, std=std, dtype=problem.dtype), layout, place)
 
     e, h, i, dtype = problem.e, problem.hidden, problem.intermediate, problem.dtype
     w1 = matrices(e, problem.w1_rows, h, std=h**-0.5)
     w2 = matrices(e, h, i, std=i**-0.5 / _activation_rms(problem.act))
-    map_here = None if expert_map is None else place(expert_map)
+    placed_map = None if expert_map is None else place(expert_map)
     if not problem.bias:
-        return ExpertWeights(w1, w2, expert_map=map_here)
+        return ExpertWeights(w1, w2, expert_map=placed_map)
     types = (dtype, torch.float32) if strided else (torch.float32, dtype)
     b1 = place(normal(e, problem.w1_rows, std=_BIAS_STD, dtype=types[0]))
     b2 = place(normal(e, h, std=_BIAS_STD, dtype=types[1]))
-    return ExpertWeights(w1, w2, b1, b2, map_here)
+    return ExpertWeights(w1, w2, b1, b2, placed_map)
 
 
 @cache
 def _activation_rms(spec: ActivationSpec) -> float:
-    """Root mean square of the activation for independent standard normal gate and up values."""
+    """Return the activation's RMS for independent standard normal gate and up values."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(20000, 2, dtype=torch.float64, generator=generator)
     return float(activation(values, spec).square().mean().sqrt())
@@ -353,24 +362,27 @@ def _router(
     problem: Problem, kind: str, expert_map: torch.Tensor | None, generator: torch.Generator
 ) -> Routing:
     tokens, top_k = problem.tokens, problem.top_k
-    # One logit more than K: the weights of a row are unequal and do not sum to 1, even for K = 1.
+    # K + 1 logits, so that the weights of a row are unequal and do not sum to 1, even for K = 1.
     logits = 1.5 * torch.randn(tokens, top_k + 1, generator=generator)
-    if problem.apply_router_weight_on_input:  # around 1, so that the layer's values stay so too
+    if problem.apply_router_weight_on_input:  # near 1, to preserve the scale of x
         weights_TK = (logits[:, :top_k] / 4).exp()
     else:
         weights_TK = logits.softmax(-1)[:, :top_k]
     ids_TK = _ids(problem, kind, expert_map, generator)
     unused = (ids_TK < 0) | (ids_TK >= problem.experts)
-    anything = torch.tensor(_UNUSED_WEIGHTS)
-    turns = torch.arange(int(unused.sum())) + tokens  # so that a lone pair has each in some case
-    weights_TK[unused] = anything[turns % len(anything)]
+    unused_weights = torch.tensor(_UNUSED_WEIGHTS)
+    offsets = torch.arange(int(unused.sum())) + tokens  # a single unused pair gets each in turn
+    weights_TK[unused] = unused_weights[offsets % len(unused_weights)]
     return Routing(weights_TK, ids_TK)
 
 
 def _ids(
     problem: Problem, kind: str, expert_map: torch.Tensor | None, generator: torch.Generator
 ) -> torch.Tensor:
-    """(T, K) int64 expert ids of one of ROUTINGS."""
+    """Return (T, K) int64 expert ids of one of ROUTINGS.
+
+    Raise ConfigurationError for an unknown kind, or for ids that int32 cannot hold.
+    """
     if kind not in ROUTINGS:
         raise ConfigurationError("routing", got=kind, need=f"one of {', '.join(ROUTINGS)}")
     if kind == "beyond_int32" and problem.ids_dtype is torch.int32:
@@ -381,12 +393,12 @@ def _ids(
     if kind == "all_to_one":
         first = experts // 2 if expert_map is None else int((expert_map == 0).nonzero()[0])
         return ((first + torch.arange(top_k)) % experts).repeat(tokens, 1)
-    odds = torch.ones(experts)
+    probs = torch.ones(experts)
     if kind == "zipf":
-        odds = torch.arange(1, experts + 1).float() ** -1.2
+        probs = torch.arange(1, experts + 1).float() ** -1.2
     if kind == "empty_experts" and experts > 1:
-        odds[1::2] = 0
-    ids_TK = _draw(odds, tokens, top_k, generator)
+        probs[1::2] = 0
+    ids_TK = _draw(probs, tokens, top_k, generator)
     if kind == "duplicates":
         ids_TK[0::3, -1] = ids_TK[0::3, 0]
         ids_TK[1::3] = ids_TK[1::3, :1]
@@ -399,17 +411,17 @@ def _ids(
 
 
 def _wrong_ids(kind: str, experts: int) -> tuple[int, ...]:
-    """Ids that are no expert's, for the kinds of routing that have some."""
+    """Return the invalid ids of a kind of routing; () if it has none."""
     if kind == "out_of_range":
         return experts, -2, -1, 2**31 - 1, experts + 7, -5, -(2**31)
     if kind == "beyond_int32":
-        low = experts // 2  # what an int32 keeps of most
+        low = experts // 2  # the low 32 bits of most ids
         return 2**32 + low, -(2**32) + low, 2**31, 2**40 + low, -(2**63), 2**63 - 1
     return ()
 
 
 def _draw(odds: torch.Tensor, tokens: int, top_k: int, generator: torch.Generator) -> torch.Tensor:
-    """(T, K) ids drawn by their odds, distinct in a row while there are experts left."""
+    """Draw (T, K) ids with probabilities `odds`, distinct per row as long as experts remain."""
     if tokens == 0:
         return torch.empty(0, top_k, dtype=torch.int64)
     distinct = min(top_k, int((odds > 0).sum()))
@@ -422,10 +434,10 @@ def _draw(odds: torch.Tensor, tokens: int, top_k: int, generator: torch.Generato
 
 
 def _scatter(ids_TK: torch.Tensor, values: tuple[int, ...], generator: torch.Generator) -> None:
-    """Put `values` in turn on the last pair and on about every third of the others."""
+    """Cycle through `values` on the last pair and about 30 % of the others."""
     if ids_TK.numel() == 0 or not values:
         return
-    chosen = torch.rand(ids_TK.shape, generator=generator) < 0.3
-    chosen[-1, -1] = True
-    count = int(chosen.sum())
-    ids_TK[chosen] = torch.tensor(values).repeat(-(-count // len(values)))[:count]
+    mask = torch.rand(ids_TK.shape, generator=generator) < 0.3
+    mask[-1, -1] = True
+    count = int(mask.sum())
+    ids_TK[mask] = torch.tensor(values).repeat(-(-count // len(values)))[:count]

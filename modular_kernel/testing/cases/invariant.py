@@ -1,7 +1,7 @@
-"""The axis of batch invariance: each scheme that can have it, and what a token's place could touch.
+"""Batch-invariance cases: each scheme that supports it, with options that reorder rows.
 
-Many rows an expert and several steps of the depth, so that tiles chosen by the number of tokens
-would be several, and sums in another order would show.
+Many rows per expert and several steps of the depth, so that tiles chosen by the number of tokens
+would differ, and sums in another order would be visible.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ _SCHEMES = (
 
 
 def batch_invariant(base: Problem) -> Iterator[Variant]:
-    """Each scheme in bf16; then float32, and options by which rows come elsewhere."""
+    """Yield each scheme in bf16; then float32, and options that change where rows are stored."""
     wide = replace(
         base,
         tokens=34,

@@ -1,12 +1,12 @@
-"""Which cases a pairing is proven on.
+"""Lists of the cases of a pairing.
 
-`full`: rows in which every two values of two axes meet, drawn for the pairing (`cases_drawn`), and
-shapes that no axis has (`cases_chosen`).
-`smoke`: some that touch every axis. `axes`: a base, one change for each axis, products where axes
-meet; for whoever wants problems of which one thing is unlike the base.
+`full`: pairwise-covering rows drawn for the pairing (`pairwise`), and hand-picked shapes that the
+axes do not contain (`handpicked`). `smoke`: a few cases that touch every axis. `axes`: a base
+problem, one change per axis, and small products over axes that interact, for uses that need
+problems that differ from the base in one property.
 
-A case is a problem, a kind of routing, a manner of inputs and a seed, so it can be replayed on any
-machine by the one line that `command` prints. Shapes are small: the interpreter runs them too.
+A case is a problem, a kind of routing, an input manner and a seed, so the one-line command that
+`command` returns repeats it on any machine. Shapes are small because the interpreter runs them too.
 """
 
 from collections.abc import Iterable, Iterator
@@ -47,10 +47,10 @@ Variant = tuple[Problem, str]
 
 @dataclass(frozen=True)
 class Selection:
-    """The cases a pairing must pass, and those that the rules refuse, each with its verdict.
+    """The cases that a pairing must pass, and those that the rules refuse, each with its verdict.
 
-    met: how many pairs of values of two axes meet in cases that were drawn by pairs. impossible:
-    those that no valid case holds, each with the reason.
+    met: number of value pairs covered by the pairwise cases. impossible: (value, value, reason) for
+    each pair that no valid case contains.
     """
 
     cases: tuple[Case, ...]
@@ -59,8 +59,8 @@ class Selection:
     impossible: tuple[tuple[str, str, str], ...] = ()
 
 
-# float32: nothing is hidden by rounding. Odd counts; H and I off every tile, yet multiples of 16,
-# so that the 16-bit cases run the tiles that real models run.
+# float32, so that rounding hides nothing. Odd counts; H and I are not multiples of the tiles, but
+# multiples of 16, so that the 16-bit cases use the same tiles as real models.
 BASE = Problem(tokens=19, hidden=48, intermediate=80, experts=5, top_k=2, dtype=torch.float32)
 
 _FP16, _BF16 = torch.float16, torch.bfloat16
@@ -74,17 +74,16 @@ _BEFORE = "swiglu_clamp_before:limit=0.5"
 def cases_for(
     prepare_finalize: str, experts: str, machine: Machine, level: Level = "full"
 ) -> Selection:
-    """Every case of `level` for a pairing, judged on `machine`.
+    """Return every case of `level` for a pairing, checked on `machine`.
 
-    full: cases in which every two values of two axes meet, as far as the pairing takes both, and
-    those chosen by hand.
+    full: pairwise-covering cases as far as the pairing supports them, and hand-picked ones.
     """
     if level == "smoke":
-        found = (
+        candidates = (
             Case(prepare_finalize, experts, in_row_order(p, experts), r, manner=m)
             for p, r, m in smoke(BASE)
         )
-        return _judged(found, machine)
+        return _judged(candidates, machine)
     array, cases = draw(prepare_finalize, experts, machine)
     met, words = len(array.met), array.space.words
     impossible = tuple((words(a), words(b), why) for (a, b), why in array.impossible.items())
@@ -95,17 +94,17 @@ def cases_for(
     )
     if not cases:
         return Selection((), (ordinary,), met, impossible)
-    beside = chosen_cases(prepare_finalize, experts, machine)
-    return Selection((*cases, *beside), (), met, impossible)
+    handpicked = chosen_cases(prepare_finalize, experts, machine)
+    return Selection((*cases, *handpicked), (), met, impossible)
 
 
 def cases_by_axes(prepare_finalize: str, experts: str, machine: Machine) -> Selection:
-    """Return the cases of `axes(BASE)` for a pairing, judged on `machine`."""
-    found = (
+    """Return the cases of `axes(BASE)` for a pairing, checked on `machine`."""
+    candidates = (
         Case(prepare_finalize, experts, in_row_order(problem, experts), routing)
         for problem, routing in axes(BASE)
     )
-    return _judged(found, machine)
+    return _judged(candidates, machine)
 
 
 def _judged(found: Iterable[Case], machine: Machine) -> Selection:
@@ -121,18 +120,18 @@ def _judged(found: Iterable[Case], machine: Machine) -> Selection:
 
 
 def pairings(machine: Machine, level: Level = "full") -> tuple[tuple[str, str], ...]:
-    """Every pairing in the catalog that at least one case of `level` is valid for."""
+    """Return every pairing in the catalog with at least one valid case of `level`."""
     catalog = load_catalog()
     return tuple(
         (pf, experts)
         for pf in catalog.names("prepare_finalize")
         for experts in catalog.names("experts")
-        if _any_case(pf, experts, machine, level)
+        if _has_case(pf, experts, machine, level)
     )
 
 
 @cache
-def _any_case(prepare_finalize: str, experts: str, machine: Machine, level: Level) -> bool:
+def _has_case(prepare_finalize: str, experts: str, machine: Machine, level: Level) -> bool:
     if level == "smoke":
         return bool(cases_for(prepare_finalize, experts, machine, level).cases)
     return has_row(space_of(prepare_finalize, experts, machine))
@@ -161,14 +160,14 @@ def axes(base: Problem) -> tuple[Variant, ...]:
 
 
 def _change(base: Problem, routing: str = "uniform", **changes: Any) -> Variant:
-    """Return `base` with some fields changed, whatever their types."""
+    """Return `base` with some fields changed."""
     return replace(base, **changes), routing
 
 
 def _tokens(base: Problem) -> Iterator[Variant]:
-    """No token, one, an odd number; and tile edges, where one expert gets exactly T rows.
+    """Yield no token, one, and an odd number; and tile edges, where one expert gets exactly T rows.
 
-    Parts choose their tiles by the mean rows of an expert, so larger edges have fewer experts.
+    Parts choose their tiles by the mean rows per expert, so larger edges have fewer experts.
     """
     for tokens in (0, 1, 7):
         yield _change(base, tokens=tokens)
@@ -183,7 +182,7 @@ def _tokens(base: Problem) -> Iterator[Variant]:
 
 
 def _numbers(base: Problem) -> Iterator[Variant]:
-    """Element types of activations and of ids."""
+    """Yield the dtypes of activations and of ids."""
     yield _change(base, dtype=_FP16)
     yield _change(base, dtype=_BF16)
     yield _change(base, fp32_precision="tf32")
@@ -193,7 +192,7 @@ def _numbers(base: Problem) -> Iterator[Variant]:
 
 
 def _activations(base: Problem) -> Iterator[Variant]:
-    """Every rule in float32, where nothing is hidden by rounding, and some in each other type."""
+    """Yield every activation in float32, where rounding hides nothing, and some in 16 bits."""
     split = ("gelu", "gelu_tanh", _OAI_SPLIT, _AFTER, _BEFORE, "relu2")
     rare = ("situ:alpha=1.5,limit=0.7", "gelu:limit=0.5", "silu_no_mul", "gelu_tanh_no_mul")
     for activation in (*split, *rare, _OAI, "silu:interleaved=true"):
@@ -213,7 +212,7 @@ def _biases(base: Problem) -> Iterator[Variant]:
 
 
 def _router_weights(base: Problem) -> Iterator[Variant]:
-    """Router weights on the input, the scaling factor, and K."""
+    """Yield router weights on the input, the scaling factor, and values of K."""
     on_input = replace(base, apply_router_weight_on_input=True)
     for top_k in (1, 2):
         yield _change(on_input, top_k=top_k)
@@ -233,7 +232,7 @@ def _router_weights(base: Problem) -> Iterator[Variant]:
 
 
 def _combines(base: Problem) -> Iterator[Variant]:
-    """Top-k kept: weighted and scaled, or neither."""
+    """Yield outputs with the top-k dimension kept: weighted and scaled, or neither."""
     weighted = replace(base, combine=Combine.TOPK_WEIGHTED)
     unweighted = replace(base, combine=Combine.TOPK_UNWEIGHTED)
     for kept in (weighted, unweighted):
@@ -253,7 +252,7 @@ def _inplace(base: Problem) -> Iterator[Variant]:
 
 
 def _placements(base: Problem) -> Iterator[Variant]:
-    """Experts that are elsewhere, in any order; few experts, and many for few tokens."""
+    """Yield random expert maps with remote experts; few experts, and many with few tokens."""
     mapped = replace(base, expert_map=True)
     yield _change(mapped)
     yield _change(mapped, local_experts=3)
@@ -267,7 +266,10 @@ def _placements(base: Problem) -> Iterator[Variant]:
 
 
 def _chunks(base: Problem) -> Iterator[Variant]:
-    """Chunks of C = 8 tokens: none, one less than one, one, one more, two; and what they meet."""
+    """Yield token counts around chunks of C = 8 tokens: 0, C - 1, C, C + 1 and 2 C.
+
+    Also chunks together with other options.
+    """
     chunked = replace(base, chunk_tokens=8)
     for tokens in (0, 7, 8, 9, 16):
         yield _change(chunked, tokens=tokens)
@@ -278,7 +280,7 @@ def _chunks(base: Problem) -> Iterator[Variant]:
 
 
 def _adapters(base: Problem) -> Iterator[Variant]:
-    """Adapters: a rank off every block, shared matrices, and what stands between the products."""
+    """Yield adapters: a rank that is no multiple of a block, shared matrices, other options."""
     few = replace(base, lora="adapters=3,rank=7")
     yield _change(few)
     yield _change(few, "skips", dtype=_BF16, bias=True, activation=_OAI)
@@ -295,7 +297,7 @@ def _routings(base: Problem) -> Iterator[Variant]:
 
 
 def _shapes(base: Problem) -> Iterator[Variant]:
-    """H and I on and off every tile."""
+    """Yield H and I that are multiples and non-multiples of the tiles."""
     for hidden, intermediate in ((128, 64), (16, 32), (17, 19), (33, 47), (130, 96), (72, 136)):
         yield _change(base, hidden=hidden, intermediate=intermediate)
     yield _change(base, hidden=160, intermediate=96, dtype=_BF16, bias=True)

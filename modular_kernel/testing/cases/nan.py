@@ -1,7 +1,7 @@
-"""NaN in the arguments of a call: where one can be, where it is put, and the cases that have one.
+"""NaN in the arguments of a call: the arguments that can hold one, its position, and the cases.
 
-A NaN must reach every value of the output that is computed from it, and no other value. What is
-computed from it is what `reference.recipe` makes NaN.
+A NaN must reach every output value computed from it, and no other. The values computed from it are
+those that `reference.recipe` makes NaN.
 """
 
 from collections.abc import Iterator
@@ -20,38 +20,38 @@ _MATRICES = ("w1", "w2", "b1", "b2")
 
 
 def names_of(nan: str) -> tuple[str, ...]:
-    """Return the tensors that `Manner.nan` names."""
+    """Return the tensor names in `Manner.nan`."""
     return tuple(filter(None, nan.split("+")))
 
 
 def holders(problem: Problem) -> tuple[str, ...]:
-    """Return the arguments of a call of `problem` whose type has a NaN, as `Inputs` names them.
+    """Return the arguments of a call that can hold a NaN, by the names of `Inputs`.
 
-    Beside x and the router weights these are fields of ExpertWeights. E8M0 has a NaN, integers
+    Besides x and the router weights these are fields of ExpertWeights. E8M0 has a NaN, integers
     have none.
     """
     scheme = problem.scheme
-    found = [X, ROUTER]
+    names = [X, ROUTER]
     if scheme.weight in ("none", "float8_e4m3fn"):
-        found += ["w1", "w2"]
+        names += ["w1", "w2"]
     if problem.bias:
-        found += ["b1", "b2"]
+        names += ["b1", "b2"]
     if scheme.quantized:
-        found += ["w1_scale", "w2_scale"]
+        names += ["w1_scale", "w2_scale"]
     if scheme.matrix_scales:
-        found += ["w1_global_scale", "w2_global_scale"]
+        names += ["w1_global_scale", "w2_global_scale"]
     if scheme.static:
-        found += ["a1_scale", "a2_scale"]
+        names += ["a1_scale", "a2_scale"]
     if problem.adapters is not None:
-        found += ADAPTER_TENSORS
-    return tuple(found)
+        names += ADAPTER_TENSORS
+    return tuple(names)
 
 
 def spreads(name: str, problem: Problem) -> bool:
-    """Whether a NaN of one pair's operand reaches pairs that do not read that operand.
+    """Return whether a NaN of one pair's operand reaches pairs that do not read that operand.
 
-    It does by a scale that pairs share: a given one of all activations, or one that is computed
-    from the activations of the whole call.
+    It does so through a shared scale: a static one of all activations, or one computed from the
+    activations of the whole call.
     """
     scheme = problem.scheme
     if scheme.activation_granularity != "tensor":
@@ -63,25 +63,26 @@ def spreads(name: str, problem: Problem) -> bool:
 
 
 def groups(problem: Problem) -> tuple[str, ...]:
-    """Return values of `Manner.nan` that put a NaN into each of `holders` once.
+    """Return values of `Manner.nan` that together put a NaN into each of `holders` once.
 
-    Those that reach their own pairs alone are put into one call, each of the others into its own.
+    Arguments whose NaN stays within its pair share one call; each of the others gets a separate
+    call.
     """
     names = holders(problem)
-    own = tuple(name for name in names if not spreads(name, problem))
-    return tuple(filter(None, ("+".join(own), *(n for n in names if n not in own))))
+    contained = tuple(name for name in names if not spreads(name, problem))
+    return tuple(filter(None, ("+".join(contained), *(n for n in names if n not in contained))))
 
 
 def pairs_needed(nan: str) -> int:
-    """Return how many pairs a call needs so that each name has its own, and one has none."""
+    """Return the number of pairs a call needs: one per name, and one without a NaN."""
     return len(names_of(nan)) + 1
 
 
 def routed_apart(routing: Routing, problem: Problem, nan: str) -> Routing:
-    """Return a routing in which no expert is named twice, as far as there are enough.
+    """Return a routing in which no expert occurs twice, as far as there are enough experts.
 
-    The last token (of two or one: its last pair) is skipped, and its router weights are NaN. Where
-    `nan` names the router weights, that of one pair is NaN, too.
+    The last token (with two tokens or fewer: its last pair) is skipped, with NaN router weights. If
+    `nan` names the router weights, that of one more pair is NaN.
     """
     tokens, top_k = problem.tokens, problem.top_k
     order = torch.randperm(problem.experts, generator=torch.Generator().manual_seed(0))
@@ -100,9 +101,9 @@ def routed_apart(routing: Routing, problem: Problem, nan: str) -> Routing:
 
 
 def x_with_nan(x_TH: torch.Tensor, problem: Problem, nan: str) -> torch.Tensor:
-    """Return x with a NaN in the first token, if `nan` names it, and in the one that is skipped.
+    """Return x with a NaN in the first token, if `nan` names x, and in the skipped token.
 
-    Not in the latter where one scale is computed from all tokens.
+    The skipped token has none where one scale is computed from all tokens.
     """
     x_TH, tokens, column = x_TH.clone(), len(x_TH), x_TH.shape[1] // 3
     if tokens and X in names_of(nan):
@@ -114,7 +115,7 @@ def x_with_nan(x_TH: torch.Tensor, problem: Problem, nan: str) -> torch.Tensor:
 
 
 def put_nan(weights: ExpertWeights, routing: Routing, problem: Problem, nan: str) -> None:
-    """Put a NaN into each field of `weights` that `nan` names, of the expert of its own pair."""
+    """Put a NaN into each field of `weights` that `nan` names, at the expert of the name's pair."""
     ids, slots_T = routing.topk_ids_TK.flatten(), routing.slots_T
     for name in names_of(nan):
         if name in (X, ROUTER) or not len(ids):
@@ -123,30 +124,30 @@ def put_nan(weights: ExpertWeights, routing: Routing, problem: Problem, nan: str
         if name in ADAPTER_TENSORS:
             if slots_T is None:
                 continue
-            some = (slots_T[:-1] >= 0).nonzero().flatten()
-            if not len(some):
+            tokens_with_adapter = (slots_T[:-1] >= 0).nonzero().flatten()
+            if not len(tokens_with_adapter):
                 continue
-            token = int(some[pair % len(some)])
+            token = int(tokens_with_adapter[pair % len(tokens_with_adapter)])
             expert = int(ids[token * problem.top_k].clamp(min=0))
             slot = int(slots_T[token])
-            _last_but_some(tensor[slot, min(expert, tensor.shape[1] - 1)])
+            _set_nan(tensor[slot, min(expert, tensor.shape[1] - 1)])
             continue
         expert = int(ids[pair].clamp(min=0))
         if len(tensor) == problem.e:
-            _last_but_some(tensor[expert : expert + 1])
+            _set_nan(tensor[expert : expert + 1])
         else:
-            _last_but_some(tensor)
+            _set_nan(tensor)
 
 
 def _pair_of(name: str, problem: Problem, nan: str) -> int:
-    """Return the pair, t * K + k, that a name has for itself; x has the first token."""
+    """Return the pair, t * K + k, reserved for a name; the first token is reserved for x."""
     names = [n for n in names_of(nan) if n != X]
     first = problem.top_k if X in names_of(nan) and problem.tokens > 1 else 0
     return (first + names.index(name)) % max(1, problem.tokens * problem.top_k)
 
 
-def _last_but_some(tensor: torch.Tensor) -> None:
-    """Put NaN at the last place of the last extent, and two thirds down the others."""
+def _set_nan(tensor: torch.Tensor) -> None:
+    """Set one value to NaN: last in the last dimension, two thirds along the others."""
     at = (*(size * 2 // 3 for size in tensor.shape[:-1]), -1)
     if tensor.dtype is torch.uint8:
         tensor[at] = _E8M0_NAN
@@ -162,11 +163,11 @@ _BF16 = torch.bfloat16
 _BASE = Problem(tokens=1, hidden=64, intermediate=64, experts=1, top_k=1, dtype=_BF16, bias=True)
 _CLAMPED = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=1.0")
 
-Chosen = tuple[Problem, str]  # and what `Manner.nan` is
+Chosen = tuple[Problem, str]  # problem, `Manner.nan`
 
 
 def nan_problems() -> Iterator[Chosen]:
-    """Yield every scheme with a NaN in each of its arguments, of many tokens and of few."""
+    """Yield every scheme with a NaN in each of its arguments, with many tokens and with few."""
     for quant in ("none", *SCHEMES):
         problem = replace(_BASE, quant=quant)
         for nan in groups(problem):
@@ -186,13 +187,13 @@ def nan_problems() -> Iterator[Chosen]:
 
 
 def many(problem: Problem, nan: str) -> Chosen:
-    """Return a problem of one expert a token in which each name has a token."""
+    """Return a problem with one expert per token and one token per name."""
     tokens = pairs_needed(nan) + 1
     return replace(problem, tokens=tokens, experts=tokens), nan
 
 
 def few(problem: Problem) -> Chosen:
-    """Return a problem of one token whose pairs are kept, so that each name has a row."""
+    """Return a problem with one token whose top-k rows are kept, so that each name has a row."""
     nan = "+".join(n for n in holders(problem) if n != X and not spreads(n, problem))
     top_k = pairs_needed(nan) + 1
     kept = replace(problem, combine=Combine.TOPK_WEIGHTED, tokens=1, top_k=top_k)
@@ -200,6 +201,8 @@ def few(problem: Problem) -> Chosen:
 
 
 def two_tokens(problem: Problem) -> Chosen:
-    """Return a problem of two tokens, of which one has a NaN in x, and of so many experts that
-    parts take the tokens one by one."""
+    """Return a problem with two tokens, one with a NaN in x.
+
+    It has so many experts that parts process the tokens one by one.
+    """
     return replace(problem, tokens=2, experts=17), X

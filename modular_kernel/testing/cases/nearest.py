@@ -1,7 +1,7 @@
-"""Shapes for parts that take only some: the nearest case to a refused one that the rules allow.
+"""The nearest supported case to a refused one, for parts with restricted shapes.
 
-Cases are as small as the parts without constraints allow. A vendor's kernels may know a few hidden
-sizes, 16-bit types or blocks of experts alone; their cases get those, and only those changes.
+Cases are as small as unrestricted parts allow. A vendor's kernels may support only a few hidden
+sizes, 16-bit dtypes or equal blocks of experts; their cases get those changes and no others.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from modular_kernel.spec.problem import Problem
 
 
 class Placed(Protocol):
-    """A dataclass with a problem and the name of a placement: what a case over ranks is made of."""
+    """A dataclass with a problem and the name of a placement, such as `ranks.Variant`."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -34,8 +34,8 @@ Case = TypeVar("Case", bound=Placed)
 HIDDEN = (64, 128, 256, 512, 1024, 2048, 2560, 4096, 5120, 6144, 7168, 8192)
 INTERMEDIATE = (128, 256, 512)
 DTYPES = (torch.bfloat16, torch.float16)
-# What another value of an axis can mend. A rule of a part's own, which RULES does not list, can
-# speak of anything: the hidden size is what most vendors' kernels are made for.
+# The rules that a change of each axis can satisfy. A part-specific rule, not listed in RULES, can
+# be about anything; the hidden size is tried, since most vendors' kernels restrict it.
 AXES = {
     "hidden": {"hidden", "quant_block"},
     "intermediate": {"intermediate", "quant_block"},
@@ -45,30 +45,32 @@ AXES = {
 
 
 def neighbors(variant: Case, verdict: Verdict, world_size: int) -> Iterator[Case]:
-    """Variants that differ where `verdict` objects, small changes first; none if it objects to
-    anything that is no matter of shape."""
+    """Yield variants with other values of the axes that `verdict` rejects, small changes first.
+
+    None if `verdict` also rejects something that does not depend on the shape.
+    """
     rules = {rejection.rule for rejection in verdict.rejections}
-    own = rules - set(RULES)
-    if not rules - own <= set().union(*AXES.values()):
+    part_rules = rules - set(RULES)
+    if not rules - part_rules <= set().union(*AXES.values()):
         return
-    problem, moved = variant.problem, {axis for axis, mends in AXES.items() if rules & mends}
-    if own:
-        moved.add("hidden")
-    placed: list[tuple[str, int]] = [(variant.placement, problem.experts)]
-    if "placement" in moved:
+    problem, changed_axes = variant.problem, {axis for axis, mends in AXES.items() if rules & mends}
+    if part_rules:
+        changed_axes.add("hidden")
+    placements: list[tuple[str, int]] = [(variant.placement, problem.experts)]
+    if "placement" in changed_axes:
         even = -(-problem.experts // world_size) * world_size
-        placed.append(("linear", even))
-    dtypes = _first(problem.dtype, DTYPES if "dtype" in moved else ())
-    inner = _first(problem.intermediate, INTERMEDIATE if "intermediate" in moved else ())
-    hidden = _first(problem.hidden, HIDDEN if "hidden" in moved else ())
-    for (placement, experts), dtype, i, h in product(placed, dtypes, inner, hidden):
+        placements.append(("linear", even))
+    dtypes = _first(problem.dtype, DTYPES if "dtype" in changed_axes else ())
+    inner = _first(problem.intermediate, INTERMEDIATE if "intermediate" in changed_axes else ())
+    hidden = _first(problem.hidden, HIDDEN if "hidden" in changed_axes else ())
+    for (placement, experts), dtype, i, h in product(placements, dtypes, inner, hidden):
         changed = replace(problem, experts=experts, dtype=dtype, intermediate=i, hidden=h)
         if (changed, placement) != (problem, variant.placement):
             yield replace(variant, problem=changed, placement=placement)
 
 
 def difference(before: Problem, after: Problem) -> str:
-    """Return what of the layer a fitted case changed: "hidden 48 -> 2048, experts 5 -> 6"."""
+    """Return the changes of a fitted case as text: "hidden 48 -> 2048, experts 5 -> 6"."""
     names = ("hidden", "intermediate", "experts", "dtype")
     changed = [(n, getattr(before, n), getattr(after, n)) for n in names]
     shown = [f"{n} {old} -> {new}" for n, old, new in changed if old != new]

@@ -1,7 +1,8 @@
-"""Cases drawn by pairs: every two values of two axes meet in a case, if a pairing takes both.
+"""Pairwise-covering cases of a pairing: every two values of two axes occur together in some case.
 
-`AXES` says what varies, `draw` which rows of it prove a pairing on a machine. A row that a rule
-refuses is not drawn; a pair that no valid row holds is impossible, with the rule's reason.
+`AXES` lists what varies; `draw` returns the rows for a pairing on a machine. Rows that a rule
+refuses are never drawn. A pair of values that no valid row contains is impossible and is reported
+with the rule's reason.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,20 +42,21 @@ _ACTIVATIONS = {
     "gelu_no_mul": "gelu_no_mul",
 }
 
-# Of `placement`: how many of E experts are here, and whether by a map.
+# Values of `placement`: how many of the E experts are local, and whether there is an expert map.
 _PLACEMENTS = ("all", "mapped", "half_mapped", "one_mapped")
 
-# Of `chunks`: the most tokens of a piece, by the tokens T of the case.
+# Values of `chunks`: the maximum number of tokens per chunk, as a function of the case's tokens T.
 _CHUNKS: dict[str, Callable[[int], int | None]] = {
     "none": lambda _tokens: None,
     "whole": lambda tokens: max(1, tokens),
-    "one_more": lambda tokens: max(1, tokens - 1),  # the last piece is one token
-    "ragged": lambda tokens: max(1, -(-2 * tokens // 5)),  # three pieces, the last one shorter
+    "one_more": lambda tokens: max(1, tokens - 1),  # the last chunk has one token
+    "ragged": lambda tokens: max(1, -(-2 * tokens // 5)),  # three chunks, the last one shorter
 }
 
-# The ordinary value first. H and I: on and off every block of a scheme, every step of a tile and
-# every vector of a load. T: what paths and tiles change at, as far as so few tokens reach; where
-# one expert gets all of them, so many rows. E: what counting and sorting change at.
+# The default value comes first. H and I: multiples and non-multiples of the schemes' blocks, the
+# tiles and the load vectors. T: thresholds between code paths and tile sizes, as far as such small
+# numbers reach; if one expert gets all tokens this is its number of rows. E: thresholds of counting
+# and sorting.
 AXES = (
     Axis("quant", ("none", *SCHEMES)),
     Axis("numbers", ((_BF16, "ieee"), (_FP32, "ieee"), (_FP32, "tf32"), (_FP16, "ieee"))),
@@ -81,8 +83,8 @@ AXES = (
     Axis("batch_invariant", (False, True), dear=True),
     Axis("seed", (0, 1, 2)),
 )
-# Of pairings that carry adapters alone: the rows of the others stay as they are. Ranks on and off
-# every block, and more than a block holds; slots that no token names.
+# Only for pairings that support adapters, so that the rows of other pairings do not change. Ranks
+# are multiples and non-multiples of the blocks, and larger than a block; some slots are unused.
 LORA_AXES = (
     Axis(
         "lora",
@@ -115,11 +117,12 @@ def _activation(kind: str, interleaved: bool) -> ActivationSpec:
 
 
 def problem_of(row: dict[str, Any]) -> Problem:
-    """Return the problem that a row of values by axis says; ConfigurationError if there is none
-    such.
+    """Return the problem of a row, given as {axis: value}.
+
+    Raise ConfigurationError if the values make no valid problem.
     """
     experts, tokens = row["experts"], row["tokens"]
-    here = {"half_mapped": (experts + 1) // 2, "one_mapped": 1}
+    num_local = {"half_mapped": (experts + 1) // 2, "one_mapped": 1}
     dtype, precision = row["numbers"]
     return Problem(
         tokens=tokens,
@@ -130,7 +133,7 @@ def problem_of(row: dict[str, Any]) -> Problem:
         dtype=dtype,
         quant=row["quant"],
         activation=_activation(row["activation"], row["interleaved"]),
-        local_experts=here.get(row["placement"]),
+        local_experts=num_local.get(row["placement"]),
         ids_dtype=row["ids"],
         bias=row["bias"],
         expert_map=row["placement"] != "all",
@@ -147,7 +150,7 @@ def problem_of(row: dict[str, Any]) -> Problem:
 
 
 def case_of(prepare_finalize: str, experts: str, row: dict[str, Any]) -> Case:
-    """Return the case that a row of values by axis says."""
+    """Return the case of a row, given as {axis: value}."""
     manner = Manner(row["layout"], row["values"], row["own_scales"], row.get("named", NAMED[0]))
     return Case(
         prepare_finalize,
@@ -161,7 +164,7 @@ def case_of(prepare_finalize: str, experts: str, row: dict[str, Any]) -> Case:
 
 
 def _harness_reasons(problem: Problem, row: dict[str, Any]) -> tuple[str, ...]:
-    """Why inputs of a row and its problem cannot be made or judged, whatever the pairing."""
+    """Return why the inputs of a row cannot be made or checked, for any pairing."""
     reasons = []
     if row["routing"] == "beyond_int32" and problem.ids_dtype is torch.int32:
         reasons.append("[routing] beyond_int32: int32 ids hold no such values")
@@ -178,7 +181,7 @@ def _harness_reasons(problem: Problem, row: dict[str, Any]) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-# Axes that no problem tells: rows that differ in these alone are one problem, and judged once.
+# Axes that are not part of the problem. Rows that differ in these alone are checked once.
 _INPUTS_ALONE = frozenset(
     {"routing", "layout", "own_scales", "values", "by_turns", "seed", "named"}
 )
@@ -188,22 +191,25 @@ _PROBLEM_AXES = tuple(axis for axis in _ALL_AXES if axis.name not in _INPUTS_ALO
 
 
 def _problem_part(axes: tuple[Axis, ...]) -> Callable[[Row], Row]:
-    """Return a function that gives the part of a row which the problem tells."""
+    """Return a function that extracts the part of a row that determines the problem."""
     return itemgetter(*(i for i, axis in enumerate(axes) if axis.name not in _INPUTS_ALONE))
 
 
-@lru_cache(maxsize=2**14)  # as many as a pairing asks for; the next asks for most of them, too
-def _problem_told(part: Row) -> Problem | str:
-    """Return the problem that such a part tells, or why there is none."""
-    named = zip(_PROBLEM_AXES, part, strict=False)  # a part without adapters is shorter
+@lru_cache(maxsize=2**14)  # fits one pairing; most entries serve the next one too
+def _problem_of_part(part: Row) -> Problem | str:
+    """Return the problem of such a part, or the reason why it is invalid."""
+    named_values = zip(_PROBLEM_AXES, part, strict=False)  # without LORA_AXES the part is shorter
     try:
-        return problem_of({axis.name: axis.values[i] for axis, i in named})
+        return problem_of({axis.name: axis.values[i] for axis, i in named_values})
     except ConfigurationError as error:
         return str(error)
 
 
 def space_of(prepare_finalize: str, experts: str, machine: Machine) -> Space:
-    """Return the rows of AXES, judged for a pairing on a machine; LORA_AXES too if it has them."""
+    """Return the rows of AXES, checked for a pairing on a machine.
+
+    LORA_AXES are included if both parts support adapters.
+    """
     catalog = load_catalog()
     pf, ex = catalog.prepare_finalize(prepare_finalize), catalog.experts(experts)
     axes = _ALL_AXES if pf.requires.lora and ex.requires.lora else AXES
@@ -211,10 +217,10 @@ def space_of(prepare_finalize: str, experts: str, machine: Machine) -> Space:
     problems: dict[Row, tuple[Problem | None, Sequence[str]]] = {}
 
     def judged(part: Row) -> tuple[Problem | None, Sequence[str]]:
-        found = _problem_told(part)
-        if isinstance(found, str):
-            return None, (found,)
-        problem = in_row_order(found, ex)
+        problem_or_reason = _problem_of_part(part)
+        if isinstance(problem_or_reason, str):
+            return None, (problem_or_reason,)
+        problem = in_row_order(problem_or_reason, ex)
         return problem, tuple(map(str, judge(pf, ex, problem, machine).rejections))
 
     def refused(row: Row) -> Sequence[str]:
@@ -226,26 +232,26 @@ def space_of(prepare_finalize: str, experts: str, machine: Machine) -> Space:
             return reasons
         return _harness_reasons(problem, _values(row))
 
-    return Space(axes, refused, _live, cost_of)
+    return Space(axes, refused, _computes_any, cost_of)
 
 
 def _values(row: Row) -> dict[str, Any]:
-    """Return the value of each axis by its name."""
-    axes = _ALL_AXES[: len(row)]  # a row without adapters is shorter
+    """Return a row as {axis: value}."""
+    axes = _ALL_AXES[: len(row)]  # without LORA_AXES the row is shorter
     return {axis.name: axis.values[i] for axis, i in zip(axes, row, strict=True)}
 
 
-_PLACES = {axis.name: place for place, axis in enumerate(_ALL_AXES)}
+_AXIS_INDEX = {axis.name: place for place, axis in enumerate(_ALL_AXES)}
 
 
 def _part(*names: str) -> Callable[[Sequence[int]], Row]:
-    """Return a function that gives some axes' part of a row."""
-    return itemgetter(*(_PLACES[name] for name in names))
+    """Return a function that extracts the values of some axes from a row."""
+    return itemgetter(*(_AXIS_INDEX[name] for name in names))
 
 
 def _said(part: Row, *names: str) -> tuple[Any, ...]:
-    """Return the values of such a part."""
-    return tuple(AXES[_PLACES[name]].values[i] for name, i in zip(names, part, strict=True))
+    """Return the axis values of such a part."""
+    return tuple(AXES[_AXIS_INDEX[name]].values[i] for name, i in zip(names, part, strict=True))
 
 
 _ROUTED_BY = ("tokens", "experts", "top_k", "placement", "routing", "seed")
@@ -255,8 +261,8 @@ _routing_part, _blocks_part = _part(*_ROUTED_BY), _part(*_BLOCKS_BY)
 _work_part = _part(*_WORK_BY)
 
 
-def _live(row: Row) -> bool:
-    """Whether any pair of a token and an expert is computed in a valid row."""
+def _computes_any(row: Row) -> bool:
+    """Return whether a valid row computes any token-expert pair."""
     return _computes(_routing_part(row))
 
 
@@ -267,15 +273,15 @@ def _computes(part: Row) -> bool:
         return False
     if placement in ("all", "mapped") and routing in _ALL_ROUTED:
         return True
-    here = {"half_mapped": (experts + 1) // 2, "one_mapped": 1}.get(placement)
+    num_local = {"half_mapped": (experts + 1) // 2, "one_mapped": 1}.get(placement)
     mapped = placement != "all"
-    # Whatever else a problem says, its ids are drawn alike.
-    problem = Problem(tokens, 1, 1, experts, top_k, local_experts=here, expert_map=mapped)
+    # The drawn ids do not depend on the other fields of the problem.
+    problem = Problem(tokens, 1, 1, experts, top_k, local_experts=num_local, expert_map=mapped)
     return some_routed(problem, routing, 1000 * seed)
 
 
 def cost_of(row: Sequence[int]) -> float:
-    """Roughly the seconds that the interpreter takes: blocks of rows by tiles of weights."""
+    """Estimate the seconds that the interpreter takes: blocks of rows times tiles of weights."""
     fixed, blocks = _blocks(_blocks_part(row))
     calls, tiles = _work(_work_part(row))
     return calls * (fixed + blocks * tiles)
@@ -283,19 +289,20 @@ def cost_of(row: Sequence[int]) -> float:
 
 @cache
 def _blocks(part: Row) -> tuple[float, float]:
-    """Return the seconds of a call whatever its weights, and those for each tile of them: by the
-    pieces of the tokens, and the blocks of rows in all of them.
+    """Return the fixed seconds of a call, and the seconds per tile of weights.
+
+    Both depend on the number of chunks and of blocks of rows in them.
     """
     tokens, top_k, experts, placement, chunks = _said(part, *_BLOCKS_BY)
-    here = {"one_mapped": 1, "half_mapped": (experts + 1) // 2}.get(placement, experts)
-    pairs, pieces = tokens * top_k, {"ragged": 3, "one_more": 2}.get(chunks, 1)
-    blocks = min(pairs, here) * (pieces + 1) / 2 + pairs / 16
-    return 0.4 + 0.3 * pieces, 0.01 * blocks
+    num_local = {"one_mapped": 1, "half_mapped": (experts + 1) // 2}.get(placement, experts)
+    pairs, chunk_count = tokens * top_k, {"ragged": 3, "one_more": 2}.get(chunks, 1)
+    blocks = min(pairs, num_local) * (chunk_count + 1) / 2 + pairs / 16
+    return 0.4 + 0.3 * chunk_count, 0.01 * blocks
 
 
 @cache
 def _work(part: Row) -> tuple[float, int]:
-    """Return how many calls there are, and tiles of weights in each."""
+    """Return the number of calls and the number of weight tiles in each."""
     (dtype, _), hidden, intermediate, by_turns, batch_invariant = _said(part, *_WORK_BY)
     side = 32 if dtype is _FP32 or hidden % 16 or intermediate % 16 else 64
     tiles = int(2 * -(-hidden // side) * -(-intermediate // side))
@@ -304,8 +311,6 @@ def _work(part: Row) -> tuple[float, int]:
 
 @cache
 def draw(prepare_finalize: str, experts: str, machine: Machine) -> tuple[Array, tuple[Case, ...]]:
-    """Return the covering array of a pairing on a machine, and the case of each row, in its
-    order.
-    """
+    """Return a pairing's covering array on a machine, and the case of each row in order."""
     array = covering_array(space_of(prepare_finalize, experts, machine))
     return array, tuple(case_of(prepare_finalize, experts, _values(row)) for row in array.rows)

@@ -1,8 +1,8 @@
-"""Cells of an experts part: a path, a scheme, and one thing that a kernel of the path depends on.
+"""Coverage cells of an experts part: a code path, a scheme, and one property a kernel depends on.
 
-Axes vary the scheme and the shape, and shapes lead to paths: a scheme can have many cases, none of
-which enters its fast path. So a list of cases is judged by cells as well. `reachable` finds those
-that some call of a user enters, `cells_of` those that a call entered.
+The axes vary scheme and shape, and the shape selects the path: a scheme can have many cases without
+any that enters its fast path. So lists of cases are also measured by cells. `reachable` finds the
+cells that user calls can enter, `cells_of` those that a call entered.
 """
 
 from collections.abc import Iterator
@@ -22,10 +22,10 @@ from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import LAYOUTS, Manner, make_inputs
 from modular_kernel.testing.cases.quantized import SCHEMES, short_scales
 
-# Numbers of tokens by which paths are told apart; a case of the first that leads to a path is the
-# cheapest.
+# Numbers of tokens that select different paths, ascending: the first that enters a path is the
+# cheapest case for it.
 _TOKENS = (1, 3, 9, 33, 97, 289)
-# Few experts, so that few tokens are many for each of them, and one token is few.
+# Few experts, so that the mean number of rows per expert covers small and large values.
 _BASE = Problem(
     tokens=_TOKENS[-1], hidden=128, intermediate=64, experts=3, top_k=2, dtype=torch.bfloat16
 )
@@ -34,7 +34,7 @@ _FLAGS = ("zero_points", "static", "repacked")
 
 @dataclass(frozen=True, order=True)
 class PathCell:
-    """A path with a scheme, and the value of one axis: "bias=True", "layout=spaced"."""
+    """A path with a scheme and the value of one axis, such as "bias=True" or "layout=spaced"."""
 
     path: str
     scheme: str
@@ -46,14 +46,14 @@ class PathCell:
 
 @dataclass(frozen=True)
 class Probe:
-    """A call that enters a cell: its problem, and how its tensors lie."""
+    """A call that enters a cell: its problem and the layout of its tensors."""
 
     problem: Problem
     manner: Manner
 
 
 def cells_of(path: str, problem: Problem, weights: ExpertWeights) -> frozenset[PathCell]:
-    """Return the cells that a call of `problem` with these weights is in."""
+    """Return the cells of a call of `problem` with these weights."""
     scales = "none" if weights.w1_scale is None else dtype_name(weights.w1_scale.dtype)
     values = {
         "layout": layout_of(weights.w1),
@@ -69,13 +69,13 @@ def cells_of(path: str, problem: Problem, weights: ExpertWeights) -> frozenset[P
 
 
 def scheme_name(scheme: QuantScheme) -> str:
-    """Return a scheme without the sizes of its groups: they are no axis of a path."""
+    """Return the scheme without group sizes, which are not an axis of a path."""
     flags = [flag for flag in _FLAGS if getattr(scheme, flag)]
     return ":".join([scheme.name, *flags])
 
 
 def layout_of(w_eNK: torch.Tensor) -> str:
-    """Return which of LAYOUTS a matrix lies in."""
+    """Return the one of LAYOUTS that a matrix has."""
     if not w_eNK.is_contiguous():
         return "spaced" if w_eNK.stride(-1) == 1 else "transposed"
     return "shifted" if w_eNK.data_ptr() % 16 else "plain"
@@ -85,9 +85,9 @@ def layout_of(w_eNK: torch.Tensor) -> str:
 def reachable(prepare_finalize: str, experts: str, machine: Machine) -> dict[PathCell, Probe]:
     """Return every cell that a call of the pairing can enter on `machine`, with the cheapest probe.
 
-    Which path a call takes is asked of the part. {} for a part with one path.
+    The part's `path_of` selects the path of a call. {} for a part with one path.
     """
-    found: dict[PathCell, Probe] = {}
+    probes: dict[PathCell, Probe] = {}
     part = load_catalog().experts(experts)
     for problem, manner in _probes():
         if not check(prepare_finalize, experts, problem, machine).ok:
@@ -99,19 +99,19 @@ def reachable(prepare_finalize: str, experts: str, machine: Machine) -> dict[Pat
             if not path:
                 return {}
             for cell in cells_of(path, problem, inputs.weights):
-                known = found.get(cell)
-                if known is None or known.problem.tokens > tokens:
-                    found[cell] = Probe(problem.with_tokens(tokens), manner)
-    return found
+                best = probes.get(cell)
+                if best is None or best.problem.tokens > tokens:
+                    probes[cell] = Probe(problem.with_tokens(tokens), manner)
+    return probes
 
 
 def scale_dtypes(problem: Problem) -> tuple[torch.dtype, ...]:
-    """Return the dtypes that scales of weights may have."""
+    """Return the allowed dtypes of weight scales."""
     return weight_specs(problem)["w1_scale"].dtypes
 
 
 def _probes() -> Iterator[tuple[Problem, Manner]]:
-    """Every scheme, with one change of what the cells tell apart."""
+    """Yield every scheme, alone and with one change of each property in the cells."""
     changes: tuple[dict[str, Any], ...] = (
         {"bias": True},
         {"dtype": torch.float16},
@@ -132,10 +132,10 @@ def _probes() -> Iterator[tuple[Problem, Manner]]:
 
 
 def path_cases(experts: str) -> Iterator[tuple[Problem, str, Manner]]:
-    """Yield cases for the cells of paths that drawn cases seldom enter: those of few tokens.
+    """Yield cases of few tokens, for the paths that drawn cases seldom enter.
 
-    Of a part with paths. Each scheme in every layout; biases, dtypes, the order of gate and up, and
-    dtypes of scales go along.
+    Nothing for parts with one path. Each scheme is combined with every layout; biases, dtypes,
+    scale dtypes and the order of gate and up vary along with the layout.
     """
     part = load_catalog().experts(experts)
     if part.path_of is PermuteExpertsUnpermute.path_of:
@@ -151,26 +151,28 @@ def path_cases(experts: str) -> Iterator[tuple[Problem, str, Manner]]:
     for quant in ("none", *SCHEMES):
         scheme = QuantScheme.parse(quant)
         if scheme.act_order:
-            continue  # no path but the one that drawn cases enter takes it
+            continue  # supported only by the path that drawn cases enter
         for layout, bias, dtype, activation in rows[:2] if scheme.packed else rows:
             changes: dict[str, Any] = {"bias": bias, "dtype": dtype, "activation": activation}
             one = replace(_BASE, tokens=1, quant=quant, **changes)
-            own = scheme.quantized and layout == "plain" and short_scales(one) in scale_dtypes(one)
-            manner = Manner(layout=layout, own_scales=own)
+            has_short_scales = (
+                scheme.quantized and layout == "plain" and short_scales(one) in scale_dtypes(one)
+            )
+            manner = Manner(layout=layout, own_scales=has_short_scales)
             yield one, "uniform", manner
-            if scheme.packed:  # words of weights have a path of their own for some tokens more
+            if scheme.packed:  # packed weights have another path for somewhat more tokens
                 yield replace(one, tokens=9, experts=5), "skips", manner
         if scheme.packed:
             yield replace(_BASE, tokens=5, quant=quant, batch_invariant=True), "zipf", Manner()
 
 
 def predicted(case: Case) -> frozenset[PathCell]:
-    """Return the cells that the calls of a case enter, without calling anything.
+    """Return the cells that the calls of a case enter, without running them.
 
-    Those of a PrepareAndFinalize that hands on the tokens as they came.
+    Assumes a PrepareAndFinalize that passes on the tokens unchanged.
     """
     part = load_catalog().experts(case.experts)
-    instance, found, tokens = part(case.problem), set[PathCell](), case.problem.tokens
+    instance, cells, tokens = part(case.problem), set[PathCell](), case.problem.tokens
     device = torch.device("cpu")
     for salt, count, strided in ((0, tokens, False), (2, (tokens + 1) // 2, True)):
         problem = case.problem.with_tokens(count)
@@ -178,9 +180,9 @@ def predicted(case: Case) -> frozenset[PathCell]:
         inputs = make_inputs(
             problem, case.routing, device, seed=seed, strided=strided, manner=case.manner
         )
-        of_chunks = min(count, problem.chunk_tokens or count)
-        rest = count % of_chunks if of_chunks else 0
-        for rows in {of_chunks, rest} - {0}:
+        chunk = min(count, problem.chunk_tokens or count)
+        remainder = count % chunk if chunk else 0
+        for rows in {chunk, remainder} - {0}:
             path = instance.path_of(inputs.x_TH[:rows], inputs.weights)
-            found |= cells_of(path, case.problem, inputs.weights)
-    return frozenset(found)
+            cells |= cells_of(path, case.problem, inputs.weights)
+    return frozenset(cells)

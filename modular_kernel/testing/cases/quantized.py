@@ -1,4 +1,4 @@
-"""The axis of quantization: every scheme, with the tails and options that meet its scales."""
+"""Quantization cases: every scheme, with ragged sizes and options that affect its scales."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,8 +11,8 @@ from modular_kernel.spec.problem import Combine, Problem
 
 Variant = tuple[Problem, str]
 
-# Groups and blocks of half the usual size and less, so that the shapes below have several of each
-# and a ragged last one; every scheme once as it is.
+# Every scheme with its default group size, or with half of it or less, so that the shapes below
+# have several groups and a ragged last one.
 SCHEMES = (
     "fp8_w8a8_tensor",
     "fp8_w8a8_tensor:static=true",
@@ -39,7 +39,7 @@ SCHEMES = (
 
 
 def quantized(base: Problem) -> Iterator[Variant]:
-    """Each scheme in bf16; then one scheme of each kind with what its scales depend on."""
+    """Yield each scheme in bf16; then one scheme of each kind with relevant options."""
     wide = replace(base, hidden=160, intermediate=96, dtype=torch.bfloat16)
 
     def change(quant: str, routing: str = "uniform", **changes: Any) -> Variant:
@@ -72,7 +72,10 @@ def quantized(base: Problem) -> Iterator[Variant]:
 
 
 def short_scales(problem: Problem) -> torch.dtype:
-    """Return the problem's dtype; of integers in 16 bits the other one where top_k is odd."""
+    """Return a 16-bit dtype for weight scales: the problem's dtype if that has 16 bits.
+
+    For integer weights and odd top_k the other 16-bit dtype. A float32 problem gives float32.
+    """
     other = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}
     integers = problem.scheme.weight in MIDDLE and problem.top_k % 2
     return other.get(problem.dtype, problem.dtype) if integers else problem.dtype

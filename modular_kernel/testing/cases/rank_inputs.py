@@ -1,7 +1,7 @@
-"""Inputs of a case over ranks: made for the whole world, of which each rank takes its part.
+"""Inputs of a case over ranks: made for all ranks, of which each rank takes its share.
 
-Every rank makes the same whole from the same seed, so nothing has to be sent: its tokens are some
-rows of it, its weights those of the experts in its slots.
+Every rank makes the same inputs from the same seed, so nothing has to be sent. Its tokens are some
+rows of x, its weights those of the experts in its slots.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ _OF_ALL_EXPERTS = ("a1_scale", "a2_scale")
 def part_of(
     whole: Inputs, tokens: slice, problem: Problem, place: Place, *, strided: bool
 ) -> Inputs:
-    """Return what one rank passes: `tokens` of the whole world's, and the weights that it holds.
+    """Return one rank's inputs: the rows `tokens` and the weights of its experts.
 
-    problem: the rank's. whole, strided: as `make_inputs` made it, and was told. Each tensor is a
-    copy in `place`, laid out as the whole's.
+    problem: the rank's. whole, strided: the result of `make_inputs` and its argument. Each tensor
+    is a copy in `place` with the layout of the whole.
     """
     rank = problem.parallel.rank
     x_TH, routing = whole.x_TH[tokens], whole.routing
@@ -51,7 +51,10 @@ def part_of(
 def _rows(
     weights: ExpertWeights, experts: Sequence[int], of_all: Sequence[str]
 ) -> dict[str, torch.Tensor | None]:
-    """Every tensor of the weights, of these experts alone. of_all: what they share."""
+    """Return every tensor of the weights, restricted to these experts.
+
+    of_all: names of the tensors that all experts share.
+    """
     index = torch.tensor(experts)
     tensors = {field.name: getattr(weights, field.name) for field in fields(weights)}
     return {
@@ -61,14 +64,17 @@ def _rows(
 
 
 def _of_experts(name: str, values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return the rank's part; experts of adapters come second, 1 where they share one."""
+    """Return the rank's part of a tensor.
+
+    The expert dimension of adapters is the second, of size 1 where experts share one matrix.
+    """
     if name not in ADAPTER_TENSORS:
-        return _take(values, index)
+        return _index(values, index)
     return values if values.shape[1] == 1 else values[:, index]
 
 
-def _take(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """values[index], transposed if `values` is."""
+def _index(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return values[index] in the memory layout of `values`, which may be transposed."""
     if values.dim() == 3 and values.stride(-1) != 1:
         return values.mT[index].mT
     return values[index]

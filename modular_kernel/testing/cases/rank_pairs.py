@@ -1,7 +1,7 @@
-"""Rows of the features of a layer over ranks, in which every two values of two axes meet.
+"""Pairwise-covering rows of the features of a layer over ranks.
 
-They are drawn once for a number of ranks, for parts that take most; what a part refuses is left
-out of its list, or gives way to the nearest shape.
+They are drawn once per number of ranks, for the least restrictive parts. A row that another part
+refuses is left out of its list, or replaced by the nearest supported shape.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ _FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
 _OAI = "swiglu_oai:alpha=1.702,limit=1.0,interleaved=true"
 _LIBERAL = "TorchAll2AllPrepareAndFinalize", "TorchExperts"
 
-# Tokens of each rank, in turn: some ranks have none, or one.
+# Numbers of tokens per rank, repeated cyclically; some ranks have none or one.
 _TOKENS = ((7, 4, 0, 5), (0, 5), (5, 0), (0, 0, 0, 7), (1, 0), (17, 3))
 _ROUTINGS = (
     "uniform",
@@ -60,12 +60,12 @@ RANK_AXES = (
 
 
 def values_of(row: Row) -> dict[str, Any]:
-    """Return the value of each axis by its name."""
+    """Return a row as {axis: value}."""
     return {axis.name: axis.values[i] for axis, i in zip(RANK_AXES, row, strict=True)}
 
 
 def problem_of(row: Row, world_size: int) -> Problem:
-    """Return a row's problem, without its ranks; ConfigurationError if there is none such."""
+    """Return a row's problem on one rank. Raise ConfigurationError if it is invalid."""
     values = values_of(row)
     return Problem(
         tokens=max(values["tokens"]),
@@ -86,20 +86,20 @@ def problem_of(row: Row, world_size: int) -> Problem:
 
 
 def manner_of(row: Row) -> Manner:
-    """Return how the tensors of a row's case lie, and what they hold."""
+    """Return the memory layout and values of the tensors of a row's case."""
     values = values_of(row)
     return Manner(values=values["values"], named=values["named"])
 
 
 @cache
 def rank_array(world_size: int) -> Array:
-    """Return the covering array for so many ranks."""
+    """Return the covering array for a number of ranks."""
     machine = this_machine(device="cpu")
 
     @cache
     def of_problem(problem: Problem) -> tuple[str, ...]:
-        parallel = replace(problem, parallel=Parallel(world_size))
-        return tuple(map(str, check(*_LIBERAL, parallel, machine).rejections))
+        over_ranks = replace(problem, parallel=Parallel(world_size))
+        return tuple(map(str, check(*_LIBERAL, over_ranks, machine).rejections))
 
     def refused(row: Row) -> tuple[str, ...]:
         values = values_of(row)

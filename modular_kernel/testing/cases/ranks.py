@@ -1,7 +1,8 @@
-"""Cases over ranks: a problem, how many tokens each rank passes, and where the experts live.
+"""Cases over ranks: a problem, the number of tokens of each rank, and the placement of experts.
 
-As in `cases`: a base, one change for each axis, products where axes meet. Tokens differ from rank
-to rank, some have none; experts are placed in blocks with a rest, dealt, or kept in copies.
+As in `lists`: a base, one change per axis, and small products over axes that interact. The number
+of tokens differs from rank to rank and may be 0. Experts are placed in blocks that do not divide
+evenly, round-robin, or with copies.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,7 @@ _OAI = "swiglu_oai:alpha=1.702,limit=1.0,interleaved=true"
 
 
 def _with_copies(experts: int, world_size: int) -> Placement:
-    """Blocks; the first rank also holds the last expert, and the last rank the first one."""
+    """Place experts in blocks; the first rank also has the last expert, the last rank the first."""
     copies: dict[int, tuple[int, ...]] = {experts - 1: (0,), 0: (world_size - 1,)}
     return Placement.linear(experts, world_size).with_copies(copies)
 
@@ -44,8 +45,9 @@ PLACEMENTS: dict[str, Callable[[int, int], Placement]] = {
 
 
 def parse_placement(text: str, experts: int, world_size: int) -> Placement:
-    """Return a name of PLACEMENTS, or the experts of every rank: "0,2/1,3". ConfigurationError
-    else.
+    """Return the placement with a name in PLACEMENTS, or of experts by rank such as "0,2/1,3".
+
+    Raise ConfigurationError for any other text.
     """
     if text in PLACEMENTS:
         return PLACEMENTS[text](experts, world_size)
@@ -57,7 +59,7 @@ def parse_placement(text: str, experts: int, world_size: int) -> Placement:
 
 
 def placement_name(placement: Placement) -> str:
-    """Return the text that `parse_placement` turns into this placement; a name if it has one."""
+    """Return the text that `parse_placement` turns into this placement, a name if there is one."""
     experts, world_size = placement.experts, placement.world_size
     for name, place in PLACEMENTS.items():
         if experts >= world_size > 1 and placement == place(experts, world_size):
@@ -67,11 +69,11 @@ def placement_name(placement: Placement) -> str:
 
 @dataclass(frozen=True)
 class RankCase(Case):
-    """One proof over ranks.
+    """One test case over ranks.
 
-    problem: rank 0's; the other ranks' differ by `parallel.rank` alone, and its `tokens` is the
-    most that a rank passes. tokens: how many each rank passes in the first call. fault: the name
-    of a scene of `fault_scenes` that is played beside, "" for none.
+    problem: that of rank 0; other ranks differ in `parallel.rank` only. Its `tokens` is the maximum
+    of any rank. tokens: the number of each rank in the first call. fault: the name of the fault
+    scenario that is run in addition, or "".
     """
 
     tokens: tuple[int, ...] = ()
@@ -105,18 +107,18 @@ class RankCase(Case):
 
     @property
     def whole(self) -> Problem:
-        """The same layer on one rank that has every expert."""
-        alone = replace(self.problem, parallel=Parallel(), local_experts=None, expert_map=False)
-        return replace(alone, max_received=None)
+        """The same layer on one rank with every expert."""
+        one_rank = replace(self.problem, parallel=Parallel(), local_experts=None, expert_map=False)
+        return replace(one_rank, max_received=None)
 
     def of_rank(self, rank: int) -> Case:
-        """Return what one rank is to do."""
+        """Return the case of one rank."""
         problem = replace(self.problem, parallel=replace(self.problem.parallel, rank=rank))
         pair = self.prepare_finalize, self.experts
         return Case(*pair, problem, self.routing, self.seed, self.manner)
 
     def verdict(self, machine: Machine) -> Verdict:
-        """Return the first rank's that is refused, or rank 0's."""
+        """Return the verdict of the first rank that is refused, or that of rank 0."""
         cases = [self.of_rank(rank) for rank in range(self.world_size)]
         verdicts = [check(c.prepare_finalize, c.experts, c.problem, machine) for c in cases]
         return next((verdict for verdict in verdicts if not verdict.ok), verdicts[0])
@@ -139,7 +141,7 @@ class RankCase(Case):
 class RankSelection:
     """The cases of a pairing over ranks, and those that the rules refuse, each with its verdict.
 
-    instead: of those refused, the ones that a case of another shape stands for, and that case.
+    instead: (refused case, case of a supported shape that replaces it).
     """
 
     cases: tuple[RankCase, ...]
@@ -149,11 +151,11 @@ class RankSelection:
 
 @dataclass(frozen=True)
 class Variant:
-    """What a case is made of besides its pairing and its ranks.
+    """The part of a case that does not depend on the pairing and the ranks.
 
-    tokens: of each rank, repeated from the start where there are more ranks; where every rank
-    passes the same, the most of them. fault, manner: as in a RankCase. most: tokens that the
-    problem allows, where no rank passes as many.
+    tokens: of each rank, repeated cyclically; with replicated input every rank passes the largest.
+    fault, manner: as in RankCase. most: a maximum of tokens in the problem that no rank reaches; 0
+    for none.
     """
 
     problem: Problem
@@ -173,8 +175,8 @@ class Variant:
         part = load_catalog().prepare_finalize(prepare_finalize)
         if part.requires.replicated_input:
             tokens = (max(tokens),) * world_size
-        most, parallel = max(*tokens, self.most), Parallel(world_size, placed)
-        problem = replace(self.problem, tokens=most, parallel=parallel)
+        max_tokens, parallel = max(*tokens, self.most), Parallel(world_size, placed)
+        problem = replace(self.problem, tokens=max_tokens, parallel=parallel)
         return RankCase(
             prepare_finalize,
             experts,
@@ -194,10 +196,10 @@ def rank_cases_for(
     level: Level = "smoke",
     ranks_per_host: int | None = None,
 ) -> RankSelection:
-    """Every case of `level` for a pairing over `world_size` ranks, judged on `machine`.
+    """Return every case of `level` for a pairing over `world_size` ranks, checked on `machine`.
 
-    One that is refused for its shape alone gives way to the nearest that is not. ranks_per_host:
-    None where all ranks are on one host.
+    A case that is refused for its shape alone is replaced by the nearest supported one.
+    ranks_per_host: None means that all ranks are on one host.
     """
     cases: list[RankCase] = []
     refused: list[tuple[RankCase, Verdict]] = []
@@ -207,46 +209,46 @@ def rank_cases_for(
     scenes = ("", *has_scenes(part, machine))
     interpreted = "triton" in catalog.experts(experts).requires.packages
     for variant in rank_variants(world_size, level):
-        # Interpreted products of such a depth outlast what ranks wait for each other.
+        # Interpreted GEMMs of such a depth exceed the deadline of the other ranks.
         too_long = interpreted and variant.problem.hidden >= _LONG_ROWS
-        # So do many ranks' rows that stand for no token, where a part hands them over.
+        # So do the padding rows of many ranks, in parts that pass them on.
         too_long |= bool(variant.most) and part.requires.padding is not None and world_size > 2
         if too_long or variant.fault not in scenes:
             continue
         case = variant.case(prepare_finalize, experts, world_size)
         verdict = case.verdict(machine)
-        found: RankCase | None = case
+        accepted: RankCase | None = case
         if not verdict.ok:
             refused.append((case, verdict))
             near = neighbors(variant, verdict, world_size)
-            fits = (each.case(prepare_finalize, experts, world_size) for each in near)
-            found = next((fit for fit in fits if fit.verdict(machine).ok), None)
-            if found is not None:
-                instead.append((case, found))
-        if found is not None and found not in cases:  # the same for replicated input, or fitted
-            cases.append(found)
-    on_one = RankSelection(tuple(cases), tuple(refused), tuple(instead))
-    return on_one if ranks_per_host is None else _on_hosts(on_one, ranks_per_host, machine)
+            fitted_cases = (each.case(prepare_finalize, experts, world_size) for each in near)
+            accepted = next((fitted for fitted in fitted_cases if fitted.verdict(machine).ok), None)
+            if accepted is not None:
+                instead.append((case, accepted))
+        if accepted is not None and accepted not in cases:  # may repeat
+            cases.append(accepted)
+    selection = RankSelection(tuple(cases), tuple(refused), tuple(instead))
+    return selection if ranks_per_host is None else _on_hosts(selection, ranks_per_host, machine)
 
 
 def _on_hosts(found: RankSelection, ranks_per_host: int, machine: Machine) -> RankSelection:
-    """Return the selection for ranks on several hosts, judged again."""
+    """Return the selection for ranks on several hosts, checked again."""
     cases, refused = [], list(found.refused)
     for case in found.cases:
         parallel = replace(case.problem.parallel, ranks_per_host=ranks_per_host)
-        there = replace(case, problem=replace(case.problem, parallel=parallel))
-        verdict = there.verdict(machine)
+        on_hosts = replace(case, problem=replace(case.problem, parallel=parallel))
+        verdict = on_hosts.verdict(machine)
         if verdict.ok:
-            cases.append(there)
+            cases.append(on_hosts)
         else:
-            refused.insert(0, (there, verdict))
+            refused.insert(0, (on_hosts, verdict))
     return RankSelection(tuple(cases), tuple(refused), found.instead)
 
 
 def rank_pairings(
     machine: Machine, world_size: int, level: Level = "smoke"
 ) -> tuple[tuple[str, str], ...]:
-    """Every pairing in the catalog that is valid for a case of `level` over `world_size` ranks."""
+    """Return every pairing in the catalog with a valid case of `level` over `world_size` ranks."""
     catalog = load_catalog()
     return tuple(
         (pf, experts)
@@ -257,12 +259,15 @@ def rank_pairings(
 
 
 def rank_variants(world_size: int, level: Level) -> tuple[Variant, ...]:
-    """Two experts a rank and a rest of one, seven tokens and fewer, unless an axis says more."""
+    """Return the variants of `level`.
+
+    The base has 2 * world_size + 1 experts and at most seven tokens per rank.
+    """
     base = replace(BASE, tokens=7, experts=2 * world_size + 1)
-    found = [*_smoke(base, world_size)]
+    variants = [*_smoke(base, world_size)]
     if level == "full":
-        found += [*_full(base, world_size), *_by_pairs(world_size)]
-    return tuple(dict.fromkeys(found))
+        variants += [*_full(base, world_size), *_by_pairs(world_size)]
+    return tuple(dict.fromkeys(variants))
 
 
 UNEVEN = (7, 4, 0, 5)
@@ -280,7 +285,7 @@ def _variant(
 
 
 def _smoke(base: Problem, world_size: int) -> Iterator[Variant]:
-    """Every placement, zero tokens here and everywhere, and a touch of every other axis."""
+    """Yield every placement, zero tokens on some and on all ranks, and each other axis once."""
     even = replace(base, experts=2 * world_size)
     on_input = replace(even, apply_router_weight_on_input=True, top_k=1)
     yield _variant(base)
@@ -326,7 +331,7 @@ def _full(base: Problem, world_size: int) -> Iterator[Variant]:
     for combine in (Combine.TOPK_WEIGHTED, Combine.TOPK_UNWEIGHTED):
         yield change("skips", combine=combine, routed_scaling_factor=2.5)
     yield change(chunk_tokens=4)
-    # As many as come where one rank holds what all tokens need.
+    # The number received if one rank has the experts of all tokens.
     everything = sum(UNEVEN[rank % len(UNEVEN)] for rank in range(world_size))
     yield change("all_to_one", max_received=everything)
     yield change("duplicates", inplace=True, dtype=_BF16, top_k=3)
@@ -358,15 +363,15 @@ def _full(base: Problem, world_size: int) -> Iterator[Variant]:
 
 
 def _by_pairs(world_size: int) -> Iterator[Variant]:
-    """Features of a layer over ranks, every two values of two of them together in some case."""
+    """Yield the pairwise-covering variants of features of a layer over ranks."""
     for row in rank_pairs.rank_array(world_size).rows:
         values, problem = rank_pairs.values_of(row), rank_pairs.problem_of(row, world_size)
-        given = values["placement"], values["tokens"], values["routing"]
-        yield Variant(problem, *given, manner=rank_pairs.manner_of(row))
+        args = values["placement"], values["tokens"], values["routing"]
+        yield Variant(problem, *args, manner=rank_pairs.manner_of(row))
 
 
 def _adapters(base: Problem, world_size: int) -> Iterator[Variant]:
-    """Slots that travel with their tokens, and matrices that lie with their experts."""
+    """Yield adapters: slots are sent with tokens, matrices are placed with experts."""
     few = replace(base, lora="adapters=3,rank=7")
     yield _variant(few, "skips", placement="copies", top_k=3, bias=True)
     yield _variant(few, placement="round_robin", tokens=(0, 9), dtype=_BF16)
@@ -379,13 +384,16 @@ def _adapters(base: Problem, world_size: int) -> Iterator[Variant]:
 
 
 def _quantized(base: Problem, world_size: int) -> Iterator[Variant]:
-    """Rows whose groups are no power of two, and that no program holds at once; scales of all
-    ranks' tokens by a value that one of them has; values below those that a scale follows."""
+    """Yield shapes and values that stress scales.
+
+    Groups that are not a power of two; rows longer than a program holds; a scale of all tokens set
+    by a value on one rank; values so small that the scale is clamped.
+    """
     few = replace(base, experts=2 * world_size, top_k=1)
     ragged = replace(few, hidden=160, intermediate=136)
     yield _variant(ragged, quant="int8_w8a8_block:block=32x96", dtype=_FP16)
     yield _variant(few, hidden=2080, intermediate=16, quant="fp8_w8a8_block:block=32x32")
-    # Room for so many tokens that programs take more of a row at once; a call passes few.
+    # The problem allows so many tokens that programs read more of a row at once; calls pass few.
     roomy = replace(few, hidden=2080, intermediate=16)
     yield Variant(roomy, "linear", (3, 1), "uniform", most=513)
     peaks, faint = Manner(values="peaks"), Manner(values="faint")
@@ -395,7 +403,7 @@ def _quantized(base: Problem, world_size: int) -> Iterator[Variant]:
     wide_groups = f"fp8_w8a8_block:block=16x{_LONG_ROWS}"
     for quant, tokens in (("fp8_w8a8_channel", (2, 1)), (wide_groups, (5, 4))):
         yield Variant(replace(long, quant=quant), "linear", tokens, "uniform", manner=peaks)
-    # The only token of all ranks is zero: so is what their one scale is made from.
+    # The only token of all ranks is zero, and so is the maximum that sets their common scale.
     nothing = replace(few, intermediate=16, bias=True, quant="fp8_w8a8_tensor")
     yield Variant(nothing, "linear", (1, 0), "uniform", manner=Manner(values="zero_rows"))
     # A NaN of a token, of a pair and of an expert reaches no other rank's rows.

@@ -1,4 +1,4 @@
-"""Brings the rows of w1 into the order that a part takes, where it takes one alone."""
+"""Order of the gate and up rows of w1, for parts that support only one."""
 
 from dataclasses import replace
 
@@ -8,12 +8,13 @@ from modular_kernel.spec.problem import Problem
 
 
 def in_row_order(problem: Problem, experts: type[PermuteExpertsUnpermute] | str) -> Problem:
-    """Return the problem with gate and up rows as the part takes them.
+    """Return the problem with gate and up rows in the order that the part supports.
 
-    Those that alternate stay, and those of adapters: such problems have no other order.
+    Problems with interleaved rows or with adapters are returned unchanged: they have no other
+    order.
     """
     act, requires = problem.act, load_catalog().experts(experts).requires
-    stays = act.interleaved or problem.adapters is not None
-    if not requires.up_first or not act.gated or stays:
+    has_fixed_order = act.interleaved or problem.adapters is not None
+    if not requires.up_first or not act.gated or has_fixed_order:
         return problem
     return replace(problem, activation=replace(act, up_first=True))

@@ -1,6 +1,6 @@
-"""Names of scenes in which ranks do not mean the same call, and which parts play them.
+"""Names of the fault scenarios over ranks, and the parts that support them.
 
-What happens in them is in `verify.scenes`.
+`verify.scenarios` defines what happens in them.
 """
 
 from typing import Any
@@ -9,14 +9,14 @@ from modular_kernel.contracts import PrepareAndFinalize
 from modular_kernel.spec.problem import Machine
 
 SCENES = ("misunderstood", "broken-off", "late", "stays-out", "finished-by-turns")
-# Where nothing is told before rows are sent, these are noticed by it.
+# The scenarios detected by managers that send no counts before the rows.
 _WITHOUT_COUNTS = ("misunderstood", "late", "stays-out")
 
 
 def has_scenes(part: type[PrepareAndFinalize], machine: Machine) -> tuple[str, ...]:
-    """Names of the scenes that are played with a part; of a library's none, nor on a GPU.
+    """Return the fault scenarios supported by a part; none for third-party libraries and on GPUs.
 
-    There the matrix of faults is what tells whether ranks end in time.
+    There the fault matrix checks that ranks end in time.
     """
     if machine.device != "cpu" or manager_class(part) is None:
         return ()
@@ -26,22 +26,24 @@ def has_scenes(part: type[PrepareAndFinalize], machine: Machine) -> tuple[str, .
 
 
 def counts_calls(part: type[PrepareAndFinalize]) -> bool:
-    """Whether ranks tell each other layer and call before they exchange anything."""
+    """Return whether ranks exchange layer and call numbers before anything else."""
     return hasattr(manager_class(part), "next_layer")
 
 
 def shares_memory(part: type[PrepareAndFinalize]) -> bool:
-    """Whether ranks share memory as they make the part, and agree on it then."""
+    """Return whether ranks share memory and so compare problems when the part is made."""
     return hasattr(manager_class(part), "heap")
 
 
 def goes_near(part: type[PrepareAndFinalize]) -> bool:
-    """Whether a pair goes to its expert's nearest copy: unless the part itself says that it must
-    not. What the part inherits is not asked, because that is what is put to the proof.
+    """Return whether pairs must go to the nearest copy of their expert.
+
+    False without a manager, or if the part itself defines `near_first`. An inherited `near_first`
+    is ignored, because the inherited behavior is what is tested.
     """
     return manager_class(part) is not None and "near_first" not in vars(part)
 
 
 def manager_class(part: type[PrepareAndFinalize]) -> Any:
-    """Return what makes a manager of a process group for a part; None where it has none."""
+    """Return the class that makes a manager from a process group; None if the part has none."""
     return getattr(part, "manager_class", None)

@@ -1,4 +1,4 @@
-"""The cases of `smoke`: every value of the axes that have few, and every family of schemes."""
+"""Smoke cases: every value of the axes that have few, and every family of schemes."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,8 +17,8 @@ Variant = tuple[Problem, str, Manner]
 
 
 def smoke(base: Problem) -> tuple[Variant, ...]:
-    """Cases that touch every axis, then one or two of each family of schemes."""
-    # Weights of either sign, and NaN where a pair is skipped.
+    """Return cases that touch every axis, then one or two of each family of schemes."""
+    # Router weights of either sign, and NaN for skipped pairs.
     signed = (
         replace(base, dtype=_BF16, activation=_OAI, bias=True),
         "skips",
@@ -43,9 +43,9 @@ def _plain(base: Problem) -> Iterator[Variant]:
 
 
 def _quantized(base: Problem) -> Iterator[Variant]:
-    """Each with something that meets its scales: chunks, alternating rows, ragged ends, biases.
+    """Yield schemes, each with something that affects its scales: chunks, interleaving, biases.
 
-    Where activations are quantized x holds ties of their type, which alone show how they round.
+    Where activations are quantized, x holds ties of their dtype, which alone reveal how they round.
     """
     few = replace(base, tokens=7, dtype=_BF16)
     chunked = replace(few, chunk_tokens=4)
@@ -64,21 +64,24 @@ def _quantized(base: Problem) -> Iterator[Variant]:
     yield replace(few, quant="int4_w4a16_act_order:group=32", activation=_OAI), "skips", ORDINARY
     yield replace(few, quant="mxfp4_w4a16", activation=_OAI, bias=True), "uniform", ORDINARY
     yield replace(few, quant="nvfp4_w4a16", activation=_OAI), "zipf", ORDINARY
-    # Depths that packed words fill, for paths of their own; gate and up apart, each with its
-    # matrix's scale.
+    # Depths that are multiples of the packed words, which have dedicated paths; separate gate and
+    # up, each with the scale of its matrix.
     words = replace(few, hidden=128, intermediate=64)
     yield replace(words, quant="nvfp4_w4a16", bias=True), "skips", ORDINARY
     yield replace(words, quant="nvfp4_w4a4", hidden=64), "skips", _TIES
     yield replace(words, quant="mxfp4_w4a16:repacked=true"), "duplicates", ORDINARY
-    # One token, which some parts serve by other kernels.
+    # One token, for which some parts use other kernels.
     one = words.with_tokens(1)
     yield replace(one, quant=f"int4_w4a16_group:{_ZEROS}", bias=True), "uniform", ORDINARY
     yield replace(one, quant="fp8_w8a8_channel", top_k=3), "uniform", _TIES
 
 
 def _adapters(base: Problem) -> Iterator[Variant]:
-    """Adapters: a rank off every block, shared matrices, slots that nobody names; no adapters in
-    the buffers of a layer that has some; scales that rows with adapters share with others."""
+    """Yield adapters: a rank that is no multiple of a block, shared matrices, unused slots.
+
+    Also calls without adapters in a layer that has some, and scales shared by rows with and without
+    adapters.
+    """
     few = replace(base, tokens=7, dtype=_BF16, lora="adapters=3,rank=7")
     yield replace(few, bias=True, activation=_OAI), "skips", ORDINARY
     shared = replace(few, lora="adapters=4,rank=80,a13=shared,outer=shared", dtype=_FP32)
@@ -91,7 +94,7 @@ def _adapters(base: Problem) -> Iterator[Variant]:
 
 
 def _invariant(base: Problem) -> Iterator[Variant]:
-    """Batch invariance, of sums that are several steps deep, with and without adapters."""
+    """Yield batch-invariant problems whose sums take several steps, with and without adapters."""
     wide = replace(base, tokens=9, hidden=160, intermediate=96, batch_invariant=True)
     yield replace(wide, dtype=_BF16, bias=True), "zipf", ORDINARY
     yield replace(wide, lora="adapters=3,rank=7", tokens=5), "skips", ORDINARY

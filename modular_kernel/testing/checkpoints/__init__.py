@@ -1,1 +1,1 @@
-"""Tiny checkpoints of published families and formats, beside the float64 truth of what they say."""
+"""Tiny checkpoints of published families and formats, with their exact values in float64."""

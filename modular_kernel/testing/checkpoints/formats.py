@@ -1,8 +1,8 @@
-"""Tiny matrices in the formats of published checkpoints, and the numbers they stand for.
+"""Tiny matrices in the formats of published checkpoints, with their exact values.
 
-Codes and scales are drawn, never rounded from other numbers, so a matrix stands for exactly what
-its format says, in float64. Everything is packed here by hand, value by value, by the packers' own
-descriptions; nothing of `modular_kernel.checkpoints` is used.
+Codes and scales are drawn at random, never rounded from other numbers, so the float64 values are
+exactly those of the stored matrix. Everything is packed here value by value, following the packers'
+own documentation and without any code of `modular_kernel.checkpoints`.
 """
 
 from collections import Counter
@@ -14,13 +14,13 @@ import torch
 
 F64, FP8 = torch.float64, torch.float8_e4m3fn
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=F64)
-# AWQ puts column n of eight into nibble FOUND[n] of a word.
+# AWQ stores column n of eight in nibble FOUND[n] of a word.
 FOUND = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """tensors: by their names behind the matrix's own. values: (N, K) float64."""
+    """A stored matrix. tensors: by name suffix. values: the exact values, (N, K) float64."""
 
     tensors: dict[str, torch.Tensor]
     values: torch.Tensor
@@ -30,7 +30,7 @@ Make = Callable[[int, int, torch.Generator, float], Stored]
 
 
 def words(codes: torch.Tensor, dim: int, bits: int, order: tuple[int, ...] | None = None) -> Any:
-    """Codes (int64) packed into int32 along `dim`, value i of a word in bits `bits * order[i]`."""
+    """Pack int64 codes into int32 along `dim`; value i of a word has bits `bits * order[i]`."""
     per = 32 // bits
     order = order or tuple(range(per))
     codes = codes.movedim(dim, -1)
@@ -49,7 +49,7 @@ def _randn(shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
 
 
 def _uniform(shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
-    """Between 0.6 and 1.4: scales that are all different, and of one size."""
+    """Draw scales between 0.6 and 1.4, which all differ but have the same magnitude."""
     return 0.6 + 0.8 * torch.rand(*shape, generator=g)
 
 
@@ -73,7 +73,7 @@ def fp8_block(
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
         w = _fp8_codes(rows, depth, g)
         scale = _uniform((-(-rows // bn), -(-depth // bk)), g) * gain / (100 * depth**0.5)
-        if scale_dtype is torch.float8_e8m0fnu:  # powers of two, the gain among them
+        if scale_dtype is torch.float8_e8m0fnu:  # powers of two, including the gain
             scale = torch.exp2(torch.log2(scale * 2.0 ** (4 * (gain - 1))).round())
         scale = scale.to(scale_dtype)
         values = w.to(F64) * spread(scale.float(), rows, depth, bn, bk)
@@ -83,7 +83,10 @@ def fp8_block(
 
 
 def fp8_tensor(*, static: bool, shape: tuple[int, ...] = (), one: bool = False) -> Make:
-    """One: scales are the same of all matrices of a depth."""
+    """Make fp8 matrices with per-tensor scales; static adds an input scale.
+
+    one: all matrices of the same depth have the same scales.
+    """
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
         w = _fp8_codes(rows, depth, g)
@@ -114,12 +117,14 @@ def int8_channel(rows: int, depth: int, g: torch.Generator, gain: float) -> Stor
 
 
 def _codes(rows: int, depth: int, bits: int, g: torch.Generator) -> torch.Tensor:
-    """Unsigned, around the middle."""
+    """Draw unsigned codes around the middle of their range."""
     half = 1 << (bits - 1)
     return (_randn((rows, depth), g) * half / 3 + half).round().clamp(0, 2 * half - 1).long()
 
 
-def _points(shape: tuple[int, ...], bits: int, g: torch.Generator, symmetric: bool) -> torch.Tensor:
+def _zero_points(
+    shape: tuple[int, ...], bits: int, g: torch.Generator, symmetric: bool
+) -> torch.Tensor:
     half, off = 1 << (bits - 1), max(1, (1 << bits) // 8)
     if symmetric:
         return torch.full(shape, half, dtype=torch.int64)
@@ -127,8 +132,8 @@ def _points(shape: tuple[int, ...], bits: int, g: torch.Generator, symmetric: bo
 
 
 @dataclass(frozen=True)
-class _Drawn:
-    """(codes - zeros) * scale = values, zeros and scale with a column for each group of `width`."""
+class _GroupedMatrix:
+    """Values (codes - zeros) * scale; zeros and scale have one column per group of `width`."""
 
     codes: torch.Tensor
     zeros: torch.Tensor
@@ -138,28 +143,30 @@ class _Drawn:
 
 
 @dataclass(frozen=True)
-class _Grouped:
-    """Codes in groups along the depth, all of it with None or -1, and scales of `dtype`."""
+class _GroupFormat:
+    """Codes in groups along the depth, with scales of `dtype`. group: None or -1 for one group."""
 
     bits: int
     group: int | None
     symmetric: bool
     dtype: torch.dtype
 
-    def draw(self, rows: int, depth: int, g: torch.Generator, gain: float) -> _Drawn:
+    def draw(self, rows: int, depth: int, g: torch.Generator, gain: float) -> _GroupedMatrix:
         width = depth if self.group is None or self.group == -1 else self.group
         codes, groups = _codes(rows, depth, self.bits, g), -(-depth // width)
-        zeros = _points((rows, groups), self.bits, g, self.symmetric)
+        zeros = _zero_points((rows, groups), self.bits, g, self.symmetric)
         size = gain * 3 / (1 << (self.bits - 1)) / depth**0.5
         scale = (_uniform((rows, groups), g) * size).to(self.dtype)
-        centred = codes - spread(zeros, rows, depth, 1, width)
-        return _Drawn(codes, zeros, scale, centred * spread(scale, rows, depth, 1, width), width)
+        centered = codes - spread(zeros, rows, depth, 1, width)
+        return _GroupedMatrix(
+            codes, zeros, scale, centered * spread(scale, rows, depth, 1, width), width
+        )
 
 
 def compressed(bits: int, group: int | None, *, symmetric: bool = True) -> Make:
-    """pack-quantized: N rows, K packed; group None: one scale a row."""
+    """Make pack-quantized matrices: N rows, K packed. group: None for one scale per row."""
 
-    grouped = _Grouped(bits, group, symmetric, torch.bfloat16)
+    grouped = _GroupFormat(bits, group, symmetric, torch.bfloat16)
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
         drawn = grouped.draw(rows, depth, g, gain)
@@ -176,7 +183,7 @@ def compressed(bits: int, group: int | None, *, symmetric: bool = True) -> Make:
 
 
 def awq(group: int, *, zero_point: bool = True) -> Make:
-    grouped = _Grouped(4, group, not zero_point, torch.float16)
+    grouped = _GroupFormat(4, group, not zero_point, torch.float16)
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
         drawn = grouped.draw(rows, depth, g, gain)
@@ -191,9 +198,12 @@ def awq(group: int, *, zero_point: bool = True) -> Make:
 
 
 def gptq(bits: int, group: int, *, symmetric: bool = True, less: int = 1) -> Make:
-    """less: what a stored zero point is less than it is, 1 in the format's first version."""
+    """Make GPTQ matrices.
 
-    grouped = _Grouped(bits, group, symmetric, torch.float16)
+    less: amount subtracted from stored zero points, 1 in version 1 of the format.
+    """
+
+    grouped = _GroupFormat(bits, group, symmetric, torch.float16)
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
         drawn = grouped.draw(rows, depth, g, gain)
@@ -209,28 +219,31 @@ def gptq(bits: int, group: int, *, symmetric: bool = True, less: int = 1) -> Mak
 
 
 def ordered(make: Make, name: str, group: int, values: str) -> Make:
-    """As `make`, but that columns are in groups at random, as those of gate and up alike."""
-    made: Counter[Any] = Counter()
+    """Make matrices like `make` with columns assigned to random groups (act-order).
+
+    The n-th gate and the n-th up matrix get the same order.
+    """
+    counts: Counter[Any] = Counter()
 
     def shuffled(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
-        stored, number = make(rows, depth, g, gain), made[rows, depth, gain]
-        made[rows, depth, gain] += 1  # the first of gate, the first of up, ...
-        own = torch.Generator().manual_seed(number)
-        place = torch.randperm(depth, generator=own)  # of each sorted column
+        stored, number = make(rows, depth, g, gain), counts[rows, depth, gain]
+        counts[rows, depth, gain] += 1  # counts gate and up matrices separately
+        generator = torch.Generator().manual_seed(number)
+        column_order = torch.randperm(depth, generator=generator)  # position of each sorted column
         tensors = dict(stored.tensors)
         tensors[name] = torch.empty(depth, dtype=torch.int32)
-        tensors[name][place] = torch.arange(depth, dtype=torch.int32) // group
+        tensors[name][column_order] = torch.arange(depth, dtype=torch.int32) // group
         codes = torch.empty(rows, depth, dtype=torch.int64)
         bits = 4 if tensors[values].numel() * 8 == codes.numel() else 8
-        along = 0 if name == "g_idx" else 1
+        dim = 0 if name == "g_idx" else 1
         unpacked = torch.stack(
             [tensors[values].long() >> (bits * i) & (1 << bits) - 1 for i in range(32 // bits)],
-            along + 1,
-        ).flatten(along, along + 1)
-        # Equal columns of a group keep their order when they are sorted again.
+            dim + 1,
+        ).flatten(dim, dim + 1)
+        # A stable sort keeps the order of columns within a group.
         first = torch.argsort(tensors[name], stable=True)
-        codes[:, first] = unpacked.T if along == 0 else unpacked
-        tensors[values] = words(codes.T if along == 0 else codes, along, bits)
+        codes[:, first] = unpacked.T if dim == 0 else unpacked
+        tensors[values] = words(codes.T if dim == 0 else codes, dim, bits)
         numbers = torch.empty_like(stored.values)
         numbers[:, first] = stored.values
         return Stored(tensors, numbers)
@@ -258,9 +271,10 @@ def mxfp4_compressed(rows: int, depth: int, g: torch.Generator, gain: float) -> 
 
 
 def nvfp4(weight: str, whole: str, inputs: str, *, divides: bool, one: bool = False) -> Make:
-    """Of codes, e4m3 scales of 16, and a float32 scale that multiplies the numbers, or divides.
+    """Make matrices of e2m1 codes with e4m3 scales per 16 and one float32 scale.
 
-    one: that scale is the same of all matrices of a depth.
+    divides: whether the float32 scale divides the values instead of multiplying them. one: all
+    matrices of the same depth have the same float32 scale.
     """
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:

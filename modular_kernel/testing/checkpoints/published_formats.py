@@ -1,4 +1,4 @@
-"""The formats of published checkpoints, each with its quantization_config and its scheme."""
+"""Formats of published checkpoints, each with its quantization_config and its scheme."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -24,10 +24,11 @@ from modular_kernel.testing.checkpoints.formats import (
 
 @dataclass(frozen=True)
 class Kind:
-    """One format. config: its quantization_config. make: (rows, depth, generator, gain) -> Stored.
+    """One checkpoint format.
 
-    gain: of the scales, so that those of two matrices differ. scheme: what it loads as. bound: of a
-    layer's relative error against float64.
+    config: its quantization_config. make: (rows, depth, generator, gain) -> Stored, where gain
+    multiplies the scales, so that those of two matrices differ. scheme: the scheme that it loads
+    as. bound: limit of a layer's relative error against float64.
     """
 
     config: dict[str, Any] | None
@@ -47,15 +48,15 @@ def _compressed_config(packing: str, weights: Any, inputs: Any = None) -> dict[s
     }
 
 
-def _ints(bits: int, group: int | None, symmetric: bool = True) -> dict[str, Any]:
+def _int_config(bits: int, group: int | None, symmetric: bool = True) -> dict[str, Any]:
     strategy = "group" if group else "channel"
-    found = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": strategy}
-    return found | {"group_size": group, "actorder": None, "dynamic": False}
+    config = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": strategy}
+    return config | {"group_size": group, "actorder": None, "dynamic": False}
 
 
 def _floats(strategy: str, dynamic: bool, **more: Any) -> dict[str, Any]:
-    found = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy}
-    return found | {"dynamic": dynamic, **more}
+    config = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy}
+    return config | {"dynamic": dynamic, **more}
 
 
 _INT8_TOKEN = {
@@ -141,28 +142,28 @@ KINDS: dict[str, Kind] = {
         "fp8_w8a16_block",
     ),
     "compressed int8": Kind(
-        _compressed_config("int-quantized", _ints(8, None), _INT8_TOKEN),
+        _compressed_config("int-quantized", _int_config(8, None), _INT8_TOKEN),
         int8_channel,
         "int8_w8a8_channel",
         _W8A8,
     ),
     "compressed int8, weights": Kind(
-        _compressed_config("pack-quantized", _ints(8, None)),
+        _compressed_config("pack-quantized", _int_config(8, None)),
         compressed(8, None),
         "int8_w8a16_channel",
     ),
     "compressed int8, groups": Kind(
-        _compressed_config("pack-quantized", _ints(8, 64)),
+        _compressed_config("pack-quantized", _int_config(8, 64)),
         compressed(8, 64),
         "int8_w8a16_group:group=64",
     ),
     "compressed int4": Kind(
-        _compressed_config("pack-quantized", _ints(4, 32)),
+        _compressed_config("pack-quantized", _int_config(4, 32)),
         compressed(4, 32),
         "int4_w4a16_group:group=32",
     ),
     "compressed int4, zero points": Kind(
-        _compressed_config("pack-quantized", _ints(4, 64, symmetric=False)),
+        _compressed_config("pack-quantized", _int_config(4, 64, symmetric=False)),
         compressed(4, 64, symmetric=False),
         "int4_w4a16_group:group=64,zero_points=true",
     ),
@@ -200,21 +201,21 @@ KINDS: dict[str, Kind] = {
         "int4_w4a16_group:group=64,zero_points=true",
     ),
     "gptq int8": Kind(_GPTQ | {"bits": 8}, gptq(8, 64), "int8_w8a16_group:group=64"),
-    # One group of a whole row: as long as the wider matrix of a layer of samples.write's sizes.
+    # One group per row; 256 is the larger depth of a layer with the default sizes of samples.write.
     "awq, one group": Kind(
         _AWQ | {"group_size": -1}, awq(-1), "int4_w4a16_group:group=256,zero_points=true"
     ),
     "gptq, one group": Kind(_GPTQ | {"group_size": -1}, gptq(4, -1), "int4_w4a16_group:group=256"),
     "compressed int4, channels": Kind(
-        _compressed_config("pack-quantized", _ints(4, None)),
+        _compressed_config("pack-quantized", _int_config(4, None)),
         compressed(4, None),
         "int4_w4a16_group:group=256",
     ),
     "mxfp4": Kind({"quant_method": "mxfp4"}, mxfp4, "mxfp4_w4a16"),
 }
 
-# Columns that lie otherwise than their groups (act-order); only `load_experts` takes them.
-_PACKED4 = _compressed_config("pack-quantized", _ints(4, 32) | {"actorder": "group"})
+# Act-order: columns not sorted by group; supported by `load_experts` only.
+_PACKED4 = _compressed_config("pack-quantized", _int_config(4, 32) | {"actorder": "group"})
 ORDERED: dict[str, Kind] = {
     "gptq, act-order": Kind(
         _GPTQ | {"desc_act": True},
@@ -238,7 +239,7 @@ ORDERED: dict[str, Kind] = {
     ),
 }
 
-# As ModelOpt writes the fused experts of Llama-4 and gpt-oss: (e, K, N), one scale of all experts.
+# ModelOpt's fused experts of Llama-4 and gpt-oss: (e, K, N), one scale for all experts.
 FUSED: dict[str, Kind] = {
     "modelopt fp8, fused": Kind(
         KINDS["modelopt fp8"].config,

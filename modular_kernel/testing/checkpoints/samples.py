@@ -1,7 +1,7 @@
-"""Tiny checkpoints with the names, layouts and config.json of published families, and their truth.
+"""Tiny checkpoints with names, layouts and config.json of published families, and exact results.
 
 sample = write(folder, "mixtral", "awq")        # config.json, model.safetensors (or shards)
-sample.truth(x_TH, weights_TK, ids_TK)          # float64: what the layer must give
+sample.truth(x_TH, weights_TK, ids_TK)          # float64: the expected output of the layer
 """
 
 import json
@@ -22,7 +22,7 @@ PROJ, W132 = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 
 @dataclass(frozen=True)
 class Matrices:
-    """Of one layer: gate, up and down of each expert; biases in the order of interleaved rows."""
+    """Gate, up and down of each expert of one layer; b1 is in the order of interleaved rows."""
 
     gate: list[Stored]
     up: list[Stored]
@@ -31,136 +31,147 @@ class Matrices:
     b2: torch.Tensor | None = None
 
     def stacked(self, name: str, kind: str = "weight") -> torch.Tensor:
-        """(E, N, K) of weights, or of another tensor; a number that is all experts' is (1,)."""
-        tensors = [each.tensors[kind] for each in getattr(self, name)]
-        found = torch.stack([t.reshape(()) if t.numel() == 1 else t for t in tensors])
-        return found[:1] if found.dim() == 1 and bool((found == found[0]).all()) else found
+        """Stack a tensor of all experts, (E, N, K) for weights; equal scalars become (1,)."""
+        tensors = [matrix.tensors[kind] for matrix in getattr(self, name)]
+        stack = torch.stack([t.reshape(()) if t.numel() == 1 else t for t in tensors])
+        return stack[:1] if stack.dim() == 1 and bool((stack == stack[0]).all()) else stack
 
     def both(self, kind: str = "weight") -> torch.Tensor:
-        """(E, 2I, H), gate rows first."""
+        """Return gate and up as (E, 2I, H), gate rows first."""
         gate, up = self.stacked("gate", kind), self.stacked("up", kind)
         return torch.cat([gate, up], 1) if gate.dim() > 1 else gate.maximum(up)
 
     def alternating(self, kind: str = "weight") -> torch.Tensor:
-        """(E, 2I, H), gate and up rows in turns."""
+        """Return gate and up as (E, 2I, H), with interleaved rows."""
         gate, up = self.stacked("gate", kind), self.stacked("up", kind)
         return torch.stack([gate, up], 2).flatten(1, 2) if gate.dim() > 1 else gate.maximum(up)
 
     def turned(self, *, interleaved: bool = False) -> Tensors:
-        """Every tensor of a stack, its last two dimensions exchanged; numbers of all are ()."""
-        found: Tensors = {}
+        """Return every stacked tensor with its last two dimensions exchanged; scalars are ()."""
+        tensors: Tensors = {}
         for kind in self.gate[0].tensors:
             first = self.alternating(kind) if interleaved else self.both(kind)
-            for name, whole in (("gate_up_proj", first), ("down_proj", self.stacked("down", kind))):
+            for name, stacked in (
+                ("gate_up_proj", first),
+                ("down_proj", self.stacked("down", kind)),
+            ):
                 key = name if kind == "weight" else f"{name}_{kind}"
-                found[key] = whole.mT.contiguous() if whole.dim() > 1 else whole.reshape(())
-        return found
+                tensors[key] = stacked.mT.contiguous() if stacked.dim() > 1 else stacked.reshape(())
+        return tensors
 
 
 Names = Callable[[str, Matrices], Tensors]
 
 
 def each(block: str, names: tuple[str, ...] = PROJ) -> Names:
-    """One module for each projection of each expert."""
+    """Name one module for each projection of each expert."""
 
     def written(front: str, m: Matrices) -> Tensors:
-        found: Tensors = {}
+        tensors: Tensors = {}
         projections = (m.gate, m.up, m.down) if len(names) == 3 else (m.up, m.down)
         for name, experts in zip(names, projections, strict=True):
             for e, stored in enumerate(experts):
                 for kind, tensor in stored.tensors.items():
-                    found[f"{front}{block}.{e}.{name}.{kind}"] = tensor
-        return found
+                    tensors[f"{front}{block}.{e}.{name}.{kind}"] = tensor
+        return tensors
 
     return written
 
 
 def fused(block: str, *, transposed: bool = False) -> Names:
     def written(front: str, m: Matrices) -> Tensors:
-        plain = {"gate_up_proj": m.both(), "down_proj": m.stacked("down")}
-        tensors = m.turned() if transposed else plain
+        tensors_by_name = {"gate_up_proj": m.both(), "down_proj": m.stacked("down")}
+        tensors = m.turned() if transposed else tensors_by_name
         return {f"{front}{block}.{name}": tensor for name, tensor in tensors.items()}
 
     return written
 
 
 def gpt_oss(front: str, m: Matrices) -> Tensors:
-    """Fused in 16 bits and in mxfp4; other packers take the projections apart."""
-    at = f"{front}mlp.experts"
+    """Name fused tensors in 16 bits and in mxfp4; other formats split the projections."""
+    prefix = f"{front}mlp.experts"
     assert m.b1 is not None
     assert m.b2 is not None
     kinds = m.gate[0].tensors.keys()
-    found = {f"{at}.gate_up_proj_bias": m.b1, f"{at}.down_proj_bias": m.b2}
+    tensors = {f"{prefix}.gate_up_proj_bias": m.b1, f"{prefix}.down_proj_bias": m.b2}
     if kinds == {"weight"} or "input_scale" in kinds:  # ModelOpt keeps the layout
-        return found | {f"{at}.{name}": t for name, t in m.turned(interleaved=True).items()}
+        return tensors | {f"{prefix}.{name}": t for name, t in m.turned(interleaved=True).items()}
     if kinds != {"blocks", "scales"}:
         biases = {"gate_proj": m.b1[:, 0::2], "up_proj": m.b1[:, 1::2], "down_proj": m.b2}
-        own = {f"{at}.{e}.{name}.bias": bias[e].clone()
+        split_biases = {f"{prefix}.{e}.{name}.bias": bias[e].clone()
                for name, bias in biases.items() for e in range(len(bias))}  # fmt: skip
-        return each("mlp.experts")(front, m) | own
+        return each("mlp.experts")(front, m) | split_biases
     for kind in ("blocks", "scales"):
         gate = torch.stack([e.tensors[kind] for e in m.gate])
         up = torch.stack([e.tensors[kind] for e in m.up])
-        found[f"{at}.gate_up_proj_{kind}"] = torch.stack([gate, up], 2).flatten(1, 2)
-        found[f"{at}.down_proj_{kind}"] = torch.stack([e.tensors[kind] for e in m.down])
-    return found
+        tensors[f"{prefix}.gate_up_proj_{kind}"] = torch.stack([gate, up], 2).flatten(1, 2)
+        tensors[f"{prefix}.down_proj_{kind}"] = torch.stack([e.tensors[kind] for e in m.down])
+    return tensors
 
 
 def privacy_filter(front: str, m: Matrices) -> Tensors:
     assert m.b1 is not None
     assert m.b2 is not None
-    in_halves = torch.cat([m.b1[:, 0::2], m.b1[:, 1::2]], 1)
-    biases = {"gate_up_proj_bias": in_halves, "down_proj_bias": m.b2}
-    found = fused("mlp.experts", transposed=True)(front, m)
-    return found | {f"{front}mlp.experts.{name}": tensor for name, tensor in biases.items()}
+    b1 = torch.cat([m.b1[:, 0::2], m.b1[:, 1::2]], 1)
+    biases = {"gate_up_proj_bias": b1, "down_proj_bias": m.b2}
+    tensors = fused("mlp.experts", transposed=True)(front, m)
+    return tensors | {f"{front}mlp.experts.{name}": tensor for name, tensor in biases.items()}
 
 
 def granite(front: str, m: Matrices) -> Tensors:
-    at = f"{front}block_sparse_moe"
-    return {f"{at}.input_linear.weight": m.both(), f"{at}.output_linear.weight": m.stacked("down")}
+    prefix = f"{front}block_sparse_moe"
+    return {
+        f"{prefix}.input_linear.weight": m.both(),
+        f"{prefix}.output_linear.weight": m.stacked("down"),
+    }
 
 
 def jetmoe(front: str, m: Matrices) -> Tensors:
-    own = {name.replace("block_sparse_moe", "mlp"): t for name, t in granite(front, m).items()}
+    experts = {name.replace("block_sparse_moe", "mlp"): t for name, t in granite(front, m).items()}
     attention = f"{front}self_attention.experts.input_linear.weight"
-    return own | {attention: torch.zeros(len(m.gate), 8, 8)}  # experts that are none of the layer's
+    return experts | {attention: torch.zeros(len(m.gate), 8, 8)}  # not part of the MoE layer
 
 
 def aria(front: str, m: Matrices) -> Tensors:
-    at = f"{front}mlp.experts"
+    prefix = f"{front}mlp.experts"
     return {
-        f"{at}.fc1.weight": m.both().mT.contiguous(),
-        f"{at}.fc2.weight": m.stacked("down").mT.contiguous(),
+        f"{prefix}.fc1.weight": m.both().mT.contiguous(),
+        f"{prefix}.fc2.weight": m.stacked("down").mT.contiguous(),
     }
 
 
 def dbrx(front: str, m: Matrices) -> Tensors:
-    at = f"{front}ffn.experts.mlp"
+    prefix = f"{front}ffn.experts.mlp"
     return {
-        f"{at}.w1": m.stacked("gate").flatten(0, 1),
-        f"{at}.v1": m.stacked("up").flatten(0, 1),
-        f"{at}.w2": m.stacked("down").mT.flatten(0, 1).contiguous(),
+        f"{prefix}.w1": m.stacked("gate").flatten(0, 1),
+        f"{prefix}.v1": m.stacked("up").flatten(0, 1),
+        f"{prefix}.w2": m.stacked("down").mT.flatten(0, 1).contiguous(),
     }
 
 
 def step(front: str, m: Matrices) -> Tensors:
-    """Stacked modules; what is beside each weight is stacked too."""
-    found: Tensors = {}
+    """Name stacked modules, in which scales are stacked too."""
+    tensors: Tensors = {}
     for name, experts in (("gate_proj", m.gate), ("up_proj", m.up), ("down_proj", m.down)):
         for kind in experts[0].tensors:
-            whole = torch.stack([one.tensors[kind] for one in experts])
-            found[f"{front}moe.{name}.{kind}"] = whole
-    return found
+            stacked = torch.stack([matrix.tensors[kind] for matrix in experts])
+            tensors[f"{front}moe.{name}.{kind}"] = stacked
+    return tensors
 
 
 def inkling(front: str, m: Matrices) -> Tensors:
-    at = f"{front}mlp.experts"
-    return {f"{at}.w13_weight": m.alternating(), f"{at}.w2_weight": m.stacked("down")}
+    prefix = f"{front}mlp.experts"
+    return {f"{prefix}.w13_weight": m.alternating(), f"{prefix}.w2_weight": m.stacked("down")}
 
 
 @dataclass(frozen=True)
 class Published:
-    """A family. sizes: keys of experts, top-k, intermediate and hidden size. front: of layers."""
+    """A published model family.
+
+    names: names the tensors of a layer. sizes: config keys of the number of experts, top-k,
+    intermediate and hidden size. front: prefix of layer names. more: further config entries.
+    inside: model type whose text_config holds the config, or "".
+    """
 
     names: Names
     sizes: tuple[str, str, str, str] = (
@@ -176,13 +187,13 @@ class Published:
     bias: bool = False
 
     def config(self, model_type: str, sizes: tuple[int, int, int, int]) -> dict[str, Any]:
-        own = {"model_type": model_type, "hidden_act": "silu", **self.more}
-        numbers = dict(zip(self.sizes, sizes, strict=True))
+        config = {"model_type": model_type, "hidden_act": "silu", **self.more}
+        size_values = dict(zip(self.sizes, sizes, strict=True))
         if model_type == "dbrx":
-            hidden = numbers.pop("d_model")
-            return own | {"d_model": hidden, "ffn_config": numbers}
-        own |= numbers
-        return {"model_type": self.inside, "text_config": own} if self.inside else own
+            hidden = size_values.pop("d_model")
+            return config | {"d_model": hidden, "ffn_config": size_values}
+        config |= size_values
+        return {"model_type": self.inside, "text_config": config} if self.inside else config
 
 
 _TOP = "num_experts_per_tok"
@@ -269,7 +280,10 @@ FAMILIES: dict[str, Published] = {
 
 @dataclass(frozen=True)
 class Sample:
-    """A checkpoint. w1: (E, 2I or I, H) float64, gate rows first; w2: (E, H, I)."""
+    """A written checkpoint.
+
+    w1: (E, 2I or I, H) float64, gate rows first. w2: (E, H, I) float64.
+    """
 
     folder: Path
     config: dict[str, Any]
@@ -283,7 +297,7 @@ class Sample:
     scaling: float
 
     def inputs(self, tokens: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x (T, H) float64, router weights (T, K) float32, ids (T, K)."""
+        """Draw x (T, H) float64, router weights (T, K) float32 and ids (T, K)."""
         g = torch.Generator().manual_seed(seed)
         x = torch.randn(tokens, self.w2.shape[1], generator=g, dtype=F64)
         scores = torch.randn(tokens, len(self.w1), generator=g).softmax(-1)
@@ -291,7 +305,7 @@ class Sample:
         return x, weights / weights.sum(-1, keepdim=True), ids
 
     def truth(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """(T, H) float64, pair by pair."""
+        """Compute the layer's output pair by pair, (T, H) float64."""
         on_input = self.config.get("model_type") == "llama4"
         y = torch.zeros_like(x)
         for t in range(len(x)):
@@ -331,7 +345,7 @@ def matrices(
     return Matrices(gate, up, down, b1.bfloat16(), b2.bfloat16())
 
 
-def write(  # noqa: PLR0913 (each is one question)
+def write(  # noqa: PLR0913 (independent options)
     folder: Path,
     family: str = "mixtral",
     kind: str = "bf16",
@@ -345,16 +359,16 @@ def write(  # noqa: PLR0913 (each is one question)
     seed: int = 0,
     change: Callable[[Tensors], None] | None = None,
 ) -> Sample:
-    """Write one; what is returned is the truth of the last of `layers`.
+    """Write a checkpoint and return it with the exact weights of the last of `layers`.
 
-    shards: files, of which more than one have an index. change: alters tensors before they are
-    written, by their names.
+    shards: number of files; several get an index. change: modifies the tensors, by name, before
+    they are written.
     """
-    published, of = FAMILIES[family], (KINDS | ORDERED | FUSED)[kind]
+    published, format_ = FAMILIES[family], (KINDS | ORDERED | FUSED)[kind]
     g = torch.Generator().manual_seed(seed)
     tensors: Tensors = {}
     for layer in layers:
-        m = matrices(of, published, (experts, hidden, intermediate), g)
+        m = matrices(format_, published, (experts, hidden, intermediate), g)
         tensors |= published.names(f"{published.front}{layer}.", m)
         tensors[f"{published.front}{layer}.input_layernorm.weight"] = torch.ones(hidden)
     if change is not None:
@@ -362,22 +376,22 @@ def write(  # noqa: PLR0913 (each is one question)
     config = published.config(family, (experts, top_k, intermediate, hidden))
     dtypes = {"fp16": "float16", "fp32": "float32"}
     config["torch_dtype"] = dtypes.get(kind, "bfloat16")
-    if of.config is not None:
-        config["quantization_config"] = of.config
+    if format_.config is not None:
+        config["quantization_config"] = format_.config
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save(folder, tensors, shards)
     gate, up, down = ([one.values for one in ones] for ones in (m.gate, m.up, m.down))
-    ungated = published.act == "relu2"
-    w1 = torch.stack(up if ungated else [torch.cat(two) for two in zip(gate, up, strict=True)])
+    is_ungated = published.act == "relu2"
+    w1 = torch.stack(up if is_ungated else [torch.cat(two) for two in zip(gate, up, strict=True)])
     b1 = None if m.b1 is None else torch.cat([m.b1[:, 0::2], m.b1[:, 1::2]], 1).to(F64)
     b2 = None if m.b2 is None else m.b2.to(F64)
     scaling = next((v for k, v in published.more.items() if "scal" in k), 1.0)
-    return Sample(folder, config, of, published, w1, torch.stack(down), b1, b2, top_k, scaling)
+    return Sample(folder, config, format_, published, w1, torch.stack(down), b1, b2, top_k, scaling)
 
 
 def save(folder: Path, tensors: Tensors, shards: int = 1) -> None:
-    """One model.safetensors, or shards with an index; experts lie across shards as they come."""
+    """Write one model.safetensors, or shards with an index, in which experts span shards."""
     if shards == 1:
         save_file(tensors, folder / "model.safetensors")
         return
@@ -385,8 +399,8 @@ def save(folder: Path, tensors: Tensors, shards: int = 1) -> None:
     weight_map: dict[str, str] = {}
     for shard in range(shards):
         file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
-        some = {name: tensors[name] for name in names[shard::shards]}
-        save_file(some, folder / file)
-        weight_map |= dict.fromkeys(some, file)
+        shard_tensors = {name: tensors[name] for name in names[shard::shards]}
+        save_file(shard_tensors, folder / file)
+        weight_map |= dict.fromkeys(shard_tensors, file)
     index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))

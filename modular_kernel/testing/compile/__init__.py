@@ -1,1 +1,1 @@
-"""Compile every kernel without a GPU and read what the compiler reports."""
+"""Compilation of every kernel without a GPU, with the compiler's resource report."""

@@ -1,9 +1,9 @@
-"""Compiles every Triton kernel as the parts launch it, for a GPU that need not be there.
+"""Compiles every Triton kernel as the parts launch it, for a GPU that need not be present.
 
-Every valid pairing of Triton parts is run once per case on meta tensors inside `record_compiles`:
-the tiles, flags and shapes are those of real calls on that GPU, with no hand-written signatures to
-go stale. Kernels that need ranks are launched by `meta_calls` of their parts, operations that no
-layer of one rank uses by this module.
+Every valid pairing of Triton parts runs once per case on meta tensors inside `record_compiles`.
+Tiles, flags and shapes are those of real calls on that GPU, so there are no hand-written signatures
+to maintain. Kernels that need ranks are launched by `meta_calls` of their parts; operations that no
+single-rank layer uses are launched by this module.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,9 +40,9 @@ from modular_kernel.testing.random_inputs import Inputs, random_inputs
 from modular_kernel.workspace import Workspace
 
 _META = torch.device("meta")
-_FP8_ALONE = {"amax_kernel"}  # one scale for all values: of no other format
+_FP8_ALONE = {"amax_kernel"}  # computes per-tensor scales, which only fp8 has
 _FP8_ARCH = 89
-# Small enough to make on a CPU, large enough for every tile: block_n up to 256, block_k to 128.
+# Small enough to quantize on a CPU, large enough for every tile: block_n <= 256, block_k <= 128.
 _QUANT = (
     "fp8_w8a8_tensor",
     "fp8_w8a8_channel",
@@ -62,7 +62,7 @@ _BASE = Problem(tokens=4, hidden=256, intermediate=256, experts=4, top_k=2)
 
 @dataclass(frozen=True)
 class CompiledRow:
-    """One compiled kernel: the case that launched it, its report and what is wrong with it."""
+    """A compiled kernel with the case that launched it, its report and its violations."""
 
     case: str
     record: CompileRecord
@@ -71,7 +71,7 @@ class CompiledRow:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A kernel that was not compiled. reason: "" if there is none, and a case is missing."""
+    """A kernel that was not compiled. reason: "" if there is none, so that a case is missing."""
 
     kernel: str
     module: str
@@ -80,22 +80,22 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Each distinct kernel once, and those of the installed parts that no case launched."""
+    """Each distinct compiled kernel, and the kernels of installed parts that no case launched."""
 
     rows: tuple[CompiledRow, ...]
     left_out: tuple[LeftOut, ...]
 
 
 Cases = Iterator[tuple[str, list[CompileRecord]]]
-# What a bar is made with: how many steps there are; calling what it yields ends one.
+# Makes a progress bar for a number of steps; the yielded function completes one step.
 Bar = Callable[[int], AbstractContextManager[Callable[[], None]]]
 
 
 def problems() -> tuple[Problem, ...]:
-    """Return problems that reach every tile regime in every dtype, every flag of every kernel."""
-    # Without an alignment; then 2, 16, 40 and 256 rows an expert.
+    """Return problems that reach every tile regime in every dtype, and every kernel flag."""
+    # Without alignment; then 2, 16, 40 and 256 rows per expert.
     half = [replace(_BASE, tokens=t) for t in (1, 4, 32, 80, 512)]
-    # Many pairs: they are counted in launches of their own.
+    # Many pairs, which are counted in separate launches.
     fp32 = [replace(_BASE, tokens=t, dtype=torch.float32) for t in (4, 4096)]
     changes: tuple[dict[str, object], ...] = (
         {"dtype": torch.float16},
@@ -114,17 +114,19 @@ def problems() -> tuple[Problem, ...]:
     )
     large = replace(_BASE, tokens=512)
     adapted = [replace(_BASE, tokens=t, lora="adapters=4,rank=32") for t in (4, 512)]
-    # Alternating rows: an argument of 1 is a constant to the compiler.
-    adapted += [replace(each, activation="silu:interleaved=true") for each in adapted]
+    # Interleaved rows: an argument of 1 is specialized as a constant.
+    adapted += [replace(problem, activation="silu:interleaved=true") for problem in adapted]
     adapted += [replace(adapted[1], quant=quant) for quant in ("fp8_w8a8_block", _PACKED[0])]
-    # A few tokens: scales of channels and of a tensor, experts enough for the path without tiles.
-    few = replace(adapted[0], experts=32)
-    adapted += [replace(few, quant=q) for q in ("none", "fp8_w8a8_channel", "fp8_w8a16_tensor")]
-    # Paths that ask for more than the base has: words of 4 bits and one token; a piece of 1024.
+    # A few tokens: channel and tensor scales, enough experts for the path without tiles.
+    many_experts = replace(adapted[0], experts=32)
+    adapted += [
+        replace(many_experts, quant=q) for q in ("none", "fp8_w8a8_channel", "fp8_w8a16_tensor")
+    ]
+    # Paths that the base does not reach: packed 4-bit words with one token; a depth of 1024.
     packed = [replace(_BASE, tokens=1, quant=quant) for quant in _PACKED]
     wide = replace(_BASE, tokens=1, intermediate=1024, quant="fp8_w8a8_block")
     quantized = [replace(_BASE, tokens=t, quant=q) for q in _QUANT for t in (4, 512)]
-    # Many rows an expert: mxfp4 weights are dequantized first.
+    # Many rows per expert: mxfp4 weights are dequantized first.
     quantized += [replace(_BASE, tokens=2048, quant=quant) for quant in _PACKED[1:]]
     flags = [replace(large, **change) for change in changes]  # type: ignore[arg-type]
     return (*half, *fp32, *flags, *quantized, *packed, wide, *adapted)
@@ -133,29 +135,33 @@ def problems() -> tuple[Problem, ...]:
 def compile_all(
     target: str = "sm_90", bar: Bar | None = None, *, workers: int = 1, only: str = ""
 ) -> Compiled:
-    """Compile all cases for `target` ("sm_90", ...), as they are launched there.
+    """Compile all cases for `target` ("sm_90", ...) as they are launched there.
 
-    workers: more than 1 are processes that share the cases; what is returned is the same, but for
-    the seconds. only: a piece of the names of the cases to compile, or of the kernels, of which the
-    other cases compile those alone; of other names no kernel is left out then.
+    workers: number of processes that share the cases; the result does not depend on it, except for
+    `seconds`. only: part of the name of a case, or of a kernel, in which case the other cases
+    compile only matching kernels. Kernels with other names are then not listed as left out.
     """
     steps = _steps(_machine(target), target, only)
     rows: dict[str, CompiledRow] = {}
     with (bar or _no_bar)(len(steps)) as advance:
-        shared = workers > 1
-        each = _shared(target, only, len(steps), workers) if shared else _called(steps, target)
-        for found in each:
-            for row in found:
+        is_shared = workers > 1
+        row_lists = (
+            _shared(target, only, len(steps), workers) if is_shared else _called(steps, target)
+        )
+        for case_rows in row_lists:
+            for row in case_rows:
                 rows.setdefault(repr(replace(row.record, seconds=0.0)), row)
             advance()
-    seen = {row.record.kernel for row in rows.values()}
-    missing = (kernel for name, kernel in defined_kernels(only).items() if name not in seen)
+    compiled_names = {row.record.kernel for row in rows.values()}
+    missing = (
+        kernel for name, kernel in defined_kernels(only).items() if name not in compiled_names
+    )
     left_out = (LeftOut(k.name, k.module, _why_left_out(k, target)) for k in missing)
     return Compiled(tuple(rows.values()), tuple(left_out))
 
 
 def launched(target: str) -> Cases:
-    """Yield what each case launches for `target`, one after the other."""
+    """Yield the launches of each case for `target`, one case after the other."""
     for step in _steps(_machine(target), target):
         yield from step()
 
@@ -166,7 +172,7 @@ def _called(steps: list[Callable[[], Cases]], target: str) -> Iterator[list[Comp
 
 
 def _judged(cases: Cases, target: str) -> list[CompiledRow]:
-    """Return what is wrong with each kernel, told where it was compiled: counting takes as long."""
+    """Check each kernel in the process that compiled it, as counting instructions takes as long."""
     return [
         CompiledRow(case, record, check(record, _expected(record, target)))
         for case, records in cases
@@ -175,14 +181,14 @@ def _judged(cases: Cases, target: str) -> list[CompiledRow]:
 
 
 def _shared(target: str, only: str, steps: int, workers: int) -> Iterator[list[CompiledRow]]:
-    """Yield what the steps yield, in their order; each process takes the next that nobody has."""
+    """Yield the results of all steps in order; each process takes the next free step."""
     context = get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=hide_gpus) as pool:
         yield from pool.map(_step, [target] * steps, [only] * steps, range(steps))
 
 
 def _step(target: str, only: str, index: int) -> list[CompiledRow]:
-    """One step of `compile_all`, in a process of its own."""
+    """Run one step of `compile_all` in a worker process."""
     return _judged(_steps(_machine(target), target, only)[index](), target)
 
 
@@ -201,14 +207,14 @@ def _no_bar(total: int) -> Iterator[Callable[[], None]]:
 
 
 def _machine(target: str) -> Machine:
-    """Return a GPU of that kind with whatever is installed here."""
+    """Return a GPU of that architecture with the installed packages."""
     arch = int(target.removeprefix("sm_"))
     packages = importable({"triton", *packages_of(load_catalog())})
     return Machine("cuda", (arch // 10, arch % 10), packages)
 
 
 def _steps(machine: Machine, target: str, only: str = "") -> list[Callable[[], Cases]]:
-    """One for each problem, one for each call of a part or of an operation.
+    """Return one step per problem, and one per call of a part or of an operation.
 
     only: see `compile_all`.
     """
@@ -234,7 +240,7 @@ def _steps(machine: Machine, target: str, only: str = "") -> list[Callable[[], C
 
 
 def _compile_problem(problem: Problem, machine: Machine, target: str, only: str) -> Cases:
-    """Yield what every pairing of a Triton part launches for `problem`."""
+    """Yield the launches of every pairing with a Triton part for `problem`."""
     for verdict in check_all(problem, machine):
         experts, case = load_catalog().experts(verdict.experts), f"{verdict.pairing} {problem}"
         if not verdict.ok or "triton" not in experts.requires.packages:
@@ -255,16 +261,16 @@ def _compile_call(name: str, call: Callable[[], object], target: str, only: str)
 
 
 def _wanted(only: str, case: str) -> Callable[[str], bool]:
-    """Tell of each kernel whether it is compiled: all of a case that is asked for, by `only`."""
+    """Return a filter of kernel names: all kernels of a matching case, else matching kernels."""
     return lambda kernel: only in case or only in kernel
 
 
 def compile_call(
     kernel: FusedMoEModularKernel, target: str, wanted: Callable[[str], bool] | None = None
 ) -> list[CompileRecord]:
-    """Launch everything one call of `kernel` launches, on meta tensors.
+    """Compile every launch of one call of `kernel` on meta tensors.
 
-    wanted: as `record_compiles` takes it.
+    wanted: see `record_compiles`.
     """
     problem = kernel.problem
     x_TH, weights, routing = _meta(random_inputs(problem, torch.device("cpu")))
@@ -276,7 +282,7 @@ def compile_call(
 
 
 def _activate() -> None:
-    """Launch the activation as an operation of its own, which no part does."""
+    """Launch the activation as a separate operation, which no part does."""
     rows, intermediate = 4, _BASE.intermediate
     out = torch.empty(rows, intermediate, dtype=_BASE.dtype, device=_META)
     for kind in GATED + UNGATED:
@@ -302,7 +308,10 @@ def _pairs(top_k: int) -> Pairs:
 
 
 def _number() -> None:
-    """Launch the numbering of a library's rows, whose parts need ranks; also with quantization."""
+    """Launch the numbering of a library's rows, alone and with quantization.
+
+    The parts that use it need ranks.
+    """
     for top_k in (1, 3, 8):
         number_pairs(_pairs(top_k))
     x = torch.empty(4, _BASE.hidden, dtype=_BASE.dtype, device=_META)
@@ -314,7 +323,7 @@ def _number() -> None:
 
 
 def _live_pairs() -> None:
-    """Rows that came from other ranks, by their ids."""
+    """Launch the masking of rows received from other ranks, by their ids."""
     for dtype in (torch.int32, torch.int64):
         live_pairs(
             torch.empty(16, 8, dtype=dtype, device=_META),
@@ -326,14 +335,14 @@ def _live_pairs() -> None:
 
 
 def _zero_rows() -> None:
-    """Rows that a library leaves undefined."""
+    """Launch the zeroing of rows that a library leaves undefined."""
     for dtype in (torch.bfloat16, torch.float16):
         rows = torch.empty(4, 256, _BASE.hidden, dtype=dtype, device=_META)
         zero_rows(rows, torch.empty(4, dtype=torch.int32, device=_META))
 
 
 def _route() -> None:
-    """Launch the router, which stands above the parts."""
+    """Launch the router, which is not part of any pairing."""
     for spec, experts in (
         (RouterSpec(2), 8),
         (RouterSpec(4, order="topk_first"), 128),
@@ -366,8 +375,9 @@ def _meta(inputs: Inputs) -> Inputs:
 
 
 def _expected(record: CompileRecord, target: str) -> str | None:
-    """Return the instruction a product must use: warpgroup products from 64 rows or weights, on
-    Hopper.
+    """Return the instruction that a GEMM must use, or None for other kernels.
+
+    On Hopper these are warpgroup MMAs if the tile has at least 64 rows of tokens or of weights.
     """
     block_m = record.config.get("BLOCK_M")
     if not isinstance(block_m, int):
@@ -375,13 +385,13 @@ def _expected(record: CompileRecord, target: str) -> str | None:
     rows = record.dtypes["a_ptr"]
     if rows == "fp32" and record.config["PRECISION"] == "ieee":
         return "FFMA"
-    # Weights as they are stored may take the side of the 64 rows, see add_product.
-    stored = record.config.get("MODE") in ("plain", "w8a8") and rows != "fp32"
+    # Unconverted weights may be the 64-row operand, see add_product.
+    can_swap = record.config.get("MODE") in ("plain", "w8a8") and rows != "fp32"
     block_n = record.config.get("BLOCK_N")
-    filled = block_m >= 64 or (stored and isinstance(block_n, int) and block_n >= 64)
-    warpgroups = filled and target == "sm_90"
+    has_64_rows = block_m >= 64 or (can_swap and isinstance(block_n, int) and block_n >= 64)
+    uses_wgmma = has_64_rows and target == "sm_90"
     if rows == "i8":
-        return "IGMMA" if warpgroups else "IMMA"
-    if rows == "fp8e4nv" and warpgroups:
+        return "IGMMA" if uses_wgmma else "IMMA"
+    if rows == "fp8e4nv" and uses_wgmma:
         return "QGMMA"
-    return "HGMMA" if warpgroups else "HMMA"  # fp8 products of fewer rows are widened to fp16
+    return "HGMMA" if uses_wgmma else "HMMA"  # fp8 tiles of fewer rows are converted to fp16

@@ -1,9 +1,9 @@
-"""Which kernels there are: every Triton or Gluon function of the installed parts that is launched.
+"""The Triton and Gluon kernels of the installed parts that can be launched.
 
-Kernels lie in packages called `kernels`, anywhere below the package of a part or of the operations,
-and their names end in `_kernel`; other jitted functions are called by kernels. A package or module
-of kernels whose `TARGETS` names GPUs has kernels for those alone; `LEFT_OUT` of a module says why
-no case of `mk compile` launches a kernel.
+Kernels are in packages called `kernels`, anywhere below the package of a part or of the operations,
+and their names end in `_kernel`; other jitted functions are called by kernels. `TARGETS` in a
+package or module of kernels restricts them to those GPUs. `LEFT_OUT` in a module gives the reason
+why no case of `mk compile` launches a kernel.
 """
 
 import pkgutil
@@ -21,8 +21,11 @@ from modular_kernel.catalog import load_catalog
 
 @dataclass(frozen=True)
 class Defined:
-    """A kernel. module: where it is. targets: the GPUs it is for, () for any. left_out: why no case
-    launches it, "" if one should."""
+    """A kernel.
+
+    module: where it is defined. targets: the GPUs that it is for, () for any. left_out: why no case
+    launches it; "" if one should.
+    """
 
     name: str
     module: str
@@ -31,32 +34,34 @@ class Defined:
 
 
 def defined_kernels(only: str = "") -> dict[str, Defined]:
-    """Every kernel in triton of the installed parts and of the operations, by name.
+    """Return every Triton kernel of the installed parts and of the operations, by name.
 
-    only: those with this in their names.
+    only: restrict to names that contain this.
     """
     return {name: kernel for name, kernel in _defined().items() if only in name}
 
 
 @cache
 def _defined() -> dict[str, Defined]:
-    tops = {part.cls.__module__.partition(".")[0] for part in load_catalog().parts}
-    packages = (name for top in (*tops, "modular_kernel.ops") for name in _packages_of_kernels(top))
-    found = {}
+    roots = {part.cls.__module__.partition(".")[0] for part in load_catalog().parts}
+    packages = (
+        name for top in (*roots, "modular_kernel.ops") for name in _packages_of_kernels(top)
+    )
+    kernels = {}
     for package in map(import_module, sorted(packages)):
         if getattr(package, "LANGUAGE", "triton") != "triton":
-            continue  # and there may be no compiler for it here
+            continue  # other languages may have no compiler here
         for module, targets in _modules(package, ()):
             for name, value in vars(module).items():
-                own = isinstance(value, JITFunction) and value.module == module.__name__
-                if own and name.endswith("_kernel"):
+                is_local = isinstance(value, JITFunction) and value.module == module.__name__
+                if is_local and name.endswith("_kernel"):
                     reason = getattr(module, "LEFT_OUT", {}).get(name, "")
-                    found[name] = Defined(name, module.__name__, targets, reason)
-    return found
+                    kernels[name] = Defined(name, module.__name__, targets, reason)
+    return kernels
 
 
 def _packages_of_kernels(top: str) -> Iterator[str]:
-    """Every package called `kernels` below the package `top`, found without importing any."""
+    """Yield every package called `kernels` below the package `top`, without importing them."""
     for folder in map(Path, getattr(import_module(top), "__path__", ())):
         for path in folder.rglob("kernels/__init__.py"):
             yield ".".join((top, *path.parent.relative_to(folder).parts))
@@ -65,9 +70,7 @@ def _packages_of_kernels(top: str) -> Iterator[str]:
 def _modules(
     module: ModuleType, targets: tuple[str, ...]
 ) -> Iterator[tuple[ModuleType, tuple[str, ...]]]:
-    """Yield a module and those below it, each with the TARGETS of the nearest package that has
-    some.
-    """
+    """Yield a module and those below it, each with the TARGETS of the nearest package above."""
     targets = tuple(getattr(module, "TARGETS", targets))
     yield module, targets
     for info in pkgutil.iter_modules(getattr(module, "__path__", ())):

@@ -1,4 +1,4 @@
-"""The parallel branch of adapters with tensors that have no memory, for who compiles it."""
+"""Launches of the parallel LoRA branch on meta tensors, for compilation."""
 
 import torch
 
@@ -10,7 +10,7 @@ EXPERTS, SLOTS = 8, 4
 def launch_all(
     dtype: torch.dtype, max_rank: int, *, tokens: int = 4, hidden: int = 512, top_k: int = 2
 ) -> None:
-    """Launch both strategies."""
+    """Launch the staged and the fused strategy."""
     intermediate = hidden // 2
     shapes = (
         (max_rank, hidden),
@@ -25,9 +25,9 @@ def launch_all(
     )
     x_TH, out_TH = _empty(tokens, hidden, dtype=dtype), _empty(tokens, hidden, dtype=dtype)
     ids_TK, weights_TK = _empty(tokens, top_k, dtype=ids), _empty(tokens, top_k)
-    given = x_TH, ids_TK, weights_TK, info, a13, b13, a2, b2, out_TH
-    run_moe_lora(*given, strategy="staged")
-    run_moe_lora(*given, strategy="fused")
+    args = x_TH, ids_TK, weights_TK, info, a13, b13, a2, b2, out_TH
+    run_moe_lora(*args, strategy="staged")
+    run_moe_lora(*args, strategy="fused")
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -1,13 +1,13 @@
-"""What the compiler makes of our kernels, on a machine without a GPU.
+"""Compiler reports of kernels, on a machine without a GPU.
 
     with record_compiles("sm_90") as records:
         grouped_gemm(x_RH, weights, ...)        # ordinary host code, on CPU or meta tensors
     for record in records:
         assert check(record, expect="HGMMA") == ()
 
-Inside the context every launch is compiled for the target and recorded; nothing runs, no output is
-written. Triton decides when a kernel is decorated whether it will be interpreted, so a process
-either interprets (TRITON_INTERPRET=1) or compiles, never both. Not for use from several threads.
+Inside the context every launch is compiled for the target and recorded; nothing runs and no output
+is written. Triton decides at decoration time whether a kernel is interpreted, so a process either
+interprets (TRITON_INTERPRET=1) or compiles, never both. Not thread-safe.
 """
 
 import re
@@ -33,12 +33,12 @@ from triton.runtime.jit import JITFunction, MockTensor
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.utils.tensor_checks import compile_only
 
-# Triton ships no annotations: its kernels, jit functions and whatever a launch passes on.
+# Triton has no annotations; this type is for its kernels, jit functions and launch arguments.
 Foreign = Any
 
-# Mnemonics that say how a kernel computes and moves data: tensor cores of each generation and
-# number format, plain float32, TMA and asynchronous copies, stores to shared memory, traffic of
-# spilled registers, moves from register to register, and bytes of two registers put into one.
+# Counted SASS mnemonics: tensor cores of each generation and number format, plain float32, TMA and
+# asynchronous copies, stores to shared memory, loads and stores of spilled registers, register
+# moves, and byte permutations.
 FAMILIES = (
     *("HGMMA", "QGMMA", "IGMMA", "HMMA", "QMMA", "IMMA", "UTCHMMA", "UTCQMMA", "UTCOMMA", "FFMA"),
     *("UTMALDG", "UTMASTG", "LDGSTS", "STS", "LDL", "STL", "MOV", "PRMT"),
@@ -47,7 +47,7 @@ FAMILIES = (
 # One thread block of sm_90 or sm_100 may use 227 KiB.
 MAX_SHARED = 232_448
 
-# A move is often a multiplication by nothing.
+# IMAD.MOV is a register move and counted as MOV.
 _INSTRUCTION = re.compile(
     r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[0-9T]+\s+)?(?:IMAD\.(?=MOV\b))?([A-Z][A-Z0-9]*)", re.M
 )
@@ -56,20 +56,20 @@ _RESOURCES = re.compile(r"\bREG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 
 @dataclass(frozen=True)
 class CompileRecord:
-    """One launch, compiled: what was asked for, and what it costs on the target."""
+    """One compiled launch: its configuration, and its resources on the target."""
 
     kernel: str
     target: str
     config: Mapping[str, object]  # the launch's constexpr arguments by name
-    dtypes: Mapping[str, str]  # element types of its pointers and descriptors by name
+    dtypes: Mapping[str, str]  # element types of pointers and descriptors by name
     num_warps: int
     num_stages: int
-    shared: int  # bytes a thread block asks for at launch
+    shared: int  # bytes per thread block
     registers: int  # per thread
-    stack: int  # bytes per thread; ptxas puts what it spills here
+    stack: int  # bytes per thread; holds spilled registers
     spill: int  # bytes per thread of other local memory
-    instructions: Mapping[str, int]  # occurrences in the code of each of FAMILIES; see Instructions
-    seconds: float  # to compile; next to nothing if triton found the kernel in its cache
+    instructions: Mapping[str, int]  # occurrences of each of FAMILIES
+    seconds: float  # compile time; near 0 if the kernel is in Triton's cache
 
     def __str__(self) -> str:
         config = ", ".join(f"{name}={value}" for name, value in self.config.items())
@@ -77,10 +77,10 @@ class CompileRecord:
 
 
 class Instructions(Mapping[str, int]):
-    """How often each of FAMILIES occurs in a kernel's code.
+    """Number of occurrences of each of FAMILIES in a kernel's code.
 
-    Counted when first read: to disassemble a kernel takes as long as to compile it. Until then
-    `counted` is False. Its repr names the code, read or not.
+    Counted on first access, because disassembling a kernel takes as long as compiling it; `counted`
+    is False until then. The repr identifies the code in either case.
     """
 
     def __init__(self, cubin: bytes) -> None:
@@ -110,14 +110,15 @@ class Instructions(Mapping[str, int]):
 def check(
     record: CompileRecord, expect: str | None = None, max_shared: int = MAX_SHARED
 ) -> tuple[str, ...]:
-    """Every reason why `record` should not ship, () if there is none.
+    """Return every reason why `record` should not ship, () if there is none.
 
-    `expect` is one of FAMILIES that the code must contain, such as the tensor-core instruction.
+    expect: one of FAMILIES that the code must contain, such as the tensor-core instruction. Raises
+    ConfigurationError for an unknown one. max_shared: limit of shared memory in bytes.
     """
     if expect is not None and expect not in FAMILIES:
         raise ConfigurationError("expected instruction", got=expect, need=f"one of {FAMILIES}")
     counts = {} if expect is None else record.instructions
-    found = {name: count for name, count in counts.items() if count}
+    nonzero = {name: count for name, count in counts.items() if count}
     reasons = (
         (record.stack > 0, f"{record.stack} bytes of stack a thread: registers are spilled"),
         (record.spill > 0, f"{record.spill} bytes of local memory a thread"),
@@ -126,8 +127,8 @@ def check(
             f"{record.shared} bytes of shared memory, the limit is {max_shared}",
         ),
         (
-            expect is not None and expect not in found,
-            f"no {expect} instruction, found {found or 'none of the families'}",
+            expect is not None and expect not in nonzero,
+            f"no {expect} instruction, found {nonzero or 'none of the families'}",
         ),
     )
     return tuple(f"{record}: {reason}" for violated, reason in reasons if violated)
@@ -137,12 +138,13 @@ def check(
 def record_compiles(
     target: str = "sm_90", wanted: Callable[[str], bool] | None = None
 ) -> Iterator[list[CompileRecord]]:
-    """Compile for `target` instead of launching; yields the list that the launches append to.
+    """Compile for `target` instead of launching; yield the list to which launches append records.
 
-    wanted: whether to compile a kernel, by its name; None means every one.
+    wanted: whether to compile a kernel, by its name; None means every kernel.
 
-    The active driver and triton's launch are put back on exit, whatever happened inside. A launch
-    that does not compile raises triton's error to its caller and is not recorded.
+    The active driver and Triton's launch are restored on exit, also after an error. A launch that
+    does not compile raises Triton's error to its caller and is not recorded. Raises
+    ConfigurationError in an interpreting process and for a malformed target.
     """
     if triton.knobs.runtime.interpret:
         need = "a process without it, which compiles its kernels"
@@ -151,8 +153,8 @@ def record_compiles(
     records: list[CompileRecord] = []
     previous_driver, launch = triton.runtime.driver._active, JITFunction.run
     triton.runtime.driver.set_active(driver)
-    compiling = _recording(launch, driver, records)
-    JITFunction.run = compiling if wanted is None else _of_wanted(compiling, wanted)
+    recording_run = _recording(launch, driver, records)
+    JITFunction.run = recording_run if wanted is None else _filter_launches(recording_run, wanted)
     try:
         with compile_only():
             yield records
@@ -162,7 +164,7 @@ def record_compiles(
 
 
 class NoDevice:
-    """A triton driver for a GPU that is not there: enough to specialize and compile for it."""
+    """A Triton driver for a GPU that is not present, sufficient for compilation."""
 
     launcher_cls = None
 
@@ -172,7 +174,7 @@ class NoDevice:
             raise ConfigurationError("compile target", got=target, need="sm_NN, such as sm_90")
         self.name = target
         self._target = GPUTarget("cuda", int(arch[1]), 32)
-        # What host code asks a driver for when it sizes a grid: an H200's answers.
+        # Properties that host code queries to size a grid, with the values of an H200.
         properties = {"max_shared_mem": MAX_SHARED, "multiprocessor_count": 132}
         self.utils = SimpleNamespace(get_device_properties=lambda _device: dict(properties))
 
@@ -180,8 +182,8 @@ class NoDevice:
         return self._target
 
     def get_current_device(self) -> str:
-        # Triton keeps compiled kernels by device; a name apart from real devices and other
-        # targets keeps ours from being found by a later launch elsewhere.
+        # Triton caches compiled kernels by device. A name distinct from real devices and other
+        # targets keeps later launches elsewhere from using these kernels.
         return f"compile-only {self.name}"
 
     def get_current_stream(self, device: Foreign = None) -> int:
@@ -202,29 +204,29 @@ class NoDevice:
 def _recording(
     launch: Callable[..., Foreign], driver: NoDevice, records: list[CompileRecord]
 ) -> Callable[..., Foreign]:
-    """Return a replacement for `JITFunction.run`, which is `launch`, that compiles and records."""
+    """Return a replacement for `JITFunction.run` (`launch`) that compiles and records."""
 
     def run(
         self: Foreign, *args: Foreign, grid: Foreign, warmup: bool, **kwargs: Foreign
     ) -> Foreign:
-        given = tuple(_stand_in(arg) for arg in args)
-        named = {name: _stand_in(arg) for name, arg in kwargs.items()}
+        mock_args = tuple(_mock_argument(arg) for arg in args)
+        mock_kwargs = {name: _mock_argument(arg) for name, arg in kwargs.items()}
         start = time.perf_counter()
-        kernel = launch(self, *given, grid=grid, warmup=True, **named)
+        kernel = launch(self, *mock_args, grid=grid, warmup=True, **mock_kwargs)
         seconds = time.perf_counter() - start
-        if kernel is not None:  # a hook of triton's may veto a compilation
+        if kernel is not None:  # a Triton hook may veto a compilation
             kernel = kernel.result() if hasattr(kernel, "result") else kernel
-            config = _constants(self, given, named)
+            config = _constants(self, mock_args, mock_kwargs)
             records.append(_record(kernel, driver.name, config, seconds))
         return kernel
 
     return run
 
 
-def _of_wanted(
+def _filter_launches(
     compiling: Callable[..., Foreign], wanted: Callable[[str], bool]
 ) -> Callable[..., Foreign]:
-    """Return `compiling` for the kernels that are wanted; launches of others do nothing."""
+    """Return `compiling` for the wanted kernels; launches of others do nothing."""
 
     def run(self: Foreign, *args: Foreign, **kwargs: Foreign) -> Foreign:
         return compiling(self, *args, **kwargs) if wanted(self.fn.__name__) else None
@@ -232,13 +234,13 @@ def _of_wanted(
     return run
 
 
-def _stand_in(arg: Foreign) -> Foreign:
-    """`arg`, or an aligned pointer in place of a tensor that has no memory.
+def _mock_argument(arg: Foreign) -> Foreign:
+    """Return `arg`, or an aligned pointer in place of a tensor without memory.
 
-    Numbers stay as they are, so that they specialize (equal to 1, divisible by 16) as on a GPU.
+    Numbers are unchanged, so that they specialize (equal to 1, divisible by 16) as on a GPU.
     """
     if isinstance(arg, tuple):
-        members = [_stand_in(member) for member in arg]
+        members = [_mock_argument(member) for member in arg]
         return type(arg)(*members) if hasattr(arg, "_fields") else tuple(members)
     if isinstance(arg, FakeTensor) or (isinstance(arg, torch.Tensor) and arg.is_meta):
         return MockTensor(arg.dtype, list(arg.shape))
@@ -248,19 +250,17 @@ def _stand_in(arg: Foreign) -> Foreign:
 def _constants(
     kernel: Foreign, args: tuple[Foreign, ...], kwargs: dict[str, Foreign]
 ) -> dict[str, object]:
-    """Return the constexpr parameters of `kernel` with the values of this launch, defaults
-    included.
-    """
+    """Return the constexpr parameters of `kernel` in this launch, including defaults."""
     names = {param.name for param in kernel.params}
-    named = {name: value for name, value in kwargs.items() if name in names}
-    bound = kernel.signature.bind(*args, **named)
+    known_kwargs = {name: value for name, value in kwargs.items() if name in names}
+    bound = kernel.signature.bind(*args, **known_kwargs)
     bound.apply_defaults()
     values = {param.name: bound.arguments[param.name] for param in kernel.params}
     return {p.name: _plain(values[p.name]) for p in kernel.params if p.is_constexpr}
 
 
 def _plain(value: Foreign) -> object:
-    """`value` as something to print and to write as JSON."""
+    """Return `value` in a form for printing and JSON."""
     value = getattr(value, "value", value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -276,7 +276,7 @@ def _record(
         kernel=metadata.name,
         target=target,
         config=config,
-        dtypes=_pointed_at(kernel.src.signature),
+        dtypes=_element_types(kernel.src.signature),
         num_warps=metadata.num_warps,
         num_stages=metadata.num_stages,
         shared=metadata.shared,
@@ -288,8 +288,8 @@ def _record(
     )
 
 
-def _pointed_at(signature: Mapping[str, Foreign]) -> dict[str, str]:
-    """Element types out of `{"x_ptr": "*bf16", "x_desc": "tensordesc<bf16[64, 64]>", ...}`."""
+def _element_types(signature: Mapping[str, Foreign]) -> dict[str, str]:
+    """Return element types from `{"x_ptr": "*bf16", "x_desc": "tensordesc<bf16[64, 64]>", ...}`."""
     kinds = {name: re.match(r"\*k?|tensordesc<", str(kind)) for name, kind in signature.items()}
     return {
         name: re.split(r"[\[>,]", str(signature[name])[match.end() :])[0]
@@ -300,7 +300,7 @@ def _pointed_at(signature: Mapping[str, Foreign]) -> dict[str, str]:
 
 @cache
 def _resources(cubin: bytes) -> tuple[int, int, int]:
-    """Return registers, stack bytes and local bytes of a thread, by the tool triton brings."""
+    """Return registers, stack bytes and local bytes per thread, from Triton's cuobjdump."""
     text = _said(triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin=cubin)
     usage = [tuple(map(int, numbers)) for numbers in _RESOURCES.findall(text)]
     registers, stack, spill = (max(column) for column in zip(*usage, strict=True))
@@ -309,7 +309,7 @@ def _resources(cubin: bytes) -> tuple[int, int, int]:
 
 @cache
 def _count(cubin: bytes) -> Mapping[str, int]:
-    # Without following branches, a third less time than `cuobjdump -sass`, which calls it too.
+    # Without dataflow analysis this takes a third less time than `cuobjdump -sass`.
     counts = Counter(
         _INSTRUCTION.findall(_said(triton.knobs.nvidia.nvdisasm.path, "-ndf", "-c", cubin=cubin))
     )
@@ -317,9 +317,9 @@ def _count(cubin: bytes) -> Mapping[str, int]:
 
 
 def _said(*command: str, cubin: bytes) -> str:
-    """Return what a tool says of a kernel."""
+    """Return the output of a tool for a kernel's cubin."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        done = subprocess.run([*command, str(path)], check=True, capture_output=True, text=True)
-    return done.stdout
+        process = subprocess.run([*command, str(path)], check=True, capture_output=True, text=True)
+    return process.stdout

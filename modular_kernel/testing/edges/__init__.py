@@ -1,4 +1,4 @@
-"""The nearest problem that a rule passes, and the nearest that it refuses."""
+"""Edges of the compatibility rules: the nearest accepted and the nearest refused problem."""
 
 from modular_kernel.testing.edges.edges import edges_of
 

@@ -1,7 +1,7 @@
-"""What one step is: every situation that differs from another in one field, by as little as it can.
+"""Single steps from a situation: all situations that differ in one field by the least amount.
 
-The fields are those of Problem, of Machine and of the two declarations. What a field may hold is
-read from its annotation, so a new field has its steps at once.
+The fields are those of Problem, of Machine and of the two declarations. The values of a field are
+derived from its annotation, so that new fields are included automatically.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,15 +26,18 @@ from modular_kernel.spec.problem import DTYPES, GATED, UNGATED, ActivationSpec, 
 from modular_kernel.spec.quantization import QUANT_SCHEMES
 from modular_kernel.utils.argument_checks import Count
 
-_UNBOUNDED = 2**40  # stands for a bound of None
-_MOST_EXPERTS, _MOST_RANKS = 4096, 64  # what a search tries: a Placement lists every one
+_UNBOUNDED = 2**40  # represents a bound of None
+_MAX_EXPERTS, _MOST_RANKS = 4096, 64  # limits of the search, as a Placement lists all of them
 R = TypeVar("R")
 _IDS = (None, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
 class EdgeSituation:
-    """A pairing with what it is judged on. pf, experts: the parts, whatever they declare here."""
+    """A pairing with its declarations, problem and machine.
+
+    pf, experts: the parts; pf_requires and experts_requires may differ from what they declare.
+    """
 
     pf: type[PrepareAndFinalize]
     experts: type[PermuteExpertsUnpermute]
@@ -45,22 +48,26 @@ class EdgeSituation:
 
     @cached_property
     def verdict(self) -> Verdict:
-        """The judgement of the pairing, with these declarations."""
-        pf = _declaring(self.pf, self.pf_requires)
-        experts = _declaring(self.experts, self.experts_requires)
+        """The verdict on the pairing with these declarations."""
+        pf = _with_requires(self.pf, self.pf_requires)
+        experts = _with_requires(self.experts, self.experts_requires)
         return judge(pf, experts, self.problem, self.machine)
 
     @property
     def as_declared(self) -> bool:
-        """Whether the parts declare what they declare by themselves."""
-        theirs = self.pf.requires, self.experts.requires
-        return (self.pf_requires, self.experts_requires) == theirs
+        """Whether the declarations are those of the parts."""
+        declared = self.pf.requires, self.experts.requires
+        return (self.pf_requires, self.experts_requires) == declared
 
 
 @dataclass(frozen=True)
 class Line:
-    """A field that counts. start: its value where the walk begins. at: the situation of another
-    value, or None if there is none. falls: only smaller values differ from `start`."""
+    """A numeric field.
+
+    start: its value in the base situation. at: returns the situation with another value, or None if
+    there is none. low, high: the range of values. falls: whether only values below `start` are
+    tried.
+    """
 
     field: str
     start: int
@@ -70,8 +77,8 @@ class Line:
     falls: bool = False
 
 
-def _declaring(cls: Any, requires: object) -> Any:
-    """Return a part that declares this: most often itself."""
+def _with_requires(cls: Any, requires: object) -> Any:
+    """Return the part with these requirements: the part itself if they are its own."""
     return cls if cls.requires is requires else _changed_part(cls, requires)
 
 
@@ -81,22 +88,22 @@ def _changed_part(cls: Any, requires: object) -> Any:
 
 
 def choices(base: EdgeSituation) -> Iterator[tuple[str, EdgeSituation]]:
-    """Situations one field away, for fields whose values have no order; "part.field" first."""
-    for of in ("problem", "machine", "pf_requires", "experts_requires"):
-        record = getattr(base, of)
+    """Yield ("record.field", situation) for every change of one field without order."""
+    for record_name in ("problem", "machine", "pf_requires", "experts_requires"):
+        record = getattr(base, record_name)
         hints = _hints(cast("Any", type(record)))
         for field in fields(record):
             value = getattr(record, field.name)
-            for other in _others(base, field.name, hints[field.name], value):
-                changed = _changed(base, of, **{field.name: other})
+            for new_value in _other_values(base, field.name, hints[field.name], value):
+                changed = _changed(base, record_name, **{field.name: new_value})
                 if changed is not None:
-                    yield f"{of}.{field.name}", changed
+                    yield f"{record_name}.{field.name}", changed
     for changed in _elsewhere(base):
         yield "machine.device", changed
 
 
 def lines(base: EdgeSituation) -> Iterator[Line]:
-    """Yield the fields that count."""
+    """Yield the numeric fields."""
     yield from _problem_lines(base)
     if base.machine.arch is not None:
         major, minor = base.machine.arch
@@ -105,14 +112,14 @@ def lines(base: EdgeSituation) -> Iterator[Line]:
             return _changed(base, "machine", arch=divmod(number, 10))
 
         yield Line("machine.arch", 10 * major + minor, on, 10, 199)
-    for of in ("pf_requires", "experts_requires"):
-        record = getattr(base, of)
+    for record_name in ("pf_requires", "experts_requires"):
+        record = getattr(base, record_name)
         for name, kind in _hints(cast("Any", type(record))).items():
-            yield from _declared_lines(base, of, name, kind, getattr(record, name))
+            yield from _requirement_lines(base, record_name, name, kind, getattr(record, name))
 
 
 def _changed(base: EdgeSituation, of: str, **values: object) -> EdgeSituation | None:
-    """Return `base` with other values in one record; None if they are none that it may hold."""
+    """Return `base` with other values in one record, or None if they are invalid."""
     try:
         return _with(base, **{of: _with(getattr(base, of), **values)})
     except ConfigurationError:
@@ -120,9 +127,9 @@ def _changed(base: EdgeSituation, of: str, **values: object) -> EdgeSituation | 
 
 
 def _with(record: R, **values: object) -> R:
-    """Return what `replace` does, in half the time: a walk makes a hundred thousand."""
-    held, cls = vars(record), cast("Any", type(record))
-    return cast("R", cls(**{name: held[name] for name in _names(cls)} | values))
+    """Like `dataclasses.replace`, in half the time: a search makes a hundred thousand calls."""
+    values_by_name, cls = vars(record), cast("Any", type(record))
+    return cast("R", cls(**{name: values_by_name[name] for name in _names(cls)} | values))
 
 
 @cache
@@ -135,34 +142,34 @@ def _hints(cls: type) -> dict[str, Any]:
     return get_type_hints(cls, include_extras=True)
 
 
-def _others(base: EdgeSituation, name: str, kind: Any, value: object) -> Iterator[object]:
-    """Other values of a field without an order."""
-    plain = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+def _other_values(base: EdgeSituation, name: str, kind: Any, value: object) -> Iterator[object]:
+    """Yield the other values of a field without order."""
+    base_type = get_args(kind)[0] if get_origin(kind) is Annotated else kind
     if name in _OWN:
-        found: tuple[object, ...] = tuple(_OWN[name](base))
-    elif plain is bool:
-        found = (not value,)
-    elif get_origin(plain) is Literal:
-        found = get_args(plain) if name != "device" else ()
+        candidates: tuple[object, ...] = tuple(_OWN[name](base))
+    elif base_type is bool:
+        candidates = (not value,)
+    elif get_origin(base_type) is Literal:
+        candidates = get_args(base_type) if name != "device" else ()
     elif isinstance(value, Enum):
-        found = tuple(type(value))
+        candidates = tuple(type(value))
     elif isinstance(value, frozenset):
-        whole = sorted(value, key=str)
-        found = tuple(value - {one} for one in whole)
+        members = sorted(value, key=str)
+        candidates = tuple(value - {one} for one in members)
         if name == "packages":
-            found += tuple(value | {one} for one in _packages())
+            candidates += tuple(value | {one} for one in _packages())
     elif name == "packages":
-        found = ((*base.experts_requires.packages, "no_such_package"),)
-    elif any(isinstance(arg, type) and issubclass(arg, Enum) for arg in get_args(plain)):
-        found = next(tuple(arg) for arg in get_args(plain) if arg is not NoneType)
+        candidates = ((*base.experts_requires.packages, "no_such_package"),)
+    elif any(isinstance(arg, type) and issubclass(arg, Enum) for arg in get_args(base_type)):
+        candidates = next(tuple(arg) for arg in get_args(base_type) if arg is not NoneType)
     else:
-        found = ()
-    yield from (other for other in found if other != value)
+        candidates = ()
+    yield from (other for other in candidates if other != value)
 
 
 @cache
 def _packages() -> tuple[str, ...]:
-    """Return packages whose presence could matter to some part."""
+    """Return the packages that some part may require."""
     from modular_kernel.catalog import load_catalog, packages_of
 
     return tuple(sorted(packages_of(load_catalog())))
@@ -170,15 +177,15 @@ def _packages() -> tuple[str, ...]:
 
 @cache
 def _schemes() -> tuple[str, ...]:
-    """Every scheme, and every option of one."""
-    found = ["none"]
+    """Return every scheme, alone and with each of its options."""
+    schemes = ["none"]
     for name, scheme in QUANT_SCHEMES.items():
         for option in ("", "block=48x48", "group=48", "zero_points=true", "static=true"):
             try:
-                found.append(str(scheme.parse(f"{name}:{option}" if option else name)))
+                schemes.append(str(scheme.parse(f"{name}:{option}" if option else name)))
             except ConfigurationError:
                 continue
-    return tuple(dict.fromkeys((*found, "mxfp4_w4a16:repacked=true")))
+    return tuple(dict.fromkeys((*schemes, "mxfp4_w4a16:repacked=true")))
 
 
 @cache
@@ -189,7 +196,7 @@ def _activations() -> tuple[ActivationSpec, ...]:
 
 
 def _parallels(problem: Problem) -> Iterator[object]:
-    """Yield the same ranks with experts placed otherwise."""
+    """Yield the same ranks with other placements of experts."""
     parallel, experts = problem.parallel, problem.experts
     if experts < parallel.world_size:
         return
@@ -201,7 +208,7 @@ def _parallels(problem: Problem) -> Iterator[object]:
         yield replace(parallel, placement=linear.with_copies({0: (1,)}))
 
 
-# What a field may hold that its annotation does not tell.
+# Values of fields whose annotation does not determine them.
 _OWN: dict[str, Callable[[EdgeSituation], Iterable[object]]] = {
     "dtype": lambda _base: DTYPES.values(),
     "quant": lambda _base: _schemes(),
@@ -221,7 +228,7 @@ _OWN: dict[str, Callable[[EdgeSituation], Iterable[object]]] = {
 
 
 def _elsewhere(base: EdgeSituation) -> Iterator[EdgeSituation]:
-    """Yield the same software on the other kind of device."""
+    """Yield the same software on the other device type."""
     machine = base.machine
     if machine.device == "cuda":
         cpu = replace(machine, device="cpu", arch=None)
@@ -233,7 +240,7 @@ def _elsewhere(base: EdgeSituation) -> Iterator[EdgeSituation]:
 
 def _problem_lines(base: EdgeSituation) -> Iterator[Line]:
     problem = base.problem
-    most = {"experts": _MOST_EXPERTS}
+    max_values = {"experts": _MAX_EXPERTS}
     for name in ("tokens", "hidden", "intermediate", "experts", "top_k", "local_experts"):
         value = getattr(problem, name)
 
@@ -241,7 +248,7 @@ def _problem_lines(base: EdgeSituation) -> Iterator[Line]:
             return _changed(base, "problem", **{name: number})
 
         start = problem.e if name == "local_experts" else value
-        yield Line(f"problem.{name}", start, at, 0, most.get(name, 2**31 - 1))
+        yield Line(f"problem.{name}", start, at, 0, max_values.get(name, 2**31 - 1))
     if problem.chunk_tokens is not None:
 
         def in_chunks(number: int) -> EdgeSituation | None:
@@ -259,18 +266,18 @@ def _problem_lines(base: EdgeSituation) -> Iterator[Line]:
     yield Line("problem.world_size", problem.parallel.world_size, among, 1, _MOST_RANKS)
 
 
-def _declared_lines(
+def _requirement_lines(
     base: EdgeSituation, of: str, name: str, kind: Any, value: object
 ) -> Iterator[Line]:
-    """Yield a declared number, or each of a declared pair of them; None is no bound."""
+    """Yield a declared number, or each number of a declared pair; None means unbounded."""
     field = f"{of}.{name}"
 
     def at(number: int) -> EdgeSituation | None:
         return _changed(base, of, **{name: number})
 
     if isinstance(value, int) and not isinstance(value, bool):
-        least = 1 if kind == Count else 0
-        yield Line(field, value, at, least, _UNBOUNDED)
+        minimum = 1 if kind == Count else 0
+        yield Line(field, value, at, minimum, _UNBOUNDED)
     elif set(get_args(kind)) == {int, NoneType}:
         yield Line(field, _UNBOUNDED, at, 0, _UNBOUNDED, falls=True)
     elif get_origin(kind) is tuple and get_args(kind)[0] is int:

@@ -1,15 +1,15 @@
-"""Edges of the rules: of every reason that a pairing can be refused for, the nearest problem that
-passes and the nearest that fails.
+"""Edges of the rules: for each reason of refusal, the nearest accepted and refused problem.
 
     found = edges_of(MyPrepare, MyExperts, machine)
     for edge in found.edges:
         assert edge.passing.verdict.ok and not edge.failing.verdict.ok
         assert not edge.contradiction
 
-Nothing here knows a rule. A walk starts at a problem that the pairing takes and changes one field
-at a time (`edges_axes`): a flag, a scheme, a part's declaration; a number by the least step, and
-from there to where the judgement turns. What is refused for one reason alone, one step from what
-is accepted, is that reason's edge. So a rule of anybody's part gets its edges by being declared.
+The search is generic. It starts at a problem that the pairing accepts and changes one field at a
+time (`edges.axes`): a flag, a scheme, a part's declaration; or a number, by the least step and then
+as far as the verdict stays the same. A situation that is refused for a single reason, one step from
+an accepted one, is an edge of that reason. So third-party rules get their edges without further
+work.
 """
 
 import math
@@ -33,16 +33,16 @@ from modular_kernel.testing.edges.sites import Site
 
 _START = Problem(tokens=8, hidden=64, intermediate=64, experts=16, top_k=2)
 _RANKS = (1, 2, 4, 8)
-_SHORT = 200  # values of a line that is walked to its end wherever it begins
+_SHORT = 200  # ranges up to this size are always searched to their ends
 _HIDDEN = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
 @dataclass(frozen=True)
 class EdgeReason:
-    """One way to be refused.
+    """One reason to refuse a pairing.
 
-    rule: its tag. parties: who disagrees. need: what it asks for, without numbers. site: where the
-    rule says so.
+    rule: its tag. parties: the parties that disagree. need: the requirement, with numbers removed.
+    site: where the rule makes the Rejection.
     """
 
     rule: str
@@ -56,9 +56,11 @@ class EdgeReason:
 
 @dataclass(frozen=True)
 class Edge:
-    """passing, failing: two situations that differ in `field` alone; the second is refused for
-    nothing but `reason`'s rule, as `rejection` says. values: of the field, passing and failing, if
-    it counts."""
+    """An accepted and a refused situation that differ in `field` alone.
+
+    The second is refused by `rejection`, from no rule but that of `reason`. values: (passing,
+    failing) values of the field if it is numeric.
+    """
 
     reason: EdgeReason
     field: str
@@ -69,7 +71,7 @@ class Edge:
 
     @property
     def contradiction(self) -> str:
-        """How the words of the refusal contradict the edge; "" if they do not."""
+        """How the text of the refusal contradicts the edge; "" if it does not."""
         refused = self.rejection
         return contradiction(refused.got, refused.need, self.values, self.field)
 
@@ -80,8 +82,11 @@ class Edge:
 
 @dataclass
 class Edges:
-    """What a walk found. base: where it began; None if the pairing took nothing that was tried.
-    edges: one for each reason, field and way along it. met: every reason that was given."""
+    """Result of a search.
+
+    base: the start; None if the pairing accepted none of the problems tried. by_place: one edge per
+    reason, field and direction. met: every reason that occurred.
+    """
 
     base: EdgeSituation | None
     by_place: dict[tuple[EdgeReason, str, bool], Edge] = field(default_factory=dict)
@@ -89,12 +94,12 @@ class Edges:
 
     @property
     def edges(self) -> tuple[Edge, ...]:
-        """The edges, in the order they were met."""
+        """The edges in the order they were found."""
         return tuple(self.by_place.values())
 
     @property
     def without(self) -> tuple[EdgeReason, ...]:
-        """Reasons that were given, and never alone one step from a valid problem."""
+        """Reasons that never occurred alone, one step from a valid problem."""
         with_edge = {edge.reason for edge in self.edges}
         return tuple(reason for reason in self.met if reason not in with_edge)
 
@@ -107,20 +112,20 @@ def edges_of(
     depth: int = 1,
     start: Problem | None = None,
 ) -> Edges:
-    """Walk around a problem that a pairing takes and return the edges met.
+    """Search around a problem that a pairing accepts and return the edges found.
 
-    machine: tried first; then a GPU with what both parts ask for. depth: how many fields may differ
-    from that problem's, the edge's own among them. More find rules that bear on unusual problems
-    only, and take a hundred times as long for each. start: the problem to begin at, on its ranks if
-    they are several; None takes a small one in the part's first scheme.
+    machine: tried first; then a GPU with everything that both parts require. depth: number of
+    fields, including the edge's, that may differ from the start. More finds rules about unusual
+    problems only, and takes a hundred times as long per level. start: the first problem, with its
+    ranks if there are several; None uses a small one in the part's first scheme.
     """
     base = _valid(pf, experts, machine, start or _start(experts.requires))
-    found = Edges(base)
-    with _sited() as sites:
+    edges = Edges(base)
+    with _record_sites() as sites:
         bases = [] if base is None else [base]
         for step in range(depth):
-            bases = [other for one in bases for other in _around(one, found, sites, far=step == 0)]
-    return found
+            bases = [other for one in bases for other in _around(one, edges, sites, far=step == 0)]
+    return edges
 
 
 def _valid(
@@ -129,31 +134,31 @@ def _valid(
     machine: Machine,
     start: Problem,
 ) -> EdgeSituation | None:
-    """Return a small problem that the pairing takes, here or else on a GPU; None if none is
-    found.
-    """
+    """Return a small problem that the pairing accepts on `machine` or else on a GPU, or None."""
     packages = frozenset((*pf.requires.packages, *experts.requires.packages))
     declared = pf.requires, experts.requires
     arches = [req.min_arch for req in declared if req.min_arch is not None]
     arches += [min(req.archs) for req in declared if req.archs]
     gpu = Machine("cuda", max([(9, 0), *arches]), packages)
     sizes = (start.hidden, *_HIDDEN, *sorted(pf.requires.hidden_sizes or ()))
-    several = start.parallel.world_size > 1
-    for where in (machine, gpu):
-        for parallel in (start.parallel,) if several else map(Parallel, _RANKS):
+    is_multi_rank = start.parallel.world_size > 1
+    for candidate_machine in (machine, gpu):
+        for parallel in (start.parallel,) if is_multi_rank else map(Parallel, _RANKS):
             for hidden in sizes:
                 problem = replace(start, hidden=hidden, parallel=parallel)
-                one = EdgeSituation(pf, experts, pf.requires, experts.requires, problem, where)
-                if one.verdict.ok:
-                    return one
+                situation = EdgeSituation(
+                    pf, experts, pf.requires, experts.requires, problem, candidate_machine
+                )
+                if situation.verdict.ok:
+                    return situation
     return None
 
 
 def _start(requires: ExpertsRequirements) -> Problem:
-    """Return _START in sizes that a part takes, and in its first scheme if it is for some alone."""
-    whole = math.lcm(_START.intermediate, requires.intermediate_multiple)
+    """Return _START with sizes and a scheme that the part supports."""
+    intermediate = math.lcm(_START.intermediate, requires.intermediate_multiple)
     act = replace(_START.act, up_first=requires.up_first)
-    start = replace(_START, intermediate=whole, activation=act)
+    start = replace(_START, intermediate=intermediate, activation=act)
     if "none" in requires.schemes:
         return start
     return replace(start, quant=min(requires.schemes), dtype=min(requires.dtypes, key=str))
@@ -162,16 +167,16 @@ def _start(requires: ExpertsRequirements) -> Problem:
 def _around(
     base: EdgeSituation, found: Edges, sites: dict[int, Site], *, far: bool
 ) -> list[EdgeSituation]:
-    """Note the edges around `base`, and those far along its lines; return the valid neighbors."""
+    """Record the edges around `base`, with `far` also distant ones; return the valid neighbors."""
     valid = list[EdgeSituation]()
 
     for name, other in choices(base):
         if not other.verdict.ok:
             _note(found, sites, name, base, other)
         elif not isinstance(getattr(*_place(other, name)), frozenset):
-            valid.append(other)  # but a declared set that lost a value brings no rule to bear
+            valid.append(other)  # skip smaller declared sets, which reveal no further rule
     for line in lines(base):
-        for low, high in _turns(line, far):
+        for low, high in _breakpoints(line, far):
             passing, failing = line.at(low), line.at(high)
             assert passing is not None
             assert failing is not None
@@ -181,13 +186,16 @@ def _around(
 
 def _place(one: EdgeSituation, name: str) -> tuple[object, str]:
     """Return the record of a field, and the field's name in it."""
-    of, _, field_name = name.partition(".")
-    return getattr(one, of), field_name
+    record_name, _, field_name = name.partition(".")
+    return getattr(one, record_name), field_name
 
 
-def _turns(line: Line, far: bool) -> Iterator[tuple[int, int]]:
-    """Yield (passing, failing) where the judgement turns: at the next value, and, far away, on the
-    lattice of the least step that is accepted."""
+def _breakpoints(line: Line, far: bool) -> Iterator[tuple[int, int]]:
+    """Yield (passing, failing) values between which the verdict changes.
+
+    These are the start and its neighbors and, with `far`, the last accepted values in steps of the
+    least accepted multiple.
+    """
 
     @cache
     def judged(number: int) -> bool | None:
@@ -208,24 +216,25 @@ def _turns(line: Line, far: bool) -> Iterator[tuple[int, int]]:
         while refused(line.start + step) and abs(step) <= line.start:
             step *= 2
         if far or line.high - line.low <= _SHORT:
-            last = _last(line, step, passes)
+            last = _last_passing(line, step, passes)
             if last != line.start and refused(last + step):
                 yield last, last + step
 
 
-def _last(line: Line, step: int, passes: Callable[[int], bool]) -> int:
-    """Return the last value on the way from the line's start by `step` that passes, and whose next
-    does not, or is beyond the line's end.
+def _last_passing(line: Line, step: int, passes: Callable[[int], bool]) -> int:
+    """Return the last value from the line's start in steps of `step` that passes.
+
+    The value after it fails or is outside the line's range.
     """
     start = line.start
-    most = (line.high - start if step > 0 else start - line.low) // abs(step)
-    end = start + step * most
+    max_steps = (line.high - start if step > 0 else start - line.low) // abs(step)
+    end = start + step * max_steps
     if "requires" in line.field and passes(end):
-        return end  # what a part declares is a bound: all values before it pass, too
+        return end  # a declaration is a bound, so all values before it pass too
     good, bad = 0, 1
     while passes(start + step * bad):
         good, bad = bad, 2 * bad
-    if bad > most and passes(end):
+    if bad > max_steps and passes(end):
         return end
     while bad - good > 1:
         middle = (good + bad) // 2
@@ -242,35 +251,37 @@ def _note(
     values: tuple[int, int] | None = None,
 ) -> None:
     rejections = failing.verdict.rejections
-    alone = len({rejection.rule for rejection in rejections}) == 1
+    is_single_rule = len({rejection.rule for rejection in rejections}) == 1
     for rejection in rejections:
         need = re.sub(r"\d+(\.\d+)?", "#", rejection.need)
         reason = EdgeReason(rejection.rule, rejection.parties, need, sites[id(rejection)])
         found.met.setdefault(reason, rejection)
-        if alone:
-            rises = values is not None and values[0] < values[1]
+        if is_single_rule:
+            is_increasing = values is not None and values[0] < values[1]
             edge = Edge(reason, name, passing, failing, rejection, values)
-            found.by_place.setdefault((reason, name, rises), edge)
+            found.by_place.setdefault((reason, name, is_increasing), edge)
 
 
 @contextmanager
-def _sited() -> Iterator[dict[int, Site]]:
-    """Inside the block, where each Rejection was made, by its id."""
+def _record_sites() -> Iterator[dict[int, Site]]:
+    """Record where each Rejection is made inside the block, by the id of the Rejection."""
     sites: dict[int, Site] = {}
-    plain = Rejection.__init__
+    original_init = Rejection.__init__
 
     def noted(self: Rejection, *given: Any, **named: Any) -> None:
-        plain(self, *given, **named)
-        maker = sys._getframe(1)
-        sites[id(self)] = (maker.f_code.co_filename, maker.f_lineno)
+        original_init(self, *given, **named)
+        caller = sys._getframe(1)
+        sites[id(self)] = (caller.f_code.co_filename, caller.f_lineno)
 
     with mock.patch.object(Rejection, "__init__", noted):
         yield sites
 
 
 def case_of(edge: Edge) -> Case | None:
-    """Return the case that proves an edge's passing side, a RankCase where ranks take part; None
-    where the parts declare otherwise than they do by themselves."""
+    """Return the case of an edge's passing side, a RankCase over several ranks.
+
+    None if its declarations differ from those of the parts.
+    """
     one = edge.passing
     if not one.as_declared:
         return None

@@ -1,5 +1,4 @@
-"""Where a pairing can be refused: every place in the code of the rules, and of what a part adds to
-them, that makes a Rejection."""
+"""Places where a pairing can be refused: Rejections made by the rules or by a part's own checks."""
 
 import ast
 import inspect
@@ -14,37 +13,37 @@ Site = tuple[str, int]  # file, line
 
 
 def sites_of_rules() -> frozenset[Site]:
-    """Places in the rules that all pairings are judged by."""
+    """Return the sites in the rules for all pairings."""
     return frozenset(_sites(RULES.values()))
 
 
 def sites_of_part(part: type[PrepareAndFinalize | PermuteExpertsUnpermute]) -> frozenset[Site]:
-    """Places in a part's own `extra_rejections`, its bases', and the functions that these name."""
-    own = (vars(cls).get("extra_rejections") for cls in part.__mro__)
-    return frozenset(_sites(getattr(method, "__func__", method) for method in own if method))
+    """Return the sites in a part's `extra_rejections`, its bases' and the functions they name."""
+    methods = (vars(cls).get("extra_rejections") for cls in part.__mro__)
+    return frozenset(_sites(getattr(method, "__func__", method) for method in methods if method))
 
 
 def _sites(asked: Iterable[object]) -> Iterator[Site]:
-    for function in _reached(asked):
+    for function in _reachable_functions(asked):
         first = function.__code__.co_firstlineno
         for node in ast.walk(ast.parse(dedent(inspect.getsource(function)))):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Rejection":
                 yield function.__code__.co_filename, first + node.lineno - 1
 
 
-def _frozen(function: FunctionType) -> bool:
+def _is_frozen(function: FunctionType) -> bool:
     return function.__code__.co_filename.startswith("<frozen ")
 
 
-def _reached(asked: Iterable[object]) -> set[FunctionType]:
-    """Return these functions, and those that they name; Python's frozen modules have no source."""
-    found, left = set[FunctionType](), list(asked)
-    while left:
-        one = left.pop()
-        if isinstance(one, FunctionType) and one not in found and not _frozen(one):
-            found.add(one)
-            left += [one.__globals__.get(name) for name in _names(one.__code__)]
-    return found
+def _reachable_functions(asked: Iterable[object]) -> set[FunctionType]:
+    """Return these functions and all that they name, except frozen ones, which have no source."""
+    functions, pending = set[FunctionType](), list(asked)
+    while pending:
+        one = pending.pop()
+        if isinstance(one, FunctionType) and one not in functions and not _is_frozen(one):
+            functions.add(one)
+            pending += [one.__globals__.get(name) for name in _names(one.__code__)]
+    return functions
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -1,1 +1,1 @@
-"""Mutants of a call: defects put into arguments and outputs, which the checks must notice."""
+"""Input mutations: defects injected into arguments and outputs, which the checks must detect."""

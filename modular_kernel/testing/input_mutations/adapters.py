@@ -1,4 +1,4 @@
-"""Defects of adapters that the checks must find."""
+"""Defects of LoRA adapters."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ def _named(args: Arguments, slots_T: torch.Tensor) -> Arguments:
 
 
 def _slots(args: Arguments) -> torch.Tensor:
-    """(T,) int32; of a call without adapters too."""
+    """Return slots as (T,) int32, -1 for calls without adapters."""
     slots_T = args.routing.slots_T
     if slots_T is None:
         return torch.full((len(args.x_TH),), -1, dtype=torch.int32, device=args.x_TH.device)
@@ -22,7 +22,7 @@ def _slots(args: Arguments) -> torch.Tensor:
 
 
 def other_slot(args: Arguments) -> Arguments:
-    """Tokens of slot 0 take slot 1, and the reverse."""
+    """Exchange slots 0 and 1."""
     slots_T = _slots(args)
     return _named(args, torch.where((slots_T == 0) | (slots_T == 1), 1 - slots_T, slots_T))
 
@@ -36,26 +36,26 @@ def lost_slots(args: Arguments) -> Arguments:
 
 
 def wrapped_slots(args: Arguments) -> Arguments:
-    """-1 is the last slot, as in Python."""
+    """Map -1 to the last slot, as Python indexing does."""
     assert args.weights.lora_b2 is not None
     slots_T = _slots(args)
     return _named(args, torch.where(slots_T < 0, len(args.weights.lora_b2) - 1, slots_T))
 
 
 def scaled_twice(args: Arguments) -> Arguments:
-    """B, which holds an adapter's scaling, of the second product by 1.5."""
+    """Multiply B of the second GEMM, which contains an adapter's scaling, by 1.5."""
     return _changed(args, "lora_b2", lambda b: b * 1.5)
 
 
 def beyond_rank(args: Arguments) -> Arguments:
-    """Put other values than zero beyond an adapter's rank."""
+    """Replace the zeros beyond an adapter's rank."""
     for name in ("lora_a13", "lora_a2", "lora_b13", "lora_b2"):
         args = _changed(args, name, lambda m: torch.where(m == 0, 0.25, m))
     return args
 
 
 def gate_for_up(args: Arguments) -> Arguments:
-    """B of gate's rows adds to up's values too."""
+    """Add B of the gate rows to the up values too."""
     interleaved = args.problem.act.interleaved
 
     def changed(b_LeNR: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,7 @@ def gate_for_up(args: Arguments) -> Arguments:
 
 
 def one_a(args: Arguments) -> Arguments:
-    """Make up's u by gate's rows of A."""
+    """Compute u of up with the gate rows of A."""
 
     def changed(a_LeRH: torch.Tensor) -> torch.Tensor:
         return a_LeRH[:, :, : a_LeRH.shape[2] // 2].repeat(1, 1, 2, 1)
@@ -76,7 +76,7 @@ def one_a(args: Arguments) -> Arguments:
 
 
 def next_expert_s(args: Arguments) -> Arguments:
-    """Give each expert its neighbor's A of the second product."""
+    """Give each expert its neighbor's A of the second GEMM."""
     return _changed(args, "lora_a2", lambda a: a.roll(1, 1))
 
 
@@ -88,7 +88,7 @@ def _changed(args: Arguments, name: str, change: object) -> Arguments:
 
 
 def _adapted(problem: Problem, routing: str) -> bool:
-    """Surely some pair of a token with an adapter, and one of another without, is computed."""
+    """Return whether pairs of tokens with and without an adapter are certainly computed."""
     return problem.adapters is not None and when.all_routed(problem, routing) and problem.tokens > 9
 
 

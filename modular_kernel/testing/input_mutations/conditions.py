@@ -1,4 +1,4 @@
-"""When a defect must show: in which problems, kinds of routing and pairings."""
+"""Conditions under which a defect must be visible: problem, kind of routing and pairing."""
 
 from collections.abc import Callable
 
@@ -19,31 +19,34 @@ def has_tokens(problem: Problem, _routing: str) -> bool:
 
 
 def routed(problem: Problem, routing: str) -> bool:
-    """Surely some pair has an expert here."""
+    """Return whether some pair certainly has a local expert."""
     partly = problem.expert_map or routing in _FEW_IDS
     return routing != "all_skipped" and problem.tokens >= (7 if partly else 1)
 
 
 def all_routed(problem: Problem, routing: str) -> bool:
-    """Surely every pair has an expert here."""
+    """Return whether every pair certainly has a local expert."""
     return has_tokens(problem, routing) and not problem.expert_map and routing not in _FEW_IDS
 
 
 def weighted(problem: Problem, routing: str) -> bool:
-    """Router weights count."""
-    unweighted = problem.combine is Combine.TOPK_UNWEIGHTED
+    """Return whether router weights affect the output."""
+    is_unweighted = problem.combine is Combine.TOPK_UNWEIGHTED
     on_input = problem.apply_router_weight_on_input
-    return routed(problem, routing) and (on_input or not unweighted)
+    return routed(problem, routing) and (on_input or not is_unweighted)
 
 
 def scaled(problem: Problem, routing: str) -> bool:
-    """Return whether the scaling factor counts, and is not 1."""
-    plain = problem.routed_scaling_factor == 1 or problem.combine is Combine.TOPK_UNWEIGHTED
-    return routed(problem, routing) and not plain
+    """Return whether the scaling factor affects the output and is not 1."""
+    is_unscaled = problem.routed_scaling_factor == 1 or problem.combine is Combine.TOPK_UNWEIGHTED
+    return routed(problem, routing) and not is_unscaled
 
 
 def activation_kinds(*kinds: str, exact: bool = False) -> Applies:
-    """Activations of these kinds; exact: only where rounding hides nothing."""
+    """Return a condition on the kind of activation.
+
+    exact: also require float32 in ieee precision, where rounding hides nothing.
+    """
 
     def applies(problem: Problem, routing: str) -> bool:
         ieee = problem.dtype is torch.float32 and problem.fp32_precision == "ieee"
@@ -53,12 +56,12 @@ def activation_kinds(*kinds: str, exact: bool = False) -> Applies:
 
 
 def clamped(problem: Problem, routing: str) -> bool:
-    """Return a limit that acts on many values of the inputs."""
+    """Return whether the limit acts on many values of the inputs."""
     return routed(problem, routing) and (problem.act.limit or 9) <= 2
 
 
 def batch_invariant(problem: Problem, routing: str) -> bool:
-    """Asked for, in a call of an even number of tokens."""
+    """Return whether batch invariance is required and the number of tokens is even."""
     even = problem.tokens % 2 == 0
     return problem.batch_invariant and has_tokens(problem, routing) and even
 
@@ -72,10 +75,12 @@ def on_routing(*routings: str) -> Applies:
 
 
 def some_elsewhere(problem: Problem, routing: str) -> bool:
-    """Surely some pair has no expert here, and its row is read: on one rank sums leave it out, and
-    so does what weights kept rows."""
-    alone = problem.parallel.world_size == 1
-    if problem.tokens < 7 or (alone and problem.combine is not Combine.TOPK_UNWEIGHTED):
+    """Return whether some pair certainly has no local expert but its row is read.
+
+    On one rank the sum and the weighting of kept rows leave out such rows.
+    """
+    one_rank = problem.parallel.world_size == 1
+    if problem.tokens < 7 or (one_rank and problem.combine is not Combine.TOPK_UNWEIGHTED):
         return False
     return routing in _FEW_IDS or (problem.expert_map and problem.e < problem.experts - 1)
 

@@ -1,7 +1,7 @@
-"""How a defect gets into a kernel: each part is wrapped, and so is the call.
+"""Injection of a defect into a kernel by wrapping its parts and its calls.
 
-A `Mutant` names the places where it acts; everything else is the pairing as it is, composed in
-the same way, so what the checks see is what they would see if a part had that defect.
+A `CallMutant` names the places where it acts. The rest of the pairing is composed unchanged, so the
+checks see the same behavior as if a part had the defect.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,13 +32,13 @@ from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.input_mutations import effect
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 
-Memory = dict[str, Any]  # what a defect wrongly remembers from call to call
+Memory = dict[str, Any]  # state that a defect wrongly keeps between calls
 Arrival = tuple[Dispatched, Handle]
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What both parts are given for one call."""
+    """The arguments of both parts for one call."""
 
     x_TH: torch.Tensor
     weights: ExpertWeights
@@ -49,7 +49,10 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Started:
-    """A call after its dispatch. before: a copy of what `out` held; given: the caller's own."""
+    """A call after its dispatch.
+
+    given: the caller's arguments. before: a copy of the initial contents of `out`.
+    """
 
     given: Arguments
     out: torch.Tensor
@@ -64,14 +67,18 @@ def _always(_pf: PrepareFinalizeRequirements, _experts: ExpertsRequirements) -> 
 
 @dataclass(frozen=True)
 class CallMutant:
-    """One defect: a name, what it does, when it shows, and where it acts (one place or more).
+    """One defect: a name, a description, when it must be visible, and at least one place of action.
 
-    applies: problems and kinds of routing whose output, or a promise, it must break.
-    pairs: pairings it can occur in. device: the only kind of machine it can occur on, if any.
-    problem: the problem that the parts are told. arguments: what they are given.
-    dispatched: what the experts receive. rows: tampers with their output, given what they read.
-    handle: what finalize receives. receive: what arrives when a call in flight is finished.
-    started: acts once tokens are dispatched. finished: acts last; may return another output.
+    applies: the problems and kinds of routing whose output or properties it must break. pairs: the
+    pairings in which it can occur. device: the only device type on which it can occur, if
+    restricted.
+
+    problem: changes the parts' problem. arguments: changes the parts' arguments. dispatched:
+    changes the tokens that the experts receive. rows: changes the experts' output in place, given
+    those tokens. handle: changes the handle that finalize receives. receive: replaces the
+    dispatched tokens of a call in flight when it is finished. started: called after the dispatch.
+    finished: called last; may return another output. quantized: whether it applies to quantized
+    schemes or to all others.
     """
 
     name: str
@@ -91,29 +98,29 @@ class CallMutant:
     quantized: bool = False
 
     def occurs(self, case: Case, machine: Machine) -> bool:
-        """Whether this defect can occur in the case's pairing, and must show in this case."""
+        """Return whether the defect can occur and must be visible in this case."""
         catalog = load_catalog()
         pf, experts = catalog.prepare_finalize(case.prepare_finalize), catalog.experts(case.experts)
         if case.problem.scheme.quantized is not self.quantized:
-            return False  # coarse rounding hides a fine defect; those of scales need scales
+            return False  # quantization hides small defects; defects of scales need scales
         if self.device not in (None, machine.device) or not self.applies(
             case.problem, case.routing
         ):
             return False
-        told = self.problem(case.problem) if self.problem else case.problem
-        return self.pairs(pf.requires, experts.requires) and check(pf, experts, told, machine).ok
+        problem = self.problem(case.problem) if self.problem else case.problem
+        return self.pairs(pf.requires, experts.requires) and check(pf, experts, problem, machine).ok
 
     def build(
         self, case: Case, machine: Machine, poison: bool, group: object | None = None
     ) -> FusedMoEModularKernel:
-        """Return the case's kernel with this defect in it. group: where ranks take part."""
+        """Return the case's kernel with this defect. group: the process group, over ranks."""
         catalog = load_catalog()
-        told = self.problem(case.problem) if self.problem else case.problem
-        acts = (self.arguments, self.rows, self.receive, self.started, self.finished)
-        surely = told != case.problem or any(place is not None for place in acts)
-        effect.note(self.name, effect.Effect.USED if surely else effect.Effect.NONE)
-        pf = catalog.prepare_finalize(case.prepare_finalize)(told, group)
-        experts = catalog.experts(case.experts)(told)
+        problem = self.problem(case.problem) if self.problem else case.problem
+        hooks = (self.arguments, self.rows, self.receive, self.started, self.finished)
+        has_effect = problem != case.problem or any(hook is not None for hook in hooks)
+        effect.note(self.name, effect.Effect.USED if has_effect else effect.Effect.NONE)
+        pf = catalog.prepare_finalize(case.prepare_finalize)(problem, group)
+        experts = catalog.experts(case.experts)(problem)
         return MutatedKernel(
             self,
             wrap(pf, self, case.problem),
@@ -149,14 +156,14 @@ class MutatedKernel(FusedMoEModularKernel):
         *,
         at_once: bool = False,
     ) -> Pending:
-        assert out is not None  # a wrapped part makes none
-        given = Arguments(x_TH, weights, routing, self.problem, self.memory)
-        args = self.mutant.arguments(given) if self.mutant.arguments else given
+        assert out is not None  # wrapped parts do not allocate it
+        original = Arguments(x_TH, weights, routing, self.problem, self.memory)
+        args = self.mutant.arguments(original) if self.mutant.arguments else original
         pending = super().start_checked(
             args.x_TH, args.weights, args.routing, out, workspace, at_once=at_once
         )
         specs = self.workspace_specs(x_TH.shape[0])
-        started = Started(given, out, out.clone(), workspace, specs)
+        started = Started(original, out, out.clone(), workspace, specs)
         if self.mutant.started:
             self.mutant.started(started)
         receive = pending.receive
@@ -176,7 +183,7 @@ class MutatedKernel(FusedMoEModularKernel):
 
 @dataclass(frozen=True)
 class MutatedPending(Pending):
-    """A call in flight that ends in the mutant's `finished`."""
+    """A call in flight that ends with the mutant's `finished`."""
 
     mutant: CallMutant = field(kw_only=True)
     started: Started = field(kw_only=True)
@@ -190,20 +197,20 @@ class MutatedPending(Pending):
 
 
 def wrap(part: PrepareAndFinalize, mutant: CallMutant, problem: Problem) -> PrepareAndFinalize:
-    """`part` with a tampered handle; declares what `part` does, and shows the true problem."""
+    """Wrap `part` to change the handle; keeps its declarations and the original problem."""
     declared = {"requires": part.requires, "prepares_at_once": part.prepares_at_once}
     wrapper = type(type(part).__name__, (_WrappedPrepareAndFinalize,), declared)
-    made: PrepareAndFinalize = wrapper(part, mutant, problem)
-    return made
+    wrapped: PrepareAndFinalize = wrapper(part, mutant, problem)
+    return wrapped
 
 
 def wrap_experts(
     part: PermuteExpertsUnpermute, mutant: CallMutant, problem: Problem
 ) -> PermuteExpertsUnpermute:
-    """`part` with tampered tokens and rows; declares what `part` does."""
+    """Wrap `part` to change tokens and rows; keeps its declarations and the original problem."""
     wrapper = type(type(part).__name__, (_WrappedExperts,), {"requires": part.requires})
-    made: PermuteExpertsUnpermute = wrapper(part, mutant, problem)
-    return made
+    wrapped: PermuteExpertsUnpermute = wrapper(part, mutant, problem)
+    return wrapped
 
 
 class _WrappedPrepareAndFinalize(PrepareAndFinalize):

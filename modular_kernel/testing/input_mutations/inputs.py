@@ -1,4 +1,4 @@
-"""Defects in what the parts are told or given, one small function each."""
+"""Defects in the problem and the arguments of a call, one small function each."""
 
 import math
 from dataclasses import replace
@@ -13,7 +13,7 @@ from modular_kernel.testing.input_mutations.inject import Arguments
 
 
 def with_activation(problem: Problem, **changes: object) -> Problem:
-    """Return the problem with some of the activation's fields changed."""
+    """Return the problem with some fields of its activation changed."""
     up_first = problem.act.up_first and not changes.get("interleaved")
     spec = replace(problem.act, up_first=up_first, **changes)  # type: ignore[arg-type]
     return replace(problem, activation=spec)
@@ -30,9 +30,11 @@ def other_gelu(problem: Problem) -> Problem:
 
 
 def other_clamp(problem: Problem) -> Problem:
-    """Apply the limit before silu instead of after it, or the other way round."""
-    after = problem.act.kind == "swiglu_clamp_after"
-    return with_activation(problem, kind="swiglu_clamp_before" if after else "swiglu_clamp_after")
+    """Apply the limit before silu instead of after it, or vice versa."""
+    is_after = problem.act.kind == "swiglu_clamp_after"
+    return with_activation(
+        problem, kind="swiglu_clamp_before" if is_after else "swiglu_clamp_after"
+    )
 
 
 def _route(args: Arguments, ids_TK: torch.Tensor) -> Arguments:
@@ -40,26 +42,26 @@ def _route(args: Arguments, ids_TK: torch.Tensor) -> Arguments:
     return replace(args, routing=replace(args.routing, topk_ids_TK=ids_TK))
 
 
-def _weigh(args: Arguments, weights_TK: torch.Tensor) -> Arguments:
+def _with_weights(args: Arguments, weights_TK: torch.Tensor) -> Arguments:
     weights_TK = weights_TK.contiguous()
     return replace(args, routing=replace(args.routing, topk_weights_TK=weights_TK))
 
 
 def valid(args: Arguments) -> torch.Tensor:
-    """(T, K) bool: pairs with an id in [0, E)."""
+    """Return a (T, K) bool mask of the pairs with an id in [0, E)."""
     ids = args.routing.topk_ids_TK
     return (ids >= 0) & (ids < args.problem.experts)
 
 
 def local_ids(args: Arguments) -> torch.Tensor:
-    """(T, K) int64: row of w1 for each pair, -1 where there is none."""
+    """Return the row of w1 for each pair, (T, K) int64; -1 without a local expert."""
     ids = torch.where(valid(args), args.routing.topk_ids_TK.long(), -1)
     expert_map = args.weights.expert_map
     return ids if expert_map is None else torch.where(ids < 0, ids, expert_map.long()[ids])
 
 
 def drop_busiest_expert(args: Arguments) -> Arguments:
-    """Take all pairs from the expert here that serves the most."""
+    """Remove all pairs from the local expert with the most pairs."""
     local = local_ids(args)
     if not bool((local >= 0).any()):
         return args
@@ -106,7 +108,7 @@ def drop_duplicates(args: Arguments) -> Arguments:
 
 
 def misread_int64(args: Arguments) -> Arguments:
-    """Take the low and high words of int64 ids for ids."""
+    """Read the low and high words of int64 ids as int32 ids."""
     ids = args.routing.topk_ids_TK
     if ids.dtype != torch.int64:
         return args
@@ -115,21 +117,21 @@ def misread_int64(args: Arguments) -> Arguments:
 
 
 def square_weights(args: Arguments) -> Arguments:
-    return _weigh(args, args.routing.topk_weights_TK.square())
+    return _with_weights(args, args.routing.topk_weights_TK.square())
 
 
 def round_weights(args: Arguments) -> Arguments:
     weights_TK = args.routing.topk_weights_TK
-    return _weigh(args, weights_TK.to(args.problem.dtype).to(weights_TK.dtype))
+    return _with_weights(args, weights_TK.to(args.problem.dtype).to(weights_TK.dtype))
 
 
 def forget_weights(args: Arguments) -> Arguments:
-    return _weigh(args, torch.ones_like(args.routing.topk_weights_TK))
+    return _with_weights(args, torch.ones_like(args.routing.topk_weights_TK))
 
 
 def average_weights(args: Arguments) -> Arguments:
     weights_TK = args.routing.topk_weights_TK
-    return _weigh(args, weights_TK.mean(1, keepdim=True).expand_as(weights_TK))
+    return _with_weights(args, weights_TK.mean(1, keepdim=True).expand_as(weights_TK))
 
 
 def shift_tokens(args: Arguments) -> Arguments:
@@ -137,7 +139,7 @@ def shift_tokens(args: Arguments) -> Arguments:
 
 
 def narrow_operands(args: Arguments) -> Arguments:
-    """x and the weight matrices in the next narrower type: tf32, bfloat16, float8."""
+    """Round x and the weight matrices to the next narrower dtype: tf32, bfloat16, float8."""
     weights = replace(args.weights, w1=_narrow(args.weights.w1), w2=_narrow(args.weights.w2))
     return replace(args, x_TH=_narrow(args.x_TH), weights=weights)
 
@@ -162,12 +164,12 @@ def swap_gate_and_up(args: Arguments) -> Arguments:
 
 
 def lose_h(args: Arguments) -> Arguments:
-    """End the contraction of GEMM 1 one value early."""
+    """Omit the last value of the contraction of GEMM 1."""
     return _replace_weight(args, "w1", _without_last(args.weights.w1))
 
 
 def lose_i(args: Arguments) -> Arguments:
-    """End the contraction of GEMM 2 one value early."""
+    """Omit the last value of the contraction of GEMM 2."""
     return _replace_weight(args, "w2", _without_last(args.weights.w2))
 
 
@@ -182,7 +184,7 @@ def forget_bias(args: Arguments, name: str) -> Arguments:
 
 
 def weigh_bias(args: Arguments) -> Arguments:
-    """b1 multiplied as if the router weight came after it: here by the weights' mean."""
+    """Multiply b1 by the mean router weight, as if the weight were applied after it."""
     assert args.weights.b1 is not None
     mean = args.routing.topk_weights_TK.mean().to(args.weights.b1.dtype)
     return _replace_weight(args, "b1", args.weights.b1 * mean)
@@ -195,7 +197,7 @@ def ignore_strides(args: Arguments) -> Arguments:
 
 
 def ignore_row_stride(args: Arguments) -> Arguments:
-    """Rows of x read as if they followed each other."""
+    """Read x as if it were contiguous."""
     return replace(args, x_TH=_dense(args.x_TH))
 
 
@@ -216,7 +218,7 @@ def _replace_weight(args: Arguments, name: str, tensor: torch.Tensor) -> Argumen
 
 
 def reuse_tokens(args: Arguments) -> Arguments:
-    """Take the rows of x that the last call had, where it had any."""
+    """Use the rows of x of the previous call, as far as there are any."""
     last = args.memory.get("x")
     args.memory["x"] = args.x_TH.clone()
     if last is None:
@@ -228,7 +230,7 @@ def reuse_tokens(args: Arguments) -> Arguments:
 
 
 def reuse_routing(args: Arguments) -> Arguments:
-    """Take the first routing seen for that many tokens, as if its sort were cached by shape."""
+    """Use the first routing with that number of tokens, as if its sort were cached by shape."""
     tokens = len(args.x_TH)
     routing = args.memory.setdefault(f"routing of {tokens}", args.routing)
     return replace(args, routing=routing)
@@ -251,14 +253,17 @@ def synchronize(args: Arguments) -> Arguments:
 
 
 def freeze_routing(args: Arguments) -> Arguments:
-    """Keep the ids of the call before in a graph that is captured."""
+    """Use the ids of the previous call in a captured graph."""
     if not torch.cuda.is_current_stream_capturing():
         args.memory["ids"] = args.routing.topk_ids_TK.clone()
     return _route(args, args.memory["ids"])
 
 
 def shift_scales(args: Arguments, dim: int) -> Arguments:
-    """Each scale of both matrices is its neighbor's: of experts (0), rows (1) or groups (2)."""
+    """Give each scale of both matrices its neighbor's value along experts, rows or groups.
+
+    dim: 0 for experts, 1 for rows, 2 for groups.
+    """
     for name in ("w1_scale", "w2_scale"):
         args = _replace_weight(args, name, getattr(args.weights, name).roll(1, dim))
     return args
@@ -285,8 +290,8 @@ def _field(args: Arguments, name: str) -> torch.Tensor:
 
 def ignore_order(args: Arguments) -> Arguments:
     order = _field(args, "w1_order")
-    plain = torch.arange(order.shape[1], dtype=order.dtype, device=order.device)
-    return _replace_weight(args, "w1_order", plain.expand_as(order).contiguous())
+    identity = torch.arange(order.shape[1], dtype=order.dtype, device=order.device)
+    return _replace_weight(args, "w1_order", identity.expand_as(order).contiguous())
 
 
 def shift_order(args: Arguments) -> Arguments:

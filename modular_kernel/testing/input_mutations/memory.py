@@ -1,4 +1,4 @@
-"""Defects of memory and of time: what a call leaves unwritten, writes, keeps or returns."""
+"""Defects of memory and of state: unwritten, overwritten, stale or wrongly returned values."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from modular_kernel.testing.input_mutations.inject import CallMutant
 _on_gpu = partial(CallMutant, device="cuda", pairs=when.capturable_pair)
 
 MEMORY_MUTANTS: tuple[CallMutant, ...] = (
-    # What is left unwritten.
+    # Output that is not written.
     CallMutant(
         "last_token_zero",
         "the last token's row is zero",
@@ -54,7 +54,7 @@ MEMORY_MUTANTS: tuple[CallMutant, ...] = (
         pairs=when.reads_every_row,
         rows=done.leave_skipped_rows,
     ),
-    # What is written, or kept, or returned, and should not be.
+    # Memory that is wrongly written, kept or returned.
     CallMutant(
         "accumulates",
         "the output is added to what was there",

@@ -1,7 +1,7 @@
-"""The battery: every defect that the checks must find, by name; those of memory come last.
+"""All input mutations that the checks must detect, by name; those of memory come last.
 
-Each is one that real kernels have had. When it must show is in `conditions`, what it does in
-`inputs` and `outputs`.
+Each is a defect that real kernels have had. `conditions` defines when it must be visible, `inputs`
+and `outputs` what it does.
 """
 
 from dataclasses import replace
@@ -17,7 +17,7 @@ from modular_kernel.testing.input_mutations.inject import CallMutant
 from modular_kernel.testing.input_mutations.memory import MEMORY_MUTANTS
 
 MUTANTS: tuple[CallMutant, ...] = (
-    # What is computed.
+    # Computation.
     CallMutant("zeros", "the output is zero", when.routed, finished=done.write_zeros),
     CallMutant(
         "gate_up_swapped",
@@ -108,7 +108,7 @@ MUTANTS: tuple[CallMutant, ...] = (
         ),
         finished=done.add_unweighted_bias,
     ),
-    # Who computes it.
+    # Choice of expert.
     CallMutant(
         "expert_dropped",
         "the busiest expert is skipped",
@@ -169,7 +169,7 @@ MUTANTS: tuple[CallMutant, ...] = (
         when.both(when.several_experts, lambda p: p.ids_dtype is torch.int64),
         arguments=given.misread_int64,
     ),
-    # By what it is weighted.
+    # Router weights and scaling.
     CallMutant(
         "router_weight_twice",
         "the router weight is applied twice",
@@ -208,7 +208,7 @@ MUTANTS: tuple[CallMutant, ...] = (
         when.scaled,
         problem=lambda p: replace(p, routed_scaling_factor=1.0),
     ),
-    # Where it goes.
+    # Order of tokens, slots and rows.
     CallMutant(
         "tokens_shifted",
         "token t gets x of t - 1",

@@ -1,4 +1,4 @@
-"""Defects in what is done with a call: inside the pairing, and when its output is written."""
+"""Defects inside a call and in its output."""
 
 from dataclasses import replace
 
@@ -19,13 +19,13 @@ def reuse_output(call: Started) -> None:
 
 
 def receive_the_latest(arrived: Arrival, memory: Memory) -> "Latest":
-    """Keep the dispatch on the part, not in the handle: a later call replaces it."""
+    """Store dispatched tokens on the part, not in the handle: a later call replaces them."""
     memory["arrived"] = arrived
     return Latest(memory)
 
 
 class Latest:
-    """Waits for nothing and returns whatever arrived last."""
+    """Returns the tokens dispatched last, without waiting."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
@@ -36,7 +36,7 @@ class Latest:
 
 
 def flip_every_other_call(call: Started) -> None:
-    """Change the last bit of one value from call to call."""
+    """Flip the last bit of one value in every other call."""
     memory, out = call.given.memory, call.out
     memory["calls"] = memory.get("calls", 0) + 1
     if memory["calls"] % 2 == 0:
@@ -45,7 +45,7 @@ def flip_every_other_call(call: Started) -> None:
 
 
 def flip_in_even_calls(call: Started) -> None:
-    """Change the last bit of one value with the number of tokens."""
+    """Flip the last bit of one value in calls of an even number of tokens."""
     if len(call.out) % 2 == 0:
         kind = torch.int32 if call.out.element_size() == 4 else torch.int16
         call.out.view(-1)[:1].view(kind).bitwise_xor_(1)
@@ -62,19 +62,19 @@ def shift_experts(tokens: Dispatched) -> Dispatched:
 
 
 def leave_skipped_rows(output: torch.Tensor, tokens: Dispatched) -> None:
-    """NaN in the (T, K, H) rows of pairs that have no expert here."""
+    """Write NaN to the (T, K, H) rows of pairs without a local expert."""
     assert isinstance(tokens, ContiguousTokens)
     routing = tokens.routing
     ids = routing.topk_ids_TK.long()
-    here = (ids >= 0) & (ids < routing.num_experts)
+    has_local_expert = (ids >= 0) & (ids < routing.num_experts)
     if routing.expert_map is not None:
-        mapped = routing.expert_map.long()[ids.clamp(0, routing.num_experts - 1)]
-        here &= mapped >= 0
-    output[~here] = torch.nan
+        local_rows = routing.expert_map.long()[ids.clamp(0, routing.num_experts - 1)]
+        has_local_expert &= local_rows >= 0
+    output[~has_local_expert] = torch.nan
 
 
 def shift_handle(handle: Handle, name: str) -> Handle:
-    """Take a tensor of the handle one token off."""
+    """Shift a tensor of the handle by one token."""
     shifted = {name: getattr(handle, name).roll(1, 0)}
     return replace(handle, **shifted)
 
@@ -92,7 +92,7 @@ def zero_last_token(call: Started) -> None:
 
 
 def zero_last_token_of_smaller_plan(call: Started) -> None:
-    """Only where `out` is a part of a plan's own output."""
+    """Zero the last token if `out` is part of a plan's larger output."""
     rows = call.given.problem.tokens
     row_bytes = call.out[0].numel() * call.out.element_size()
     if len(call.out) < rows and call.out.untyped_storage().nbytes() == rows * row_bytes:
@@ -112,8 +112,8 @@ def leave_last_chunk(call: Started) -> None:
 
 
 def leave_skipped_tokens(call: Started) -> None:
-    idle = ~valid(call.given).any(1)
-    call.out[idle] = call.before[idle]
+    skipped_T = ~valid(call.given).any(1)
+    call.out[skipped_T] = call.before[skipped_T]
 
 
 def permute_slots(call: Started) -> None:
@@ -125,13 +125,13 @@ def accumulate(call: Started) -> None:
 
 
 def add_unweighted_bias(call: Started) -> None:
-    """b2 of every pair counted in full, not by its router weight."""
-    given = call.given
-    assert given.weights.b2 is not None
-    local = local_ids(given)
-    missing = (1 - given.routing.topk_weights_TK) * (local >= 0)
-    bias_TKH = given.weights.b2.float()[local.clamp(min=0)] * missing[..., None]
-    call.out.add_(bias_TKH.sum(1) * given.problem.routed_scaling_factor)
+    """Add b2 of every pair in full instead of by its router weight."""
+    args = call.given
+    assert args.weights.b2 is not None
+    local = local_ids(args)
+    missing = (1 - args.routing.topk_weights_TK) * (local >= 0)
+    bias_TKH = args.weights.b2.float()[local.clamp(min=0)] * missing[..., None]
+    call.out.add_(bias_TKH.sum(1) * args.problem.routed_scaling_factor)
 
 
 def return_copy(call: Started) -> torch.Tensor:
@@ -162,7 +162,7 @@ def write_past_output(call: Started) -> None:
 
 
 def write_past_workspace(call: Started) -> None:
-    """One byte after the last buffer of the call."""
+    """Write one byte after the last workspace buffer of the call."""
     name, spec = list(call.specs.items())[-1]
     buffer = call.workspace.take(name, spec.shape).view(-1).view(torch.uint8)
     buffer.as_strided((1,), (1,), buffer.storage_offset() + buffer.numel()).zero_()

@@ -1,4 +1,4 @@
-"""Proof that the checks over ranks find every defect of their battery, in every pairing."""
+"""Runs the input mutations over ranks: the checks must detect each one in every pairing."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -16,7 +16,7 @@ from modular_kernel.testing.ranks.external_launcher import AnyRanks
 from modular_kernel.testing.verify.checks import CHECKS, plan_reused
 from modular_kernel.testing.verify.over_ranks import machine_of, prove_ranks
 
-# The first ones of all: whoever fails these fails, and they make half of the calls.
+# The first checks, which make half of the calls. A mutant that fails any of them is killed.
 EARLY = CHECKS[: CHECKS.index(plan_reused) + 1]
 
 __all__ = ["RANK_MUTANTS", "RankMutant", "sensitivity_ranks"]
@@ -31,21 +31,21 @@ def sensitivity_ranks(
     cases_each: int = 1,
     proven: dict[Case, str | None] | None = None,
 ) -> tuple[Kill, ...]:
-    """For each mutant that can occur in the pairing over the pool's ranks: is it killed?
+    """Run each mutant that can occur in the pairing over the pool's ranks, on smoke cases.
 
-    As `sensitivity` does it on one rank, on smoke cases.
+    The other arguments and the result are those of `sensitivity`.
     """
     proven = {} if proven is None else proven
     machine = machine_of(pool)
     cases = rank_cases_for(prepare_finalize, experts, machine, pool.world_size).cases
     kills = []
     for mutant in mutants:
-        few: list[RankCase] = [case for case in cases if mutant.applies(case)]
-        for case in few[:cases_each]:
+        candidates: list[RankCase] = [case for case in cases if mutant.applies(case)]
+        for case in candidates[:cases_each]:
             if case not in proven:
                 proven[case] = first_of(prove_ranks(case, pool, machine).failures)
             build = partial(build_mutant, mutant.name)
             proof = prove_ranks(case, pool, machine, build, checks=EARLY)
-            failure, found = first_of(proof.failures), take_over_ranks(mutant.name, pool)
-            kills.append(Kill.judged(mutant.name, case, proven[case], failure, found))
+            failure, effect = first_of(proof.failures), take_over_ranks(mutant.name, pool)
+            kills.append(Kill.judged(mutant.name, case, proven[case], failure, effect))
     return tuple(kills)

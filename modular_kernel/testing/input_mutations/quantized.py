@@ -1,4 +1,4 @@
-"""Mutants of scales, zero points and packing; each shows only in quantized cases."""
+"""Defects of scales, zero points and packing, visible in quantized cases only."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ def _scales_per_row(problem: Problem) -> bool:
 
 
 def _several_groups(problem: Problem) -> bool:
-    """Along both depths."""
+    """Return whether both GEMM depths have more than one group."""
     group = problem.scheme.group
     return bool(group) and min(problem.hidden, problem.intermediate) > group[-1]
 

@@ -1,6 +1,6 @@
-"""Defects that only ranks can have: what goes where, whose rows are whose, and how often it counts.
+"""Defects that occur over ranks only: wrong destinations, mixed-up rows, repeated contributions.
 
-Each is made anew for every kernel of every rank, so that one rank alone may have it.
+Each is made separately for every kernel of every rank, so that it can act on one rank alone.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,11 @@ from modular_kernel.testing.input_mutations.operators import MUTANTS
 
 @dataclass(frozen=True)
 class RankMutant:
-    """One defect over ranks. applies: cases in which it must show. make: what one rank's kernel
-    gets, given that rank's problem; it may act on one rank and be harmless on the others. waits:
-    seconds that ranks then wait for each other, where one may wait in vain; None: as always.
+    """One defect over ranks.
+
+    applies: the cases in which it must be visible. make: returns the defect of one rank's kernel,
+    given that rank's problem; it may act on one rank and be harmless on others. waits: deadline in
+    seconds of exchanges, where a rank may wait for a peer that never answers; None for the default.
     """
 
     name: str
@@ -39,8 +41,9 @@ class RankMutant:
 def build_mutant(
     name: str, case: Case, machine: Machine, poison: bool, group: object
 ) -> FusedMoEModularKernel:
-    """Return a rank's kernel with the defect of that name; `partial(build_mutant, name)` is a
-    build.
+    """Return a rank's kernel with the named defect.
+
+    `partial(build_mutant, name)` is a RankBuild.
     """
     (mutant,) = (mutant for mutant in RANK_MUTANTS if mutant.name == name)
     with nullcontext() if mutant.waits is None else deadline(mutant.waits):
@@ -50,10 +53,9 @@ def build_mutant(
 def build_on_last_rank(
     name: str, case: Case, machine: Machine, poison: bool, group: object
 ) -> FusedMoEModularKernel:
-    """Return a rank's kernel; the last rank's has the defect of that name from the battery of one
-    rank.
+    """Return a rank's kernel; that of the last rank has the named defect from MUTANTS.
 
-    Only one that does not change what the parts are told: ranks would notice that they differ.
+    The defect must not change the problem: ranks would detect that they differ.
     """
     (mutant,) = (mutant for mutant in MUTANTS if mutant.name == name)
     parallel = case.problem.parallel
@@ -62,36 +64,36 @@ def build_on_last_rank(
     return mutant.build(case, machine, poison, group)
 
 
-def _spread_out(case: RankCase) -> bool:
-    """Many pairs, of every rank, and no rounding that could hide a small change."""
+def _has_many_pairs(case: RankCase) -> bool:
+    """Return whether all ranks have many pairs and no quantization hides small changes."""
     problem = case.problem
-    busy = case.routing in ("uniform", "zipf", "duplicates") and problem.top_k > 1
-    return busy and sum(case.tokens) >= 4 and not problem.scheme.quantized
+    is_spread = case.routing in ("uniform", "zipf", "duplicates") and problem.top_k > 1
+    return is_spread and sum(case.tokens) >= 4 and not problem.scheme.quantized
 
 
 def _busy(case: RankCase) -> bool:
-    """So many, too, that the last rank serves several tokens."""
-    even = case.routing != "zipf" and max(case.tokens) >= 4
-    return _spread_out(case) and even and case.tokens[-1] > 0
+    """Return whether, in addition, the last rank processes several tokens."""
+    is_even = case.routing != "zipf" and max(case.tokens) >= 4
+    return _has_many_pairs(case) and is_even and case.tokens[-1] > 0
 
 
 def _weighted(case: RankCase) -> bool:
-    return _spread_out(case) and case.problem.combine is not Combine.TOPK_UNWEIGHTED
+    return _has_many_pairs(case) and case.problem.combine is not Combine.TOPK_UNWEIGHTED
 
 
-def _uneven(case: RankCase) -> bool:
-    """And a part that is told who sent how many, so that it may confuse them."""
+def _has_uneven_counts(case: RankCase) -> bool:
+    """Return whether, in addition, ranks 0 and 1 differ in tokens, and the part receives counts."""
     part = load_catalog().prepare_finalize(case.prepare_finalize)
-    told = not part.requires.received_by_library
-    return told and _busy(case) and case.tokens[0] != case.tokens[1]
+    receives_counts = not part.requires.received_by_library
+    return receives_counts and _busy(case) and case.tokens[0] != case.tokens[1]
 
 
-def _idle(case: RankCase) -> bool:
-    return _spread_out(case) and 0 in case.tokens
+def _has_idle_rank(case: RankCase) -> bool:
+    return _has_many_pairs(case) and 0 in case.tokens
 
 
 def _nothing(name: str) -> CallMutant:
-    """Harmless."""
+    """Return a mutant that changes nothing."""
     return CallMutant(name, "nothing", lambda _p, _r: True)
 
 
@@ -104,17 +106,17 @@ def _everywhere(
 def _on_last_rank(
     name: str, make: Callable[[Problem], dict[str, Any]]
 ) -> Callable[[Problem], CallMutant]:
-    """`make` gives the places where it acts, as fields of Mutant."""
+    """Return a `make` that acts on the last rank; `make` returns fields of CallMutant."""
 
     def made(problem: Problem) -> CallMutant:
-        last = problem.parallel.rank == problem.parallel.world_size - 1
-        return replace(_nothing(name), **(make(problem) if last else {}))
+        is_last = problem.parallel.rank == problem.parallel.world_size - 1
+        return replace(_nothing(name), **(make(problem) if is_last else {}))
 
     return made
 
 
 def shift_by_a_rank(args: Arguments) -> Arguments:
-    """Each pair goes to the expert that lies one rank's block further on."""
+    """Send each pair to the expert one rank's block further on."""
     ids, problem = args.routing.topk_ids_TK, args.problem
     block = len(problem.placement.slots[0])
     valid = (ids >= 0) & (ids < problem.experts)
@@ -123,10 +125,12 @@ def shift_by_a_rank(args: Arguments) -> Arguments:
 
 
 def lose_last_experts(args: Arguments) -> Arguments:
-    """Nothing is sent to the last slot of any rank."""
+    """Send nothing to the expert in the last slot of each rank."""
     ids, slots = args.routing.topk_ids_TK, args.problem.placement.slots
-    last = torch.tensor([held[-1] for held in slots], dtype=ids.dtype, device=ids.device)
-    ids = ids.masked_fill(torch.isin(ids, last), -1)
+    last_experts = torch.tensor(
+        [experts[-1] for experts in slots], dtype=ids.dtype, device=ids.device
+    )
+    ids = ids.masked_fill(torch.isin(ids, last_experts), -1)
     return replace(args, routing=replace(args.routing, topk_ids_TK=ids))
 
 
@@ -134,36 +138,40 @@ def _swap_counts(problem: Problem) -> dict[str, Any]:
     world_size = problem.parallel.world_size
 
     def swapped(value: Any) -> Any:
-        """Rank 0's and rank 1's entry of every list over ranks in a handle change places."""
+        """Exchange the entries of ranks 0 and 1 in every per-rank list of a handle."""
         if isinstance(value, tuple | list) and len(value) == world_size:
             return type(value)((value[1], value[0], *value[2:]))
         if isinstance(value, torch.Tensor):
             return value[[1, 0, *range(2, world_size)]]
         if is_dataclass(value) and not isinstance(value, type):
-            every = {f.name: getattr(value, f.name) for f in fields(value)}
-            changed = {name: swapped(each) for name, each in every.items() if by_rank(name, each)}
+            values = {f.name: getattr(value, f.name) for f in fields(value)}
+            changed = {
+                name: swapped(field_value)
+                for name, field_value in values.items()
+                if by_rank(name, field_value)
+            }
             return replace(value, **changed)
         return value
 
     def by_rank(name: str, value: object) -> bool:
-        """Whether a field is a list over ranks, or may hold one; a tensor's name says so.
+        """Return whether a field is a per-rank list or may contain one; tensors are named *_W.
 
-        Not flags in memory that peers write to: addresses of peers are distances from there, so a
-        copy elsewhere would have this rank's stores go anywhere.
+        Never copy flags that peers write: peer addresses are offsets from them, so with a copy this
+        rank's stores would go to arbitrary addresses.
         """
         if isinstance(value, torch.Tensor):
             return name.endswith("_W") and value.untyped_storage().nbytes() == value.nbytes
         return is_dataclass(value) or isinstance(value, tuple | list)
 
     def handle(given: Handle) -> Handle:
-        told: Handle = swapped(given)
-        return told
+        changed_handle: Handle = swapped(given)
+        return changed_handle
 
     return {"handle": handle, "dispatched": _roll_counts}
 
 
 def _roll_counts(tokens: Dispatched) -> Dispatched:
-    """Where rows come by expert: each expert's count is its neighbor's."""
+    """Give each expert its neighbor's count, if rows are batched by expert."""
     if not isinstance(tokens, BatchedTokens):
         return tokens
     return replace(tokens, counts_e=tokens.counts_e.roll(1))
@@ -188,18 +196,18 @@ def _reorder(_problem: Problem) -> dict[str, Any]:
 
 
 def _keep_rows(_problem: Problem) -> dict[str, Any]:
-    kept: list[Dispatched] = []
+    history: list[Dispatched] = []
 
     def dispatched(tokens: Dispatched) -> Dispatched:
-        """Return the rows of the call before, as far as there are some."""
-        kept.append(_copied(tokens))
-        if len(kept) < 2:
+        """Return the rows of the previous call, as far as there are any."""
+        history.append(_copied(tokens))
+        if len(history) < 2:
             return tokens
-        before, now = kept[-2], _copied(tokens)
-        old, new = _rows(before), _rows(now)
-        part = tuple(slice(min(a, b)) for a, b in zip(old.shape, new.shape, strict=True))
-        new[part] = old[part]
-        return now
+        previous, current = history[-2], _copied(tokens)
+        old, new = _rows(previous), _rows(current)
+        overlap = tuple(slice(min(a, b)) for a, b in zip(old.shape, new.shape, strict=True))
+        new[overlap] = old[overlap]
+        return current
 
     return {"dispatched": dispatched}
 
@@ -215,15 +223,15 @@ def _copied(tokens: Dispatched) -> Dispatched:
 
 
 def _rest_when_idle(_problem: Problem) -> CallMutant:
-    """On every rank: a call without tokens of its own computes nothing for the others."""
-    idle: list[bool] = []
+    """Return a mutant, on every rank, that computes nothing in calls without local tokens."""
+    is_idle: list[bool] = []
 
     def arguments(args: Arguments) -> Arguments:
-        idle.append(len(args.x_TH) == 0)
+        is_idle.append(len(args.x_TH) == 0)
         return args
 
     def rows(output: torch.Tensor, _tokens: Dispatched) -> None:
-        if idle[-1]:
+        if is_idle[-1]:
             output.zero_()
 
     return replace(_nothing("idle_rank_rests"), arguments=arguments, rows=rows)
@@ -233,19 +241,19 @@ RANK_MUTANTS: tuple[RankMutant, ...] = (
     RankMutant(
         "rank_block_offset",
         "expert ids are shifted by one rank's block",
-        _spread_out,
+        _has_many_pairs,
         _everywhere("rank_block_offset", shift_by_a_rank),
     ),
     RankMutant(
         "last_expert_lost",
         "the last expert of each rank gets nothing",
-        _spread_out,
+        _has_many_pairs,
         _everywhere("last_expert_lost", lose_last_experts),
     ),
     RankMutant(
         "peer_counts_swapped",
         "the last rank confuses counts or memory of ranks 0 and 1, or counts of its experts",
-        _uneven,
+        _has_uneven_counts,
         _on_last_rank("peer_counts_swapped", _swap_counts),
         waits=6.0,
     ),
@@ -276,7 +284,7 @@ RANK_MUTANTS: tuple[RankMutant, ...] = (
     RankMutant(
         "idle_rank_rests",
         "a rank without tokens computes nothing for the others",
-        _idle,
+        _has_idle_rank,
         _rest_when_idle,
     ),
 )

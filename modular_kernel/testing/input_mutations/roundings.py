@@ -1,4 +1,4 @@
-"""Defects that only one rounding too many tells: the check `one_rounding` must find them."""
+"""Defects that add a single rounding, which the check `one_rounding` must detect."""
 
 from modular_kernel.catalog import load_catalog
 from modular_kernel.contracts import PermuteExpertsUnpermute
@@ -10,7 +10,7 @@ from modular_kernel.testing.input_mutations.inject import CallMutant
 
 
 class RoundingMutant(CallMutant):
-    """One that shows where experts say where they round."""
+    """A defect that is visible where experts declare their roundings."""
 
     def occurs(self, case: Case, machine: Machine) -> bool:
         experts = load_catalog().experts(case.experts)

@@ -1,7 +1,7 @@
-"""Proof that the checks find every defect of the battery, in every pairing it can occur in.
+"""Runs the input mutations: the checks must detect each one in every pairing where it can occur.
 
-A harness is worth what it catches: each mutant must be killed by the same checks that `prove`
-runs. One that survives is a failure, of the harness.
+Each mutant must be killed by the same checks that `prove` runs. A surviving mutant is a failure of
+the checks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,11 +25,11 @@ __all__ = ["MUTANTS", "CallMutant", "Kill", "sensitivity"]
 
 @dataclass(frozen=True)
 class Kill:
-    """One mutant in one case.
+    """Result of one mutant in one case.
 
-    unsound: the first failure of the kernel without it, or None if that
-    passes. killed_by: the first failure with it, or None if the mutant survived. nothing: why the
-    mutant changes nothing in this case, where it is neither killed nor a survivor.
+    unsound: the first failure of the kernel without the mutant, or None if it passes. killed_by:
+    the first failure with the mutant, or None if it survived. nothing: why the mutant has no effect
+    in this case, which makes it neither killed nor a survivor.
     """
 
     mutant: str
@@ -42,11 +42,11 @@ class Kill:
     def judged(
         cls, mutant: str, case: Case, unsound: str | None, failure: str | None, found: Effect
     ) -> "Kill":
-        """Judge a mutant by its first failure, and by the effect that it had."""
+        """Make the result from a mutant's first failure and its effect."""
         why = why_nothing(found)
         if why is None:
             return cls(mutant, case, unsound, failure)
-        # What fails though nothing is changed fails without the mutant.
+        # A failure without any effect is a failure without the mutant.
         return cls(mutant, case, unsound or failure, None, why)
 
     @property
@@ -54,10 +54,12 @@ class Kill:
         return self.unsound is None and (self.killed_by is not None or self.nothing is not None)
 
     def __str__(self) -> str:
-        fate = f"changes nothing: {self.nothing}" if self.nothing else self.killed_by or "SURVIVED"
+        outcome = (
+            f"changes nothing: {self.nothing}" if self.nothing else self.killed_by or "SURVIVED"
+        )
         if self.unsound is not None:
-            fate = f"fails without the mutant: {self.unsound}"
-        return f"{self.mutant} in {self.case}: {fate}"
+            outcome = f"fails without the mutant: {self.unsound}"
+        return f"{self.mutant} in {self.case}: {outcome}"
 
 
 def sensitivity(
@@ -69,36 +71,36 @@ def sensitivity(
     cases_each: int = 2,
     proven: dict[Case, str | None] | None = None,
 ) -> tuple[Kill, ...]:
-    """For each mutant that can occur in the pairing: is it killed, and by which check?
+    """Run each mutant that can occur in the pairing and return which check killed it.
 
-    Up to `cases_each` cases for each mutant in which it must show, few enough in all that proving
-    them without a mutant costs little. proven: what each case fails by without a mutant, None where
-    it passes, as far as known; filled in.
+    cases_each: maximum number of cases per mutant. The cases are few enough in all that proving
+    them without a mutant costs little. proven: first failure of each case without a mutant, None if
+    it passes; updated in place.
     """
     proven = {} if proven is None else proven
     smoke = cases_for(prepare_finalize, experts, machine, "smoke").cases
     full = cases_by_axes(prepare_finalize, experts, machine).cases
     kills = []
     for mutant in mutants:
-        few = [case for case in smoke if mutant.occurs(case, machine)]
-        if len(few) < cases_each:
-            few = [case for case in full if mutant.occurs(case, machine)]
-        for case in _spread(few, cases_each):
+        candidates = [case for case in smoke if mutant.occurs(case, machine)]
+        if len(candidates) < cases_each:
+            candidates = [case for case in full if mutant.occurs(case, machine)]
+        for case in _spread(candidates, cases_each):
             if case not in proven:
                 proven[case] = first_of(prove(case, machine).failures)
             killer = first_of(findings(Trial(case, machine, mutant.build)))
-            found = take(mutant.name)
-            kills.append(Kill.judged(mutant.name, case, proven[case], killer, found))
+            effect = take(mutant.name)
+            kills.append(Kill.judged(mutant.name, case, proven[case], killer, effect))
     return tuple(kills)
 
 
 def first_of(failures: Iterable[str]) -> str | None:
-    """Return the first failure, if there is one."""
+    """Return the first failure, or None."""
     return next(iter(failures), None)
 
 
 def _spread(cases: list[Case], count: int) -> list[Case]:
-    """`count` of the cases, from the first to the last."""
+    """Return `count` of the cases, evenly spaced from the first to the last."""
     if len(cases) <= count:
         return cases
     last = len(cases) - 1

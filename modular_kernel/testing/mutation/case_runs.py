@@ -1,4 +1,4 @@
-"""Cases run in this process: the list of some pairings, and the first failure of one case."""
+"""Runs of cases in this process: the cases of pairings, and the first failure of one case."""
 
 import hashlib
 import time
@@ -19,14 +19,14 @@ Level = Literal["smoke", "full"]
 
 
 def case_list(pairs: tuple[Pair, ...], level: Level) -> tuple[tuple[Case, ...], Machine]:
-    """Every case of every pairing that is valid here, each once."""
+    """Return every valid case of the pairings, without repetition, and the current machine."""
     machine = this_machine()
-    found = (case for pair in pairs for case in cases_for(*pair, machine, level).cases)
-    return tuple(dict.fromkeys(found)), machine
+    cases = (case for pair in pairs for case in cases_for(*pair, machine, level).cases)
+    return tuple(dict.fromkeys(cases)), machine
 
 
 def refused(cases: Sequence[Case]) -> list[str]:
-    """Those of the cases that are not valid here."""
+    """Return the cases that are not valid on this machine."""
     machine = this_machine()
     return [
         str(case)
@@ -36,15 +36,15 @@ def refused(cases: Sequence[Case]) -> list[str]:
 
 
 def first_failure(case: Case, machine: Machine) -> tuple[str | None, float]:
-    """Return what the case fails by first, None if it is proven; and the seconds until then."""
+    """Return the first failure of a case, None if it passes, and the seconds that took."""
     start = time.perf_counter()
     failure = _first(case, machine)
     return failure, time.perf_counter() - start
 
 
 def digest(case: Case, machine: Machine) -> str:
-    """`digest_of` the case in this process; or what it raises."""
-    # With a mutant a call can fail in any way.
+    """Return `digest_of` the case in this process, or the name of the error it raises."""
+    # A mutant may raise anything.
     try:
         return digest_of(Trial(case, machine))
     except Exception as error:  # noqa: BLE001
@@ -52,10 +52,10 @@ def digest(case: Case, machine: Machine) -> str:
 
 
 def digest_of(trial: Trial) -> str:
-    """Every bit of the results of two calls, as a digest.
+    """Return a digest of every bit of the results of two calls.
 
-    The first call is the case's own; the second one is of about half the tokens, with transposed
-    weights and spaced rows. Counted ids and the number of races of the first are in it.
+    The first call is that of the case; the second has half the tokens, transposed weights and
+    strided rows. The digest includes the first call's invalid ids and number of races.
     """
     first = trial.first_call
     bits = hashlib.sha256(_bytes(first.output))
@@ -74,6 +74,6 @@ def _first(case: Case, machine: Machine) -> str | None:
         return next(iter(findings(Trial(case, machine))), None)
     except IncompatibleError as error:
         return f"refused: {error}"
-    # A faulty part can fail in any way before the first check, too.
+    # A mutant may raise anything, even before the first check.
     except Exception as error:  # noqa: BLE001
         return f"build: raised {type(error).__name__}: {error}"

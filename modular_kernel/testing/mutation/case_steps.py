@@ -1,4 +1,4 @@
-"""The cases that a mutant meets, step by step, wherever they run."""
+"""The steps in which cases run against a mutant, in one process or over ranks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from modular_kernel.testing.mutation.coverage import Covered
 from modular_kernel.testing.mutation.forked_worker import Tell
 from modular_kernel.text import counted
 
-# Of the cases in whose two calls no bit differs, so many are proven by every check.
+# Of the cases without a differing bit, about this number are run with every check.
 _WHOLE = 12
 
 
 class Runs(Protocol):
-    """How cases are run: the functions of `runs`, in one process or over ranks."""
+    """Runs cases, in one process (module `case_runs`) or over ranks."""
 
     def this_machine(self) -> Machine: ...
 
@@ -33,7 +33,10 @@ class Runs(Protocol):
 
 @dataclass(frozen=True)
 class Listing:
-    """The case list without the mutant, where it may change the list. first: looked at first."""
+    """The case list without the mutant, for mutants that may change the list.
+
+    first: whether the list is compared before the cases run.
+    """
 
     pairs: tuple[Pair, ...]
     level: Level
@@ -42,9 +45,9 @@ class Listing:
 
 
 def run_cases(cases: Sequence[Covered], listing: Listing | None, runs: Runs, tell: Tell) -> None:
-    """Every case is called, and proven where a bit differs; then some in which none does.
+    """Call every case, run all checks where a bit differs, then on some cases where none differs.
 
-    Ends with the first failure, which is told.
+    Stops at the first failure, which is sent through `tell`.
     """
     machine = runs.this_machine()
 
@@ -55,16 +58,16 @@ def run_cases(cases: Sequence[Covered], listing: Listing | None, runs: Runs, tel
             tell({"failure": failure})
         return failure is None
 
-    alike: list[int] = []
+    unchanged: list[int] = []
 
     def called() -> bool:
-        for number, known in enumerate(cases):
+        for number, covered in enumerate(cases):
             tell({"case": number})
-            if runs.digest(known.case, machine) == known.digest:
-                alike.append(number)
+            if runs.digest(covered.case, machine) == covered.digest:
+                unchanged.append(number)
                 continue
             tell({"differs": number})
-            if not proven(number, known.case):
+            if not proven(number, covered.case):
                 return False
         return True
 
@@ -73,8 +76,8 @@ def run_cases(cases: Sequence[Covered], listing: Listing | None, runs: Runs, tel
 
     steps = (listed, called) if listing and listing.first else (called, listed)
     if all(step() for step in steps):
-        spread = alike[:: max(1, len(alike) // _WHOLE)]
-        all(proven(number, cases[number].case) for number in spread)
+        sample = unchanged[:: max(1, len(unchanged) // _WHOLE)]
+        all(proven(number, cases[number].case) for number in sample)
 
 
 def _listed(
@@ -84,21 +87,21 @@ def _listed(
     proven: Callable[[int, Case], bool],
     tell: Tell,
 ) -> bool:
-    """Whether no valid case is turned away, and some of those that only the mutant takes pass.
+    """Return whether all valid cases remain valid, and some newly valid ones pass.
 
-    beyond: their number, which no known case has.
+    beyond: the number of known cases, which serves as the number of a new case.
     """
     tell({"listing": True})
     # A mutant can make the rules raise.
     try:
-        lost = runs.refused(listing.known)
-        listed = () if lost else runs.case_list(listing.pairs, listing.level)[0]
+        now_refused = runs.refused(listing.known)
+        now_valid = () if now_refused else runs.case_list(listing.pairs, listing.level)[0]
     except Exception as error:  # noqa: BLE001
         tell({"failure": f"list: raised {type(error).__name__}: {error}"})
         return False
-    if lost:
-        tell({"refused": f"{counted(len(lost), 'valid case')}, first {lost[0]}"})
+    if now_refused:
+        tell({"refused": f"{counted(len(now_refused), 'valid case')}, first {now_refused[0]}"})
         return False
     before = {str(case) for case in listing.known}
-    new = [case for case in listed if str(case) not in before]
+    new = [case for case in now_valid if str(case) not in before]
     return all(proven(beyond, case) for case in new[:_WHOLE])

@@ -1,6 +1,6 @@
-"""Which lines each case executes: its first call and a strided one, every line of a part watched.
+"""Line coverage of cases: the lines of a part executed by a case's first call and a strided one.
 
-Interpreted kernels are Python, so their lines are seen like any other's.
+Interpreted kernels are Python, so their lines are recorded like all others.
 """
 
 import sys
@@ -22,13 +22,13 @@ from modular_kernel.testing.mutation.source import Mutant
 Lines = Mapping[str, frozenset[int]]  # file -> line numbers
 Seen = dict[str, set[int]]
 
-# The slowest case, watched.
+# Seconds for the slowest case with tracing.
 _PATIENCE = 300.0
 
 
 @dataclass(frozen=True)
 class Covered:
-    """A case, the seconds of its two watched calls, their bits, and the lines they executed."""
+    """A case with the seconds, digest and executed lines of its two traced calls."""
 
     case: Case
     seconds: float
@@ -38,41 +38,43 @@ class Covered:
 
 @dataclass(frozen=True)
 class Coverage:
-    """All cases of some pairings; `loading` holds the lines executed by import, whenever that was,
-    and by selection."""
+    """Coverage of all cases of some pairings.
+
+    loading: lines executed by imports, at any time, and by the selection of cases.
+    """
 
     loading: Lines
     cases: tuple[Covered, ...]
-    ended: str = ""  # why it is not whole; "" if it is
+    ended: str = ""  # why it is incomplete; "" if it is complete
 
     def executing(self, mutant: Mutant) -> tuple[Covered, ...]:
-        """Cases that execute a mutant."""
+        """Return the cases that execute a mutant."""
         file, lines = str(mutant.path), _lines(mutant)
         return tuple(c for c in self.cases if not c.lines.get(file, frozenset()).isdisjoint(lines))
 
     def loads(self, mutant: Mutant) -> bool:
-        """Whether an import does, or the selection of cases."""
+        """Return whether an import or the selection of cases executes a mutant."""
         return not self.loading.get(str(mutant.path), frozenset()).isdisjoint(_lines(mutant))
 
 
 def joined(coverages: Iterable[Coverage]) -> Coverage:
-    """Return the coverage of several lists of cases as one."""
+    """Return the union of the coverage of several lists of cases."""
     loading: dict[str, frozenset[int]] = {}
     cases, ended = list[Covered](), ""
-    for each in coverages:
-        loading = united((loading, each.loading))
-        cases += each.cases
-        ended = ended or each.ended
+    for coverage in coverages:
+        loading = united((loading, coverage.loading))
+        cases += coverage.cases
+        ended = ended or coverage.ended
     return Coverage(loading, tuple(cases), ended)
 
 
 def united(each: Iterable[Mapping[str, Collection[int]]]) -> dict[str, frozenset[int]]:
-    """Return the lines of some maps from files, put together."""
-    found: dict[str, frozenset[int]] = {}
+    """Return the union of several maps from files to lines."""
+    merged: dict[str, frozenset[int]] = {}
     for lines in each:
         for file, numbers in lines.items():
-            found[file] = found.get(file, frozenset()) | frozenset(numbers)
-    return found
+            merged[file] = merged.get(file, frozenset()) | frozenset(numbers)
+    return merged
 
 
 def _lines(mutant: Mutant) -> set[int]:
@@ -85,9 +87,9 @@ def cover(
     level: Level,
     some: Collection[Case] | None = None,
 ) -> Coverage:
-    """Call each case of `pairs` twice in a child, with the lines of `modules` watched.
+    """Call each case of `pairs` twice in a child process and trace the lines of `modules`.
 
-    some: of these cases those alone; None for all.
+    some: restrict to these cases; None for all.
     """
     pairs = tuple(pairs)
     files = {str(path) for path in modules.values()}
@@ -102,25 +104,25 @@ def cover(
             with watched(files) as (lines, loaded):
                 bits = digest(case, machine)
             seconds = time.perf_counter() - start
-            told = {"lines": as_lists(lines), "loaded": as_lists(loaded)}
-            tell({"digest": bits, "seconds": seconds, **told})
+            line_lists = {"lines": as_lists(lines), "loaded": as_lists(loaded)}
+            tell({"digest": bits, "seconds": seconds, **line_lists})
 
     child = Child(work, _PATIENCE)
     cases = _of(case_list(pairs, level)[0], some)
-    found = []
+    covered = []
     loading: dict[str, frozenset[int]] = {}
     for number, message in enumerate(child):
         lines = {file: frozenset(numbers) for file, numbers in message["lines"].items()}
         if number:
             case = cases[number - 1]
-            found.append(Covered(case, message["seconds"], message["digest"], lines))
+            covered.append(Covered(case, message["seconds"], message["digest"], lines))
         else:
             loading |= lines
         for file, numbers in message["loaded"].items():
             loading[file] = loading.get(file, frozenset()).union(numbers)
     ended = child.ended
     why = "" if ended.how == "done" else f"{ended.how}: {ended.detail}"
-    return Coverage(loading, tuple(found), why)
+    return Coverage(loading, tuple(covered), why)
 
 
 def _of(cases: Iterable[Case], some: Collection[Case] | None) -> tuple[Case, ...]:
@@ -129,10 +131,10 @@ def _of(cases: Iterable[Case], some: Collection[Case] | None) -> tuple[Case, ...
 
 @contextmanager
 def watched(files: set[str]) -> Iterator[tuple[Seen, Seen]]:
-    """Yield two records that fill with lines of `files`: those executed within it, by any thread
-    started there, and, apart, those executed while one of `files` is imported.
+    """Yield two records of the executed lines of `files`, in this thread and those started inside.
 
-    A module is imported once, in whatever case needs it first: that says nothing of this case.
+    The second holds lines executed while one of `files` is imported. A module is imported once, in
+    whichever case needs it first, so these lines are not attributed to a case.
     """
     called, loaded = Seen(), Seen()
     lines_of: dict[CodeType, set[int]] = {}
@@ -141,19 +143,19 @@ def watched(files: set[str]) -> Iterator[tuple[Seen, Seen]]:
         file = frame.f_code.co_filename
         if file not in files:
             return None
-        importing = _imports(frame, files)
-        code, known = frame.f_code, (loaded if importing else called).setdefault(file, set())
+        is_import = _imports(frame, files)
+        code, seen = frame.f_code, (loaded if is_import else called).setdefault(file, set())
         if code not in lines_of:
             lines_of[code] = {line for _, _, line in code.co_lines() if line is not None}
-        if lines_of[code] <= known:
-            return None  # nothing more to see: at full speed
+        if lines_of[code] <= seen:
+            return None  # every line is recorded: run without tracing
 
         def local(frame: FrameType, event: str, _: object) -> Any:
             if event == "line":
-                known.add(frame.f_lineno)
+                seen.add(frame.f_lineno)
             return local
 
-        known.add(frame.f_lineno)
+        seen.add(frame.f_lineno)
         return local
 
     threading.settrace(started)
@@ -166,7 +168,7 @@ def watched(files: set[str]) -> Iterator[tuple[Seen, Seen]]:
 
 
 def _imports(frame: FrameType | None, files: set[str]) -> bool:
-    """Whether a module of `files` is being imported where this frame runs."""
+    """Return whether this frame runs during the import of a module of `files`."""
     while frame is not None:
         if frame.f_code.co_name == "<module>" and frame.f_code.co_filename in files:
             return True
@@ -175,5 +177,5 @@ def _imports(frame: FrameType | None, files: set[str]) -> bool:
 
 
 def as_lists(lines: dict[str, set[int]]) -> dict[str, list[int]]:
-    """Lines as a message holds them."""
+    """Return lines as JSON-compatible lists."""
     return {file: sorted(numbers) for file, numbers in lines.items()}

@@ -1,4 +1,4 @@
-"""Defects written by hand: a piece of a file and what stands there instead, put in like a mutant.
+"""Hand-written defects: a piece of a file and its replacement, applied like a mutant.
 
 [{"file": "my_moe/kernels.py", "old": "row < rows", "new": "row <= rows", "what": "off by one"}]
 """
@@ -14,16 +14,17 @@ from modular_kernel.testing.mutation.source import Edit, Mutant, Source, last_li
 
 @dataclass(frozen=True)
 class Defect:
-    """What somebody got wrong, in words, and the change that makes it so."""
+    """A description of the mistake, and the change that causes it."""
 
     what: str
     mutant: Mutant
 
 
 def read_defects(path: Path, root: Path) -> tuple[Defect, ...]:
-    """Return the defects of a list, for the checkout at `root`.
+    """Read a list of defects for the checkout at `root`.
 
-    Raises ConfigurationError for an entry whose file or piece is not there, or there twice.
+    Raises ConfigurationError for an entry whose file does not exist or does not contain the piece
+    exactly once.
     """
     return tuple(_defect(entry, root) for entry in json.loads(path.read_text(encoding="utf-8")))
 
@@ -45,7 +46,7 @@ def _defect(entry: dict[str, str], root: Path) -> Defect:
 
 
 def _lines(source: Source, first: int, last: int) -> tuple[int, int]:
-    """Return the lines of the statements in which lines [first, last] are."""
+    """Extend lines [first, last] to the statements that contain them."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.stmt) and not isinstance(node, ast.FunctionDef | ast.ClassDef):
             begins, ends = node.lineno, last_line(node)

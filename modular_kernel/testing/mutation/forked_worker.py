@@ -1,6 +1,6 @@
-"""Work done in a forked child, which tells its parent what it does, line by line.
+"""A forked child process that sends messages to its parent, one JSON object per line.
 
-The child may hang, die, or eat memory: the parent waits so long for each message, and no longer.
+The child may hang, crash or exhaust memory; the parent limits the wait for each message.
 """
 
 import json
@@ -19,22 +19,22 @@ import torch
 Message = dict[str, Any]
 Tell = Callable[[Message], None]
 
-# What a child may use beyond what its parent has.
+# Address space that a child may use in addition to its parent's.
 _MORE_BYTES = 6 << 30
 
 
 @dataclass(frozen=True)
 class Ended:
-    """Why a child said no more: "done", "hang", or "crash" with a signal or an exit status."""
+    """How a child ended: "done", "hang", or "crash" with a signal or an exit status."""
 
     how: str
     detail: str = ""
 
 
 class Child:
-    """A child at work. Iterate over its messages; `ended` holds how it ended.
+    """A working child process. Iterate over its messages; then `ended` holds how it ended.
 
-    patience: seconds for each message; may be changed between two of them.
+    patience: timeout in seconds for the next message; may be changed between messages.
     """
 
     def __init__(self, work: Callable[[Tell], None], patience: float) -> None:
@@ -70,7 +70,7 @@ class Child:
             self._end()
 
     def _died(self) -> None:
-        """Its end of the pipe is closed: it is done, or it ended without saying so."""
+        """Record how the child ended, after it closed its end of the pipe."""
         if self.ended.how == "done":
             return
         _, status = os.waitpid(self._pid, 0)
@@ -79,7 +79,7 @@ class Child:
         self.ended = Ended("crash", signal.Signals(-code).name if code < 0 else f"exit {code}")
 
     def _end(self) -> None:
-        """Nobody listens any more."""
+        """Close the pipe and kill the child if it still runs."""
         os.close(self._reader)
         if self._pid:
             os.kill(self._pid, signal.SIGKILL)
@@ -88,7 +88,7 @@ class Child:
 
 
 def _run(work: Callable[[Tell], None], writer: int) -> NoReturn:
-    """Live the whole life of the child."""
+    """Run the work in the child and exit."""
     status = 1
     try:
         confine()
@@ -106,7 +106,7 @@ def _run(work: Callable[[Tell], None], writer: int) -> NoReturn:
 
 
 def confine() -> None:
-    """Let this process say nothing and use no more than a few GiB beyond what it has."""
+    """Silence this process and limit its memory to 6 GiB more than it uses now."""
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(null, stream)

@@ -1,4 +1,4 @@
-"""What became of a mutant, and how it is told while its cases run."""
+"""`Fate`: outcome of a mutant; `Follower`: tracks it while the cases run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,18 +8,19 @@ from modular_kernel.testing.mutation.coverage import Covered
 from modular_kernel.testing.mutation.forked_worker import Ended, Message
 from modular_kernel.testing.mutation.source import Mutant
 
-# A case may take so many times what its two calls took, and so many seconds more, before it hangs.
+# A case counts as hanging after GRACE_S seconds plus SLOWER times the duration of its two calls.
 SLOWER, GRACE_S = 10, 15.0
 
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of a mutant.
+    """Outcome of a mutant.
 
-    how: "killed" by a check, "hang", "crash", "refused" (a case that is valid is turned away),
-    "survived", "equivalent" (reviewed, and not run), or "not executed" by any case. by: the check
-    and what it said. ran: cases run. differing: those of them in which a bit differs. shared: the
-    part in whose score it died before a case that is this part's, too; it was not run again.
+    how: "killed" by a check, "hang", "crash", "refused" (a valid case is refused), "survived",
+    "equivalent" (reviewed and not run), or "not executed" by any case. by: the check and its
+    finding. ran: number of cases run. differing: the number of them in which a bit differs. shared:
+    the part whose score it was killed in, by a case that also belongs to this part; it was not run
+    again.
     """
 
     mutant: Mutant
@@ -33,7 +34,7 @@ class Fate:
 
     @classmethod
     def before(cls, mutant: Mutant, killer: str) -> "Fate":
-        """Of one that died before, by what a record says killed it."""
+        """Return the outcome of a mutant that a record lists as killed by `killer`."""
         if killer in ("hang", "crash", "refused"):
             return cls(mutant, killer, "before")
         return cls(mutant, "killed", f"{killer}: before")
@@ -44,9 +45,9 @@ class Fate:
 
 
 class Follower:
-    """Hears what the cases do before a mutant. fate: None until one of them fails.
+    """Tracks messages of the cases of a mutant. fate: None until one of them fails.
 
-    patience: seconds that the next message may take.
+    patience: timeout in seconds for the next message.
     """
 
     def __init__(self, mutant: Mutant, cases: Sequence[Covered]) -> None:
@@ -60,9 +61,9 @@ class Follower:
         if "case" in message:
             number = message["case"]
             self._ran.add(number)
-            known = self._cases[number] if number < len(self._cases) else None
-            self._case = known.case if known else None
-            seconds = known.seconds if known else max(c.seconds for c in self._cases)
+            covered = self._cases[number] if number < len(self._cases) else None
+            self._case = covered.case if covered else None
+            seconds = covered.seconds if covered else max(c.seconds for c in self._cases)
             self.patience = GRACE_S + SLOWER * seconds
         elif "differs" in message:
             self._differing += 1
@@ -78,7 +79,7 @@ class Follower:
             )
 
     def ended(self, ended: Ended) -> Fate:
-        """Return what became of it, now that nothing more is said."""
+        """Return the outcome after the last message."""
         if self.fate is not None:
             return self.fate
         if ended.how == "done":

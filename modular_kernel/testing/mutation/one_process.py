@@ -1,4 +1,4 @@
-"""Cases of one process, each mutant in a child of its own."""
+"""Cases in one process, with each mutant in a separate child."""
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,12 +15,12 @@ from modular_kernel.testing.mutation.mutant_outcome import GRACE_S, Fate, Follow
 from modular_kernel.testing.mutation.patched_module import dependents, reattach, serve
 from modular_kernel.testing.mutation.source import Mutant
 
-_PROOF_S = 600.0  # of a case without a mutant
-_DIGEST_S = 300.0  # of a case, the first one's imports included
+_PROOF_S = 600.0  # timeout for a case without a mutant
+_DIGEST_S = 300.0  # timeout for a digest, including the imports of the first one
 
 
 class OneProcess:
-    """A `Where` of one rank."""
+    """`Where` for one process."""
 
     world_size = 1
     ranks_per_host = None
@@ -32,7 +32,7 @@ class OneProcess:
         return cover(modules, pairs, level)
 
     def put_in(self, mutant: Mutant, cases: Sequence[Covered], listing: Listing | None) -> Fate:
-        dependents({mutant.module})  # who imports whom is read here, once for all children
+        dependents({mutant.module})  # reads imports once for all children
         follower = Follower(mutant, cases)
         child = Child(lambda tell: _work(mutant, cases, listing, tell), GRACE_S)
         for message in child:
@@ -56,7 +56,7 @@ class OneProcess:
 
 
 def _compute(cases: Sequence[Case], mutants: Sequence[Mutant], tell: Tell) -> None:
-    """In the child: one digest for each case."""
+    """Send one digest per case; runs in the child."""
     if mutants:
         serve(*mutants)
     runs: Any = importlib.import_module("modular_kernel.testing.mutation.case_runs")
@@ -67,13 +67,13 @@ def _compute(cases: Sequence[Case], mutants: Sequence[Mutant], tell: Tell) -> No
 
 
 def _work(mutant: Mutant, cases: Sequence[Covered], listing: Listing | None, tell: Tell) -> None:
-    """In the child."""
+    """Apply the mutant and run its cases; runs in the child."""
     try:
         serve(mutant)
         runs: Any = importlib.import_module("modular_kernel.testing.mutation.case_runs")
         reattach()
         runs.this_machine()
-    # Whatever a mutant raises while it is imported or judged kills it.
+    # A mutant that raises anything when it is imported or probed is killed.
     except Exception as error:  # noqa: BLE001
         tell({"failure": f"import: raised {type(error).__name__}: {error}"})
         return

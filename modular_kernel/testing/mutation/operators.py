@@ -1,7 +1,7 @@
-"""Mutation operators: what realistic slips of the hand make of one expression or statement.
+"""Mutation operators: realistic mistakes in one expression or statement.
 
-Each is a function from a node to the edits it can suffer, listed in OPERATORS by the node's type.
-They know triton's and torch's vocabulary (masks, `tl.where`, dtypes), and no part.
+Each is a function from a syntax node to possible edits, listed in OPERATORS by node type. They use
+the vocabulary of Triton and torch (masks, `tl.where`, dtypes), but are not specific to any part.
 """
 
 import ast
@@ -42,14 +42,14 @@ _WORDS = {"float32": "float16", "int64": "int32", "ieee": "tf32", "tf32": "ieee"
 _TORCH_WORDS = {**_WORDS, "float32": "bfloat16"}
 _PEERS = {"hidden": "intermediate", "intermediate": "hidden", "w1": "w2", "w2": "w1"}
 _CLAMPS = {"minimum": "maximum", "maximum": "minimum", "min": "max", "max": "min"}
-# An address of 32 bits: wrong from 2^31 elements on.
+# 32-bit addresses, wrong from 2^31 elements on.
 WIDE = "64 bits lost"
-# Options of a launch that say how fast it runs, not what it computes.
+# Launch options that affect speed, not results.
 SPEED = frozenset({"num_warps", "num_stages", "num_ctas", "maxnreg", "eviction_policy"})
 
 
 def compare(source: Source, node: ast.AST) -> Edits:
-    """Yield a mask or a guard off by one, or the wrong way round."""
+    """Yield a comparison off by one or negated."""
     assert isinstance(node, ast.Compare)
     left = node.left
     for operator, right in zip(node.ops, node.comparators, strict=True):
@@ -61,7 +61,7 @@ def compare(source: Source, node: ast.AST) -> Edits:
 
 
 def binary(source: Source, node: ast.AST) -> Edits:
-    """Another sign, an operand lost (an offset, a stride, a scale, half a mask), another tail."""
+    """Yield another sign, a lost operand (offset, stride, scale, half a mask), another rounding."""
     assert isinstance(node, ast.BinOp)
     if type(node.op) not in _SYMBOLS or _is_text(node.left) or _is_text(node.right):
         return
@@ -86,16 +86,16 @@ def binary(source: Source, node: ast.AST) -> Edits:
 
 
 def boolean(source: Source, node: ast.AST) -> Edits:
-    """One condition of several forgotten."""
+    """Yield the loss of each one of several conditions."""
     assert isinstance(node, ast.BoolOp)
     word = " and " if isinstance(node.op, ast.And) else " or "
-    for gone in range(len(node.values)):
-        kept = [f"({source.of(value)})" for i, value in enumerate(node.values) if i != gone]
-        yield source.replaced("condition lost", node, word.join(kept))
+    for lost in range(len(node.values)):
+        remaining = [f"({source.of(value)})" for i, value in enumerate(node.values) if i != lost]
+        yield source.replaced("condition lost", node, word.join(remaining))
 
 
 def unary(source: Source, node: ast.AST) -> Edits:
-    """Yield a sign or a negation lost; -1, the id of a skipped pair, taken for 0."""
+    """Yield a lost sign or negation; 0 or -2 in place of -1, the id of a skipped pair."""
     assert isinstance(node, ast.UnaryOp)
     operand = source.of(node.operand)
     if isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
@@ -106,7 +106,7 @@ def unary(source: Source, node: ast.AST) -> Edits:
 
 
 def constant(source: Source, node: ast.AST) -> Edits:
-    """Yield a number off by one or a factor, a flag the other way, another precision."""
+    """Yield a number off by one or by a factor, an inverted flag, another precision."""
     assert isinstance(node, ast.Constant)
     value = node.value
     if isinstance(value, bool):
@@ -122,16 +122,14 @@ def constant(source: Source, node: ast.AST) -> Edits:
 
 
 def duration(source: Source, node: ast.expr) -> Edits:
-    """Seconds forgotten, or milliseconds taken for seconds: no run tells a little more or less."""
+    """Yield 0 seconds, or seconds read as milliseconds; no run detects smaller changes."""
     assert isinstance(node, ast.Constant) and isinstance(node.value, float)  # noqa: PT018
     yield source.replaced("constant", node, "0.0")
     yield source.replaced("constant", node, repr(node.value * 1000.0))
 
 
 def name(source: Source, node: ast.AST) -> Edits:
-    """Yield an operand's neighbor: w2 for w1, I for H; an accumulator or an offset of fewer
-    bits.
-    """
+    """Yield a similar operand (w2 for w1, I for H), or an accumulator or offset of fewer bits."""
     if isinstance(node, ast.Attribute):
         word, place = node.attr, source.end(node) - len(node.attr.encode())
     else:
@@ -150,7 +148,7 @@ def name(source: Source, node: ast.AST) -> Edits:
 
 
 def call(source: Source, node: ast.AST) -> Edits:
-    """Clamps, selections, casts, masks, ranges and arguments of one call."""
+    """Yield changes of clamps, selections, casts, masks, ranges and arguments of a call."""
     assert isinstance(node, ast.Call)
     called = _called(node)
     yield from _clamp(source, node, called)
@@ -160,9 +158,9 @@ def call(source: Source, node: ast.AST) -> Edits:
     if called == "where" and len(node.args) == 3:
         yield source.replaced("selection", node, f"({source.of(node.args[1])})")
         yield source.replaced("selection", node, f"({source.of(node.args[2])})")
-    plain = [a for a in node.args if isinstance(a, ast.Name | ast.Attribute)]
-    if len(plain) == len(node.args) and len(plain) >= 2 and called not in _CLAMPS:
-        yield from _exchanged(source, node.args[0], node.args[1])
+    names = [a for a in node.args if isinstance(a, ast.Name | ast.Attribute)]
+    if len(names) == len(node.args) and len(names) >= 2 and called not in _CLAMPS:
+        yield from _exchange(source, node.args[0], node.args[1])
 
 
 def _clamp(source: Source, node: ast.Call, called: str) -> Edits:
@@ -171,36 +169,38 @@ def _clamp(source: Source, node: ast.Call, called: str) -> Edits:
         yield source.replaced("clamp", node, f"({source.of(node.args[1])})")
     elif called in ("clamp", "clamp_") and isinstance(node.func, ast.Attribute):
         kept = node.args[0] if _is_module(node.func.value) else node.func.value
-        yield source.replaced("clamp", node, _alone(source, kept))
+        yield source.replaced("clamp", node, _operand(source, kept))
 
 
 def _cast(source: Source, node: ast.Call, called: str) -> Edits:
     if called in ("to", "float", "long", "contiguous") and isinstance(node.func, ast.Attribute):
         to = source.of(node.args[0]) if node.args else ""
         if to.endswith(".dtype.element_ty"):
-            return  # a store does it anyway
+            return  # tl.store casts anyway
         operator = WIDE if called == "long" or to.endswith("int64") else "cast lost"
-        yield source.replaced(operator, node, _alone(source, node.func.value))
+        yield source.replaced(operator, node, _operand(source, node.func.value))
 
 
-def _alone(source: Source, node: ast.expr) -> str:
-    """Return what a method was called of as it can stand anywhere: `(a >> 1).to(b)` keeps its
-    parentheses, which are no part of the inner node."""
+def _operand(source: Source, node: ast.expr) -> str:
+    """Return a method's object as text that is valid anywhere.
+
+    The syntax node of `(a >> 1)` in `(a >> 1).to(b)` does not include its parentheses.
+    """
     whole = isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.Subscript)
     return source.of(node) if whole else f"({source.of(node)})"
 
 
 def _keywords(source: Source, node: ast.Call, called: str) -> Edits:
     rule = called.endswith("Requirements")
-    named = [keyword for keyword in node.keywords if keyword.arg is not None]
-    for keyword in named:
+    keywords = [keyword for keyword in node.keywords if keyword.arg is not None]
+    for keyword in keywords:
         if keyword.arg == "mask" and not _is_none(keyword.value):
             yield source.replaced("mask lost", keyword, "mask=None")
         if rule:
             yield Edit("weakened rule", source.start(keyword), _past_comma(source, keyword), "")
-    for one, two in pairwise(named):
+    for one, two in pairwise(keywords):
         if _stem(one) == _stem(two) and not _is_constant(one) and not _is_constant(two):
-            yield from _exchanged(source, one.value, two.value)
+            yield from _exchange(source, one.value, two.value)
 
 
 def _range(source: Source, node: ast.Call, called: str) -> Edits:
@@ -227,7 +227,7 @@ def branch(source: Source, node: ast.AST) -> Edits:
 
 
 def slice_(source: Source, node: ast.AST) -> Edits:
-    """Yield a slice one row short."""
+    """Yield a slice one row short at either end."""
     assert isinstance(node, ast.Slice)
     for bound, sign in ((node.lower, "+"), (node.upper, "-")):
         if bound is not None and not isinstance(bound, ast.Constant):
@@ -235,9 +235,7 @@ def slice_(source: Source, node: ast.AST) -> Edits:
 
 
 def statement(source: Source, node: ast.AST) -> Edits:
-    """Yield a step forgotten: a store, a barrier, an update of an accumulator or a pointer, a
-    rule.
-    """
+    """Yield a lost step: a store, a barrier, an update of an accumulator or a pointer, a rule."""
     assert isinstance(node, ast.Expr | ast.AugAssign)
     if isinstance(node, ast.AugAssign) or isinstance(
         node.value, ast.Call | ast.Yield | ast.YieldFrom
@@ -264,13 +262,13 @@ OPERATORS: dict[type[ast.AST], Operator] = {
 
 
 def _between(source: Source, left: Placed, right: Placed, symbol: str) -> int | None:
-    """Where `symbol` stands between two nodes."""
+    """Return the position of `symbol` between two nodes, or None."""
     start, end = source.end(left), source.start(right)
-    found = source.data.find(symbol.encode(), start, end)
-    return found if found >= 0 else None
+    position = source.data.find(symbol.encode(), start, end)
+    return position if position >= 0 else None
 
 
-def _exchanged(source: Source, one: Placed, two: Placed) -> Edits:
+def _exchange(source: Source, one: Placed, two: Placed) -> Edits:
     a, b = source.of(one), source.of(two)
     if a != b:
         middle = source.text(source.end(one), source.start(two))
@@ -285,7 +283,7 @@ def _past_comma(source: Source, keyword: ast.keyword) -> int:
 
 
 def _called(node: ast.Call) -> str:
-    """Return the last word of what is called."""
+    """Return the last component of the called name."""
     if isinstance(node.func, ast.Attribute):
         return node.func.attr
     return node.func.id if isinstance(node.func, ast.Name) else ""
@@ -306,8 +304,10 @@ def _is_constant(keyword: ast.keyword) -> bool:
 
 
 def _fixed(node: ast.expr) -> bool:
-    """Whether a kernel is compiled for the value, as for the size of a block: what is cut from one
-    is cut without a rest."""
+    """Return whether a kernel is compiled for the value, as for a block size.
+
+    Divisions of such values have no remainder.
+    """
     return isinstance(node, ast.Constant) or (isinstance(node, ast.Name) and node.id.isupper())
 
 

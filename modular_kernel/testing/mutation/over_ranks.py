@@ -1,6 +1,6 @@
-"""Cases over ranks: each mutant in ranks of its own, which are forked anew.
+"""Cases over ranks, with each mutant in newly forked ranks.
 
-Ranks that do not meet in an exchange end with it after some seconds, all others at once.
+Ranks that wait for a peer that never answers end after several seconds, all others at once.
 """
 
 import time
@@ -28,17 +28,17 @@ from modular_kernel.testing.verify.over_ranks import RANK_CHECKS, examined, faul
 
 R = TypeVar("R")
 
-# How long ranks wait for each other in an exchange, and a run for its ranks: some seconds, and so
-# many times what the two calls of the case took.
+# Deadlines of an exchange and of a run: a constant plus a multiple of the duration of the case's
+# two calls.
 _WAITS_S, _WAITS = 4.0, 4.0
 _RUN_S, _RUN = 30.0, 40.0
-_UNKNOWN_S = 15.0  # what two calls of a case may take that was not watched
+_UNKNOWN_S = 15.0  # assumed duration of two calls of a case that was not traced
 _WATCHED_S = 120.0
-_RANK_GRACE_S = 0.5  # after one has failed
+_RANK_GRACE_S = 0.5  # wait for the other ranks after one has failed
 
 
 class RanksEnded(Exception):
-    """Ranks died, or did not answer in time."""
+    """Ranks died or did not answer in time."""
 
     def __init__(self, ended: Ended) -> None:
         super().__init__(f"{ended.how}: {ended.detail}")
@@ -46,7 +46,7 @@ class RanksEnded(Exception):
 
 
 class Ranks(Closing):
-    """Ranks that run the changed source: `Runs` over a RankPool. mutants: () for none."""
+    """Ranks that run the mutated source: `Runs` over a RankPool. mutants: () for none."""
 
     def __init__(
         self,
@@ -60,13 +60,13 @@ class Ranks(Closing):
         self._pool: RankPool | None = None
 
     def close(self) -> None:
-        """End these ranks: the next run gets fresh ones."""
+        """End these ranks; the next run starts new ones."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
 
     def start(self) -> RankPool:
-        """Put the mutants in, before anything else. RankError where that fails."""
+        """Start the ranks and apply the mutants first. Raise RankError if that fails."""
         if self._pool is None:
             self._pool = RankPool(
                 self.world_size,
@@ -75,7 +75,7 @@ class Ranks(Closing):
                 ranks_per_host=self._per_host,
             )
             if self._mutants:
-                dependents({mutant.module for mutant in self._mutants})  # reads who imports whom
+                dependents({mutant.module for mutant in self._mutants})  # reads imports
                 self._pool.run(rank_tasks.put_in, self._mutants, known_imports())
         return self._pool
 
@@ -91,7 +91,7 @@ class Ranks(Closing):
         return self._asked(rank_tasks.refused, tuple(cases), self.this_machine())
 
     def _asked(self, task: Callable[..., R], *arguments: object) -> R:
-        """Return what rank 0 answers. RuntimeError with what it raised."""
+        """Return the result of rank 0. Raise RuntimeError with the error of a failed rank."""
         try:
             return self.start().run(task, *arguments)[0]
         except RankError as error:
@@ -99,7 +99,7 @@ class Ranks(Closing):
             raise RuntimeError(_last_line(error)) from error
 
     def digest(self, case: Case, machine: Machine) -> str:
-        """Of all ranks; or that it raised. RanksEnded where ranks are lost."""
+        """Return the digests of all ranks, or "raised". Raise RanksEnded if ranks are lost."""
         waits, limit = self._limits(case)
         start = time.perf_counter()
         try:
@@ -116,29 +116,32 @@ class Ranks(Closing):
             return "raised"
 
     def first_failure(self, case: Case, machine: Machine) -> tuple[str | None, float]:
-        """RanksEnded where ranks are lost."""
+        """Return the first failure, None if the case passes, and the seconds that took.
+
+        Raises RanksEnded if ranks are lost.
+        """
         assert isinstance(case, RankCase)
         waits, limit = self._limits(case)
         build = rank_tasks.builds(waits)
         early = (numeric, faults) if case.fault else (numeric,)
         seconds = 0.0
-        for checks in (early, RANK_CHECKS):  # most that fail fail in the first call
+        for checks in (early, RANK_CHECKS):  # most failures occur in the first call
             limit *= len(checks)
             proof = examined(case, self.start(), machine, build, checks=checks, timeout=limit)
             seconds += proof.seconds
             if proof.failures:
-                self.close()  # whoever raised may have left others in an exchange
+                self.close()  # other ranks may still be in an exchange
                 return _finding(proof.failures[0]), seconds
         return None, seconds
 
     def _limits(self, case: Case) -> tuple[float, float]:
-        """Seconds of an exchange, and of a run of two calls."""
+        """Return the timeouts in seconds of an exchange and of a run of two calls."""
         seconds = self._seconds.get(case, max(self._seconds.values(), default=_UNKNOWN_S))
         return _WAITS_S + _WAITS * seconds, _RUN_S + _RUN * seconds
 
 
 class OverRanks:
-    """A `Where` of several ranks on this CPU, which may stand for several hosts."""
+    """`Where` for several ranks on this CPU, optionally on several simulated hosts."""
 
     def __init__(self, world_size: int, ranks_per_host: int | None = None) -> None:
         self.world_size, self.ranks_per_host = world_size, ranks_per_host
@@ -151,25 +154,25 @@ class OverRanks:
         return bool(rank_cases_for(*pair, machine, self.world_size, level, per_host).cases)
 
     def cover(self, modules: Mapping[str, Path], pairs: tuple[Pair, ...], level: Level) -> Coverage:
-        """Lines of all ranks are put together, seconds are the slowest rank's."""
+        """Return the coverage: the union of all ranks' lines, and the slowest rank's seconds."""
         machine, files = this_machine(device="cpu"), {m: str(path) for m, path in modules.items()}
         dependents(set(modules))
-        found: list[Covered] = []
+        covered: list[Covered] = []
         with self._ranks() as ranks:
             run = ranks.start().run
             asked = rank_tasks.Asked(pairs, level, machine, self.ranks_per_host)
             try:
-                told = run(rank_tasks.watch, files, known_imports(), asked)
-                loading = united(lines for _, lines in told)
-                for case in told[0][0]:
-                    given = case, machine, _WATCHED_S, tuple(files.values())
-                    each = run(rank_tasks.watched_digest, *given, timeout=2 * _WATCHED_S)
-                    bits, seconds, lines, loaded = zip(*each, strict=True)
-                    found.append(Covered(case, max(seconds), together(bits), united(lines)))
+                results = run(rank_tasks.watch, files, known_imports(), asked)
+                loading = united(lines for _, lines in results)
+                for case in results[0][0]:
+                    args = case, machine, _WATCHED_S, tuple(files.values())
+                    rank_results = run(rank_tasks.watched_digest, *args, timeout=2 * _WATCHED_S)
+                    bits, seconds, lines, loaded = zip(*rank_results, strict=True)
+                    covered.append(Covered(case, max(seconds), together(bits), united(lines)))
                     loading = united((loading, *loaded))
             except RankError as error:
-                return Coverage({}, tuple(found), str(error))
-        return Coverage(loading, tuple(found))
+                return Coverage({}, tuple(covered), str(error))
+        return Coverage(loading, tuple(covered))
 
     def put_in(self, mutant: Mutant, cases: Sequence[Covered], listing: Listing | None) -> Fate:
         follower = Follower(mutant, cases)
@@ -195,34 +198,37 @@ class OverRanks:
             machine = ranks.this_machine()
             for case in cases:
                 try:
-                    found = ranks.digest(case, machine)
+                    digest = ranks.digest(case, machine)
                 except RanksEnded:
                     return
-                yield found
+                yield digest
 
 
 def together(digests: Collection[str]) -> str:
-    """Return what every rank computed, as one text."""
+    """Return the digests of all ranks as one text."""
     return " ".join(digests)
 
 
 def _finding(failure: str) -> str:
-    """Return what a proof over ranks fails by, as one in one process says it: the check comes
-    first.
+    """Return a failure over ranks in the format of one process, with the check first.
 
-    RanksEnded where it is not a finding.
+    Raises RanksEnded if ranks were lost.
     """
-    who, _, what = failure.partition(": ")
-    ended = ended_by(what)
+    rank_text, _, message = failure.partition(": ")
+    ended = ended_by(message)
     if ended is not None:
         raise RanksEnded(ended)
-    if "raised IncompatibleError" in what:
-        return f"refused: {what} ({who})"
-    return f"build: {what} ({who})" if what.startswith("raised ") else f"{what} ({who})"
+    if "raised IncompatibleError" in message:
+        return f"refused: {message} ({rank_text})"
+    return (
+        f"build: {message} ({rank_text})"
+        if message.startswith("raised ")
+        else f"{message} ({rank_text})"
+    )
 
 
 def ended_by(failure: str) -> Ended | None:
-    """How a rank ended that did not raise; None if it raised."""
+    """Return how a rank that did not raise ended; None if it raised."""
     first = failure.splitlines()[0]
     if first.startswith(DIED):
         return Ended("crash", first)

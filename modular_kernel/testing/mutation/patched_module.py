@@ -1,6 +1,6 @@
-"""Serve a module from a changed text, in this process: what depends on it is imported again.
+"""Imports of modules from changed source text, including all modules that depend on them.
 
-Only for a forked child: modules that were imported before lose their place in sys.modules.
+Only for forked children: modules that were imported before are removed from sys.modules.
 """
 
 import ast
@@ -20,69 +20,69 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.testing.mutation.scope import imports_of
 from modular_kernel.testing.mutation.source import Mutant, Source
 
-# Finds parts at run time, so it depends on every one of them.
+# Loads parts at run time, so it depends on all of them.
 _FINDS_PARTS = "modular_kernel.catalog"
 
 
 def serve(*mutants: Mutant) -> None:
-    """From here on every import of the mutants' modules, and of what uses them, sees the changes.
+    """Make all later imports of the mutants' modules, and of their dependents, use the changes.
 
-    Raises SyntaxError if a change is none that Python can read.
+    Raises SyntaxError if a changed text is not valid Python, ConfigurationError if changes overlap.
     """
     for module, (file, text) in texts_of(mutants).items():
         ast.parse(text)
-        # Triton reads the source of a kernel here; an entry without a time is never renewed.
+        # Triton reads kernel source from here; an entry without a time stamp is never refreshed.
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
         sys.meta_path.insert(0, _Finder(module, file, text))
     forget({mutant.module for mutant in mutants})
 
 
 def texts_of(mutants: Sequence[Mutant]) -> dict[str, tuple[str, str]]:
-    """Return module -> its file and text with every change; ConfigurationError if two overlap."""
-    found: dict[str, tuple[str, str]] = {}
+    """Return {module: (file, changed text)}; raise ConfigurationError if two changes overlap."""
+    texts: dict[str, tuple[str, str]] = {}
     for module in dict.fromkeys(mutant.module for mutant in mutants):
-        mine = [mutant for mutant in mutants if mutant.module == module]
-        mine.sort(key=lambda mutant: mutant.edit.start, reverse=True)
-        if any(one.edit.start < two.edit.end for one, two in pairwise(mine)):
+        module_mutants = [mutant for mutant in mutants if mutant.module == module]
+        module_mutants.sort(key=lambda mutant: mutant.edit.start, reverse=True)
+        if any(one.edit.start < two.edit.end for one, two in pairwise(module_mutants)):
             raise ConfigurationError("mutants", got="two of one place", need="places of their own")
-        source = Source(module, mine[0].path)
+        source = Source(module, module_mutants[0].path)
         data = source.data
-        for mutant in mine:
+        for mutant in module_mutants:
             edit = mutant.edit
             data = data[: edit.start] + edit.new.encode() + data[edit.end :]
-        found[module] = str(source.path), data.decode()
-    return found
+        texts[module] = str(source.path), data.decode()
+    return texts
 
 
 def forget(modules: set[str]) -> None:
-    """Have `modules`, and all that depends on them, imported again when they are next asked for."""
-    gone = dependents(modules)
-    for name in gone:
+    """Remove `modules` and their dependents, so that they are imported again when needed."""
+    removed = dependents(modules)
+    for name in removed:
         sys.modules.pop(name, None)
     importlib.invalidate_caches()
-    for name in sorted(gone):
-        parent, _, last = name.rpartition(".")
-        kept = sys.modules.get(parent)
-        if kept is not None and hasattr(kept, last):
-            delattr(kept, last)
+    for name in sorted(removed):
+        parent, _, attribute = name.rpartition(".")
+        package = sys.modules.get(parent)
+        if package is not None and hasattr(package, attribute):
+            delattr(package, attribute)
 
 
 def reattach() -> None:
-    """Give packages that were imported again the modules below them that were not."""
+    """Set submodules that were not imported again as attributes of packages that were."""
     for name, module in list(sys.modules.items()):
-        parent, _, last = name.rpartition(".")
+        parent, _, attribute = name.rpartition(".")
         package = sys.modules.get(parent)
-        if package is not None and not hasattr(package, last):
-            setattr(package, last, module)
+        if package is not None and not hasattr(package, attribute):
+            setattr(package, attribute, module)
 
 
 def part_packages() -> tuple[str, ...]:
-    """Return the import packages that offer parts."""
+    """Return the import packages that provide parts."""
     return tuple(dict.fromkeys(entry.value.split(":")[0] for entry in entry_points(group=GROUP)))
 
 
 def dependents(modules: set[str]) -> set[str]:
-    """Every loaded module that imports one of `modules`, directly or through others; and they."""
+    """Return `modules` and every loaded module that imports one of them, also indirectly."""
     roots = {name.split(".", maxsplit=1)[0] for name in (*part_packages(), __name__)}
     loaded = [name for name in sys.modules if name.split(".", maxsplit=1)[0] in roots]
     users: dict[str, set[str]] = {}
@@ -100,7 +100,7 @@ def dependents(modules: set[str]) -> set[str]:
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module, whose text is given."""
+    """Finds one module with the given source text."""
 
     def __init__(self, module: str, file: str, text: str) -> None:
         self._module, self._file, self._text = module, file, text
@@ -115,7 +115,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(SourceFileLoader):
-    """Runs a given text as if it were the file's."""
+    """Loads the given source text in place of the file's."""
 
     def __init__(self, fullname: str, path: str, text: str) -> None:
         super().__init__(fullname, path)

@@ -1,4 +1,4 @@
-"""What every rank needs, imported once: ranks are forked from a process that imported this."""
+"""Imports shared by all ranks, which are forked from a process that imported this module."""
 
 from importlib import import_module
 
@@ -10,5 +10,5 @@ from modular_kernel.testing.verify import over_ranks
 __all__ = ["over_ranks", "rank_tasks"]
 
 load_catalog()
-if HAS_INTERPRETER:  # with triton, seconds that each rank's first launch would take
+if HAS_INTERPRETER:  # otherwise each rank's first launch takes seconds to import this
     import_module("modular_kernel.interpreter.patch")

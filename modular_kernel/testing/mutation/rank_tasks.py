@@ -1,7 +1,7 @@
-"""What each rank does for a mutant: tasks of a RankPool.
+"""Tasks of a RankPool that run a mutant on each rank.
 
-A rank finds a task by its module's name, so after `put_in` or `watch` it finds the one that was
-imported since then, and with it the changed source.
+A rank looks up a task by its module's name, so after `put_in` or `watch` it runs the newly imported
+task, and with it the changed source.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ Lines = dict[str, list[int]]  # by file
 
 
 class Asked(NamedTuple):
-    """Of which cases. ranks_per_host: None where all ranks are on one."""
+    """The requested cases. ranks_per_host: None if all ranks are on one host."""
 
     pairs: tuple[Pair, ...]
     level: Level
@@ -40,7 +40,7 @@ class Asked(NamedTuple):
 def put_in(
     _rank: int, _world_size: int, _group: object, mutants: tuple[Mutant, ...], imports: Imports
 ) -> None:
-    """First of all: from here on this rank runs the changed source. imports: see `learn`."""
+    """Make this rank run the changed source; must be the first task. imports: see `learn`."""
     confine()
     learn(imports)
     serve(*mutants)
@@ -56,7 +56,10 @@ def watch(
     imports: Imports,
     asked: Asked,
 ) -> tuple[list[RankCase], Lines]:
-    """First of all: import `modules` (name -> file) again; the cases, and the lines executed."""
+    """Import `modules` (name -> file) again; return the cases and the executed lines.
+
+    Must be the first task.
+    """
     confine()
     learn(imports)
     forget(set(modules))
@@ -64,32 +67,32 @@ def watch(
         fresh = importlib.import_module(__name__)
         reattach()
         cases: list[RankCase] = fresh.listed(rank, world_size, None, asked)
-    both = {file: lines.get(file, set()) | loaded.get(file, set()) for file in lines | loaded}
-    return cases, as_lists(both)
+    all_lines = {file: lines.get(file, set()) | loaded.get(file, set()) for file in lines | loaded}
+    return cases, as_lists(all_lines)
 
 
 def listed(_rank: int, world_size: int, _group: object, asked: Asked) -> list[RankCase]:
-    """Every case of every pairing that is valid here, each once."""
+    """Return every valid case of the requested pairings, without repetition."""
     pairs, level, machine, per_host = asked
-    found = (
+    cases = (
         case
         for pair in pairs
         for case in rank_cases_for(*pair, machine, world_size, level, per_host).cases
     )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(cases))
 
 
 def refused(
     _rank: int, _world_size: int, _group: object, cases: tuple[RankCase, ...], machine: Machine
 ) -> list[str]:
-    """Those of the cases that are not valid here."""
+    """Return the cases that are not valid on this machine."""
     return [str(case) for case in cases if not case.verdict(machine).ok]
 
 
 def digest(
     rank: int, _world_size: int, group: object, case: RankCase, machine: Machine, waits: float
 ) -> str:
-    """`digest_of` the case on this rank. waits: seconds that ranks wait for each other."""
+    """Return `digest_of` the case on this rank. waits: deadline in seconds of an exchange."""
     built: list[FusedMoEModularKernel] = []
 
     def here(of_rank: Case, machine: Machine, poison: bool) -> FusedMoEModularKernel:
@@ -97,13 +100,13 @@ def digest(
         return built[-1]
 
     trial = over_ranks.RankTrial(case, rank, machine, here)
-    found = digest_of(trial)
+    bits = digest_of(trial)
     if case.fault:
-        said = repr([said for said, _ in trial.told])
-        found = hashlib.sha256(f"{found} {said}".encode()).hexdigest()
+        outcomes = repr([outcomes for outcomes, _ in trial.told])
+        bits = hashlib.sha256(f"{bits} {outcomes}".encode()).hexdigest()
     for kernel in built:
         kernel.prepare_finalize.destroy()
-    return found
+    return bits
 
 
 def watched_digest(
@@ -115,23 +118,27 @@ def watched_digest(
     waits: float,
     files: Collection[str],
 ) -> tuple[str, float, Lines, Lines]:
-    """Return the digest, how many seconds it took, and the lines of `files` that it executed; and,
-    apart, those that an import of one of them did."""
+    """Return the digest, its seconds, and the executed lines of `files`.
+
+    Lines executed by imports are returned separately, last.
+    """
     start = time.perf_counter()
     with watched(set(files)) as (lines, loaded):
-        found = digest(rank, world_size, group, case, machine, waits)
-    return found, time.perf_counter() - start, as_lists(lines), as_lists(loaded)
+        bits = digest(rank, world_size, group, case, machine, waits)
+    return bits, time.perf_counter() - start, as_lists(lines), as_lists(loaded)
 
 
 def build(
     waits: float, case: Case, machine: Machine, poison: bool, group: object
 ) -> FusedMoEModularKernel:
-    """Return a rank's kernel whose exchanges take `waits` seconds at most; `partial(build, waits)`
-    is a RankBuild."""
+    """Make a rank's kernel whose exchanges time out after `waits` seconds.
+
+    `partial(build, waits)` is a RankBuild.
+    """
     with deadline(waits):
         return over_ranks.build_kernel(case, machine, poison, group)
 
 
 def builds(waits: float) -> over_ranks.RankBuild:
-    """`build` of so many seconds."""
+    """Return `build` with this deadline in seconds."""
     return partial(build, waits)

@@ -1,4 +1,4 @@
-"""A mutation score as what JSON holds: for programs, and for the page in docs/."""
+"""A mutation score as JSON, for programs and for the page in docs/."""
 
 from collections import Counter
 from importlib.metadata import version
@@ -12,18 +12,18 @@ Record = dict[str, Any]
 
 
 def record_of(score: Score) -> Record:
-    """Everything that a reader needs to judge the score and to repeat any line of it."""
-    found = score.survey
+    """Return all data needed to judge the score and to repeat any result in it."""
+    survey = score.survey
     return {
-        "part": found.part,
+        "part": survey.part,
         "seed": score.seed,
-        "level": found.level,
-        "world_size": found.where.world_size,
-        "ranks_per_host": found.where.ranks_per_host,
-        "pairings": [" x ".join(pair) for pair in found.pairs],
-        "cases": len(found.coverage.cases),
+        "level": survey.level,
+        "world_size": survey.where.world_size,
+        "ranks_per_host": survey.where.ranks_per_host,
+        "pairings": [" x ".join(pair) for pair in survey.pairs],
+        "cases": len(survey.coverage.cases),
         "versions": {name: version(name) for name in ("torch", "triton")},
-        "mutants": len(found.mutants),
+        "mutants": len(survey.mutants),
         "executed": score.executed,
         "put_in": len(score.fates),
         "killed": len(score.killed),
@@ -40,35 +40,37 @@ def record_of(score: Score) -> Record:
             }
             for fate, why in score.equivalent
         ],
-        "survivors": [_survivor(fate, found) for fate in score.survivors],
+        "survivors": [_survivor(fate, survey) for fate in score.survivors],
         "apart": score.apart,
         "not_executed": score.not_executed,
     }
 
 
 def killers(killed: tuple[Fate, ...]) -> dict[str, int]:
-    """Return what killed how many: a check's name, or "hang", "crash" or "refused"."""
+    """Return how many mutants each killer killed: a check's name, "hang", "crash" or "refused"."""
     return dict(Counter(map(killer, killed)).most_common())
 
 
 def killer(fate: Fate) -> str:
-    """Return what killed it: a check's name, or "hang", "crash" or "refused"."""
+    """Return what killed a mutant: a check's name, "hang", "crash" or "refused"."""
     return fate.by.partition(":")[0] if fate.how == "killed" else fate.how
 
 
 def died(record: Record, found: Survey) -> dict[str, str]:
-    """Identity -> killer of those that died by a record, to go on from; {} if that is of other
-    cases: another part, level, number of ranks or hosts, or pairings."""
+    """Return {identity: killer} of the mutants killed in a record, to continue from it.
+
+    {} if the record is for another part, level, number of ranks or hosts, or other pairings.
+    """
     pairings, where = [" x ".join(pair) for pair in found.pairs], found.where
-    theirs = record["part"], record["level"], record["world_size"], record["pairings"]
-    mine = found.part, found.level, where.world_size, pairings
-    same = theirs == mine and record.get("ranks_per_host") == where.ranks_per_host
-    found_dead: dict[str, str] = record.get("died", {})
-    return found_dead if same else {}
+    recorded = record["part"], record["level"], record["world_size"], record["pairings"]
+    current = found.part, found.level, where.world_size, pairings
+    is_same = recorded == current and record.get("ranks_per_host") == where.ranks_per_host
+    killers_by_ident: dict[str, str] = record.get("died", {})
+    return killers_by_ident if is_same else {}
 
 
 def reproducer(fate: Fate, found: Survey) -> str:
-    """Return the line that puts this mutant in again, before the same cases."""
+    """Return the command that runs this mutant again with the same cases."""
     words = ["mk", "test", "--mutate", found.part, "--only", fate.mutant.ident]
     if found.where.world_size > 1:
         words += ["--world-size", str(found.where.world_size)]
@@ -87,7 +89,7 @@ def _survivor(fate: Fate, found: Survey) -> Record:
 
 
 def _size(why: Equivalent) -> Record:
-    """How large the proof is."""
+    """Return the extent of the proof."""
     if why.proof == "code":
         return {"forms": why.forms}
     return {"problems": why.problems, "beside": why.beside}

@@ -1,8 +1,8 @@
-"""Mutants that were reviewed and compute the same: they are neither killed nor survivors.
+"""Reviewed equivalent mutants, which compute the same and are neither killed nor survivors.
 
 A mutant is equivalent only if the compiled code of every kernel is the same with it, or if no bit
-of any result differs in at least 2,000 random valid problems, drawn from cases that execute it.
-reviewed_equivalents.json beside this file lists them by identity.
+of any result differs in at least 2,000 random valid problems, derived from cases that execute it.
+The file reviewed_equivalents.json in this folder lists them by identity.
 """
 
 import json
@@ -17,10 +17,10 @@ LEAST_PROBLEMS = 2000
 class Equivalent:
     """Why a mutant changes nothing.
 
-    proof: "code", the same compiled code in all `forms` of kernels that have its line in them; or
-    "bits", no differing bit in `problems` random ones.
-    beside: how many other mutants were put in together with it. parts: whose pairings never hand
-    over what would tell it, () for all parts.
+    proof: "code", the same compiled code in all `forms` of kernels that contain its line; or
+    "bits", no differing bit in `problems` random problems. beside: number of other mutants applied
+    together with it. parts: the parts whose pairings never pass inputs that would reveal it; () for
+    all parts.
     """
 
     reason: str
@@ -37,9 +37,9 @@ def _read(path: Path) -> dict[str, Equivalent]:
 
 
 def reviewed(ident: str, part: str) -> Equivalent | None:
-    """Why the mutant of that identity is equivalent where `part` is scored; None if it is not."""
-    found = EQUIVALENT.get(ident)
-    return found if found is not None and (not found.parts or part in found.parts) else None
+    """Return why a mutant is equivalent when `part` is scored; None if it is not."""
+    entry = EQUIVALENT.get(ident)
+    return entry if entry is not None and (not entry.parts or part in entry.parts) else None
 
 
 EQUIVALENT = _read(Path(__file__).with_suffix(".json"))

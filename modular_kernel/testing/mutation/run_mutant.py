@@ -1,4 +1,4 @@
-"""One mutant: put in, and met by the cases that execute it until one of them fails."""
+"""Run of one mutant against the cases that execute it, until one of them fails."""
 
 import time
 from collections import Counter
@@ -19,17 +19,17 @@ from modular_kernel.testing.mutation.source import Mutant
 
 T = TypeVar("T")
 
-# Of a case's fields, what is no axis of its own.
+# Fields of a case that are not an axis.
 _NOT_AXES = frozenset({"problem", "seed"})
 
 
 class Where(Protocol):
-    """Where cases run: in one process, or over ranks.
+    """Runs cases in one process or over ranks.
 
-    world_size: how many ranks. ranks_per_host: None where all are on one. has_cases: whether a
-    pairing has a case there. cover: as the function of that name. put_in: the fate of a mutant
-    before these cases. failure: of a case without any mutant. digests: of each case in turn, with
-    all of these mutants; where a process is lost they end before their time.
+    world_size: number of ranks. ranks_per_host: None if all are on one host. has_cases: returns
+    whether a pairing has a case there. cover: as the function of that name. put_in: returns the
+    outcome of a mutant on these cases. failure: the first failure of a case without mutants.
+    digests: yields a digest per case, with all of these mutants; stops early if a process is lost.
     """
 
     @property
@@ -52,20 +52,23 @@ class Where(Protocol):
 
 
 class Killers:
-    """Which cases killed mutants of a module before: they are tried first."""
+    """Records the cases that killed mutants of a module, which are tried first."""
 
     def __init__(self) -> None:
         self._kills: Counter[tuple[str, Case]] = Counter()
         self._sound: set[Case] = set()
 
     def ordered(self, mutant: Mutant, cases: Sequence[Covered]) -> list[Covered]:
-        """Cheap ones and known killers first, and before all others those that between them execute
-        every line of the module, then those that between them have every value of every axis: what
-        is said of a rare branch, or of a large problem, shows in the cases that take it."""
+        """Order cases, cheap ones and earlier killers first.
+
+        They are preceded by cases that together execute every line of the module, and then by cases
+        that together have every value of every axis. So a defect in a rare branch or for a large
+        problem meets the cases that reveal it.
+        """
         cheap = sorted(cases, key=lambda c: c.seconds / (1 + self._kills[mutant.module, c.case]))
         file = str(mutant.path)
-        first, others = _spanning(cheap, lambda covered: covered.lines.get(file, frozenset()))
-        second, rest = _spanning(others, lambda covered: axes(covered.case), first)
+        first, others = _split_covering(cheap, lambda covered: covered.lines.get(file, frozenset()))
+        second, rest = _split_covering(others, lambda covered: axes(covered.case), first)
         return first + second + rest
 
     def note(self, mutant: Mutant, case: Case) -> None:
@@ -82,13 +85,13 @@ class Killers:
         self._sound.add(case)
 
 
-def _spanning(
+def _split_covering(
     cases: Sequence[Covered],
     has: Callable[[Covered], frozenset[T]],
     before: Sequence[Covered] = (),
 ) -> tuple[list[Covered], list[Covered]]:
-    """Cases that have something which none before them has; and the others."""
-    seen = {each for covered in before for each in has(covered)}
+    """Split cases into those with something that none before them has, and the rest."""
+    seen = {item for covered in before for item in has(covered)}
     first, rest = list[Covered](), list[Covered]()
     for covered in cases:
         (rest if has(covered) <= seen else first).append(covered)
@@ -98,11 +101,11 @@ def _spanning(
 
 @lru_cache(maxsize=8192)
 def axes(case: Case) -> frozenset[tuple[str, str]]:
-    """Every axis with its value in the case; of sizes, how many bits they have."""
-    told = {**vars(case.problem), **vars(case), "pairs": case.problem.tokens * case.problem.top_k}
-    sizes = {name: value.bit_length() for name, value in told.items() if type(value) is int}
+    """Return (axis, value) of every axis of the case; for sizes, the number of bits."""
+    values = {**vars(case.problem), **vars(case), "pairs": case.problem.tokens * case.problem.top_k}
+    sizes = {name: value.bit_length() for name, value in values.items() if type(value) is int}
     return frozenset(
-        (name, str(value)) for name, value in (told | sizes).items() if name not in _NOT_AXES
+        (name, str(value)) for name, value in (values | sizes).items() if name not in _NOT_AXES
     )
 
 
@@ -116,36 +119,36 @@ def attempt(
     most: int | None = None,
     where: Where | None = None,
 ) -> Fate:
-    """Run the mutant in processes of its own.
+    """Run a mutant in separate processes and return its outcome.
 
-    Every case that executes it is called twice; one in which a bit differs is proven by every
-    check, and so are some in which none does. The mutant survives if all of them pass. most: how
-    many cases are called, two thirds of them the fastest; None for all. where: None for one
-    process. Raises ConfigurationError if a case that fails does so without the mutant, too.
+    Every case that executes it is called twice. All checks run on cases in which a bit differs, and
+    on some in which none does. The mutant survives if all of them pass. most: maximum number of
+    cases, two thirds of them the first in order; None for all. where: None for one process. Raises
+    ConfigurationError if a failed case also fails without the mutant.
     """
     start = time.perf_counter()
     where = where or OneProcess()
-    loads = coverage.loads(mutant)
-    met = coverage.executing(mutant)
-    first = loads and not met  # what only selects cases is told by the list of cases
-    if first:
-        met = coverage.cases
-    if not met:
+    is_loaded = coverage.loads(mutant)
+    candidates = coverage.executing(mutant)
+    only_selects = is_loaded and not candidates  # visible only in the list of cases
+    if only_selects:
+        candidates = coverage.cases
+    if not candidates:
         return Fate(mutant, "not executed")
     killers = killers or Killers()
-    cases = _some(killers.ordered(mutant, met), most)
-    every = tuple(c.case for c in coverage.cases)
-    listing = Listing(pairs, level, every, first) if loads else None
+    cases = _limit_cases(killers.ordered(mutant, candidates), most)
+    all_cases = tuple(c.case for c in coverage.cases)
+    listing = Listing(pairs, level, all_cases, only_selects) if is_loaded else None
     fate = where.put_in(mutant, cases, listing)
     if fate.killed:
-        # One that nothing can be imported with says nothing if nothing can be without it, either.
+        # A mutant that breaks imports counts only if imports work without it.
         killers.must_pass(fate.case or cases[0].case, where)
     if fate.case is not None and fate.killed:
         killers.note(mutant, fate.case)
     return replace(fate, seconds=time.perf_counter() - start)
 
 
-def _some(cases: list[Covered], most: int | None) -> list[Covered]:
+def _limit_cases(cases: list[Covered], most: int | None) -> list[Covered]:
     if most is None or len(cases) <= most:
         return cases
     head = 2 * most // 3

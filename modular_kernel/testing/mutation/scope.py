@@ -1,7 +1,7 @@
-"""Which modules make a part: its own, its kernels, and the operations that it uses.
+"""The modules of a part: its package, its kernels, and the operations that it uses.
 
-Found by reading the import statements, the late ones in constructors too, from the part's module
-on; followed inside the part's own package, topk_reduce and modular_kernel.ops.
+Found by reading import statements, including those inside functions, starting from the part's
+module and following the part's package, topk_reduce and modular_kernel.ops.
 """
 
 import ast
@@ -18,7 +18,7 @@ from modular_kernel.errors import ConfigurationError
 
 _SHARED = ("modular_kernel.ops", "topk_reduce")
 
-# Modules that a part imports and that are not changed, and why.
+# Imported modules that are not mutated, with the reason.
 LEFT_OUT: tuple[tuple[str, str], ...] = (
     ("experts.triton.configs*", "chooses configurations: every choice must give right numbers"),
     ("experts.triton.tuning*", "tries configurations: every choice must give right numbers"),
@@ -40,16 +40,15 @@ LEFT_OUT: tuple[tuple[str, str], ...] = (
 
 
 def modules_of(part: str, catalog: Catalog) -> dict[str, Path]:
-    """Return module -> file of everything that makes `part`.
+    """Return {module: file} of all modules of `part`.
 
-    A part over ranks alone has modules, and no case in one process. ConfigurationError if no part
-    has the name.
+    Also for a part that has no case in one process. Raises ConfigurationError for an unknown part.
     """
-    found = [p for p in catalog.parts if p.name == part]
-    if not found:
+    parts = [p for p in catalog.parts if p.name == part]
+    if not parts:
         need = f"one of {', '.join(sorted({p.name for p in catalog.parts}))}"
         raise ConfigurationError("--mutate", got=repr(part), need=need)
-    start = inspect.getmodule(found[0].cls)
+    start = inspect.getmodule(parts[0].cls)
     assert start is not None
     roots = (start.__name__.split(".", maxsplit=1)[0], *_SHARED)
     reached: dict[str, Path] = {}
@@ -74,37 +73,42 @@ def _below(module: str, roots: Iterable[str]) -> bool:
 
 @cache
 def file_of(module: str) -> Path | None:
-    """Return the source file of a module, found without importing it; None if there is none."""
+    """Return the source file of a module without importing it; None if there is none."""
     root, *rest = module.split(".")
     package = sys.modules.get(root) or importlib.import_module(root)
-    found = getattr(package, "__file__", None)
-    if found is None:
+    package_file = getattr(package, "__file__", None)
+    if package_file is None:
         return None
-    base = Path(found)
+    base = Path(package_file)
     if not rest:
         return base
-    below = base.parent.joinpath(*rest)
-    return next((p for p in (below.with_suffix(".py"), below / "__init__.py") if p.exists()), None)
+    file_stem = base.parent.joinpath(*rest)
+    return next(
+        (p for p in (file_stem.with_suffix(".py"), file_stem / "__init__.py") if p.exists()), None
+    )
 
 
-# Who imports whom: read once, as it takes seconds for all modules.
+# Imports of each module, cached because reading all modules takes seconds.
 _IMPORTS: dict[str, tuple[str, ...]] = {}
 
 
 def imports_of(module: str) -> tuple[str, ...]:
-    """Modules that a module of ours imports anywhere in it; of a package only what is named."""
+    """Return the modules that a module imports anywhere in its source.
+
+    For `from package import name` these are the named submodules, or the package itself.
+    """
     if module not in _IMPORTS:
         _IMPORTS[module] = _read_imports(module)
     return _IMPORTS[module]
 
 
 def known_imports() -> dict[str, tuple[str, ...]]:
-    """Return what `imports_of` has read so far, for another process to `learn`."""
+    """Return the cache of `imports_of`, for `learn` in another process."""
     return dict(_IMPORTS)
 
 
 def learn(imports: Mapping[str, tuple[str, ...]]) -> None:
-    """Take over what `imports_of` read in another process of the same source."""
+    """Add the cache of `imports_of` from another process of the same source."""
     _IMPORTS.update(imports)
 
 
@@ -130,12 +134,12 @@ def _imported(tree: ast.AST, module: str, *, is_package: bool) -> Iterator[str]:
 
 
 def _base(node: ast.ImportFrom, module: str, *, is_package: bool) -> str:
-    """Return the absolute name of the package that a `from` names."""
+    """Return the absolute package name of a `from` import."""
     if not node.level:
         return node.module or ""
-    above = module.split(".")
-    above = above[: len(above) - node.level + (1 if is_package else 0)]
-    return ".".join([*above, node.module] if node.module else above)
+    parents = module.split(".")
+    parents = parents[: len(parents) - node.level + (1 if is_package else 0)]
+    return ".".join([*parents, node.module] if node.module else parents)
 
 
 def _is_module(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The mutation score of a part: which share of its mutants the case list kills, and what survives.
+"""Mutation score of a part: the share of its mutants that the cases kill, and the survivors.
 
 score = mutation_score(survey("TorchExperts"))
 print(score.share, [fate.mutant.diff() for fate in score.survivors])
@@ -24,15 +24,17 @@ from modular_kernel.testing.mutation.scope import modules_of
 from modular_kernel.testing.mutation.sites import mutants_of
 from modular_kernel.testing.mutation.source import Mutant
 
-# Where all mutants would take longer than an hour, so many are drawn.
+# Sample size where running all mutants would take more than an hour.
 SAMPLE = 150
 _HERE = OneProcess()
 
 
 @dataclass(frozen=True)
 class Survey:
-    """A part taken apart: its mutants, and which cases execute them. pairs: those it is in. where:
-    its cases run."""
+    """The mutants of a part and the cases that execute them.
+
+    pairs: the pairings of the part. where: in one process or over ranks.
+    """
 
     part: str
     pairs: tuple[Pair, ...]
@@ -42,11 +44,11 @@ class Survey:
     where: Where = field(default_factory=OneProcess)
 
     def executed(self) -> tuple[Mutant, ...]:
-        """Mutants that some case executes, and that a CPU can tell."""
+        """Return the mutants that some case executes and that a CPU can detect."""
         return tuple(m for m in self.mutants if self.runs(m) and apart(m) is None)
 
     def mutant(self, ident: str) -> Mutant:
-        """Return the mutant of that identity; ConfigurationError if there is none."""
+        """Return the mutant with an identity. Raise ConfigurationError if there is none."""
         return mutant_of(self.mutants, self.part, ident)
 
     def runs(self, mutant: Mutant) -> bool:
@@ -55,10 +57,11 @@ class Survey:
 
 @dataclass(frozen=True)
 class Score:
-    """What became of the mutants that were put in, and how many there are.
+    """Outcomes of the mutants that were run, with totals.
 
-    seed: what the sample was drawn with. executed: how many it was drawn from. not_executed:
-    module -> mutants that no case executes. apart: why no CPU can tell a mutant -> how many.
+    seed: the seed of the sample. executed: number of mutants it was drawn from. not_executed:
+    module -> number of mutants that no case executes. apart: reason why a CPU cannot detect a
+    mutant -> number.
     """
 
     survey: Survey
@@ -74,20 +77,20 @@ class Score:
 
     @property
     def equivalent(self) -> tuple[tuple[Fate, Equivalent], ...]:
-        """Mutants that were reviewed, and compute the same: not run, or survivors."""
+        """The reviewed equivalent mutants, whether they were skipped or survived."""
         alive = [fate for fate in self.fates if not fate.killed]
-        found = ((f, reviewed(f.mutant.ident, self.survey.part)) for f in alive)
-        return tuple((fate, why) for fate, why in found if why is not None)
+        reviews = ((f, reviewed(f.mutant.ident, self.survey.part)) for f in alive)
+        return tuple((fate, why) for fate, why in reviews if why is not None)
 
     @property
     def survivors(self) -> tuple[Fate, ...]:
-        """Survivors that are not known to be equivalent."""
-        known = {fate.mutant for fate, _ in self.equivalent}
-        return tuple(f for f in self.fates if not f.killed and f.mutant not in known)
+        """The survivors that are not known to be equivalent."""
+        equivalents = {fate.mutant for fate, _ in self.equivalent}
+        return tuple(f for f in self.fates if not f.killed and f.mutant not in equivalents)
 
     @property
     def share(self) -> float:
-        """Killed over killed and survivors; 1.0 where there are none."""
+        """Killed divided by killed plus survivors; 1.0 if there are none."""
         counted = len(self.killed) + len(self.survivors)
         return len(self.killed) / counted if counted else 1.0
 
@@ -95,11 +98,10 @@ class Score:
 def survey(
     part: str, pairs: Sequence[Pair] = (), level: Level = "full", *, where: Where = _HERE
 ) -> Survey:
-    """Find the mutants of a part and run its cases once, on this CPU.
+    """Find the mutants of a part and run its cases once on this CPU.
 
-    pairs: the pairings whose cases are run; () takes every one that the part is in. where: in one
-    process, or OverRanks. Raises ConfigurationError for an unknown part, and one that no case there
-    serves.
+    pairs: the pairings whose cases run; () for every pairing of the part. where: in one process, or
+    OverRanks. Raises ConfigurationError for an unknown part and for one without cases there.
     """
     return surveys((part,), pairs, level, where=where)[0]
 
@@ -107,71 +109,76 @@ def survey(
 def surveys(
     parts: Sequence[str], pairs: Sequence[Pair] = (), level: Level = "full", *, where: Where = _HERE
 ) -> tuple[Survey, ...]:
-    """Take several parts apart as `survey` does one; the cases of a pairing are run once for all.
+    """Survey several parts; the cases of each pairing run once for all parts.
 
-    Of given pairs a part gets those that it is in; a reducer all.
+    Each part uses those of `pairs` that contain it; a reducer uses all.
     """
-    of = {part: _mine(part, pairs, level, where) for part in parts}
+    pairs_by_part = {part: _mine(part, pairs, level, where) for part in parts}
     catalog = load_catalog()
     modules = {m: path for part in parts for m, path in modules_of(part, catalog).items()}
-    each: dict[Pair, Coverage] = {}
-    for pair in dict.fromkeys(pair for mine in of.values() for pair in mine):
-        each[pair] = where.cover(modules, (pair,), level)
-        if each[pair].ended:
+    coverage_by_pair: dict[Pair, Coverage] = {}
+    for pair in dict.fromkeys(pair for part_pairs in pairs_by_part.values() for pair in part_pairs):
+        coverage_by_pair[pair] = where.cover(modules, (pair,), level)
+        if coverage_by_pair[pair].ended:
             need = "cases that pass before anything is changed"
-            raise ConfigurationError("--mutate", got=each[pair].ended, need=need)
+            raise ConfigurationError("--mutate", got=coverage_by_pair[pair].ended, need=need)
     return tuple(
-        Survey(part, mine, level, mutants_in(part, catalog), joined(each[p] for p in mine), where)
-        for part, mine in of.items()
+        Survey(
+            part,
+            part_pairs,
+            level,
+            mutants_in(part, catalog),
+            joined(coverage_by_pair[p] for p in part_pairs),
+            where,
+        )
+        for part, part_pairs in pairs_by_part.items()
     )
 
 
 def _mine(part: str, pairs: Sequence[Pair], level: Level, where: Where) -> tuple[Pair, ...]:
-    """Return the pairings of a part, of those given; ConfigurationError if it is in none of
-    them.
-    """
+    """Return the pairings of a part among `pairs`. Raise ConfigurationError if there are none."""
     if not pairs:
         return pairs_of(part, level, where=where)
     catalog = load_catalog()
     modules_of(part, catalog)
-    reducer = part in catalog.names("topk_reduce")
-    found = tuple(pair for pair in pairs if reducer or part in pair)
-    if not found:
+    is_reducer = part in catalog.names("topk_reduce")
+    selected = tuple(pair for pair in pairs if is_reducer or part in pair)
+    if not selected:
         got = ", ".join(" x ".join(pair) for pair in pairs)
         raise ConfigurationError("--mutate", got=got, need=f"a pairing of {part}")
-    return found
+    return selected
 
 
 def mutants_in(part: str, catalog: Catalog) -> tuple[Mutant, ...]:
-    """Every mutant of a part; ConfigurationError if no part has the name."""
+    """Return every mutant of a part. Raise ConfigurationError for an unknown part."""
     modules = modules_of(part, catalog)
     return tuple(m for module, path in modules.items() for m in mutants_of(module, path))
 
 
 def mutant_of(mutants: Sequence[Mutant], part: str, ident: str) -> Mutant:
-    """Return the mutant of that identity; ConfigurationError if there is none."""
-    found = next((m for m in mutants if m.ident == ident), None)
-    if found is None:
+    """Return the mutant with an identity. Raise ConfigurationError if there is none."""
+    mutant = next((m for m in mutants if m.ident == ident), None)
+    if mutant is None:
         need = f"the identity of one of the {len(mutants)} mutants of {part}"
         raise ConfigurationError("--only", got=repr(ident), need=need)
-    return found
+    return mutant
 
 
 def pairs_of(part: str, level: Level = "full", *, where: Where = _HERE) -> tuple[Pair, ...]:
-    """Find the pairings with the part that have cases; for a reducer all, as any may end in it.
+    """Return the pairings of the part that have cases; for a reducer all pairings with cases.
 
-    Raises ConfigurationError for an unknown part, and one that no case there serves.
+    Raises ConfigurationError for an unknown part and for one without cases there.
     """
     catalog = load_catalog()
     modules_of(part, catalog)
-    every = (
+    all_pairs = (
         (pf, experts)
         for pf in catalog.names("prepare_finalize")
         for experts in catalog.names("experts")
     )
-    reducer = part in catalog.names("topk_reduce")
-    mine = (pair for pair in every if reducer or part in pair)
-    pairs = tuple(pair for pair in mine if where.has_cases(pair, level))
+    is_reducer = part in catalog.names("topk_reduce")
+    candidates = (pair for pair in all_pairs if is_reducer or part in pair)
+    pairs = tuple(pair for pair in candidates if where.has_cases(pair, level))
     if not pairs:
         raise ConfigurationError("--mutate", got=repr(part), need=_needed(part, where.world_size))
     return pairs
@@ -182,14 +189,14 @@ def _needed(part: str, world_size: int) -> str:
         return f"a part that some pairing has a case for over {world_size} ranks on a CPU"
     catalog = load_catalog()
     if part in catalog.names("prepare_finalize"):
-        least, _ = catalog.prepare_finalize(part).requires.world_sizes
-        if least > 1:
-            return f"--world-size {least} beside it: it is a part over ranks"
+        min_ranks, _ = catalog.prepare_finalize(part).requires.world_sizes
+        if min_ranks > 1:
+            return f"--world-size {min_ranks} beside it: it is a part over ranks"
     return "a part that some pairing has a case for in one process here"
 
 
 def drawn(mutants: Sequence[Mutant], count: int | None, seed: str) -> tuple[Mutant, ...]:
-    """`count` of the mutants, the same for the same seed; all in their order if None."""
+    """Draw `count` of the mutants, the same for the same seed; None returns all in order."""
     if count is None or count >= len(mutants):
         return tuple(mutants)
     keys = {m: hashlib.sha256(f"{seed}|{m.ident}".encode()).digest() for m in mutants}
@@ -197,12 +204,12 @@ def drawn(mutants: Sequence[Mutant], count: int | None, seed: str) -> tuple[Muta
 
 
 def release() -> str:
-    """Return the seed of a release: its version."""
+    """Return the seed of a release, which is its version."""
     return version("modular-kernel")
 
 
 def _shared(before: Fate | None, found: Survey) -> Fate | None:
-    """Return the fate of a mutant that died before a case of this part, in the score of another."""
+    """Return the outcome from another part's score if a case of this part killed the mutant."""
     if before is None or not before.killed or before.case is None:
         return None
     met = (covered.case for covered in found.coverage.executing(before.mutant))
@@ -219,32 +226,32 @@ def mutation_score(
     dead: Mapping[str, str] = MappingProxyType({}),
     told: Callable[["Score"], None] = lambda _: None,
 ) -> Score:
-    """Put mutants in, one at a time, each until a case fails.
+    """Run mutants one at a time, each until a case fails.
 
-    count: how many are drawn of those that some case executes; None for all. seed: None for the
-    release. only: the identity of a single one. known: fates by identity, of the same source, to
-    which these are added: who died before a case of this part is not run again. dead: nor are
-    these, identity -> what killed them before. told: called with the score so far after each.
+    count: sample size among the mutants that some case executes; None for all. seed: None for the
+    version. only: the identity of a single mutant. known: outcomes by identity for the same source,
+    updated in place; mutants that a case of this part killed are not run again. dead: identity ->
+    killer of mutants that are not run either. told: called with the score so far after each mutant.
     """
     seed = release() if seed is None else seed
     executed = found.executed()
     if only is not None:
-        chosen: tuple[Mutant, ...] = (found.mutant(only),)
+        selected: tuple[Mutant, ...] = (found.mutant(only),)
     else:
-        chosen = drawn(executed, count, seed)
-        # Who is known comes first: a run that is stopped then leaves nothing out that it knew.
-        chosen = tuple(sorted(chosen, key=lambda m: not _known(m, found.part, dead)))
-    killers, score = Killers(), _nothing_yet(found, executed, seed)
+        selected = drawn(executed, count, seed)
+        # Known outcomes first, so that an interrupted run keeps them.
+        selected = tuple(sorted(selected, key=lambda m: not _known(m, found.part, dead)))
+    killers, score = Killers(), _initial_score(found, executed, seed)
     known = {} if known is None else known
-    for mutant in chosen:
+    for mutant in selected:
         if only is None and reviewed(mutant.ident, found.part):
             fate = Fate(mutant, "equivalent")
         elif only is None and mutant.ident in dead:
             fate = Fate.before(mutant, dead[mutant.ident])
         else:
-            met = found.coverage, found.pairs, found.level
+            args = found.coverage, found.pairs, found.level
             before = _shared(known.get(mutant.ident), found)
-            fate = before or attempt(mutant, *met, killers, where=found.where)
+            fate = before or attempt(mutant, *args, killers, where=found.where)
             known.setdefault(mutant.ident, replace(fate, shared=found.part))
         score = replace(score, fates=(*score.fates, fate))
         told(score)
@@ -255,10 +262,10 @@ def _known(mutant: Mutant, part: str, dead: Mapping[str, str]) -> bool:
     return reviewed(mutant.ident, part) is not None or mutant.ident in dead
 
 
-def _nothing_yet(found: Survey, executed: tuple[Mutant, ...], seed: str) -> Score:
-    """Return the score before any mutant is put in."""
-    rest = set(found.mutants) - set(executed)
-    reasons = Counter(reason for m in rest if (reason := apart(m)) is not None)
-    idle = Counter(m.module for m in rest if apart(m) is None)
-    counts = dict(sorted(idle.items())), dict(sorted(reasons.items()))
+def _initial_score(found: Survey, executed: tuple[Mutant, ...], seed: str) -> Score:
+    """Return the score before any mutant has run."""
+    others = set(found.mutants) - set(executed)
+    reasons = Counter(reason for m in others if (reason := apart(m)) is not None)
+    not_executed = Counter(m.module for m in others if apart(m) is None)
+    counts = dict(sorted(not_executed.items())), dict(sorted(reasons.items()))
     return Score(found, seed, (), len(executed), *counts)

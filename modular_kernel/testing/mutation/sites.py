@@ -1,8 +1,8 @@
-"""Where a module can be changed: every expression and statement that decides what is computed.
+"""Mutation sites of a module: every expression and statement that affects the computation.
 
-Left alone: what a reader reads (texts, docstrings, annotations), imports, assertions, what a call
-says when it raises, and the conditions that only guard such a raise: they refuse bad input, and
-`mk test` gives good input. Such a guard is only turned round.
+Not mutated: strings, docstrings, annotations, imports, assertions, arguments of raised errors, and
+conditions that only guard such a raise. They refuse bad input, and `mk test` uses valid input; such
+a guard is only negated.
 """
 
 import ast
@@ -24,7 +24,7 @@ from modular_kernel.testing.mutation.source import (
 
 _SKIPPED = (ast.Import, ast.ImportFrom, ast.Assert, ast.Raise, ast.JoinedStr, ast.Global)
 _TEXTS = ("Error", "Rejection", "TypeVar", "cast", "rejection", "note", "warn")
-# What a step of a loop leaves for a later one, or for who reads the result.
+# Statements by which a loop iteration affects a later one or the result.
 _LEAVES = (ast.AugAssign, ast.Yield, ast.YieldFrom, ast.Return, ast.Break)
 _GROWS = ("append", "extend", "insert")
 _TOLD = frozenset({"__str__", "__repr__"})
@@ -33,28 +33,28 @@ Found = Iterator[tuple[Edit, int, int, str]]
 
 
 def mutants_of(module: str, path: Path) -> tuple[Mutant, ...]:
-    """Every mutant of one module, in the order of its lines."""
+    """Return every mutant of a module in the order of its lines."""
     source = Source(module, path)
-    found = named(source, _statements(source, source.tree.body, "", set()))
-    return tuple(sorted(found, key=lambda mutant: (mutant.edit.start, mutant.ident)))
+    mutants = named(source, _statements(source, source.tree.body, "", set()))
+    return tuple(sorted(mutants, key=lambda mutant: (mutant.edit.start, mutant.ident)))
 
 
 def _statements(source: Source, body: list[ast.stmt], function: str, known: set[str]) -> Found:
-    """known: names that were assigned before in this function."""
+    """Yield the edits of a block. known: names assigned before in this function."""
     for node in body:
         yield from _statement(source, node, function, known)
 
 
 def _statement(source: Source, node: ast.stmt, function: str, known: set[str]) -> Found:
-    if isinstance(node, _SKIPPED) or _is_text(node) or _only_for_types(node):
+    if isinstance(node, _SKIPPED) or _is_text(node) or _is_for_types_only(node):
         return
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         if node.name not in _TOLD:
             yield from _definition(source, node, f"{function}.{node.name}")
         return
     first, last = node.lineno, last_line(node)
-    found = _own(source, node, known)
-    yield from ((edit, first, last, function) for edit in found)
+    edits = _own(source, node, known)
+    yield from ((edit, first, last, function) for edit in edits)
     for block in ("body", "orelse", "finalbody"):
         yield from _statements(source, getattr(node, block, []), function, known)
     for handler in getattr(node, "handlers", []):
@@ -74,7 +74,7 @@ def _definition(source: Source, node: ast.FunctionDef | ast.ClassDef, name: str)
 
 
 def _own(source: Source, node: ast.stmt, known: set[str]) -> Iterator[Edit]:
-    """Edits of a statement itself, without the statements in it."""
+    """Yield edits of a statement itself, without nested statements."""
     if isinstance(node, ast.If) and all(isinstance(inner, ast.Raise) for inner in node.body):
         yield source.replaced("branch", node.test, f"not ({source.of(node.test)})")
         return
@@ -87,14 +87,18 @@ def _own(source: Source, node: ast.stmt, known: set[str]) -> Iterator[Edit]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.expr) and child is not getattr(node, "annotation", None):
             for edit in _expression(source, child):
-                if edit.operator != "order" or not isinstance(node, ast.For) or _carries(node):
+                if (
+                    edit.operator != "order"
+                    or not isinstance(node, ast.For)
+                    or _has_carried_state(node)
+                ):
                     yield edit
     for item in getattr(node, "items", []):
         yield from _expression(source, item.context_expr)
 
 
 def _assignment(source: Source, node: ast.stmt, known: set[str]) -> Iterator[Edit]:
-    """Yield a value that stays as it was: a tile that is stale, a clamp that is forgotten."""
+    """Yield the loss of a reassignment: a stale tile, a forgotten clamp."""
     if not isinstance(node, ast.Assign):
         return
     names = {t.id for target in node.targets for t in ast.walk(target) if isinstance(t, ast.Name)}
@@ -119,17 +123,17 @@ def _expression(source: Source, node: ast.AST) -> Iterator[Edit]:
             yield from _expression(source, child)
 
 
-def _carries(loop: ast.For) -> bool:
-    """Whether a step of the loop may read what an earlier one left: its order can count then."""
+def _has_carried_state(loop: ast.For) -> bool:
+    """Return whether an iteration may read what an earlier one wrote, so that order matters."""
     inner = [n for statement in loop.body for n in ast.walk(statement)]
     if any(isinstance(n, _LEAVES) or _called_on(n) in _GROWS for n in inner):
         return True
-    given = {n.id for n in inner if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    assigned = {n.id for n in inner if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     known = set[str]()
     statements = [n for n in inner if isinstance(n, ast.stmt)]
     for statement in sorted(statements, key=lambda n: (n.lineno, n.col_offset)):
         names = list(names_in(statement))
-        if {n.id for n in names if isinstance(n.ctx, ast.Load)} & given - known:
+        if {n.id for n in names if isinstance(n.ctx, ast.Load)} & assigned - known:
             return True
         known |= {n.id for n in names if isinstance(n.ctx, ast.Store)}
     return False
@@ -141,7 +145,7 @@ def _called_on(node: ast.AST) -> str:
 
 
 def _is_duration(node: ast.stmt) -> TypeGuard[ast.Assign]:
-    """Whether a statement gives a name in _S, of seconds, a number."""
+    """Return whether a statement assigns a constant to names in _S, a duration in seconds."""
     return (
         isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Constant)
@@ -157,18 +161,18 @@ def _is_target(node: ast.AST) -> bool:
     return isinstance(getattr(node, "ctx", None), ast.Store | ast.Del)
 
 
-def _only_for_types(node: ast.stmt) -> bool:
-    """TYPE_CHECKING blocks, lists of names, and names of unions of types."""
+def _is_for_types_only(node: ast.stmt) -> bool:
+    """Return whether a statement is a TYPE_CHECKING block, `__all__`, or a union of types."""
     if isinstance(node, ast.If):
         return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
     if isinstance(node, ast.Assign):
-        listed = any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets)
-        return listed or (isinstance(node.value, ast.BinOp) and _is_union(node.value))
+        is_all = any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets)
+        return is_all or (isinstance(node.value, ast.BinOp) and _is_union(node.value))
     return False
 
 
 def _is_union(node: ast.expr) -> bool:
-    """Whether an expression is types joined by "|": classes or None."""
+    """Return whether an expression is types joined by "|": classes or None."""
     if isinstance(node, ast.BinOp):
         return isinstance(node.op, ast.BitOr) and _is_union(node.left) and _is_union(node.right)
     if isinstance(node, ast.Subscript):
@@ -182,7 +186,7 @@ def _is_none(node: ast.expr) -> bool:
 
 
 def _tells(node: ast.Call) -> bool:
-    """Whether a call only makes a message."""
+    """Return whether a call only makes a message."""
     called = node.func
     word = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
     return str(word).endswith(_TEXTS)

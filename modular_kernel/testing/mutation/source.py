@@ -1,4 +1,4 @@
-"""The text of one module, by bytes, and the changes that can be made to it."""
+"""The source text of a module, in bytes, and the changes that can be made to it."""
 
 import ast
 import difflib
@@ -10,13 +10,13 @@ from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
-# Every node that an operator looks at is an expression, a statement or a keyword.
+# The syntax nodes that operators change.
 Placed = ast.expr | ast.stmt | ast.keyword
 
 
 @dataclass(frozen=True)
 class Edit:
-    """Bytes [start, end) of a module become `new`; `operator` names the kind of change."""
+    """Replacement of bytes [start, end) by `new`; `operator` names the kind of change."""
 
     operator: str
     start: int
@@ -25,7 +25,7 @@ class Edit:
 
 
 class Source:
-    """A module's text as the syntax tree counts it: in bytes of UTF-8, from line 1."""
+    """A module's text with the positions of the syntax tree: UTF-8 bytes, lines from 1."""
 
     def __init__(self, module: str, path: Path) -> None:
         self.module, self.path = module, path
@@ -41,21 +41,23 @@ class Source:
 
     @cached_property
     def readers(self) -> dict[int, tuple[tuple[int, int], ...]]:
-        """The line that gives a private name its value -> the statements in functions that read it;
-        of names that are assigned once, and read by nothing that an import executes."""
+        """Line that assigns a private constant -> the statements in functions that read it.
+
+        Only for names that are assigned once and not read during import.
+        """
         return readers_of(self.tree)
 
     def in_kernel(self, node: Placed) -> bool:
-        """Whether the node is in the body of a jit function."""
+        """Return whether the node is in the body of a jit function."""
         return any(node.lineno in body for body in self._kernels)
 
     @cached_property
     def _kernels(self) -> list[range]:
         return [
-            range(each.body[0].lineno, (each.end_lineno or 0) + 1)
-            for each in self.tree.body
-            if isinstance(each, ast.FunctionDef)
-            and any("jit" in ast.unparse(made) for made in each.decorator_list)
+            range(function.body[0].lineno, (function.end_lineno or 0) + 1)
+            for function in self.tree.body
+            if isinstance(function, ast.FunctionDef)
+            and any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
         ]
 
     def start(self, node: Placed) -> int:
@@ -70,29 +72,30 @@ class Source:
         return self.data[start:end].decode()
 
     def of(self, node: Placed) -> str:
-        """Return what the node is written as."""
+        """Return the source text of a node."""
         return self.text(self.start(node), self.end(node))
 
     def replaced(self, operator: str, node: Placed, new: str) -> Edit:
-        """Return the edit that writes `new` for the node."""
+        """Return the edit that replaces the node by `new`."""
         return Edit(operator, self.start(node), self.end(node), new)
 
     def changed(self, edit: Edit) -> str:
-        """Return the whole text with one edit."""
+        """Return the whole text with one edit applied."""
         return (self.data[: edit.start] + edit.new.encode() + self.data[edit.end :]).decode()
 
     def line(self, offset: int) -> int:
-        """Return the line of a byte, from 1."""
+        """Return the line number of a byte offset, from 1."""
         return self.data.count(b"\n", 0, offset) + 1
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of one module. first, last: the lines of the statement that it is part of; it is
-    executed where one of them is. ident: the same as long as the changed lines are the same.
+    """One change of one module.
 
-    readers: of a module's private name that functions alone read, the statements that do: whoever
-    executes none of them cannot tell. None where that is not so.
+    first, last: the lines of the changed statement; the mutant is executed if one of them is.
+    ident: stays the same as long as the changed lines do. readers: for a private constant that only
+    functions read, the spans of the statements that read it, one of which must be executed instead.
+    None otherwise.
     """
 
     ident: str
@@ -109,7 +112,7 @@ class Mutant:
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """First and last lines of which one is executed wherever the change can be told."""
+        """(first, last) line spans; the mutant is executed if a line of any span is."""
         return ((self.first, self.last),) if self.readers is None else self.readers
 
     def text(self) -> str:
@@ -125,12 +128,12 @@ class Mutant:
 
 
 def readers_of(tree: ast.Module) -> dict[int, tuple[tuple[int, int], ...]]:
-    """As `Source.readers` says."""
-    given: dict[str, list[int]] = {}
+    """Compute `Source.readers`."""
+    assigned: dict[str, list[int]] = {}
     for node in tree.body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
         if isinstance(target, ast.Name) and target.id.startswith("_"):
-            given.setdefault(target.id, []).append(node.lineno)
+            assigned.setdefault(target.id, []).append(node.lineno)
     read: dict[str, list[tuple[int, int]]] = {}
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef):
@@ -146,13 +149,13 @@ def readers_of(tree: ast.Module) -> dict[int, tuple[tuple[int, int], ...]]:
                          if isinstance(n, ast.Name))  # fmt: skip
     return {
         lines[0]: tuple(dict.fromkeys(read.get(name, ())))
-        for name, lines in given.items()
+        for name, lines in assigned.items()
         if len(lines) == 1 and outside[name] <= 1
     }
 
 
 def names_in(statement: ast.stmt) -> Iterator[ast.Name]:
-    """Yield the names in a statement itself, without the statements in it."""
+    """Yield the names in a statement, excluding nested statements."""
     waiting: list[ast.AST] = [statement]
     while waiting:
         for child in ast.iter_child_nodes(waiting.pop()):
@@ -170,7 +173,7 @@ def last_line(node: ast.stmt) -> int:
 
 
 def named(source: Source, edits: Iterator[tuple[Edit, int, int, str]]) -> Iterator[Mutant]:
-    """Mutants from (edit, first line, last line, function), each with an identity of its own."""
+    """Yield mutants from (edit, first line, last line, function), with unique identities."""
     seen: set[str] = set()
     lines, read_at = source.data.splitlines(), source.readers
     for edit, first, last, function in edits:
@@ -181,12 +184,12 @@ def named(source: Source, edits: Iterator[tuple[Edit, int, int, str]]) -> Iterat
         old = lines[line - 1].strip().decode()
         column = edit.start - (source.data.rfind(b"\n", 0, edit.start) + 1)
         column -= len(lines[line - 1]) - len(lines[line - 1].lstrip())
-        what = (source.module, function, edit.operator, old, str(column), edit.new)
-        ident = _digest("|".join(what))
+        key = (source.module, function, edit.operator, old, str(column), edit.new)
+        ident = _digest("|".join(key))
         count = 1
         while ident in seen:
             count += 1
-            ident = _digest("|".join((*what, str(count))))
+            ident = _digest("|".join((*key, str(count))))
         seen.add(ident)
         yield Mutant(ident, source.module, source.path, edit, first, last, read_at.get(first))
 

@@ -1,1 +1,1 @@
-"""A persistent pool of processes that act as ranks."""
+"""Processes that act as ranks: a persistent pool, or the ranks of a launcher."""

@@ -1,4 +1,4 @@
-"""Closing: what is closed at the end of a `with`."""
+"""`Closing`: base of context managers that close themselves."""
 
 from abc import ABC, abstractmethod
 from types import TracebackType
@@ -6,7 +6,7 @@ from typing import Self
 
 
 class Closing(ABC):
-    """Closes at the end of a `with`, however that ends."""
+    """Calls `close` at the end of a `with` block, also after an exception."""
 
     def __enter__(self) -> Self:
         return self
@@ -21,4 +21,4 @@ class Closing(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End it; a second call does nothing."""
+        """Release all resources; a second call does nothing."""

@@ -1,10 +1,10 @@
-"""The ranks of a world that a launcher started, for whom a `RankPool` would start processes.
+"""Ranks started by a launcher, with the interface of `RankPool`.
 
     torchrun --nnodes 2 --nproc-per-node 8 ... -m modular_kernel test
 
-Every rank runs the same verb and makes the same runs in one order; each does its own share of a
-run, and hears what all the others found, through the launcher's store. So every rank knows the
-same, ends with the same status, and rank 0 alone needs to report.
+Every rank runs the same command and makes the same runs in the same order. It does its share of a
+run and receives the results of all others through the launcher's store. So all ranks have the same
+results and exit with the same status, and only rank 0 needs to report.
 """
 
 import pickle
@@ -31,14 +31,16 @@ _FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.05
 
 
 class LaunchedRanks(Closing):
-    """The ranks of a launcher's world, this process one of them; `run` as a `RankPool` has it.
+    """The ranks of a launcher, including this process; `run` is that of `RankPool`.
 
-    launcher: as `read_launcher` found it. backend: gloo on the CPU, or nccl with the GPU that
-    LOCAL_RANK names. group_timeout: seconds after which a collective that waits for a peer raises.
-    grace: seconds beyond that which ranks have to answer after another failed. A rank that does
-    not answer cannot be ended from here: every later run is refused, and its launcher must start
-    the world anew. Making it is collective. ConfigurationError where this host has no GPU of that
-    number, or ranks run different commands; RankError where the store or a rank does not answer.
+    launcher: from `read_launcher`. backend: gloo on the CPU, or nccl with GPU LOCAL_RANK.
+    group_timeout: seconds after which a collective that waits for a peer raises. grace: additional
+    seconds for ranks to answer after another one failed.
+
+    Construction is collective. Raises ConfigurationError if this host has no such GPU or if ranks
+    run different commands, RankError if the store or a rank does not answer. A rank that does not
+    answer cannot be ended from here: all later runs are refused, and the launcher must be
+    restarted.
     """
 
     def __init__(
@@ -68,26 +70,27 @@ class LaunchedRanks(Closing):
 
     @property
     def hosts(self) -> int:
-        """On how many hosts the ranks say they are: by the boot's id, or MK_HOST_ID."""
+        """The number of distinct hosts, identified by boot id or MK_HOST_ID."""
         return len(set(self._hosts))
 
     def run(self, function: Callable[..., R], *arguments: Any, timeout: float = 120) -> list[R]:
-        """function(rank, world_size, group, *arguments) on every rank; the results by rank.
+        """Run function(rank, world_size, group, *arguments) on every rank; return results by rank.
 
-        Collective: every rank makes the same run. Results must be picklable. RankError, the same on
-        every rank that answers, if one raises or does not answer within `timeout` seconds.
+        Collective: every rank makes the same run. Results must be picklable. Raises RankError, the
+        same on every rank that answers, if a rank raises or does not answer within `timeout`
+        seconds.
         """
         if self._lost:
             raise RankError(self._lost, {})
         started = time.monotonic()
         what = f"{function.__module__}.{function.__qualname__}"
-        mine = self._mine(function, arguments, started)
-        told = self._exchange("run", (*mine, what), started + timeout)
-        answers = {rank: _same_run(what, *answer) for rank, answer in told.items()}
+        outcome = self._mine(function, arguments, started)
+        outcomes = self._exchange("run", (*outcome, what), started + timeout)
+        answers = {rank: _check_same_run(what, *answer) for rank, answer in outcomes.items()}
         results = {rank: value for rank, (good, value) in answers.items() if good}
         failures = {rank: value for rank, (good, value) in answers.items() if not good}
-        order = sorted(failures, key=lambda rank: failures[rank][0])
-        texts = {rank: failures[rank][1] for rank in order}
+        ordered = sorted(failures, key=lambda rank: failures[rank][0])
+        texts = {rank: failures[rank][1] for rank in ordered}
         silent = [rank for rank in range(self.world_size) if rank not in answers]
         if silent:
             after = " after another rank failed" if texts else ""
@@ -99,8 +102,8 @@ class LaunchedRanks(Closing):
         return [results[rank] for rank in range(self.world_size)]
 
     def collect(self, read: Callable[[int], R], *, timeout: float = 120) -> list[R]:
-        """read(rank) on each rank for itself; what they read, by rank. Collective."""
-        return self.run(_read_own, read, timeout=timeout)
+        """Call read(rank) on each rank and return the results by rank. Collective."""
+        return self.run(_call_read, read, timeout=timeout)
 
     def close(self) -> None:
         """Leave the process group; a later run joins a new one."""
@@ -113,56 +116,62 @@ class LaunchedRanks(Closing):
         self._generation += 1
 
     def _connected(self) -> Store:
-        """Return the launcher's store; RankError where it does not answer in time."""
+        """Return the launcher's store. Raise RankError if it does not answer in time."""
         from torch.distributed.rendezvous import rendezvous
 
         limit = timedelta(seconds=self._group_timeout)
         try:
             store, _, _ = next(iter(rendezvous("env://", timeout=limit)))
         except (RuntimeError, ValueError) as error:
-            why = str(error).partition("\n")[0]  # frames of C++ follow
+            why = str(error).partition("\n")[0]  # C++ stack frames follow
             text = f"rank {self.rank} does not reach the store of {self._launcher.address}: {why}"
             raise RankError({self.rank: text}, {}) from error
         return PrefixStore("modular_kernel", store)
 
     def _meet(self, command: str) -> list[str]:
-        """Hear the host of every rank; ConfigurationError unless all run the same command."""
-        mine = (True, (_host(), command), "")
-        told = self._exchange("meet", mine, time.monotonic() + self._group_timeout)
-        missing = [rank for rank in range(self.world_size) if rank not in told]
+        """Exchange host and command with all ranks; return the host of each rank.
+
+        Raise RankError if a rank does not answer, ConfigurationError if commands differ.
+        """
+        message = (True, (_host_name(), command), "")
+        messages = self._exchange("meet", message, time.monotonic() + self._group_timeout)
+        missing = [rank for rank in range(self.world_size) if rank not in messages]
         if missing:
             raise RankError(dict.fromkeys(missing, SILENT), {})
-        commands = {rank: value[1] for rank, (_, value, _) in told.items()}
+        commands = {rank: value[1] for rank, (_, value, _) in messages.items()}
         if len(set(commands.values())) > 1:
             got = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(commands.items()))
             self._take_leave()
             raise ConfigurationError("commands of ranks", got=got, need="one on all ranks")
-        return [told[rank][1][0] for rank in range(self.world_size)]
+        return [messages[rank][1][0] for rank in range(self.world_size)]
 
     def _take_leave(self) -> None:
-        """Tell that all is heard. Rank 0, who may keep the store, waits for the others to."""
-        with suppress(RuntimeError):  # a store that is gone has nobody to wait for
+        """Announce that this rank no longer needs the store.
+
+        Rank 0 may host the store, so it waits for the others, up to `grace` seconds.
+        """
+        with suppress(RuntimeError):  # the store may be gone
             self._store.set(self._key("left", self._run, self.rank), "")
             others = [self._key("left", self._run, rank) for rank in range(1, self.world_size)]
-            until = time.monotonic() + (0 if self.rank or self._lost else self.grace)
-            while time.monotonic() < until and not self._store.check(others):
+            end = time.monotonic() + (0 if self.rank or self._lost else self.grace)
+            while time.monotonic() < end and not self._store.check(others):
                 time.sleep(_FIRST_POLL_S)
 
     def _mine(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], started: float
     ) -> tuple[bool, Any]:
-        """Do this rank's share: (True, result), or (False, (seconds, traceback))."""
+        """Run this rank's share; return (True, result) or (False, (seconds, traceback))."""
         try:
             self._join()
             return True, function(self.rank, self.world_size, dist.group.WORLD, *arguments)
         except KeyboardInterrupt:
             raise
-        # Whatever it is, the others are told, and the world goes on.
+        # Any error is sent to the other ranks, and later runs remain possible.
         except BaseException:  # noqa: BLE001
             return False, (time.monotonic() - started, traceback.format_exc())
 
     def _join(self) -> None:
-        """Be in the process group of this generation: one that failed is not used again."""
+        """Join the process group of the current generation; a failed group is not reused."""
         if self._joined == self._generation:
             return
         if dist.is_initialized():
@@ -182,24 +191,28 @@ class LaunchedRanks(Closing):
         self._joined = self._generation
 
     def _exchange(self, kind: str, mine: tuple[bool, Any, str], until: float) -> dict[int, Any]:
-        """Tell `mine` and hear what every rank told, by rank, as far as known at `until`."""
+        """Send `mine`; return the messages of all ranks received before the time `until`.
+
+        After a failure, wait for the others no longer than group_timeout + grace seconds. Raise
+        RankError if the store fails.
+        """
         self._run += 1
-        heard: dict[int, Any] = {}
+        received: dict[int, Any] = {}
         pause = _FIRST_POLL_S
         try:
             self._store.set(self._key(kind, self._run, self.rank), _pickled(mine))  # type: ignore[arg-type]
-            while len(heard) < self.world_size and time.monotonic() < until:
-                self._listen(kind, heard)
-                if any(not good for good, _, _ in heard.values()):
+            while len(received) < self.world_size and time.monotonic() < until:
+                self._listen(kind, received)
+                if any(not good for good, _, _ in received.values()):
                     until = min(until, time.monotonic() + self._group_timeout + self.grace)
-                if len(heard) < self.world_size:
+                if len(received) < self.world_size:
                     time.sleep(pause)
                     pause = min(2 * pause, _LAST_POLL_S)
-            self._forget(kind, complete=len(heard) == self.world_size)
+            self._forget(kind, complete=len(received) == self.world_size)
         except RuntimeError as error:
             self._lost = {self.rank: f"the store of {self._launcher.address} fails: {error}"}
             raise RankError(self._lost, {}) from error
-        return heard
+        return received
 
     def _listen(self, kind: str, heard: dict[int, Any]) -> None:
         for rank in range(self.world_size):
@@ -208,7 +221,7 @@ class LaunchedRanks(Closing):
                 heard[rank] = _unpickled(self._store.get(key))
 
     def _forget(self, kind: str, *, complete: bool) -> None:
-        """Remove this rank's word of the run before, which whoever answered now has read."""
+        """Delete this rank's message of the previous run, which every rank has read by now."""
         if complete and self._run > 1:
             self._store.delete_key(self._key("run", self._run - 1, self.rank))
 
@@ -220,12 +233,12 @@ class LaunchedRanks(Closing):
 AnyRanks = RankPool | LaunchedRanks
 
 
-def _read_own(rank: int, _world_size: int, _group: object, read: Callable[[int], R]) -> R:
+def _call_read(rank: int, _world_size: int, _group: object, read: Callable[[int], R]) -> R:
     return read(rank)
 
 
-def _same_run(mine: str, good: bool, value: Any, theirs: str) -> tuple[bool, Any]:
-    """Return the answer of a rank, or that it made another run than this one."""
+def _check_same_run(mine: str, good: bool, value: Any, theirs: str) -> tuple[bool, Any]:
+    """Return the answer of a rank, or a failure if it ran another function."""
     if theirs != mine:
         return False, (0.0, f"ran {theirs}, and not {mine}: ranks must run the same command")
     return good, value
@@ -234,7 +247,7 @@ def _same_run(mine: str, good: bool, value: Any, theirs: str) -> tuple[bool, Any
 def _pickled(answer: tuple[bool, Any, str]) -> bytes:
     try:
         return pickle.dumps(answer)
-    except Exception as error:  # noqa: BLE001  what it returns may refuse in any way
+    except Exception as error:  # noqa: BLE001  __reduce__ may raise anything
         text = f"returned what cannot be pickled: {error!r}"
         return pickle.dumps((False, (0.0, text), answer[2]))
 
@@ -242,15 +255,18 @@ def _pickled(answer: tuple[bool, Any, str]) -> bytes:
 def _unpickled(told: bytes) -> tuple[bool, Any, str]:
     try:
         answer: tuple[bool, Any, str] = pickle.loads(told)
-    except Exception as error:  # noqa: BLE001  it may need anything, and fail in any way
+    except Exception as error:  # noqa: BLE001  unpickling may raise anything
         return False, (0.0, f"returned what cannot be unpickled: {error!r}"), "?"
     return answer
 
 
-def _host() -> str:
-    """Name this host for a count of hosts; parts find out for themselves who shares memory."""
+def _host_name() -> str:
+    """Return MK_HOST_ID, else the boot id, else the host name.
+
+    This only counts hosts; parts detect by themselves which ranks share memory.
+    """
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
-        boot = socket.gethostname()
-    return read_settings().host_id or boot
+        boot_id = socket.gethostname()
+    return read_settings().host_id or boot_id

@@ -1,10 +1,10 @@
-"""A pool of processes that stand for ranks: started once, used for many runs.
+"""A pool of processes that act as ranks, started once and used for many runs.
 
     with RankPool(4) as pool:                       # gloo on the CPU; "nccl": one GPU a rank
         sums = pool.run(function, 3, timeout=60)    # function(rank, world, group, 3) on each
 
-A process group lives from run to run. After a failure the next run gets a fresh one, and fresh
-processes too where one was lost: a rank that died, that did not answer, or that waited for it.
+A process group persists between runs. After a failure the next run gets a new group. It also gets
+new processes if one was lost: a rank that died, did not answer, or waited for such a rank.
 """
 
 import datetime
@@ -41,31 +41,33 @@ Backend = Literal["gloo", "nccl"]
 R = TypeVar("R")
 
 _PRELOAD = ["modular_kernel.testing.mutation.preload"]
-_STOP = b""  # instead of a task: end
-DIED, SILENT = "died", "did not answer"  # how what became of a rank begins
+_STOP = b""  # sent in place of a task to end a process
+DIED, SILENT = "died", "did not answer"  # prefixes of the failure of a lost rank
 
 
 class RankError(ModularKernelError):
-    """A run failed. failures: by rank, a traceback or what became of it; one that died comes first,
-    else the first to fail. results: of the ranks that did return.
+    """A run failed.
+
+    failures: by rank, a traceback or how the rank was lost. Ranks that died come first, then the
+    others in order of failure. results: of the ranks that returned.
     """
 
     def __init__(self, failures: Mapping[int, str], results: Mapping[int, Any]) -> None:
         # Peers may have noticed a death, and failed, before the parent saw it.
         order = sorted(failures, key=lambda rank: not failures[rank].startswith(DIED))
         self.failures, self.results = {rank: failures[rank] for rank in order}, dict(results)
-        told = (f"rank {rank}: {text}" for rank, text in self.failures.items())
-        super().__init__("\n".join(told))
+        lines = (f"rank {rank}: {text}" for rank, text in self.failures.items())
+        super().__init__("\n".join(lines))
 
     @property
     def rank(self) -> int:
-        """The rank to look at first."""
+        """The first failed rank, where the cause most likely is."""
         return next(iter(self.failures))
 
 
 @dataclass(frozen=True)
 class _Task:
-    """What a rank is sent. generation: of the process group; a new number means a new group."""
+    """The message to a rank. generation: of the process group; a new number means a new group."""
 
     generation: int
     function: Callable[..., Any]
@@ -74,27 +76,27 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Place:
-    """What a process is told once."""
+    """The configuration of a rank process."""
 
     rank: int
     world_size: int
     backend: Backend
-    host: str  # a name of it; "" where all are on one
+    host: str  # simulated host name; "" if all ranks are on one host
     folder: str
-    listener: str  # the folder of the parent's multiprocessing, where ranks are asked for
-    seconds: float  # deadline of a collective
+    listener: str  # the temporary folder of the parent's multiprocessing, for its sockets
+    seconds: float  # timeout of a collective
     interpreter: bool
 
 
 @dataclass
-class _Rank:
+class _RankProcess:
     """A process and the parent's end of its pipe."""
 
     process: BaseProcess
     pipe: Connection
 
     def end(self) -> None:
-        """Kill it, whatever it is doing (a stopped one too), and leave nothing of it."""
+        """Kill the process, even if it is stopped, and release its resources."""
         self.process.kill()
         self.process.join()
         self.pipe.close()
@@ -102,13 +104,13 @@ class _Rank:
 
 
 class RankPool(Closing):
-    """`world_size` processes of one thread each, torch imported, in one process group.
+    """`world_size` processes of one thread each, with torch imported, in one process group.
 
     backend: gloo on the CPU, or nccl with GPU r for rank r. group_timeout: seconds after which a
-    collective that waits for a peer raises. grace: seconds that ranks have to come back after
-    another one failed; then they are killed. ranks_per_host: that blocks of so many ranks are to
-    take for hosts of their own; None: all are on one. Processes start with the first run.
-    ConfigurationError where there are fewer GPUs than ranks, or a block would be incomplete.
+    collective that waits for a peer raises. grace: seconds for ranks to answer after another one
+    failed, before they are killed. ranks_per_host: simulate hosts of so many ranks each; None: one
+    host. Processes start with the first run. Raises ConfigurationError for invalid arguments,
+    including fewer GPUs than ranks and ranks_per_host that does not divide world_size.
     """
 
     def __init__(
@@ -133,17 +135,17 @@ class RankPool(Closing):
         self.world_size, self.backend, self.grace = world_size, backend, grace
         self.ranks_per_host = ranks_per_host
         self._group_timeout = group_timeout
-        self._context = _context(backend)
+        self._mp_context = _mp_context(backend)
         self._folder: tempfile.TemporaryDirectory[str] | None = tempfile.TemporaryDirectory(
             prefix="mk-ranks-"
         )
-        self._ranks: list[_Rank] = []
+        self._ranks: list[_RankProcess] = []
         self._generation = 0
-        self._raised_at: dict[int, float] = {}  # in the last run, by the clock ranks share
+        self._raised_at: dict[int, float] = {}  # in the last run, by the monotonic clock
 
     @property
     def hosts(self) -> int:
-        """How many hosts the ranks stand for."""
+        """The number of simulated hosts."""
         return self.world_size // (self.ranks_per_host or self.world_size)
 
     @property
@@ -152,10 +154,11 @@ class RankPool(Closing):
         return tuple(rank.process.pid or 0 for rank in self._ranks)
 
     def run(self, function: Callable[..., R], *arguments: Any, timeout: float = 120) -> list[R]:
-        """function(rank, world_size, group, *arguments) on every rank; the results by rank.
+        """Run function(rank, world_size, group, *arguments) on every rank; return results by rank.
 
-        function and arguments must be picklable, and so must be what it returns: RankError if
-        not, or if a rank raises, dies, or does not answer within `timeout` seconds.
+        The function, its arguments and its results must be picklable. Raises ConfigurationError if
+        the task is not, or after `close`; RankError if a result is not, or if a rank raises, dies
+        or does not answer within `timeout` seconds.
         """
         if self._folder is None:
             raise ConfigurationError("pool", got="a run after close()", need="an open pool")
@@ -168,7 +171,7 @@ class RankPool(Closing):
         try:
             self._send(task, failures)
             self._collect(results, failures, time.monotonic() + timeout)
-        except BaseException:  # such as a keyboard interrupt: ranks are still at work
+        except BaseException:  # such as KeyboardInterrupt, while ranks still run
             self._end()
             raise
         if failures:
@@ -177,16 +180,16 @@ class RankPool(Closing):
         return [results[rank] for rank in range(self.world_size)]
 
     def collect(self, read: Callable[[int], R]) -> list[R]:
-        """Return read(rank) by rank, of what they left in files: called in this process."""
+        """Call read(rank) in this process for every rank, to read files that ranks wrote."""
         return [read(rank) for rank in range(self.world_size)]
 
     def close(self) -> None:
-        """End the processes and remove the pool's files. May be called again."""
+        """End the processes and remove the pool's files; a second call does nothing."""
         for rank in self._ranks:
             try:
                 rank.pipe.send_bytes(_STOP)
             except OSError:
-                continue  # it is dead already
+                continue  # the process is dead already
         deadline = time.monotonic() + self.grace
         for rank in self._ranks:
             rank.process.join(max(0.0, deadline - time.monotonic()))
@@ -199,7 +202,7 @@ class RankPool(Closing):
         assert self._folder is not None
         interpreter = read_settings().triton_interpret
         for rank in range(self.world_size):
-            ours, theirs = self._context.Pipe()
+            parent_end, child_end = self._mp_context.Pipe()
             place = _Place(
                 rank,
                 self.world_size,
@@ -210,12 +213,12 @@ class RankPool(Closing):
                 seconds=self._group_timeout,
                 interpreter=interpreter,
             )
-            process = self._context.Process(
-                target=_serve, args=(place, theirs), name=f"rank {rank}", daemon=True
+            process = self._mp_context.Process(
+                target=_run_worker, args=(place, child_end), name=f"rank {rank}", daemon=True
             )
             process.start()
-            theirs.close()
-            self._ranks.append(_Rank(process, ours))
+            child_end.close()
+            self._ranks.append(_RankProcess(process, parent_end))
 
     def _send(self, task: bytes, failures: dict[int, str]) -> None:
         for number, rank in enumerate(self._ranks):
@@ -225,7 +228,7 @@ class RankPool(Closing):
                 failures[number] = self._epitaph(number)
 
     def _collect(self, results: dict[int, R], failures: dict[int, str], deadline: float) -> None:
-        """Fill `results` and `failures` until every rank has answered or time is up."""
+        """Fill `results` and `failures` until every rank has answered or the deadline passes."""
         pending = set(range(self.world_size)) - set(failures)
         while pending:
             if failures:
@@ -244,7 +247,7 @@ class RankPool(Closing):
             good, value = pickle.loads(self._ranks[number].pipe.recv_bytes())
         except (EOFError, OSError):
             failures[number] = self._epitaph(number)
-        # What a rank returns may need anything to be unpickled, which then fails in any way.
+        # Unpickling a result may raise anything.
         except Exception as error:  # noqa: BLE001
             failures[number] = f"returned what cannot be unpickled: {error!r}"
         else:
@@ -254,9 +257,7 @@ class RankPool(Closing):
                 self._raised_at[number], failures[number] = value
 
     def _by_time(self, failures: Mapping[int, str]) -> dict[int, str]:
-        """Return the first that raised first, whoever was heard first: others fail because of
-        it.
-        """
+        """Order failures by the time at which they were raised: the first may cause the others."""
         order = sorted(failures, key=lambda rank: self._raised_at.get(rank, math.inf))
         return {rank: failures[rank] for rank in order}
 
@@ -264,35 +265,35 @@ class RankPool(Closing):
         process = self._ranks[number].process
         process.join(self.grace)
         code = process.exitcode
-        how = "closed its pipe" if code is None else f"exit code {code}"
+        reason = "closed its pipe" if code is None else f"exit code {code}"
         if code is not None and code < 0:
-            how = f"killed by signal {signal.Signals(-code).name}"
-        return f"{DIED}: {how}\n{self._trace(number)}".rstrip()
+            reason = f"killed by signal {signal.Signals(-code).name}"
+        return f"{DIED}: {reason}\n{self._trace(number)}".rstrip()
 
     def _give_up(self, pending: set[int], failures: dict[int, str]) -> None:
-        """Name the ranks that do not answer, and where each of them is."""
-        waited = bool(failures)
+        """Record the ranks that do not answer, with their stack traces."""
+        after_failure = bool(failures)
         for number in pending:
             process = self._ranks[number].process
             if process.pid is not None and process.is_alive():
                 os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(0.2)  # for the traces to be written; a stopped process writes none
+        time.sleep(0.2)  # wait for the traces; a stopped process writes none
         for number in sorted(pending):
-            text = f"{SILENT} after another rank failed" if waited else SILENT
+            text = f"{SILENT} after another rank failed" if after_failure else SILENT
             trace = self._trace(number) or "(no trace: it does not take signals)"
             failures[number] = f"{text}\n{trace}"
 
     def _trace(self, number: int) -> str:
-        """Where a rank was when it was asked, or when it crashed; empty if it told nothing."""
+        """Return the stack trace that a rank wrote on request or on a crash, or ""."""
         assert self._folder is not None
         path = _trace_path(self._folder.name, number)
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def _recover(self, results: Mapping[int, Any], failures: Mapping[int, str]) -> None:
-        """Give the next run a group of its own, and processes that surely follow."""
+        """Prepare the next run: a new process group, and new processes where necessary."""
         self._generation += 1
         lost = [text for text in failures.values() if text.startswith((SILENT, DIED))]
-        if lost or self.backend == "nccl":  # an aborted communicator may hold its process up
+        if lost or self.backend == "nccl":  # an aborted communicator may hang
             self._end()
 
     def _end(self) -> None:
@@ -301,9 +302,12 @@ class RankPool(Closing):
         self._ranks = []
 
 
-def _context(backend: Backend) -> "ForkServerContext | SpawnContext":
-    """How ranks are started. This process is not forked itself: a thread of it may hold a lock."""
-    if backend == "nccl":  # what is imported in advance may have touched the driver
+def _mp_context(backend: Backend) -> "ForkServerContext | SpawnContext":
+    """Return the multiprocessing context that starts ranks.
+
+    Never plain fork: another thread of this process may hold a lock.
+    """
+    if backend == "nccl":  # preloaded modules may have initialized CUDA
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
@@ -311,7 +315,7 @@ def _context(backend: Backend) -> "ForkServerContext | SpawnContext":
 
 
 def _pickled(value: object) -> bytes:
-    # By value: nothing is shared between processes, so nothing outlives them.
+    # By value, without shared memory, so that nothing outlives the processes.
     try:
         return pickle.dumps(value)
     except Exception as error:
@@ -322,16 +326,16 @@ def _trace_path(folder: str, rank: int) -> Path:
     return Path(folder) / f"trace-of-rank-{rank}"
 
 
-def _serve(place: _Place, pipe: Connection) -> None:
-    """Serve as a rank: a task, an answer, and again."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's affair, who ends us
+def _run_worker(place: _Place, pipe: Connection) -> None:
+    """Run tasks from the pipe and send back their answers until a stop message."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
     torch.set_num_threads(1)
     if place.backend == "gloo":
-        hide_gpus()  # ranks on the CPU, also on a machine that has GPUs
+        hide_gpus()  # gloo ranks use the CPU even if there are GPUs
     generation: int | None = None
     failed: list[BaseException] = []
-    called = host_called(place.host or read_settings().host_id)
-    with called, _trace_path(place.folder, place.rank).open("w") as traces:
+    host_name = host_called(place.host or read_settings().host_id)
+    with host_name, _trace_path(place.folder, place.rank).open("w") as traces:
         faulthandler.enable(file=traces)
         faulthandler.register(signal.SIGUSR1, file=traces)
         while message := _next(pipe):
@@ -344,21 +348,21 @@ def _serve(place: _Place, pipe: Connection) -> None:
                     place.rank, place.world_size, dist.group.WORLD, *task.arguments
                 )
                 answer = pickle.dumps((True, value))
-            # Whatever it is, the parent is told, and this rank goes on.
+            # Any error is sent to the parent, and this rank continues.
             except BaseException as error:  # noqa: BLE001
                 now = time.monotonic()
-                # Kept until that is sent: what its frames hold may hang as it is freed.
+                # Keep it until the answer is sent: freeing objects in its frames may hang.
                 failed.append(error)
                 answer = pickle.dumps((False, (now, traceback.format_exc())))
             try:
                 pipe.send_bytes(answer)
             except OSError:
                 message = None
-                break  # nobody is there to hear it
+                break  # the parent is gone
             failed.clear()
         faulthandler.unregister(signal.SIGUSR1)
         faulthandler.disable()
-    if message is None:  # who would have removed it was killed
+    if message is None:  # the parent was killed before it could remove its files
         for folder in (place.folder, place.listener):
             shutil.rmtree(folder, ignore_errors=True)
     if dist.is_initialized():

@@ -1,1 +1,1 @@
-"""Random input, faults over ranks, and long runs."""
+"""Stress tests: random input, faults over ranks, and long runs."""

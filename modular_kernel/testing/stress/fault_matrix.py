@@ -1,4 +1,4 @@
-"""The matrix of faults: which scenarios, run several at a time, and what they must come to."""
+"""The fault matrix: the fault scenarios of a part, run in parallel, and their expected results."""
 
 import tempfile
 import threading
@@ -31,12 +31,12 @@ OTHERS: tuple[tuple[tuple[str, object], ...], ...] = (
     (("quant", "fp8_w8a8_block"),),
     (("routed_scaling_factor", 2.0),),
 )
-_START_S = 60.0  # processes, and the first use of what they import
+_START_S = 60.0  # timeout for starting processes and their imports
 
 
 @dataclass(frozen=True)
 class FaultResult:
-    """What became of a scenario. lost: ranks that did not report, and what is known of them."""
+    """Result of a scenario. lost: the ranks that did not report, with what is known of them."""
 
     scenario: Scenario
     world_size: int
@@ -49,22 +49,24 @@ class FaultResult:
         return tuple(rank for rank in range(self.world_size) if rank != VICTIM)
 
     def findings(self) -> list[str]:
-        """Everything that is not as it must be; nothing if the part took the fault well."""
-        scenario, found = self.scenario, []
+        """Return every deviation from the expected result; empty if the part handled the fault."""
+        scenario, deviations = self.scenario, []
         wanted_lost = {VICTIM} if scenario.kind == "killed" else set[int]()
         for rank, text in self.lost.items():
             if rank not in wanted_lost or "SIGKILL" not in text:
-                found.append(f"rank {rank}: {text.strip().splitlines()[-1][:300]}")
+                deviations.append(f"rank {rank}: {text.strip().splitlines()[-1][:300]}")
         for rank in self.survivors:
             if rank in self.reports:
-                found += [f"rank {rank}: {text}" for text in self._of_survivor(self.reports[rank])]
+                deviations += [
+                    f"rank {rank}: {text}" for text in self._of_survivor(self.reports[rank])
+                ]
         victim = self.reports.get(VICTIM)
         if victim is not None and not victim.error:
-            found.append(f"rank {VICTIM}: raised nothing")
+            deviations.append(f"rank {VICTIM}: raised nothing")
         for rank, report in self.reports.items():
             if scenario.kind != "killed" and not report.serves_again:
-                found.append(f"rank {rank}: the group does not serve again")
-        return found
+                deviations.append(f"rank {rank}: the group does not serve again")
+        return deviations
 
     def _of_survivor(self, report: RankReport) -> Iterator[str]:
         if report.error != "CommunicationError":
@@ -74,28 +76,30 @@ class FaultResult:
             yield f"names {report.peers}: {report.message[:200]}"
         if report.phase not in self.scenario.phases:
             yield f"in {report.phase}: {report.message[:200]}"
-        most = self.scenario.deadline_s + SLACK_S
-        if report.seconds > most:
-            yield f"took {report.seconds:.1f} s, more than {most:g} s"
+        max_seconds = self.scenario.deadline_s + SLACK_S
+        if report.seconds > max_seconds:
+            yield f"took {report.seconds:.1f} s, more than {max_seconds:g} s"
 
 
 def scenarios(part: str, backend: Backend) -> tuple[Scenario, ...]:
-    """Every kind for a part: a rank that goes away, one that errs, one that means another layer."""
+    """Return all scenarios of a part: a rank that disappears, raises, or uses another layer."""
     layer = GPU_LAYER if backend == "nccl" else CPU_LAYER
-    made = [
+    result = [
         Scenario(part, kind, point, layer=layer)
         for kind in ("killed", "stopped", "late")
         for point in POINTS
     ]
-    made += [Scenario(part, kind, layer=layer) for kind in ("raises", "overflow", "refuses")]
-    made.append(Scenario(part, "raises", "before dispatch", layer=layer))
-    made += [Scenario(part, "disagrees", other=other, layer=layer) for other in OTHERS]
-    return tuple(made)
+    result += [Scenario(part, kind, layer=layer) for kind in ("raises", "overflow", "refuses")]
+    result.append(Scenario(part, "raises", "before dispatch", layer=layer))
+    result += [Scenario(part, "disagrees", other=other, layer=layer) for other in OTHERS]
+    return tuple(result)
 
 
 def parts_to_try(world_size: int, backend: Backend) -> tuple[str, ...]:
-    """Parts of the catalog that serve the scenarios' layer over so many ranks here, but for those
-    of libraries: what a library does when a rank is lost is its own affair."""
+    """Return the parts that support the scenarios' layer over so many ranks on this machine.
+
+    Third-party libraries are excluded: their behavior when a rank is lost is not under our control.
+    """
     catalog = load_catalog()
     machine = this_machine(device="cuda" if backend == "nccl" else "cpu")
     fields: dict[str, Any] = dict(GPU_LAYER if backend == "nccl" else CPU_LAYER)
@@ -109,8 +113,10 @@ def parts_to_try(world_size: int, backend: Backend) -> tuple[str, ...]:
 
 
 def run_scenario(scenario: Scenario, pool: RankPool, *, timeout: float = 30.0) -> FaultResult:
-    """One scenario on a pool, which is as good as new after it. Never waits longer than told:
-    a rank that does not answer is ended, and said to be lost."""
+    """Run one scenario on a pool, which is usable again afterwards.
+
+    A rank that does not answer within `timeout` seconds is ended and reported as lost.
+    """
     with tempfile.TemporaryDirectory(prefix="mk-fault-") as folder:
         pids = tuple(pool.run(pid_of, timeout=_START_S))
         started = time.monotonic()
@@ -133,17 +139,17 @@ def run_matrix(
     tell: Callable[[FaultResult], None] = lambda _: None,
     seconds: float = 300.0,
 ) -> tuple[FaultResult, ...]:
-    """Every scenario, in `lanes` pools side by side: each is mostly waiting.
+    """Run every scenario, in `lanes` pools in parallel, since each mostly waits.
 
-    Those that cost a pool its processes begin first. tell: is told each result as it comes. None
-    begins after `seconds`; such a one is as if all its ranks were lost.
+    Scenarios that cost a pool its processes start first. tell: called with each result. Scenarios
+    that have not started after `seconds` are reported with all ranks lost.
     """
     ordered = sorted(wanted, key=lambda scenario: scenario.kind != "killed")
     queue: SimpleQueue[tuple[int, Scenario]] = SimpleQueue()
     for item in enumerate(ordered):
         queue.put(item)
     results: dict[int, FaultResult] = {}
-    until, told = time.monotonic() + seconds, threading.Lock()
+    end, results_lock = time.monotonic() + seconds, threading.Lock()
 
     def lane() -> None:
         grace = max(scenario.deadline_s for scenario in ordered) + 2 * SLACK_S
@@ -153,9 +159,13 @@ def run_matrix(
                     index, scenario = queue.get_nowait()
                 except Empty:
                     return
-                late = time.monotonic() > until
-                result = _not_begun(scenario, world_size) if late else _tried(scenario, pool)
-                with told:
+                is_late = time.monotonic() > end
+                result = (
+                    _not_started_result(scenario, world_size)
+                    if is_late
+                    else _try_scenario(scenario, pool)
+                )
+                with results_lock:
                     results[index] = result
                     tell(result)
 
@@ -165,15 +175,15 @@ def run_matrix(
     return tuple(results[index] for index in range(len(ordered)))
 
 
-def _tried(scenario: Scenario, pool: RankPool) -> FaultResult:
-    """Return a result even of a pool that does not start."""
+def _try_scenario(scenario: Scenario, pool: RankPool) -> FaultResult:
+    """Run a scenario; return a result even if the pool does not start."""
     try:
         return run_scenario(scenario, pool)
     except RankError as error:
         return FaultResult(scenario, pool.world_size, {}, error.failures, 0.0)
 
 
-def _not_begun(scenario: Scenario, world_size: int) -> FaultResult:
+def _not_started_result(scenario: Scenario, world_size: int) -> FaultResult:
     lost = dict.fromkeys(range(world_size), "not begun: the time was up")
     return FaultResult(scenario, world_size, {}, lost, 0.0)
 
@@ -182,8 +192,11 @@ def _not_begun(scenario: Scenario, world_size: int) -> FaultResult:
 
 
 def markdown(results: Sequence[FaultResult]) -> str:
-    """Return a line for each scenario: seconds to the error of each survivor, what they and rank 1
-    raise, and what is not as it must be."""
+    """Return a table with one line per scenario.
+
+    Columns: seconds to each survivor's error, the errors of survivors and of rank 1, and the
+    findings.
+    """
     head = ("part", "what happens to rank 1", "time to error", "the others raise",
             "rank 1 raises", "findings")  # fmt: skip
     lines = [_line(head), _line(["---"] * len(head))]
@@ -209,7 +222,7 @@ def markdown(results: Sequence[FaultResult]) -> str:
 
 
 def summary(results: Sequence[FaultResult]) -> str:
-    """One line."""
+    """Return a one-line summary."""
     bad = sum(bool(result.findings()) for result in results)
     slowest = max((report.seconds for result in results for rank, report in result.reports.items()
                    if rank != VICTIM), default=0.0)  # fmt: skip
@@ -217,7 +230,7 @@ def summary(results: Sequence[FaultResult]) -> str:
 
 
 def as_json(results: Sequence[FaultResult]) -> list[dict[str, object]]:
-    """Return what `json.dumps` takes."""
+    """Return the results as JSON-compatible data."""
     return [
         {
             "part": result.scenario.part,

@@ -1,8 +1,8 @@
-"""What ranks do in a scenario of faults: one of them breaks down, the others must raise in time.
+"""Behavior of ranks in a fault scenario: one rank fails, the others must raise in time.
 
 Works for any part over ranks that makes its communication from a process group and takes its
-deadline from MK_DEADLINE_S. A part whose errors come late, because it does not wait for the device
-in a call, offers `check()`: it waits, and raises CommunicationError.
+deadline from MK_DEADLINE_S. A part that does not wait for the device within a call, and so raises
+errors later, provides `check()`, which waits and raises CommunicationError.
 """
 
 import os
@@ -27,9 +27,11 @@ from modular_kernel.testing.cases.rank_inputs import part_of
 
 VICTIM = 1
 DEADLINE_S = 1.0
-SLACK_S = 2.0  # what a survivor may take beyond the deadline
+SLACK_S = 2.0  # time that a survivor may take in addition to the deadline
 AGAIN_S = 10.0  # deadline of calls that must succeed
-POINTS: dict[str, frozenset[str]] = {  # where the victim goes away -> where others may find out
+POINTS: dict[
+    str, frozenset[str]
+] = {  # where the victim fails -> phases in which others may detect it
     "before dispatch": frozenset({"counts", "dispatch"}),
     "in dispatch": frozenset({"dispatch", "combine"}),
     "after dispatch": frozenset({"combine"}),
@@ -37,9 +39,9 @@ POINTS: dict[str, frozenset[str]] = {  # where the victim goes away -> where oth
     "in combine": frozenset({"combine", "counts", "dispatch"}),
 }
 SIZES: dict[str, object] = {"hidden": 48, "intermediate": 40, "experts": 8, "top_k": 3}
-TOKENS = (4, 3, 5, 4)  # of the ranks
+TOKENS = (4, 3, 5, 4)  # per rank, repeated cyclically
 CPU_LAYER: tuple[tuple[str, object], ...] = (*SIZES.items(), ("dtype", torch.float32))
-# What libraries over NVLink take: whole blocks of 512 columns, bfloat16.
+# Supported by NVLink libraries: multiples of 512 columns, bfloat16.
 GPU_LAYER: tuple[tuple[str, object], ...] = (
     *{**SIZES, "hidden": 2048, "intermediate": 128, "top_k": 2}.items(),
     ("dtype", torch.bfloat16),
@@ -48,12 +50,13 @@ GPU_LAYER: tuple[tuple[str, object], ...] = (
 
 @dataclass(frozen=True)
 class Scenario:
-    """What happens to rank 1 of a layer that is called twice.
+    """A fault at rank 1 of a layer that is called twice.
 
-    kind: killed, stopped or late, at a point of POINTS; raises, in its prepare where the point is
-    "before dispatch", else in its experts; overflow: it passes more tokens than problem.tokens;
-    refuses: it passes x of another dtype; disagrees: its problem has the fields of `other`
-    ("experts_part" names other experts). experts: None takes the first that pair with the part.
+    kind: "killed", "stopped" or "late", at a point of POINTS; "raises", in its prepare if the point
+    is "before dispatch", else in its experts; "overflow": it passes more tokens than
+    problem.tokens; "refuses": it passes x of another dtype; "disagrees": its problem has the fields
+    of `other` ("experts_part" names other experts). experts: None uses the first that pair with the
+    part. Raises ConfigurationError for an unknown point.
     """
 
     part: str
@@ -70,7 +73,7 @@ class Scenario:
 
     @property
     def phases(self) -> frozenset[str]:
-        """Where survivors may find out."""
+        """The phases in which survivors may detect the fault."""
         if self.kind == "raises" and not self.point:
             return frozenset({"combine"})
         if self.kind == "raises":
@@ -93,9 +96,10 @@ class Scenario:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What became of one rank. good: calls it completed, all of them with the right output.
+    """Result of one rank.
 
-    last: the newest record of its last exchanges, where its manager keeps some.
+    error: name of the error, or "". good: number of completed calls, all with correct output. last:
+    the newest record of its exchanges, if its manager keeps records.
     """
 
     error: str
@@ -110,7 +114,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Stage:
-    """A scenario on one rank. folder: where ranks that are through leave a file of their number."""
+    """A scenario on one rank. folder: a finished rank creates a file there named by its number."""
 
     scenario: Scenario
     rank: int
@@ -124,7 +128,7 @@ class Stage:
         return this_machine(device="cuda" if dist.get_backend(self.group) == "nccl" else "cpu")
 
     def problem(self, **changes: Any) -> Problem:
-        """Return this rank's kernel; its buffers are for one token more than any rank passes."""
+        """Return this rank's problem, for one token more than any rank passes."""
         parallel = Parallel(self.world_size, rank=self.rank)
         fields: dict[str, Any] = {**dict(self.scenario.layer), **changes}
         return Problem(tokens=max(self.tokens_W) + 1, parallel=parallel, **fields)
@@ -146,18 +150,18 @@ class Stage:
         start = 0 if self.replicated else sum(tokens_W[: self.rank])
         device = torch.device(self.machine.device)
         rows = slice(start, start + tokens_W[self.rank])
-        made = make_inputs(whole, "uniform", torch.device("cpu"))
-        return part_of(made, rows, problem, Place(device), strided=False)
+        all_inputs = make_inputs(whole, "uniform", torch.device("cpu"))
+        return part_of(all_inputs, rows, problem, Place(device), strided=False)
 
     def experts(self, problem: Problem) -> str:
-        """Return the scenario's, or the first in the catalog that pair."""
+        """Return the scenario's experts, or the first in the catalog that pair with the part."""
         if self.scenario.experts is not None:
             return self.scenario.experts
-        plain = ("TorchExperts", "NaiveBatchedExperts")
-        for name in (*plain, *load_catalog().names("experts")):
+        preferred = ("TorchExperts", "NaiveBatchedExperts")
+        for name in (*preferred, *load_catalog().names("experts")):
             if check(self.scenario.part, name, problem, self.machine).ok:
                 return name
-        return plain[0]  # whose refusal tells why
+        return preferred[0]  # make_kernel then reports why it does not pair
 
     def kernel(self, problem: Problem, experts: str) -> FusedMoEModularKernel:
         return make_kernel(
@@ -165,17 +169,17 @@ class Stage:
         )
 
     def meet(self) -> None:
-        """Meet first: what a busy machine delays is not to be blamed on a rank."""
+        """Synchronize all ranks, so that a delay of a busy machine is not attributed to a rank."""
         dist.barrier(self.group)
 
     def through(self) -> None:
         Path(self.folder, str(self.rank)).touch()
 
     def wait_for_others(self) -> None:
-        """Until every rank but the victim is through; bounded."""
-        until = time.monotonic() + self.scenario.deadline_s + 2 * SLACK_S
+        """Wait until every rank but the victim has finished, for a limited time."""
+        end = time.monotonic() + self.scenario.deadline_s + 2 * SLACK_S
         others = [Path(self.folder, str(r)) for r in range(self.world_size) if r != VICTIM]
-        while not all(path.exists() for path in others) and time.monotonic() < until:
+        while not all(path.exists() for path in others) and time.monotonic() < end:
             time.sleep(0.01)
 
 
@@ -191,32 +195,34 @@ def suffer(
     folder: str,
     pids: tuple[int, ...],
 ) -> RankReport:
-    """Play a rank's part in a scenario; return what it raised, and when."""
+    """Run one rank of a scenario; return what it raised, and when."""
     stage = Stage(scenario, rank, world_size, group, folder, pids)
-    report = _disagree(stage) if scenario.kind == "disagrees" else _break_down(stage)
+    report = (
+        _run_with_other_layer(stage) if scenario.kind == "disagrees" else _run_with_fault(stage)
+    )
     if scenario.kind == "killed":
         return report
     return replace(report, serves_again=_serves_again(stage))
 
 
-def _break_down(stage: Stage) -> RankReport:
-    """Make a good call, then up to two of which the victim breaks one."""
+def _run_with_fault(stage: Stage) -> RankReport:
+    """Make a correct call, then up to two calls; the victim fails in one of them."""
     scenario, problem = stage.scenario, stage.problem()
-    given = stage.inputs(problem, stage.tokens_W)
+    inputs = stage.inputs(problem, stage.tokens_W)
     stage.meet()
     with deadline(scenario.deadline_s):
         kernel = stage.kernel(problem, stage.experts(problem))
-    good = kernel(given.x_TH, given.weights, given.routing).clone()
+    good = kernel(inputs.x_TH, inputs.weights, inputs.routing).clone()
     _settle(kernel)
     stage.meet()
     if stage.rank == VICTIM and scenario.kind == "overflow":
-        more = tuple(problem.tokens + 4 for _ in stage.tokens_W)
-        given = stage.inputs(problem, more)
+        too_many_W = tuple(problem.tokens + 4 for _ in stage.tokens_W)
+        inputs = stage.inputs(problem, too_many_W)
     elif stage.rank == VICTIM and scenario.kind == "refuses":
-        given = replace(given, x_TH=given.x_TH.double())
+        inputs = replace(inputs, x_TH=inputs.x_TH.double())
     elif stage.rank == VICTIM:
-        _arm(kernel, stage)
-    report = outcome(kernel, given, good)
+        _install_fault(kernel, stage)
+    report = outcome(kernel, inputs, good)
     stage.through()
     if scenario.kind == "stopped" and stage.rank == (VICTIM + 1) % stage.world_size:
         stage.wait_for_others()
@@ -224,24 +230,27 @@ def _break_down(stage: Stage) -> RankReport:
     return report
 
 
-def _disagree(stage: Stage) -> RankReport:
-    """Have the victim mean another layer."""
-    other: dict[str, Any] = dict(stage.scenario.other) if stage.rank == VICTIM else {}
-    experts = other.pop("experts_part", None)
-    problem = stage.problem(**other)
-    given = stage.inputs(problem, stage.tokens_W)
+def _run_with_other_layer(stage: Stage) -> RankReport:
+    """Let the victim use another layer."""
+    changes: dict[str, Any] = dict(stage.scenario.other) if stage.rank == VICTIM else {}
+    experts = changes.pop("experts_part", None)
+    problem = stage.problem(**changes)
+    inputs = stage.inputs(problem, stage.tokens_W)
     stage.meet()
     started = time.monotonic()
     try:
         with deadline(stage.scenario.deadline_s):
             kernel = stage.kernel(problem, experts or stage.experts(stage.problem()))
-    except Exception as error:  # noqa: BLE001  a part may find it as early as here
+    except Exception as error:  # noqa: BLE001  a part may detect it in its constructor
         return _raised(error, time.monotonic() - started, 0)
-    return outcome(kernel, given, None)
+    return outcome(kernel, inputs, None)
 
 
 def outcome(kernel: FusedMoEModularKernel, given: Inputs, good: torch.Tensor | None) -> RankReport:
-    """Of two calls, each of which must return `good` (None: must fail) or raise."""
+    """Return the report of two calls, each of which must return `good` or raise.
+
+    good: None if the calls must fail.
+    """
     exact = kernel.prepare_finalize.requires.deterministic
 
     def call() -> None:
@@ -256,15 +265,20 @@ def outcome(kernel: FusedMoEModularKernel, given: Inputs, good: torch.Tensor | N
 
 
 def outcome_of(call: Callable[[], object], manager: Any, *, calls: int = 1) -> RankReport:
-    """Of calls, until one raises. manager: with `last_calls`, or anything without."""
-    started, done = time.monotonic(), 0
+    """Return the report of `calls` calls, until one raises.
+
+    manager: the source of `last_calls`, if it has any.
+    """
+    started, completed = time.monotonic(), 0
     try:
-        while done < calls:
+        while completed < calls:
             call()
-            done += 1
-    except Exception as error:  # noqa: BLE001  the parent looks at what it was
-        return replace(_raised(error, time.monotonic() - started, done), last=_last(manager))
-    return RankReport("", "", time.monotonic() - started, done)
+            completed += 1
+    except Exception as error:  # noqa: BLE001  the parent checks the error
+        return replace(
+            _raised(error, time.monotonic() - started, completed), last=_newest_record(manager)
+        )
+    return RankReport("", "", time.monotonic() - started, completed)
 
 
 def _raised(error: Exception, seconds: float, done: int) -> RankReport:
@@ -274,21 +288,21 @@ def _raised(error: Exception, seconds: float, done: int) -> RankReport:
     return report
 
 
-def _last(manager: Any) -> str:
+def _newest_record(manager: Any) -> str:
     calls = getattr(manager, "last_calls", None)
     lines = [] if calls is None else calls.json_lines().splitlines()
     return lines[-1] if lines else ""
 
 
 def _settle(kernel: FusedMoEModularKernel) -> None:
-    """Have a part whose errors come late raise them."""
-    look: Callable[[], object] | None = getattr(kernel.prepare_finalize, "check", None)
-    if look is not None:
-        look()
+    """Make parts that report errors asynchronously raise them."""
+    check_part: Callable[[], object] | None = getattr(kernel.prepare_finalize, "check", None)
+    if check_part is not None:
+        check_part()
 
 
-def _arm(kernel: FusedMoEModularKernel, stage: Stage) -> None:
-    """Have the victim break down once, at the point."""
+def _install_fault(kernel: FusedMoEModularKernel, stage: Stage) -> None:
+    """Install hooks that make the victim fail once, at the scenario's point."""
     part, experts, scenario = kernel.prepare_finalize, kernel.experts, stage.scenario
     armed = [True]
 
@@ -297,20 +311,20 @@ def _arm(kernel: FusedMoEModularKernel, stage: Stage) -> None:
         if point != wanted or not armed:
             return
         armed.clear()
-        _go(stage)
+        _fail(stage)
 
     def around(name: str, owner: Any, before: str, after: str) -> None:
-        real = getattr(owner, name)
+        original = getattr(owner, name)
 
         def watched(*args: Any, **options: Any) -> Any:
             at(before)
-            result = real(*args, **options)
+            result = original(*args, **options)
             at(after)
             return result
 
         setattr(owner, name, watched)
 
-    # Where a part sends and receives apart, it is "in" its dispatch in between.
+    # A part that sends and receives separately is in its dispatch between the two.
     around("prepare_no_receive", part, "before dispatch", "in dispatch")
     if not part.has_prepare_no_receive():
         around("prepare", part, "before dispatch", "in dispatch")
@@ -323,25 +337,25 @@ def _arm(kernel: FusedMoEModularKernel, stage: Stage) -> None:
 
 
 def _watch_exchanges(manager: Any, at: Callable[[str], None]) -> None:
-    """Between the start of an exchange and the wait for it."""
-    real = manager._start
+    """Call `at` between the start of a combine exchange and the wait for it."""
+    original_start = manager._start
 
     def start(launch: Any, tensors: Any, step: int, phase: str) -> Any:
-        begun = real(launch, tensors, step, phase)
+        exchange = original_start(launch, tensors, step, phase)
         if phase == "combine":
             at("in combine")
-        return begun
+        return exchange
 
     manager._start = start
 
 
-def _go(stage: Stage) -> None:
+def _fail(stage: Stage) -> None:
     kind = stage.scenario.kind
     if kind == "raises":
         raise RuntimeError("this part is broken" if stage.scenario.point else
                            "these experts are broken")  # fmt: skip
     if stage.machine.device == "cuda" and not stage.scenario.point.startswith("in"):
-        torch.cuda.synchronize()  # what came before has happened
+        torch.cuda.synchronize()  # complete all earlier work
     if kind == "late":
         stage.wait_for_others()
     else:
@@ -349,12 +363,12 @@ def _go(stage: Stage) -> None:
 
 
 def _serves_again(stage: Stage) -> bool:
-    """Whether the caller's group is as good as ever: a new kernel on it gives two equal outputs."""
+    """Return whether a new kernel on the caller's group gives two equal, finite outputs."""
     problem = stage.problem()
-    given = stage.inputs(problem, stage.tokens_W)
+    inputs = stage.inputs(problem, stage.tokens_W)
     with deadline(AGAIN_S):
         kernel = stage.kernel(problem, stage.experts(problem))
-    first = kernel(given.x_TH, given.weights, given.routing).clone()
-    again = kernel(given.x_TH, given.weights, given.routing)
+    first = kernel(inputs.x_TH, inputs.weights, inputs.routing).clone()
+    again = kernel(inputs.x_TH, inputs.weights, inputs.routing)
     _settle(kernel)
     return bool(first.isfinite().all()) and torch.allclose(first, again)

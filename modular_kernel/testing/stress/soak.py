@@ -1,9 +1,9 @@
-"""Soak: very many calls over ranks, of all sizes and kinds, with outputs and memory watched.
+"""Soak test: very many calls over ranks, of all sizes and kinds, with checks of outputs and memory.
 
-Calls are of a small layer, so that there are many. Each step takes one of some scenes, and a way
-to call: the kernel, a plan, or the replay of a CUDA graph of the plan. Every so many steps a scene
-is drawn anew, and that step's output is compared with plain torch's over all ranks' tokens. Ranks
-draw from one seed, so they agree on all of it without a word.
+The layer is small, so that there are many calls. Each step makes a call on one of several input
+sets by the kernel, by a plan, or by replay of a CUDA graph of the plan. Every `check_every` steps
+an input set is drawn anew, and the output of that step is compared with plain torch over all ranks'
+tokens. All ranks draw from the same seed, so they agree without communication.
 """
 
 import gc
@@ -26,21 +26,21 @@ from modular_kernel.spec.problem import Machine, Parallel, Problem
 from modular_kernel.testing.stress.soak_inputs import Scene, Scenes, judged
 
 _EAGER_SCENES, _GRAPH_SCENES = 16, 4
-_WITH_GRAPHS = {"graph": 6, "plan": 3, "kernel": 1}  # how often, of ten steps
+_WITH_GRAPHS = {"graph": 6, "plan": 3, "kernel": 1}  # relative frequencies
 _WITHOUT = {"plan": 7, "kernel": 3}
 _PREFERRED = {"cuda": "TritonExperts", "cpu": "TorchExperts"}
-_EVERY_S = 5.0  # between two lines of progress
-_MOST_FINDINGS = 5
+_EVERY_S = 5.0  # interval of progress lines
+_MAX_FINDINGS = 5
 
 
 @dataclass(frozen=True)
 class Soak:
-    """What is to be done, until `steps` or `seconds` are over, whichever comes first.
+    """Parameters of a soak test, which ends after `steps` or `seconds`, whichever comes first.
 
-    part: a PrepareAndFinalize. experts: None takes one that pairs, and is quick to call. tokens:
-    the most of a rank. hosts: that the ranks stand for. check_every: steps. settled: steps after
-    which memory must stay as it is, within cuda_bytes and rss_bytes, and open files and threads
-    as many; in a shorter run the first tenth.
+    part: a PrepareAndFinalize. experts: None uses experts that pair and are fast to call. tokens:
+    maximum per rank. hosts: number of simulated hosts. check_every: in steps. settled: number of
+    steps after which memory must be constant within cuda_bytes and rss_bytes, and the number of
+    open files and threads exactly; at most the first tenth of the run.
     """
 
     part: str
@@ -60,7 +60,7 @@ class Soak:
     hosts: int = 1
 
     def problem(self, world_size: int, rank: int, *, graph: bool) -> Problem:
-        each = world_size // self.hosts
+        ranks_per_host = world_size // self.hosts
         return Problem(
             tokens=self.tokens,
             hidden=self.hidden,
@@ -70,17 +70,18 @@ class Soak:
             dtype=self.dtype,
             graph=graph,
             parallel=Parallel(
-                world_size, rank=rank, ranks_per_host=None if self.hosts == 1 else each
+                world_size, rank=rank, ranks_per_host=None if self.hosts == 1 else ranks_per_host
             ),
         )
 
 
 @dataclass(frozen=True)
 class SoakReport:
-    """Of one rank. modes: steps of each kind. worst: error over bound, of the checked outputs.
-    *_growth: bytes, and open files with threads.
+    """Result of one rank.
 
-    findings: everything that is not as it must be.
+    modes: number of steps by mode. worst: largest error over bound of the checked outputs.
+    *_growth: bytes, or number of open files and threads. findings: every deviation from the
+    expected behavior.
     """
 
     steps: int
@@ -95,9 +96,9 @@ class SoakReport:
 
     def __str__(self) -> str:
         modes = ", ".join(f"{count} {mode}" for mode, count in sorted(self.modes.items()))
-        each = self.seconds / max(self.steps, 1) * 1e3
+        ms_per_step = self.seconds / max(self.steps, 1) * 1e3
         return (
-            f"{self.steps} steps ({modes}) in {self.seconds:.1f} s, {each:.3f} ms each, "
+            f"{self.steps} steps ({modes}) in {self.seconds:.1f} s, {ms_per_step:.3f} ms each, "
             f"{self.checked} outputs checked, worst {self.worst:.2f} of its bound, growth: "
             f"GPU {self.cuda_growth / 2**20:.2f} MiB, process {self.rss_growth / 2**20:.1f} MiB, "
             f"{self.handles_growth} files and threads"
@@ -105,7 +106,7 @@ class SoakReport:
 
 
 def soak(rank: int, world_size: int, group: Any, job: Soak) -> SoakReport:
-    """Run a rank's share, in a RankPool. Raises what a call raises, with the step it was at."""
+    """Run one rank's share, in a RankPool. Errors of calls are raised with a note of the step."""
     run = _Run(rank, world_size, group, job)
     try:
         return run.all_steps()
@@ -115,7 +116,7 @@ def soak(rank: int, world_size: int, group: Any, job: Soak) -> SoakReport:
 
 
 class _Run:
-    """One rank's kernel, scenes and record."""
+    """State of one rank: kernel, input sets and results."""
 
     def __init__(self, rank: int, world_size: int, group: Any, job: Soak) -> None:
         self.rank, self.group, self.job = rank, group, job
@@ -129,7 +130,7 @@ class _Run:
         machine = this_machine(device="cuda" if cuda else "cpu")
         requires = load_catalog().prepare_finalize(job.part).requires
         problem = job.problem(world_size, rank, graph=cuda and requires.graph_capturable)
-        experts = job.experts or _partner(job.part, problem, machine)
+        experts = job.experts or _find_experts(job.part, problem, machine)
         self.kernel = make_kernel(job.part, experts, problem, group=group, machine=machine)
         self.plan = self.kernel.plan()
         part = self.kernel.prepare_finalize
@@ -144,11 +145,11 @@ class _Run:
         self.eager = [self.source.scene() for _ in range(_EAGER_SCENES)]
         graphs = _GRAPH_SCENES if problem.graph else 0
         self.captured = [self._captured() for _ in range(graphs)]
-        odds = _WITH_GRAPHS if graphs else _WITHOUT
-        self.ways = [mode for mode, count in odds.items() for _ in range(count)]
+        frequencies = _WITH_GRAPHS if graphs else _WITHOUT
+        self.ways = [mode for mode, count in frequencies.items() for _ in range(count)]
 
     def _captured(self) -> Scene:
-        """Return a scene whose call is in a graph."""
+        """Return an input set whose call is captured in a graph."""
         scene = self.source.scene()
         scene.out = torch.empty_like(scene.x_TH)
 
@@ -167,27 +168,27 @@ class _Run:
     # -------------------------------------------------------------------------------- steps
 
     def all_steps(self) -> SoakReport:
-        """Until the ranks agree that it is enough."""
+        """Run until any rank has reached a limit; return the report."""
         job, started = self.job, time.monotonic()
         settled = min(job.settled, max(job.steps // 10, job.check_every))
-        before, told = self._memory(), started
+        before, last_progress = self._memory(), started
         while not self._enough(started):
             for _ in range(job.check_every - 1):
                 self._one()
             self._one(fresh=True)
             if self.step <= settled:
                 before = self._memory()
-            if self.rank == 0 and time.monotonic() - told > _EVERY_S:
-                told = time.monotonic()
-                note = f"{self.step} steps, {told - started:.0f} s, {self.checked} checked"
-                print(note, file=sys.stderr, flush=True)  # noqa: T201  from a process of its own
+            if self.rank == 0 and time.monotonic() - last_progress > _EVERY_S:
+                last_progress = time.monotonic()
+                note = f"{self.step} steps, {last_progress - started:.0f} s, {self.checked} checked"
+                print(note, file=sys.stderr, flush=True)  # noqa: T201  in a worker process
         after = self._memory()
         growth = after[0] - before[0], after[1] - before[1], after[2] - before[2]
         names = "bytes of the GPU", "bytes of the process", "open files and threads"
-        most_each = job.cuda_bytes, job.rss_bytes, 0
-        for what, grown, most in zip(names, growth, most_each, strict=True):
-            if grown > most:
-                self.findings.append(f"{what}: {grown} more than when settled, {most} may be")
+        max_growth = job.cuda_bytes, job.rss_bytes, 0
+        for what, increase, limit in zip(names, growth, max_growth, strict=True):
+            if increase > limit:
+                self.findings.append(f"{what}: {increase} more than when settled, {limit} may be")
         return SoakReport(
             self.step,
             time.monotonic() - started,
@@ -199,7 +200,7 @@ class _Run:
         )
 
     def _one(self, *, fresh: bool = False) -> None:
-        """Make a call; fresh: of a scene drawn anew, whose output is judged."""
+        """Make one call. fresh: draw the input set anew and check the output."""
         self.step += 1
         self.mode = self.random.choice(self.ways)
         self.modes[self.mode] += 1
@@ -212,10 +213,10 @@ class _Run:
             return
         if self.settle is not None:
             self.settle()
-        worst, wrong = judged(scenes[index], out, self.kernel.problem)
+        worst, message = judged(scenes[index], out, self.kernel.problem)
         self.checked, self.worst = self.checked + 1, max(self.worst, worst)
-        if wrong:
-            self.findings.append(f"step {self.step}, {self.mode}: {wrong}")
+        if message:
+            self.findings.append(f"step {self.step}, {self.mode}: {message}")
 
     def _refresh(self, scenes: list[Scene], index: int) -> None:
         old = scenes[index]
@@ -236,16 +237,15 @@ class _Run:
         return call(scene.x_TH, self.source.weights, scene.routing)
 
     def _enough(self, started: float) -> bool:
-        """Whether any rank thinks so: all stop together, and none waits for one that left."""
-        late = time.monotonic() - started > self.job.seconds
-        over = self.step >= self.job.steps or len(self.findings) >= _MOST_FINDINGS
-        vote = torch.tensor([float(late or over)], device=self.device)
+        """Return whether any rank has reached a limit, so that all ranks stop together."""
+        is_late = time.monotonic() - started > self.job.seconds
+        is_done = self.step >= self.job.steps or len(self.findings) >= _MAX_FINDINGS
+        vote = torch.tensor([float(is_late or is_done)], device=self.device)
         dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.group)
         return bool(vote.item())
 
     def _memory(self) -> tuple[int, int, int]:
-        """Bytes that torch's allocator has handed out on the GPU, and resident ones of this
-        process; its open files and threads."""
+        """Return allocated GPU bytes, resident bytes, and the number of open files and threads."""
         gc.collect()
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         resident = pages * os.sysconf("SC_PAGE_SIZE")
@@ -256,8 +256,8 @@ class _Run:
         return torch.cuda.memory_allocated(), resident, handles
 
 
-def _partner(part: str, problem: Problem, machine: Machine) -> str:
-    """Experts that pair with the part."""
+def _find_experts(part: str, problem: Problem, machine: Machine) -> str:
+    """Return experts that pair with the part. Raise ConfigurationError if there are none."""
     names = (_PREFERRED[machine.device], *load_catalog().names("experts"))
     for name in names:
         if check(part, name, problem, machine).ok:

@@ -1,1 +1,1 @@
-"""Run a case and compare it with the oracle, in one process and over ranks."""
+"""Runs cases against the float64 oracle, in one process and over ranks."""

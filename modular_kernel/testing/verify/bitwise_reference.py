@@ -1,9 +1,10 @@
-"""A tolerance that sees one rounding: a part beside a twin that rounds where the part says.
+"""Comparison with a bitwise reference, which detects a single undeclared rounding.
 
-Both multiply exactly the same numbers and differ by the order of float32 sums. Now and then that
-moves a value across the middle between two numbers of 16 bits, so some values differ: how many is
-measured on the twin itself, its sums moved at random. A rounding that is not declared, of router
-weights, of partial sums, of weights, changes a quarter of all values and more.
+The reference multiplies exactly the same numbers as the part and rounds where the part declares a
+rounding. It differs only in the order of float32 sums, which occasionally moves a value across the
+midpoint between two 16-bit numbers. How many values may differ is measured on the reference itself
+with its sums perturbed at random. An undeclared rounding (of router weights, partial sums or
+weights) changes a quarter of all values or more.
 """
 
 from collections.abc import Iterator
@@ -16,109 +17,124 @@ from modular_kernel.testing.cases.hostile import apart
 from modular_kernel.testing.verify.sample import Sample
 from modular_kernel.testing.verify.trial import Trial
 
-# The share of a typical row's values that may differ whatever the twin's own sums lead to. Over all
-# 16-bit cases of the built-in parts it was 0 (triton 3.6 interpreted, torch 2.13, CPU).
+# The share of a typical row's values that may always differ. Over all 16-bit cases of the built-in
+# parts it was 0 (triton 3.6 interpreted, torch 2.13, CPU).
 TYPICAL_SHARE = 0.03
-FACTOR = 3.0  # over what the twin's own sums lead to
-# A value of h that was moved changes up to so many of its row's values; one that is the largest of
-# its row moves the scale of eight bits, and with it nearly all. Such rows are few.
+FACTOR = 3.0  # allowed share, relative to that of the perturbed reference
+# One changed value of h changes up to this share of its row's outputs. If it is the largest of its
+# row it also changes the 8-bit scale, and thereby nearly all outputs. Such rows are few.
 ROW_SHARE = 0.125
-ODD_ROWS = 8  # one in so many, and one more
+ODD_ROWS = 8  # one row in eight, plus one, may exceed ROW_SHARE
 _JITTERS = 3
 
 
 def one_rounding(trial: Trial) -> Iterator[str]:
-    """Check that the part rounds where it says, and nowhere else."""
-    if not _has_twin(trial):
+    """Check that the part rounds where it declares a rounding, and nowhere else."""
+    if not _is_comparable(trial):
         return
-    shares, own, said = [], [], list[Roundings]()
+    shares, jitter_shares, roundings = [], [], list[Roundings]()
     for sample, output in ((trial.first, trial.eager), (trial.second, trial.planned_second)):
-        ways = declared(trial, sample)
-        if ways is None:
+        variants = declared(trial, sample)
+        if variants is None:
             return
-        said += [each for way in ways for each in way]
-        found = [twins_of(sample, way, _JITTERS) for way in ways]  # the first of each is not moved
-        live = live_rows(sample, found[0][0])
-        apart_R = torch.stack([differing(output, twins[0]) for twins in found]).amin(0)
-        shares.append(apart_R[live])
-        own += [differing(moved, twin)[live] for twin, *others in found for moved in others]
-    yield from judged(torch.cat(shares), torch.cat(own), said)
+        roundings += [rounding for variant in variants for rounding in variant]
+        references = [twins_of(sample, variant, _JITTERS) for variant in variants]
+        live = live_rows(sample, references[0][0])  # the first of each list is unperturbed
+        share_R = torch.stack([differing(output, twins[0]) for twins in references]).amin(0)
+        shares.append(share_R[live])
+        jitter_shares += [
+            differing(jittered, base)[live] for base, *rest in references for jittered in rest
+        ]
+    yield from judged(torch.cat(shares), torch.cat(jitter_shares), roundings)
 
 
-def _has_twin(trial: Trial) -> bool:
-    """Whether a call of this problem, here, can be told from its twin by roundings alone."""
+def _is_comparable(trial: Trial) -> bool:
+    """Return whether roundings alone can explain a difference from the bitwise reference."""
     problem, scheme = trial.case.problem, trial.case.problem.scheme
     if problem.adapters is not None and trial.case.manner.named == "without":
-        return False  # such a call has the bits, and the roundings, of a layer without adapters
+        return False  # such a call rounds like a layer without adapters
     if problem.dtype.itemsize != 2:
-        return False  # float32 is compared as closely by the tolerance
+        return False  # the tolerance of `compare` is as strict for float32
     if problem.parallel.world_size > 1:
-        # Each rank rounds its own part of a token's sum before they are added: with one expert a
-        # token there is one part. One scale of all values of h is one of each rank's, unless one
-        # rank has all of them.
+        # Each rank rounds its partial sum of a token before the sums are added; with one expert per
+        # token there is one partial sum. A per-tensor scale of h is per rank, unless one rank
+        # computes all pairs.
         one_part = problem.top_k == 1 and problem.chunk_tokens is None
         one_scale = scheme.activation_granularity == "tensor" and not scheme.static
         if not one_part or (one_scale and trial.case.routing != "all_to_one"):
             return False
     if problem.chunk_tokens and scheme.activation_granularity == "tensor" and not scheme.static:
         return False  # x has one scale for the call, h one for each chunk
-    # On a GPU tensor cores add products of fp8 with fewer bits than float32 has.
+    # GPU tensor cores accumulate fp8 products with fewer bits than float32.
     return scheme.activation != "float8_e4m3fn" or trial.machine.device != "cuda"
 
 
 def judged(shares: torch.Tensor, own: torch.Tensor, roundings: list[Roundings]) -> Iterator[str]:
-    """shares: of each row, of values that are not the twin's. own: those of the twin, moved."""
+    """Yield a message where more values differ than the perturbed reference allows.
+
+    shares: per row, the share of values that differ from the reference. own: the same for the
+    perturbed reference.
+    """
     if not shares.numel():
         return
     what = " or ".join(map(str, dict.fromkeys(roundings)))
-    share, most = float(shares.median()), max(TYPICAL_SHARE, FACTOR * float(own.median()))
-    if share > most:
+    share, max_share = float(shares.median()), max(TYPICAL_SHARE, FACTOR * float(own.median()))
+    if share > max_share:
         yield (
             f"{share:.0%} of the values of a typical row are not those of {what}, "
-            f"at most {most:.0%} may differ by the order of sums"
+            f"at most {max_share:.0%} may differ by the order of sums"
         )
-    odd, most_odd = int((shares > ROW_SHARE).sum()), 1 + len(shares) // ODD_ROWS
-    most_odd += int(FACTOR * float((own > ROW_SHARE).double().mean()) * len(shares))
-    if odd > most_odd:
-        yield f"{odd} of {len(shares)} rows are not those of {what}, at most {most_odd} may differ"
+    odd, max_odd = int((shares > ROW_SHARE).sum()), 1 + len(shares) // ODD_ROWS
+    max_odd += int(FACTOR * float((own > ROW_SHARE).double().mean()) * len(shares))
+    if odd > max_odd:
+        yield f"{odd} of {len(shares)} rows are not those of {what}, at most {max_odd} may differ"
 
 
 def declared(trial: Trial, sample: Sample) -> list[list[Roundings]] | None:
-    """Return the ways in which the call of `sample` may round, each chunk of it, as the part says.
+    """Return the variants in which the call of `sample` may round; each lists one entry per chunk.
 
-    In one process there is one way. Over ranks a row rounds as that rank does which computes it,
-    and that goes by the rows that came there: any number up to those of all ranks.
+    None if the part declares no roundings. In one process there is one variant. Over ranks a row
+    rounds as on the rank that computes it, which depends on the number of rows received there, from
+    0 to the tokens of all ranks.
     """
     experts, i = trial.kernel.experts, sample.pristine
     if i is sample.whole_pristine:
-        found = [experts.roundings(i.x_TH[some], i.weights) for some in _chunks(sample)]
-        return None if None in found else [[each for each in found if each is not None]]
-    most = len(sample.whole_pristine.x_TH)
-    rows_RH = i.x_TH.new_empty(most, sample.problem.hidden)
-    ways = {experts.roundings(rows_RH[:count], i.weights): None for count in range(most + 1)}
-    return None if None in ways else [[each] for each in ways if each is not None]
+        roundings = [experts.roundings(i.x_TH[chunk], i.weights) for chunk in _chunks(sample)]
+        return (
+            None
+            if None in roundings
+            else [[rounding for rounding in roundings if rounding is not None]]
+        )
+    max_rows = len(sample.whole_pristine.x_TH)
+    rows_RH = i.x_TH.new_empty(max_rows, sample.problem.hidden)
+    variants = {
+        experts.roundings(rows_RH[:count], i.weights): None for count in range(max_rows + 1)
+    }
+    return (
+        None if None in variants else [[rounding] for rounding in variants if rounding is not None]
+    )
 
 
 def twin_of(sample: Sample, roundings: list[Roundings]) -> torch.Tensor:
-    """Return what the call of `sample` has to return, but for the order of sums."""
+    """Return the expected output of the call of `sample`, exact up to the order of sums."""
     (twin,) = twins_of(sample, roundings, 0)
     return twin
 
 
 def twins_of(sample: Sample, roundings: list[Roundings], moved: int) -> list[torch.Tensor]:
-    """Return the same and, behind it, so many whose sums are moved at random."""
-    i = sample.whole_pristine  # that of all ranks is on the CPU
+    """Return the output of `twin_of`, followed by `moved` outputs with randomly perturbed sums."""
+    i = sample.whole_pristine  # over ranks this is on the CPU
     jitters = [None, *(torch.Generator().manual_seed(seed) for seed in range(moved))]
     parts = [torch.stack([sample.empty_output()[:0].to(i.x_TH.device)] * len(jitters))]
     chunks = _chunks(sample) if i is sample.pristine else [slice(None)]
-    for some, each in zip(chunks, roundings, strict=True):
+    for chunk, rounding in zip(chunks, roundings, strict=True):
         parts.append(
             reference.twins(
-                i.x_TH[some],
+                i.x_TH[chunk],
                 i.weights,
-                i.routing.of(some),
+                i.routing.of(chunk),
                 sample.whole_problem,
-                each,
+                rounding,
                 input_weighted=sample.input_weighted,
                 jitters=jitters,
             )
@@ -133,12 +149,12 @@ def _chunks(sample: Sample) -> list[slice]:
 
 
 def differing(output: torch.Tensor, twin: torch.Tensor) -> torch.Tensor:
-    """(T,) or (T, K): the share of values of each row that are not the same."""
+    """Return the share of differing values of each row, (T,) or (T, K)."""
     return 1 - (output == twin).double().mean(-1)
 
 
 def live_rows(sample: Sample, twin: torch.Tensor) -> torch.Tensor:
-    """Rows of ordinary tokens that are not zero."""
+    """Return a mask of the nonzero, finite rows of ordinary tokens."""
     ordinary = (apart(sample.manner.values, len(twin)) == 0).to(twin.device)
     live = (twin != 0).any(-1) & twin.isfinite().all(-1)
     return live & (ordinary if live.dim() == 1 else ordinary[:, None])

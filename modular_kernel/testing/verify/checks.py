@@ -1,11 +1,13 @@
-"""What a pairing must do, one small function for each promise; each yields what it found wrong.
+"""Checks of a pairing: one small generator per property, yielding a message for each violation.
 
-Numbers: right against the oracle, on three unlike calls. Promises: inputs stay as they are, `out`
-is the tensor written, invalid ids are counted, programs do not race, equal calls give equal bits,
-calls in flight and calls of a plan do not disturb each other, a plan can be captured and allocates
+Accuracy: three different calls match the oracle. Properties: inputs are unchanged, `out` is the
+tensor written, invalid ids are counted, programs do not race, equal calls give equal bits,
+concurrent and planned calls do not disturb each other, a plan can be captured and allocates
 nothing.
-Every kernel here is poisoned: from call to call unwritten memory holds NaN and a huge integer, or
-large finite values and ids of real but wrong experts, slots and rows. An overrun is an error.
+
+Every kernel here is poisoned. Unwritten memory alternates from call to call between NaN with a huge
+integer, and large finite values with valid but wrong ids of experts, slots and rows, so that a read
+of unwritten memory becomes an error.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +28,7 @@ Check = Callable[[Trial], Findings]
 
 
 def same(trial: Trial, sample: Sample, got: torch.Tensor, want: torch.Tensor) -> Findings:
-    """Equal bits, where the pairing is deterministic; else both merely right."""
+    """Compare bits if the pairing is deterministic; otherwise compare `got` with the oracle."""
     if not trial.deterministic:
         yield from sample.compare(got).problems
     elif got.shape != want.shape:
@@ -39,27 +41,27 @@ def same(trial: Trial, sample: Sample, got: torch.Tensor, want: torch.Tensor) ->
 
 
 def numeric(trial: Trial) -> Findings:
-    """Check that the first call is right."""
+    """Check that the first call is correct."""
     yield from trial.first.compare(trial.eager).problems
 
 
 def invalid_ids(trial: Trial) -> Findings:
-    """Ids outside [-1, E) are counted, each once, and nothing else is."""
+    """Check that each id outside [-1, E) is counted once, and that nothing else is counted."""
     counted = trial.first_call.invalid_ids
     if counted != trial.first.invalid_ids:
         yield f"counted {counted}, there are {trial.first.invalid_ids}"
 
 
 def races(trial: Trial) -> Findings:
-    """Interpreted: no program of a launch touches what another one writes, unless in order."""
+    """Check that programs of a launch race on no memory; only the interpreter detects races."""
     yield from trial.first_call.races
 
 
 def staged_twin(trial: Trial) -> Findings:
-    """Compare a fused part with the stages that it replaces, as far as roundings let two be.
+    """Compare a fused part with the staged part that it replaces.
 
-    Both may be as far from the oracle as `numeric` allows, so two right ones are not farther from
-    each other than two independent errors of that size add up to.
+    Each may differ from the oracle by the bound of `numeric`. Two independent errors of that size
+    add up to sqrt(2) times the bound, which is the tolerance here.
     """
     experts = type(trial.kernel.experts)
     if experts.twin is None:
@@ -74,32 +76,32 @@ def staged_twin(trial: Trial) -> Findings:
         poison=True,
     )
     staged = call(kernel, trial.first)
-    by_stages = kernel.count_invalid_ids()
-    if by_stages != trial.first_call.invalid_ids:
-        yield f"counted {trial.first_call.invalid_ids} invalid ids, {by_stages} by stages"
+    staged_invalid_ids = kernel.count_invalid_ids()
+    if staged_invalid_ids != trial.first_call.invalid_ids:
+        yield f"counted {trial.first_call.invalid_ids} invalid ids, {staged_invalid_ids} by stages"
     ordinary = apart(trial.case.manner.values, len(staged)) == 0
     if trial.case.manner.nan:
         ordinary &= staged.flatten(1).isfinite().all(1).cpu()
     if trial.eager.shape == staged.shape and bool(ordinary.any()):
         got, want = (rows[ordinary.to(rows.device)].double() for rows in (trial.eager, staged))
-        most = 2**0.5 * trial.first.compare(staged).bound
+        max_error = 2**0.5 * trial.first.compare(staged).bound
         error, size = float((got - want).norm()), float(want.norm())
-        if not error <= most * size:
-            yield f"relative difference {error / (size or 1):.2e} from the stages > {most:.2e}"
+        if not error <= max_error * size:
+            yield f"relative difference {error / (size or 1):.2e} from the stages > {max_error:.2e}"
 
 
 def numeric_planned(trial: Trial) -> Findings:
-    """Other values in a plan: right too."""
+    """Check that a planned call on other values is correct."""
     yield from trial.second.compare(trial.planned_second).problems
 
 
 def plan_reused(trial: Trial) -> Findings:
-    """Check that a plan keeps nothing of its last call: it gives the kernel's bits."""
+    """Check that a plan keeps no state of its last call: its bits equal those of the kernel."""
     yield from same(trial, trial.first, trial.planned.output, trial.eager)
 
 
 def out_given(trial: Trial) -> Findings:
-    """`out`, or x if inplace, is the tensor returned, and nothing around it was written."""
+    """Check that `out` (x if inplace) is returned and no memory around it is written."""
     if not trial.planned.same:
         yield "returned another tensor"
     if not trial.planned.intact:
@@ -107,12 +109,12 @@ def out_given(trial: Trial) -> Findings:
 
 
 def interleaved(trial: Trial) -> Findings:
-    """Check that no call in flight is disturbed by one that starts later and finishes first."""
+    """Check that a call in flight is not disturbed by one that starts later and finishes first."""
     yield from same(trial, trial.first, trial.interleaved[0], trial.eager)
 
 
 def by_turns(trial: Trial) -> Findings:
-    """Kernels of two problems share nothing: each computes what it does alone."""
+    """Check that interleaved calls of kernels of two problems do not affect each other."""
     if not trial.case.by_turns:
         return
     kernel, sample = trial.neighbor
@@ -123,17 +125,17 @@ def by_turns(trial: Trial) -> Findings:
 
 
 def numeric_strided(trial: Trial) -> Findings:
-    """Fewer tokens than the kernel was made for, transposed weights and spaced rows: right too."""
+    """Check a call with fewer tokens than planned for, transposed weights and strided rows."""
     yield from trial.other.compare(trial.interleaved[1]).problems
 
 
 def plan_shrunk(trial: Trial) -> Findings:
-    """Check that a plan serves fewer tokens than before as the kernel does, bit for bit."""
+    """Check that a plan gives the kernel's bits for fewer tokens than in its previous call."""
     yield from same(trial, trial.other, trial.planned_other, trial.interleaved[1])
 
 
 def inputs_unchanged(trial: Trial) -> Findings:
-    """Every argument of all the calls before is as it was, bit for bit."""
+    """Check that the arguments of all earlier calls kept their bits."""
     for sample in trial.samples:
         pristine = sample.pristine.tensors()
         for name, tensor in sample.inputs.tensors().items():
@@ -142,12 +144,13 @@ def inputs_unchanged(trial: Trial) -> Findings:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    # A copy: any stride is contiguous along an extent of 1, but bytes are seen where it is 1 alone.
+    # view(uint8) needs a last stride of 1. A dimension of size 1 counts as contiguous with any
+    # stride, so .contiguous() would not copy there.
     return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def graph_replay(trial: Trial) -> Findings:
-    """On a GPU: a plan captured once, replayed on new values, equals a call on those values."""
+    """On a GPU: check that a captured plan replayed on new values equals a direct call."""
     if not trial.capturable:
         return
     plan = trial.build(trial.case, trial.machine, False).plan()
@@ -156,7 +159,7 @@ def graph_replay(trial: Trial) -> Findings:
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(2):  # compiles and loads whatever has to be
+        for _ in range(2):  # compile and load all kernels before the capture
             plan(x_TH, i.weights, i.routing)
     side.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -172,9 +175,10 @@ def graph_replay(trial: Trial) -> Findings:
 
 
 def no_allocation(trial: Trial) -> Findings:
-    """On a GPU: a call of a plan allocates nothing, unless a part says that its library does.
+    """On a GPU: check that a planned call allocates nothing.
 
-    Nor where weights lie as a library does not take them: its part copies them in every call.
+    Skipped for parts that declare a library that allocates, and for library parts with a weight
+    layout that is not plain, because these copy the weights in every call.
     """
     catalog, case = load_catalog(), trial.case
     part, experts = catalog.prepare_finalize(case.prepare_finalize), catalog.experts(case.experts)

@@ -1,7 +1,7 @@
-"""The tolerance, which is a rule and not a number.
+"""Comparison of an output with the float64 oracle, with a tolerance derived from the case.
 
-A part may be as inexact as plain torch that runs the same declared recipe in the same dtype, and
-a quarter more. Both errors are measured against the float64 oracle, on the case at hand.
+The allowed error is that of plain torch running the same declared recipe in the same dtype, plus a
+quarter. Both errors are measured against the float64 oracle on the case at hand.
 """
 
 import math
@@ -11,27 +11,26 @@ import torch
 
 from modular_kernel.spec.problem import Combine, Problem, dtype_name
 
-# Rounding differs from one order of summation to the next, the recipe's own included: a quarter
-# more of its root mean square covers that, and no defect is that small.
+# Rounding depends on the order of summation, in the recipe too. A quarter of the recipe's RMS error
+# covers that, and every defect is larger.
 FACTOR = 1.25
-# A row, or a value, that stands out from the typical one of its kind is a defect in one place
-# (a tail, one expert, one token) that an average over all rows would hide.
+# A defect in one place (a tail, one expert, one token) makes a row or a value stand out. An average
+# over all rows would hide it.
 ROW_FACTOR = 4.0
 VALUE_FACTOR = 12.0
-# Where the recipe is float32 its error is the order of its sums alone, and torch's may be luckier
-# than ours: u = 6e-8 for each of some sqrt(fan-in), on two products, stays below 1e-6 for the
-# shapes of a case. The nearest defect, gelu's tanh approximation, is 2e-4 away.
+# Absolute slack for float32 recipes, whose error comes from the order of sums alone and may happen
+# to be smaller in torch. u = 6e-8 times sqrt(fan-in), over two products, stays below 1e-6 for the
+# shapes of the cases. The smallest defect, gelu's tanh approximation, causes an error of 2e-4.
 EPS = 1e-6
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far an output is from the oracle, and how far it may be; all relative.
+    """Error of an output against the oracle and the allowed bounds; all are relative.
 
-    error: root mean square over everything. worst_row: the error, relative to that row, of the one
-    row that comes nearest to its bound, or past it. worst_value: the largest error of one value,
-    relative to its row's root mean square.
-    problems: what is wrong in words; empty if all is well.
+    error: root mean square over all values. worst_row: error of the row with the largest ratio of
+    error to bound, relative to that row. worst_value: largest error of one value, relative to its
+    row's root mean square. problems: messages, empty if the output is correct.
     """
 
     error: float
@@ -57,33 +56,34 @@ def compare(
     fair_row: float = 0.0,
     fair_value: float = 0.0,
 ) -> Comparison:
-    """Judge `out`, (T, H) or (T, K, H), by the float64 tensors `exact` and `recipe`.
+    """Compare `out`, (T, H) or (T, K, H), with the float64 tensors `exact` and `recipe`.
 
-    Rows that are zero in `exact` (every pair skipped) must be zero bit for bit, but for the sign.
-    fair: the recipe's relative error over more tokens of the same layer, where `out` is of a few;
-    the larger one counts. fair_row, fair_value: of its worst row and value among those, for
-    quantized problems.
+    Rows that are zero in `exact` (every pair skipped) must be exactly zero, of either sign.
+
+    fair: the recipe's relative error over more tokens of the same layer, for outputs of few tokens;
+    the larger of it and the error on this case counts. fair_row, fair_value: the same for the worst
+    row and the worst value, used for quantized problems only.
     """
-    wrong = _wrong_kind(out, exact, problem)
-    if wrong:
-        return Comparison(math.inf, 0.0, problems=wrong)
-    ours = out.double().flatten(0, -2)
+    mismatches = _check_shape(out, exact, problem)
+    if mismatches:
+        return Comparison(math.inf, 0.0, problems=mismatches)
+    output = out.double().flatten(0, -2)
     exact, recipe = exact.double().flatten(0, -2), recipe.double().flatten(0, -2)
     zero = (exact == 0).all(1)
-    problems = _wrong_values(ours, zero)
+    problems = _check_finite_and_zero(output, zero)
     if problems:
         return Comparison(math.inf, 0.0, problems=problems)
     live = ~zero
     if not bool(live.any()):
         return Comparison(0.0, EPS)
     index = live.nonzero().flatten()
-    least = fair_row if problem.scheme.quantized else None
-    given = ours[live], exact[live], recipe[live], index
-    return _compare_rows(*given, fair, least, fair_value)
+    min_row_error = fair_row if problem.scheme.quantized else None
+    args = output[live], exact[live], recipe[live], index
+    return _compare_rows(*args, fair, min_row_error, fair_value)
 
 
-def _wrong_kind(out: torch.Tensor, exact: torch.Tensor, problem: Problem) -> tuple[str, ...]:
-    """Return what no number can make up for: shape and dtype."""
+def _check_shape(out: torch.Tensor, exact: torch.Tensor, problem: Problem) -> tuple[str, ...]:
+    """Return messages for a wrong shape or dtype."""
     tokens = out.shape[0] if out.dim() else 0
     middle = () if problem.combine is Combine.SUM else (problem.top_k,)
     need = (tokens, *middle, problem.hidden)
@@ -97,7 +97,7 @@ def _wrong_kind(out: torch.Tensor, exact: torch.Tensor, problem: Problem) -> tup
     return tuple(problems)
 
 
-def _wrong_values(ours: torch.Tensor, zero: torch.Tensor) -> tuple[str, ...]:
+def _check_finite_and_zero(ours: torch.Tensor, zero: torch.Tensor) -> tuple[str, ...]:
     problems = []
     bad = ~ours.isfinite()
     if bool(bad.any()):
@@ -119,11 +119,12 @@ def _compare_rows(
     fair_row: float | None,
     fair_value: float,
 ) -> Comparison:
-    """Rows that are nowhere all zero; `index` is where each stood. fair_row: None unless quantized.
+    """Compare rows that are not zero. index: their row numbers. fair_row: None unless quantized.
 
-    One large activation makes the steps of its whole group coarse, and one beyond a static scale
-    is cut off, in the recipe as in a part: where activations or weights are quantized, a row may be
-    a quarter farther off than the recipe's own, and a value twice as far as the recipe's worst one.
+    One large activation makes the quantization step of its whole group coarse, and one beyond a
+    static scale is clipped, in the recipe as in a part. So with quantized activations or weights
+    the error of a row may be a quarter above the recipe's for that row, and that of a value twice
+    the recipe's worst.
     """
     size = exact.norm()
     error = float((ours - exact).norm() / size)

@@ -1,10 +1,10 @@
-"""The comparison where some tokens are huge or broken: they must not reach the others.
+"""Comparison for inputs in which some tokens are huge or not finite and must not affect the others.
 
-Ordinary tokens are compared among themselves by the rule of `compare`. Of the others, those whose
-recipe is finite are compared among their like; where the recipe overflows, a value is right or not
-finite; a NaN token's values are not finite. Left open is what becomes of an infinite token, and of
-a large one where gates have a limit (then the sign of a gate is all that counts, and any rounding
-may turn it).
+Ordinary tokens are compared among themselves by the rule of `compare`. Special tokens with a finite
+recipe are compared within their group. Where the recipe overflows, a value must be correct or not
+finite; the values of a NaN token must not be finite. Not checked: infinite tokens, and large tokens
+where the activation has a limit (the result then depends only on the sign of the gate, which any
+rounding may flip).
 """
 
 from dataclasses import dataclass, replace
@@ -18,8 +18,11 @@ from modular_kernel.testing.verify.compare import FACTOR, VALUE_FACTOR, Comparis
 
 @dataclass(frozen=True)
 class Fair:
-    """What the recipe's own error may be where a call has few rows: that of the worst of several
-    calls as small, of their worst row, and of their worst value beside its row's size."""
+    """Error of the recipe on calls with few rows.
+
+    fair: largest relative error of a call of that size. fair_row: largest relative error of a row.
+    fair_value: largest error of a value relative to its row's root mean square.
+    """
 
     fair: float = 0.0
     fair_row: float = 0.0
@@ -27,7 +30,7 @@ class Fair:
 
     @classmethod
     def of(cls, exact: torch.Tensor, recipe: torch.Tensor, tokens: int) -> "Fair":
-        """From many tokens' (T, H) or (T, K, H), in calls of `tokens`."""
+        """Measure the errors of many tokens, (T, H) or (T, K, H), in calls of `tokens`."""
         worst = worst_row = worst_value = 0.0
         for start in range(0, len(exact), tokens):
             want, got = exact[start : start + tokens], recipe[start : start + tokens]
@@ -56,27 +59,27 @@ def compare_apart(
     *,
     fair: Fair = NONE_FAIR,
 ) -> Comparison:
-    """Judge `out` as `compare` does, tokens that `values` makes unlike the others by themselves."""
+    """Compare `out` as `compare` does, but special tokens of `values` by group."""
     groups = apart(values, len(exact))
     if out.shape != exact.shape or not bool((groups > 0).any()):
         return compare(out, exact, recipe, problem, **vars(fair))
     groups = groups.to(out.device)
     ordinary = groups == 0
     result = compare(out[ordinary], exact[ordinary], recipe[ordinary], problem, **vars(fair))
-    # Where all tokens are apart, none of these calls has ordinary ones: `fair` is of such.
+    # `fair` is measured on ordinary tokens, so it also serves calls that have none.
     typical = max(result.bound, FACTOR * fair.fair, float(torch.finfo(problem.dtype).eps))
     problems = [*result.problems]
     for group in range(1, int(groups.max()) + 1):
         tokens = groups == group
         if not _open(problem, values):
-            given = out[tokens], exact[tokens], recipe[tokens], problem
-            found = _judged(*given, fair, typical)
-            problems += [f"tokens of values={values}: {what}" for what in found]
+            args = out[tokens], exact[tokens], recipe[tokens], problem
+            messages = _judged(*args, fair, typical)
+            problems += [f"tokens of values={values}: {what}" for what in messages]
     return replace(result, problems=tuple(problems))
 
 
 def _open(problem: Problem, values: str) -> bool:
-    """Whether such tokens may become anything, as long as they reach no other."""
+    """Return whether the outputs of such tokens are not checked."""
     if values == "nan_token":
         return False
     return values == "inf_token" or problem.act.limit is not None
@@ -90,21 +93,22 @@ def _judged(
     fair: Fair,
     typical: float,
 ) -> tuple[str, ...]:
-    """Return what is wrong with tokens of one kind. typical: the relative error of ordinary
-    ones.
+    """Return messages for the tokens of one group.
+
+    typical: relative error of ordinary tokens.
     """
     finite = recipe.isfinite().flatten(1).all(1)
-    given = out[finite], exact[finite], recipe[finite], problem
-    found = list(compare(*given, **vars(fair)).problems)
-    ours, need = out[~finite].double().flatten(0, -2), exact[~finite].flatten(0, -2)
+    args = out[finite], exact[finite], recipe[finite], problem
+    messages = list(compare(*args, **vars(fair)).problems)
+    output, need = out[~finite].double().flatten(0, -2), exact[~finite].flatten(0, -2)
     unit = need.square().mean(1, keepdim=True).sqrt()
     # NaN compares false: a finite value where the oracle has none is wrong.
-    wrong = ours.isfinite() & ~((ours - need).abs() <= VALUE_FACTOR * typical * unit)
-    if bool(wrong.any()):
-        row, column = wrong.nonzero()[0].tolist()
-        got, want = float(ours[row, column]), float(need[row, column])
-        found.append(
-            f"{int(wrong.sum())} values neither right nor not finite where the recipe overflows, "
+    bad = output.isfinite() & ~((output - need).abs() <= VALUE_FACTOR * typical * unit)
+    if bool(bad.any()):
+        row, column = bad.nonzero()[0].tolist()
+        got, want = float(output[row, column]), float(need[row, column])
+        messages.append(
+            f"{int(bad.sum())} values neither right nor not finite where the recipe overflows, "
             f"the first {got:.4g} instead of {want:.4g}"
         )
-    return tuple(found)
+    return tuple(messages)

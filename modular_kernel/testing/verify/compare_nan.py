@@ -1,4 +1,4 @@
-"""Compare calls whose arguments hold a NaN: it is where it has to be, and nowhere else."""
+"""Comparison of calls whose arguments hold a NaN, which must reach exactly the expected outputs."""
 
 from dataclasses import replace
 
@@ -17,20 +17,20 @@ def compare_with_nan(
     *,
     fair: Fair = NONE_FAIR,
 ) -> Comparison:
-    """Judge `out`, (T, H) or (T, K, H): NaN where `recipe` is, and right everywhere else.
+    """Compare `out`, (T, H) or (T, K, H): NaN where `recipe` is NaN, correct everywhere else.
 
-    Other arguments are those of `compare`.
+    The other arguments are those of `compare`.
     """
     if out.shape != exact.shape:
         return compare(out, exact, recipe, problem, **vars(fair))
-    read = recipe.isnan()
-    got, want, allowed = (torch.where(read, 0, values) for values in (out, exact, recipe))
+    nan_expected = recipe.isnan()
+    got, want, allowed = (torch.where(nan_expected, 0, values) for values in (out, exact, recipe))
     result = compare(got, want, allowed, problem, **vars(fair))
-    return replace(result, problems=(*result.problems, *_lost(out, read)))
+    return replace(result, problems=(*result.problems, *_lost(out, nan_expected)))
 
 
 def _lost(out: torch.Tensor, read: torch.Tensor) -> tuple[str, ...]:
-    """Return what is wrong if values that are computed from a NaN are none."""
+    """Return a message if values computed from a NaN are not NaN."""
     lost = (read & ~out.isnan()).flatten(0, -2)
     if not bool(lost.any()):
         return ()

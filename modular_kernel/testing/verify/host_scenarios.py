@@ -1,6 +1,6 @@
-"""What ranks are told of the hosts that they are on; a part of the scene "misunderstood".
+"""Host assignment of ranks and the errors about it; part of the fault scenario "misunderstood".
 
-Ranks of one machine are ranks of several hosts where MK_HOST_ID says so.
+MK_HOST_ID assigns ranks of one machine to several hosts.
 """
 
 import json
@@ -17,28 +17,31 @@ from modular_kernel.testing.verify.scenario_context import RIGHT, Stage, manager
 
 
 def on_hosts(on: Stage) -> Iterator[tuple[str, str]]:
-    """All ranks on one host, unless they are on several; then each on its own, if the part serves
-    several."""
+    """Put all ranks on one host, then each rank on a separate host.
+
+    The first step is skipped if the problem has several hosts, the second if the part supports only
+    one.
+    """
     ranks, requires = on.world_size, on.part.requires
     if on.case.problem.parallel.hosts > 1:
         manager = manager_class(on.part)(None)
         yield _serving(on, manager, -1)
         manager.destroy()
-        yield from _apart(_with_hosts_of(on, 1))
+        yield from _apart(_with_ranks_per_host(on, 1))
         return
     manager = manager_class(on.part)(None)
     name = read_settings().host_id or socket.gethostname()
     yield str(manager.hosts), f"{ranks} ranks on one host, {name}"
     yield _serving(on, manager, -1)
-    together, alone = _with_hosts_of(on, ranks), _with_hosts_of(on, 1)
-    yield together.goes(together.over(manager))
-    judged = requires.one_host or requires.full_hosts
-    refused = "IncompatibleError" if judged else "ConfigurationError"
-    yield said(lambda: str(alone.over(manager))), refused
+    one_host, many_hosts = _with_ranks_per_host(on, ranks), _with_ranks_per_host(on, 1)
+    yield one_host.goes(one_host.over(manager))
+    is_restricted = requires.one_host or requires.full_hosts
+    error_name = "IncompatibleError" if is_restricted else "ConfigurationError"
+    yield said(lambda: str(many_hosts.over(manager))), error_name
     manager.destroy()
-    if not judged:
-        yield from _apart(alone)
-    if requires.one_host:  # whatever the problem says of the hosts
+    if not is_restricted:
+        yield from _apart(many_hosts)
+    if requires.one_host:  # even if the problem names one host
         with host_called(f"host{on.rank}"):
             manager = manager_class(on.part)(None)
         yield said(lambda: str(on.over(manager))), "ConfigurationError"
@@ -47,9 +50,10 @@ def on_hosts(on: Stage) -> Iterator[tuple[str, str]]:
 
 
 def journal_of_a_host(on: Stage, kernel: FusedMoEModularKernel) -> Iterator[tuple[str, str]]:
-    """Read the records of memory inside a manager, of the ranks of a host; none where it has none.
+    """Check the records of the manager's memory shared within a host, if it has any.
 
-    Every piece is made outside calls, and is done, or refused because ranks mean another layer.
+    All memory is made outside of calls. Each record is "done", or refused because ranks use
+    different layers.
     """
     inside = getattr(manager_of(kernel.prepare_finalize), "inside", None)
     if inside is None:
@@ -59,50 +63,50 @@ def journal_of_a_host(on: Stage, kernel: FusedMoEModularKernel) -> Iterator[tupl
         yield "no record of memory", RIGHT
     for record in records:
         state = record["state"].partition(": got ")[0]
-        told = record["rank"], record["step"], record["phase"], record["bytes"] > 0
-        good = told == (on.rank, 0, "construct", True)
-        good &= state in ("done", "ranks that share buffers")
-        yield RIGHT if good else f"record {record}", RIGHT
+        facts = record["rank"], record["step"], record["phase"], record["bytes"] > 0
+        is_correct = facts == (on.rank, 0, "construct", True)
+        is_correct &= state in ("done", "ranks that share buffers")
+        yield RIGHT if is_correct else f"record {record}", RIGHT
 
 
 def _serving(on: Stage, manager: Any, more: int, **also: Any) -> tuple[str, str]:
-    """Have the part serve so many ranks more than each host has: every rank is told how many.
+    """Make the part with a limit of `more` ranks beyond those of a host; every rank gets the error.
 
-    A part that serves eight would need nine ranks to be told so as it is. also: what else it
-    declares, such as that its hosts must be full, which these are not.
+    A lower limit replaces running on nine ranks, beyond the eight of a real part. also: further
+    changed requirements, such as full hosts, which these are not.
     """
-    most = on.world_size // len(manager.hosts) + more
-    requires = replace(on.part.requires, ranks_per_host=most, **also)
+    ranks_per_host = on.world_size // len(manager.hosts) + more
+    requires = replace(on.part.requires, ranks_per_host=ranks_per_host, **also)
     other = type(on.part.__name__, (on.part,), {"requires": requires})
-    must = f"{most} on each, in blocks of one size"
+    expected = f"{ranks_per_host} on each, in blocks of one size"
     try:
-        told = str(other(on.case.problem, manager))
+        message = str(other(on.case.problem, manager))
     except ConfigurationError as error:
-        told = str(error)
-    return (must if must in told else told), must
+        message = str(error)
+    return (expected if expected in message else message), expected
 
 
 def _apart(on: Stage) -> Iterator[tuple[str, str]]:
-    """Each rank on a host of its own: errors say where a rank is."""
+    """Put each rank on a separate host and check that errors name the hosts."""
     with host_called(f"host{on.rank}"):
         manager = manager_class(on.part)(None)
     ranks = range(on.world_size)
-    where = "; ".join(f"{rank} on host{rank}" for rank in ranks)
-    yield str(manager.hosts), f"{len(ranks)} ranks on {len(ranks)} hosts: {where}"
+    placement = "; ".join(f"{rank} on host{rank}" for rank in ranks)
+    yield str(manager.hosts), f"{len(ranks)} ranks on {len(ranks)} hosts: {placement}"
     yield _serving(on, manager, 1, full_hosts=True)
     kernel = on.over(manager)
     yield on.goes(kernel)
     try:
-        told = on.judged(on.call(kernel, x_TH=on.sample.inputs.x_TH.double()))
+        message = on.judged(on.call(kernel, x_TH=on.sample.inputs.x_TH.double()))
     except (CommunicationError, DtypeError) as error:
-        told = str(error)
-    must = "rank 1 refused its call 2 of layer 1 with DtypeError; rank 1: all of host host1"
-    yield str(on.at_fault or must in told), "True"
+        message = str(error)
+    expected = "rank 1 refused its call 2 of layer 1 with DtypeError; rank 1: all of host host1"
+    yield str(on.at_fault or expected in message), "True"
     manager.destroy()
 
 
-def _with_hosts_of(on: Stage, ranks_per_host: int) -> Stage:
-    """Return the stage of a problem that says so."""
+def _with_ranks_per_host(on: Stage, ranks_per_host: int) -> Stage:
+    """Return the context with a problem of so many ranks per host."""
     problem = on.case.problem
     parallel = replace(problem.parallel, ranks_per_host=ranks_per_host)
     return replace(on, case=replace(on.case, problem=replace(problem, parallel=parallel)))

@@ -1,4 +1,4 @@
-"""Batch invariance: the same tokens in other calls, and which rows come out with other bits."""
+"""Batch invariance: whether a token's output bits depend on the other tokens of its call."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -10,29 +10,33 @@ from modular_kernel.kernel import FusedMoEModularKernel, Plan
 from modular_kernel.testing.cases.inputs import Inputs
 from modular_kernel.testing.verify.trial import Trial
 
-# The output of one call on these of a sample's tokens: (n,) indices -> (n, ...) rows.
+# One call on a subset of a sample's tokens: (n,) token indices -> (n, ...) output rows.
 Calls = Callable[[torch.Tensor], torch.Tensor]
 
 
 def call_on(kernel: FusedMoEModularKernel | Plan, inputs: Inputs) -> Calls:
-    """Call on some of the tokens of `inputs`, which stay as they are."""
+    """Return a function that calls `kernel` on a subset of the tokens of `inputs`.
+
+    The inputs are copied and not changed.
+    """
 
     def on(tokens: torch.Tensor) -> torch.Tensor:
-        where = tokens.to(inputs.x_TH.device)
-        return kernel(inputs.x_TH[where], inputs.weights, inputs.routing.of(where)).clone()
+        index = tokens.to(inputs.x_TH.device)
+        return kernel(inputs.x_TH[index], inputs.weights, inputs.routing.of(index)).clone()
 
     return on
 
 
 def reversed_order(tokens: int) -> list[torch.Tensor]:
-    """One call on all tokens, the last first."""
+    """Return the tokens of one call on all tokens in reverse order."""
     return [torch.arange(tokens).flip(0)]
 
 
 def doubling_calls(tokens: int, most: int | None = None) -> list[torch.Tensor]:
-    """Call on 1, 2, 4, ... tokens, all of them once: each has other neighbors, another number.
+    """Return the tokens of calls on 1, 2, 4, ... tokens that together cover all tokens once.
 
-    most: of any rank, so that all ranks make as many calls; the last ones may have no tokens.
+    most: maximum number of tokens of any rank, so that all ranks make as many calls; the last calls
+    may have no tokens.
     """
     parts, start, size = [], 0, 1
     while start < (tokens if most is None else most):
@@ -42,7 +46,7 @@ def doubling_calls(tokens: int, most: int | None = None) -> list[torch.Tensor]:
 
 
 def gathered(call: Calls, parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Return the rows of calls on `parts`, each in its token's place, in a tensor like `like`."""
+    """Call on each of `parts`; return all rows in token order, in a tensor like `like`."""
     out = torch.empty_like(like)
     for part in parts:
         out[part.to(out.device)] = call(part)
@@ -50,46 +54,50 @@ def gathered(call: Calls, parts: list[torch.Tensor], like: torch.Tensor) -> torc
 
 
 def rows_that_differ(got: torch.Tensor, want: torch.Tensor) -> int:
-    """How many rows have other bits: NaN equals itself, and -0.0 is not 0.0."""
+    """Count the rows whose bits differ; equal NaNs are equal, and -0.0 differs from 0.0."""
     return int((as_bytes(got) != as_bytes(want)).any(1).sum())
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """(T, bytes of a row)."""
+    """View a tensor as (T, bytes per row)."""
     rows = len(tensor)
     return tensor.contiguous().view(torch.uint8).reshape(rows, -1 if rows else 0)
 
 
 def batch_invariant(trial: Trial) -> Iterator[str]:
-    """Where the problem asks for it: a token's bits do not depend on the rest of its call."""
+    """Check, if the problem requires it, that a token's bits do not depend on its call."""
     if not trial.case.problem.batch_invariant:
         return
-    for how, rows in regrouped(trial):
+    for description, rows in regrouped(trial):
         count = rows_that_differ(rows, trial.eager)
         if count:
-            yield f"{how}: {count} of {len(rows)} rows have other bits"
+            yield f"{description}: {count} of {len(rows)} rows have other bits"
 
 
 def regrouped(trial: Trial) -> Iterator[tuple[str, torch.Tensor]]:
-    """(how, rows) for each other way of calling on the tokens of the trial's first call.
+    """Yield (description, rows) for other ways of calling on the tokens of the trial's first call.
 
-    Ranks make the same calls, whatever their own number of tokens.
+    Every rank makes the same number of calls, whatever its own number of tokens.
     """
-    given, want = trial.first.pristine, trial.eager
-    tokens, most = len(want), trial.case.problem.tokens
-    everything, call = [torch.arange(tokens)], call_on(trial.kernel, given)
+    inputs, want = trial.first.pristine, trial.eager
+    tokens, max_tokens = len(want), trial.case.problem.tokens
+    one_call, call = [torch.arange(tokens)], call_on(trial.kernel, inputs)
     yield "in reverse order", gathered(call, reversed_order(tokens), want)
-    yield "in calls of 1, 2, 4, ... tokens", gathered(call, doubling_calls(tokens, most), want)
-    larger = _changed(trial, tokens=2 * most).plan()
-    yield "in a plan for twice as many", gathered(call_on(larger, given), everything, want)
-    split = otherwise_split(trial)
-    if split is not None:
-        yield "split otherwise", gathered(call_on(split, given), everything, want)
+    yield (
+        "in calls of 1, 2, 4, ... tokens",
+        gathered(call, doubling_calls(tokens, max_tokens), want),
+    )
+    larger = _changed(trial, tokens=2 * max_tokens).plan()
+    yield "in a plan for twice as many", gathered(call_on(larger, inputs), one_call, want)
+    rechunked = otherwise_split(trial)
+    if rechunked is not None:
+        yield "split otherwise", gathered(call_on(rechunked, inputs), one_call, want)
 
 
 def otherwise_split(trial: Trial) -> FusedMoEModularKernel | None:
-    """Return a kernel with chunks of a third of the tokens, or without the case's; None if
-    refused.
+    """Return a kernel with chunks of a third of the tokens, or without the case's chunks.
+
+    None if the pairing refuses it.
     """
     case, third = trial.case, -(-trial.case.problem.tokens // 3) or 1
     chunk = third if case.problem.chunk_tokens is None else None
@@ -100,6 +108,6 @@ def otherwise_split(trial: Trial) -> FusedMoEModularKernel | None:
 
 
 def _changed(trial: Trial, **changes: int | None) -> FusedMoEModularKernel:
-    """Return the poisoned kernel of the case's problem with these changes."""
+    """Return the poisoned kernel of the case's problem with `changes`."""
     problem = replace(trial.case.problem, **changes)  # type: ignore[arg-type]
     return trial.build(replace(trial.case, problem=problem), trial.machine, True)

@@ -1,6 +1,6 @@
-"""How many rows change their bits with the call they are in: measured for every part and scheme.
+"""Table of the rows whose bits depend on the other tokens of a call, per experts part and scheme.
 
-What a problem that asks for batch invariance gets, and what one gets that does not.
+Measured for problems with and without `batch_invariant`.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ COLUMNS: dict[str, dict[str, object]] = {
 
 @dataclass(frozen=True)
 class InvarianceRow:
-    """Rows of `tokens` whose bits differ in some other call; None where the pairing is refused."""
+    """Number of rows (of `tokens`) whose bits differ in some other call; None where refused."""
 
     prepare_finalize: str
     experts: str
@@ -44,8 +44,10 @@ class InvarianceRow:
 
 
 def measure(machine: Machine, layer: Problem = LAYER) -> Iterator[InvarianceRow]:
-    """Every pairing on one rank in every column, without and with `batch_invariant`; pairings that
-    take no column are left out."""
+    """Yield every pairing on one rank in every column, without and with `batch_invariant`.
+
+    Pairings that refuse `layer` itself are left out; refused columns have rows=None.
+    """
     catalog = load_catalog()
     for pf in catalog.names("prepare_finalize"):
         for experts in catalog.names("experts"):
@@ -61,7 +63,7 @@ def measure(machine: Machine, layer: Problem = LAYER) -> Iterator[InvarianceRow]
 
 
 def changed_rows(case: Case, machine: Machine) -> int:
-    """How many of the case's tokens have other bits in another call on them."""
+    """Count the case's tokens whose bits differ in another call on them."""
     trial = Trial(case, machine)
     want = as_bytes(trial.eager)
     changed = torch.zeros(len(want), dtype=torch.bool, device=want.device)
@@ -71,7 +73,7 @@ def changed_rows(case: Case, machine: Machine) -> int:
 
 
 def as_markdown(found: list[InvarianceRow]) -> str:
-    """Return a table: a line for each experts part, without and with `batch_invariant`."""
+    """Return a table with one line per experts part, without and with `batch_invariant`."""
     columns = list(dict.fromkeys(one.column for one in found))
     lines = [
         f"| experts | asked for | {' | '.join(columns)} |",

@@ -1,7 +1,8 @@
-"""The checked-in promise: which pairings are proven, on which kind of machine, in how many cases.
+"""The checked-in ledger of pairings that must be proven, with a minimum number of cases.
 
-A rule that refuses too much would make cases vanish and leave a suite green. The ledger notices:
-it says, for each kind of machine, which pairings have to be proven and in how many cases at least.
+A rule that refuses too much would make cases disappear while the suite still passes. The ledger
+detects that: for each kind of machine it lists the pairings that must be proven and their minimum
+number of cases.
 
     # machine         prepare_finalize            experts         cases
     cpu               MoEPrepareAndFinalizeNoEP   TorchExperts    100
@@ -22,7 +23,7 @@ KINDS = ("cpu", "cpu-interpreter", "cuda")
 
 @dataclass(frozen=True)
 class Promise:
-    """One line: this pairing must be proven in at least `cases` cases on such machines."""
+    """One line of the ledger: the pairing must pass at least `cases` cases on such machines."""
 
     machine: str
     prepare_finalize: str
@@ -35,7 +36,7 @@ class Promise:
 
 
 def machine_kind(machine: Machine, world_size: int = 1) -> str:
-    """One of KINDS; of more than one rank "KIND:ranks"."""
+    """Return one of KINDS, with ":ranks" appended for more than one rank."""
     kind = "cuda"
     if machine.device != "cuda":
         kind = "cpu-interpreter" if machine.interpreter else "cpu"
@@ -43,7 +44,10 @@ def machine_kind(machine: Machine, world_size: int = 1) -> str:
 
 
 def parse_ledger(text: str) -> tuple[Promise, ...]:
-    """Promises from the ledger's text; `#` starts a comment."""
+    """Parse the ledger's text, in which `#` starts a comment.
+
+    Raise ConfigurationError on a malformed line.
+    """
     promises = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
@@ -63,16 +67,16 @@ def _is_kind(word: str) -> bool:
 
 
 def read_ledger(path: Path) -> tuple[Promise, ...]:
-    """Promises from a file."""
+    """Read a ledger file; raise ConfigurationError on a malformed line."""
     return parse_ledger(path.read_text(encoding="utf-8"))
 
 
 def broken_promises(
     ledger: Iterable[Promise], counts: Counter[tuple[str, str]], kind: str
 ) -> tuple[str, ...]:
-    """Return what the ledger demands for `kind` beyond `counts`, cases by pairing, one line each.
+    """Return a line for each pairing with fewer cases in `counts` than required for `kind`.
 
-    A pairing that has cases and no line is reported too: it would go unguarded.
+    A pairing with cases but no line in the ledger is reported too, because nothing would guard it.
     """
     promises = [promise for promise in ledger if promise.machine == kind]
     short = [
@@ -80,18 +84,19 @@ def broken_promises(
         for p in promises
         if counts[p.pairing] < p.cases
     ]
-    known = {promise.pairing for promise in promises}
+    listed = {promise.pairing for promise in promises}
     unguarded = [
         f"{kind}: {' x '.join(pairing)}: {count} cases and no line in the ledger"
         for pairing, count in counts.items()
-        if count and pairing not in known
+        if count and pairing not in listed
     ]
     return (*short, *unguarded)
 
 
 def check_proofs(ledger: Iterable[Promise], proofs: Iterable[Proof]) -> tuple[str, ...]:
-    """Return what the ledger demands beyond the cases that `proofs` proved, for each kind they ran
-    on.
+    """Return one line for each ledger requirement that the passed proofs do not meet.
+
+    Only the kinds of machine that occur in `proofs` are checked.
     """
     counts: dict[str, Counter[tuple[str, str]]] = {}
     for proof in proofs:

@@ -1,6 +1,6 @@
-"""`prove`: run every check on one case and say what failed, how exact it was, and how to repeat it.
+"""`prove`: runs every check on one case; reports failures, accuracy and a command to repeat it.
 
-Used alike by the test suite, by `mk test` and by a part's author.
+Used by the test suite, by `mk test` and by authors of parts.
 """
 
 import math
@@ -21,11 +21,11 @@ from modular_kernel.testing.verify.trial import Build, Trial, build_kernel
 
 @dataclass(frozen=True)
 class Proof:
-    """What came out of one case.
+    """Result of one case.
 
-    error, bound: relative root mean square error of the first call, and how large it may be.
-    failures: one line for each broken promise, "check: what"; empty if the case is proven.
-    cells: what its calls entered, of a part with several paths.
+    error, bound: relative root mean square error of the first call, and its limit. failures: one
+    line "check: finding" for each failure, empty if the case passed. cells: the code paths entered,
+    for parts with several paths.
     """
 
     case: Case
@@ -51,24 +51,24 @@ class Proof:
 
 
 def prove(case: Case, machine: Machine | None = None, build: Build = build_kernel) -> Proof:
-    """Run all checks. Raises IncompatibleError if the pairing is refused for this case.
+    """Run all checks on a case. Raise IncompatibleError if the pairing is refused for this case.
 
-    machine: None means this one. build: makes the kernel from (case, machine, poison).
+    machine: None means the current one. build: makes the kernel from (case, machine, poison).
     """
     machine = machine or this_machine()
     start = time.perf_counter()
     try:
-        build(case, machine, False)  # refused pairings end here
+        build(case, machine, False)  # raises if the pairing is refused
     except ModularKernelError:
         raise
-    except Exception as why:  # noqa: BLE001 (another's part may fail as it is made, too)
+    except Exception as why:  # noqa: BLE001 (a third-party part may raise anything)
         seconds = time.perf_counter() - start
         return Proof(case, machine, math.inf, 0.0, (raised("build", why),), seconds)
     trial = Trial(case, machine, build)
     with (
         known_launches(),
         watched_paths() as entered,
-    ):  # calls on equal inputs differ, if at all, in what launches are given
+    ):  # the launch cache skips interpreted launches that repeat an earlier one
         failures = tuple(dict.fromkeys(findings(trial)))
     error, bound = _accuracy(trial)
     seconds = time.perf_counter() - start
@@ -77,19 +77,19 @@ def prove(case: Case, machine: Machine | None = None, build: Build = build_kerne
 
 
 def _cells(entered: Iterable[EnteredPath]) -> frozenset[PathCell]:
-    """Return the cells of all the calls."""
+    """Return the path cells of all entered calls."""
     of_calls = (cells_of(call.path, call.problem, call.weights) for call in entered)
     return frozenset[PathCell]().union(*of_calls)
 
 
 def findings(trial: Trial) -> Iterator[str]:
-    """Failures of every check in order, as they are found; a check that raises has failed."""
+    """Yield the failures of every check in order; a check that raises has failed."""
     for check in CHECKS:
         yield from _run(check, trial)
 
 
 def _accuracy(trial: Trial) -> tuple[float, float]:
-    """Error and bound of the first call, if there was one."""
+    """Return error and bound of the first call, or (inf, 0) if it did not complete."""
     if "first_call" not in trial.__dict__:
         return math.inf, 0.0
     comparison = trial.first.compare(trial.eager)
@@ -101,13 +101,13 @@ def _run(check: Check, trial: Trial) -> Iterator[str]:
     try:
         for finding in check(trial):
             yield f"{name}: {finding}"
-    # A faulty part can fail in any way; that is a finding about it, not the end of the proof.
+    # A faulty part may raise anything; report it as a finding and run the remaining checks.
     except Exception as error:  # noqa: BLE001
         yield raised(name, error)
 
 
 def raised(check: str, error: Exception) -> str:
-    """Return the finding that a check raised."""
+    """Return the finding for a check that raised `error`."""
     if isinstance(error, CorruptionError):
         return f"red_zones: {error}"
     return f"{check}: raised {type(error).__name__}: {error}"

@@ -1,13 +1,13 @@
-"""Prove a pairing over ranks: the same checks as on one rank, run by every rank side by side.
+"""Runs the checks of a case on every rank side by side.
 
-Each rank checks its own output against the float64 oracle of the whole layer, on its own tokens.
-All ranks make the same calls in the same order, so a rank whose check raises ends its proof there:
-its peers may wait for it in vain.
+Each rank compares the output of its tokens with the float64 oracle of the whole layer. All ranks
+make the same calls in the same order. A rank whose check raises stops there, because its peers may
+never reach the next call.
 
-The tolerance's recipe, plain torch over ranks: each rank computes the pairs of its own experts by
-the recipe of one rank, weights and sums them in float32 and rounds that partial sum once to the
-problem's dtype, because that is what travels; the partial sums are added in float32 and rounded
-once. On one rank the recipe rounds once, here it does so as often as a sum crosses a link.
+The recipe that sets the tolerance is plain torch over ranks. Each rank computes the pairs of its
+experts by the recipe of one rank, weights and sums them in float32, and rounds the partial sum once
+to the problem's dtype, in which it is communicated. The partial sums are added in float32 and
+rounded once. The recipe of one rank rounds once; this one rounds once more for each partial sum.
 """
 
 import math
@@ -49,7 +49,7 @@ _CPU = torch.device("cpu")
 
 
 class RankSample(Sample):
-    """One rank's part of one call. counts: tokens of every rank."""
+    """One rank's share of one call. counts: number of tokens of every rank."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class RankSample(Sample):
 
     @cached_property
     def world(self) -> Inputs:
-        """What the whole world passes, and every expert's weights."""
+        """The inputs of all ranks and the weights of all experts."""
         return self._world(self.manner)
 
     def _world(self, manner: Manner) -> Inputs:
@@ -84,7 +84,7 @@ class RankSample(Sample):
 
     @property
     def mine(self) -> slice:
-        """Which of the world's tokens are this rank's."""
+        """The slice of this rank's tokens among those of all ranks."""
         start = 0 if self.all.replicated else sum(self.counts[: self.rank])
         return slice(start, start + self.counts[self.rank])
 
@@ -111,54 +111,59 @@ class RankSample(Sample):
 
     @cached_property
     def exact_of_all(self) -> torch.Tensor:
-        """The oracle's output for every rank's tokens."""
+        """The oracle's output for the tokens of all ranks."""
         return self._reference(reference.oracle, self.world.routing)
 
     @cached_property
     def recipe_of_all(self) -> torch.Tensor:
-        """Plain torch's output over ranks for every rank's tokens."""
+        """The output of plain torch over ranks for the tokens of all ranks."""
         return recipe_over_ranks(self.world, self.problem)
 
     def compare(self, out: torch.Tensor) -> Comparison:
-        """`out` against the oracle. How inexact plain torch is, is measured over the tokens of all
-        ranks: one rank may have too few of them to tell."""
+        """Compare `out` with the oracle.
+
+        The recipe's error is measured over the tokens of all ranks, since one rank may have too
+        few.
+        """
         exact, recipe = self.exact_of_all, self.recipe_of_all
         if self.manner.nan:
             exact, recipe = (t.masked_fill(recipe.isnan(), 0) for t in (exact, recipe))
         size = exact.norm()
         fair = float((recipe - exact).norm() / size) if size else 0.0
-        given = out, self.exact, self.recipe, self.problem
+        args = out, self.exact, self.recipe, self.problem
         return (
-            compare_with_nan(*given, fair=Fair(fair))
+            compare_with_nan(*args, fair=Fair(fair))
             if self.manner.nan
-            else compare(*given, fair=fair)
+            else compare(*args, fair=fair)
         )
 
     def _reference(self, function: Reference, routing: Routing) -> torch.Tensor:
-        """Return `function` of all tokens and all experts."""
+        """Apply `function` to all tokens and all experts."""
         return function(self.world.x_TH, self.world.weights, routing, self.whole_problem)
 
 
 def recipe_over_ranks(world: Inputs, problem: Problem) -> torch.Tensor:
-    """Plain torch's output over ranks, (T, H) or (T, K, H), for every rank's tokens and weights in
-    `world`; problem: of any rank."""
+    """Compute the recipe over ranks for all tokens of `world`: (T, H) or (T, K, H), float64.
+
+    problem: that of any rank.
+    """
     routing, tokens = world.routing, len(world.x_TH)
-    alone = replace(problem, parallel=Parallel(), local_experts=None, expert_map=False)
-    whole = alone.with_tokens(tokens)
+    one_rank = replace(problem, parallel=Parallel(), local_experts=None, expert_map=False)
+    whole = one_rank.with_tokens(tokens)
     if problem.combine is not Combine.SUM:
         return reference.recipe(world.x_TH, world.weights, routing, whole)
     ids = routing.topk_ids_TK
     home_TK, _, _ = pairs_to_slots(ids, problem.placement.tables())
     total = torch.zeros(tokens, problem.hidden)
     for rank in range(problem.parallel.world_size):
-        # A pair of an invalid id is nobody's, here as in the oracle.
-        there = replace(routing, topk_ids_TK=ids.masked_fill(home_TK != rank, -1))
-        total += reference.recipe(world.x_TH, world.weights, there, whole).float()
+        # Pairs with an invalid id belong to no rank, as in the oracle.
+        local_routing = replace(routing, topk_ids_TK=ids.masked_fill(home_TK != rank, -1))
+        total += reference.recipe(world.x_TH, world.weights, local_routing, whole).float()
     return total.to(problem.dtype).double()
 
 
 class RankTrial(Trial):
-    """One case as one rank sees it. Token counts move on by a rank from call to call."""
+    """A case as one rank runs it. Each call rotates the token counts by one rank."""
 
     def __init__(self, case: RankCase, rank: int, machine: Machine, build: Build) -> None:
         self.case, self.machine, self.build = case.of_rank(rank), machine, build
@@ -167,11 +172,11 @@ class RankTrial(Trial):
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         counts = case.tokens
-        turned, twice = (counts[n:] + counts[:n] for n in (1, 2 % len(counts)))
-        half = tuple((count + 1) // 2 for count in twice)
+        rotated, rotated_twice = (counts[n:] + counts[:n] for n in (1, 2 % len(counts)))
+        half = tuple((count + 1) // 2 for count in rotated_twice)
         sample = partial(RankSample, case, rank, device)
         self.first = sample(counts=counts, salt=0)
-        self.second = sample(counts=turned, salt=1)
+        self.second = sample(counts=rotated, salt=1)
         self.other = sample(counts=half, salt=2, strided=True)
         self._like_first = partial(sample, counts=counts)
 
@@ -180,7 +185,7 @@ class RankTrial(Trial):
 
     @cached_property
     def told(self) -> tuple[tuple[str, str], ...]:
-        """What each call of the case's scene said to this rank, and what it must say."""
+        """(outcome, expected outcome) of each call of the case's fault scenario on this rank."""
         if not self.fault:
             return ()
         return play(
@@ -188,7 +193,7 @@ class RankTrial(Trial):
         )
 
     def _meaning(self, changes: Mapping[str, Any]) -> RankSample | None:
-        """Return this rank's share of the first call, where the layer has other properties."""
+        """Return this rank's share of the first call of a changed layer; None if it is refused."""
         first = self.first
         assert isinstance(first, RankSample)
         other = replace(first.all, problem=replace(first.all.problem, **changes))
@@ -198,27 +203,27 @@ class RankTrial(Trial):
 
     @property
     def replayed(self) -> tuple[tuple[Sample, torch.Tensor], ...]:
-        # The second call's tokens are another rank's number, and a graph is for one.
+        # A graph has a fixed number of tokens, and the second call's differs from the first's.
         fresh = self._like_first(salt=3)
         return (fresh, call(self.kernel, fresh)), (self.first, self.eager)
 
 
 def faults(trial: Trial) -> Findings:
-    """Where ranks do not mean the same call, each is told so, and by what it can find out why."""
+    """Check that every call of the fault scenario has its expected outcome on this rank."""
     assert isinstance(trial, RankTrial)
-    for number, (said, must) in enumerate(trial.told, 1):
-        if said != must:
-            yield f"call {number} of {trial.fault}: {said}, not {must}"
-            return  # what comes after it follows from it
+    for number, (outcome, expected) in enumerate(trial.told, 1):
+        if outcome != expected:
+            yield f"call {number} of {trial.fault}: {outcome}, not {expected}"
+            return  # later differences follow from this one
 
 
-# On every rank: those of one process, and what only ranks can do.
+# The checks of one process, and the fault scenarios.
 RANK_CHECKS: tuple[Check, ...] = (*CHECKS, faults)
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank found. error, bound: of its first call, as in a Proof."""
+    """Findings of one rank; error and bound are those of its first call, as in Proof."""
 
     findings: tuple[str, ...]
     error: float
@@ -227,13 +232,13 @@ class RankReport:
 
 
 class CheckError(Exception):
-    """A check raised: everything that was found, the last line being what it raised."""
+    """A check raised. The message lists all findings; the last line is the raised error."""
 
 
 def build_kernel(
     case: Case, machine: Machine, poison: bool, group: object
 ) -> FusedMoEModularKernel:
-    """Return the kernel of one rank that a case names."""
+    """Make one rank's kernel of a case."""
     return make_kernel(
         case.prepare_finalize,
         case.experts,
@@ -253,7 +258,7 @@ def examine(
     build: RankBuild,
     checks: tuple[Check, ...],
 ) -> RankReport:
-    """Run checks of a case on one rank, in a RankPool. CheckError where one raises."""
+    """Run the checks of a case on one rank of a RankPool. Raise CheckError if a check raises."""
     built: list[FusedMoEModularKernel] = []
 
     def build_here(of_rank: Case, machine: Machine, poison: bool) -> FusedMoEModularKernel:
@@ -261,17 +266,18 @@ def examine(
         return built[-1]
 
     trial = RankTrial(case, rank, machine, build_here)
-    found: list[str] = []
+    findings: list[str] = []
     for check in checks:
         name = check.__name__
         try:
             for finding in check(trial):
-                found.append(f"{name}: {finding}")
+                findings.append(f"{name}: {finding}")
         except Exception as error:
-            raise CheckError("\n".join([*found, raised(name, error)])) from error
+            raise CheckError("\n".join([*findings, raised(name, error)])) from error
     comparison = trial.first.compare(trial.eager)
-    unique = tuple(dict.fromkeys(found))
-    for kernel in built:  # where a check raised, a peer may never come to this
+    unique = tuple(dict.fromkeys(findings))
+    # Not done after a check raised: destroying a part may wait for peers that never get here.
+    for kernel in built:
         kernel.prepare_finalize.destroy()
     return RankReport(unique, comparison.error, comparison.bound, trial.first.invalid_ids)
 
@@ -285,11 +291,14 @@ def prove_ranks(
     checks: Sequence[Check] = RANK_CHECKS,
     timeout: float = 300,
 ) -> Proof:
-    """Run the checks on every rank. IncompatibleError if the pairing is refused for this case.
+    """Run the checks on every rank.
 
-    pool: of as many ranks. machine: None means this one, as far as the pool's backend uses it.
-    build: makes a rank's kernel from (case, machine, poison, group); must be picklable. checks:
-    which, in order. timeout: seconds until a rank that does not answer counts as a failure.
+    pool: has case.world_size ranks. machine: None means the current one with the pool's backend.
+    build: makes a rank's kernel from (case, machine, poison, group); must be picklable. checks: run
+    in this order. timeout: seconds after which a rank that does not answer counts as failed.
+
+    Raises ConfigurationError if the pool's size differs, IncompatibleError if the pairing is
+    refused.
     """
     if pool.world_size != case.world_size:
         need = f"{case.world_size} ranks, as the case says"
@@ -310,7 +319,7 @@ def examined(
     checks: Sequence[Check],
     timeout: float,
 ) -> Proof:
-    """`prove_ranks`, by whose rules it is that the ranks have: these may be other source."""
+    """Run `prove_ranks` without its validation, for ranks that may run other source code."""
     start = time.perf_counter()
     failures: list[str] = []
     try:
@@ -330,20 +339,20 @@ def examined(
 
 
 def machine_of(pool: AnyRanks) -> Machine:
-    """Return this machine as the pool's ranks use it."""
+    """Return the current machine with the device of the pool's backend."""
     return this_machine(device="cpu" if pool.backend == "gloo" else "cuda")
 
 
 def _share(report: RankReport) -> float:
-    """Error over bound; the bound is 0 only beside an error that is not finite."""
+    """Return error over bound; the error itself where the bound is 0 (it is then not finite)."""
     return report.error / report.bound if report.bound else math.inf
 
 
 def _told(failure: str) -> list[str]:
-    """Return what a failed rank found before it raised, or how it ended."""
-    found = failure.partition(f"{CheckError.__name__}: ")[2]
-    if found:
-        return found.splitlines()
+    """Return the findings of a failed rank before it raised, or how it ended."""
+    findings_text = failure.partition(f"{CheckError.__name__}: ")[2]
+    if findings_text:
+        return findings_text.splitlines()
     if failure.startswith("Traceback"):
         return [f"raised {failure.strip().splitlines()[-1]}"]
     return [failure.strip()]

@@ -1,4 +1,4 @@
-"""Prove many cases, in this process or side by side in several."""
+"""Proves many cases, in this process or in several worker processes."""
 
 import os
 import signal
@@ -18,15 +18,15 @@ from modular_kernel.testing.verify.one_process import Proof, prove
 
 
 class WorkerError(ModularKernelError):
-    """A process that proves cases ended before its work did."""
+    """A worker process ended before it had finished its cases."""
 
 
 def prove_all(cases: Sequence[Case], machine: Machine, workers: int) -> Iterator[Proof]:
     """Yield the proof of every case, in the order of `cases`.
 
-    workers: processes, each with one thread of torch; 1 proves in this process. Raises WorkerError
-    that names the first case without a proof if one of them ends before its work does. None of
-    them is left when this ends, or when this process does.
+    workers: number of processes, each with one torch thread; 1 runs in this process. Raises
+    WorkerError, with the first case without a proof, if a worker ends early. No worker outlives the
+    iterator or this process.
     """
     if workers == 1:
         for case in cases:
@@ -34,11 +34,11 @@ def prove_all(cases: Sequence[Case], machine: Machine, workers: int) -> Iterator
         return
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_begin)
     try:
-        begun, processes = _submitted(pool, cases, machine)
+        proofs, processes = _submit(pool, cases, machine)
         try:
-            for case, proof in zip(cases, begun, strict=True):
+            for case, proof in zip(cases, proofs, strict=True):
                 yield _result(proof, case)
-        except BaseException:  # such as a keyboard interrupt: they are still at work
+        except BaseException:  # such as KeyboardInterrupt, while the workers still run
             for process in processes:
                 process.kill()
             raise
@@ -46,16 +46,16 @@ def prove_all(cases: Sequence[Case], machine: Machine, workers: int) -> Iterator
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _submitted(
+def _submit(
     pool: ProcessPoolExecutor, cases: Sequence[Case], machine: Machine
 ) -> tuple[list[Future[Proof]], list[BaseProcess]]:
-    """Hand out all cases; return what will be their proofs, and the processes that this starts."""
+    """Submit all cases; return the futures of their proofs and the started processes."""
     before = active_children()
-    # Ctrl-C is this process's affair, which ends the others: they inherit the mask.
+    # Workers inherit this mask and ignore Ctrl-C; the parent handles it and ends them.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
-        begun = [pool.submit(prove, case, machine) for case in cases]
-        return begun, [process for process in active_children() if process not in before]
+        proofs = [pool.submit(prove, case, machine) for case in cases]
+        return proofs, [process for process in active_children() if process not in before]
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
@@ -70,11 +70,11 @@ def _result(proof: Future[Proof], case: Case) -> Proof:
 
 def _begin() -> None:
     torch.set_num_threads(1)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
-def _end_with_parent() -> None:
-    """End this process when its parent has: it would wait for work for ever."""
+def _exit_with_parent() -> None:
+    """End this process when its parent ends; it would wait for work forever."""
     parent = parent_process()
     assert parent is not None
     parent.join()

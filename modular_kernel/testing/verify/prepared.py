@@ -1,4 +1,4 @@
-"""Weights that were prepared: a call, and a plan's, are as right with them."""
+"""Check that prepared weights give correct results in direct and planned calls."""
 
 from collections.abc import Iterator
 
@@ -7,22 +7,23 @@ from modular_kernel.testing.verify.trial import Trial
 
 
 def prepared_weights(trial: Trial) -> Iterator[str]:
-    """Compare a call and two of a plan that are given prepared weights with the oracle.
+    """Compare one direct and two planned calls on prepared weights with the oracle.
 
-    Of experts that prepare nothing: the weights come back as they were.
+    Experts that prepare nothing must return the same weights object. Other experts may replace only
+    the tensors listed in `MADE_OF`.
     """
     sample, kernel = trial.first, trial.kernel
-    given = sample.inputs.weights
-    made = kernel.prepare_weights(given)
+    weights = sample.inputs.weights
+    prepared = kernel.prepare_weights(weights)
     if not kernel.experts.prepared_specs():
-        if made is not given:
+        if prepared is not weights:
             yield "other weights, of experts that prepare nothing"
         return
     if changed := [
-        n for n, t in vars(given).items() if t is not getattr(made, n) and n not in MADE_OF
+        n for n, t in vars(weights).items() if t is not getattr(prepared, n) and n not in MADE_OF
     ]:
         yield f"other {', '.join(changed)}"
     plan, routing = kernel.plan(), sample.inputs.routing
     for run in (kernel, plan, plan):
-        output = run(sample.x_TH(), made, routing).clone()
+        output = run(sample.x_TH(), prepared, routing).clone()
         yield from sample.compare(output).problems

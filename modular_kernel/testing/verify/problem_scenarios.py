@@ -1,4 +1,4 @@
-"""What ranks are told where one of them means another problem; a part of "misunderstood"."""
+"""Errors where rank 1 uses another problem; part of the fault scenario "misunderstood"."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,7 @@ from modular_kernel.testing.verify.scenario_context import VICTIM, Stage, said
 
 ONE_CALL = "one layer, call, pairing, step and order"
 
-# What ranks must share; one after another, rank 1 means another.
+# Properties that must agree on all ranks; rank 1 changes them one at a time.
 OTHERS: tuple[dict[str, Any], ...] = (
     {"routed_scaling_factor": 2.0},
     {"intermediate": 48},
@@ -23,18 +23,18 @@ OTHERS: tuple[dict[str, Any], ...] = (
     {"quant": "int8_w8a16_channel"},
 )
 
-# What one call said, and what it must say.
+# (outcome, expected outcome) of each call.
 Lines = Iterator[tuple[str, str]]
 
 
 def another_problem(on: Stage, first: FusedMoEModularKernel) -> Lines:
-    """Rank 1 means another layer: all are told by the first call's counts."""
+    """Call another layer on rank 1: the counts of the first call report it on all ranks."""
     got = "another dtype, scheme, placement, activation or pairing"
     others = on.other_problems(OTHERS)
-    for number, (changes, given) in enumerate(others):
+    for number, (changes, inputs) in enumerate(others):
         other = on.beside(first, **changes)
-        told = said(lambda: on.judged(on.call(other, **given)))  # noqa: B023
-        yield told, on.told(got, ONE_CALL, layer=3 + number, call=1, step=8 + number)
+        outcome = said(lambda: on.judged(on.call(other, **inputs)))  # noqa: B023
+        yield outcome, on.told(got, ONE_CALL, layer=3 + number, call=1, step=8 + number)
     smaller = on.beside(first, tokens=on.case.problem.tokens + 1)
     tokens = on.case.problem.tokens
     yield (
@@ -47,18 +47,18 @@ def another_problem(on: Stage, first: FusedMoEModularKernel) -> Lines:
 
 
 def meant_otherwise(on: Stage, first: FusedMoEModularKernel) -> Lines:
-    """As in `another_problem`, of ranks that share memory: they are told as they make the part."""
+    """Check the same for ranks that share memory: they report it when the part is made."""
     peers = on.others if on.at_fault else (VICTIM,)
-    must = on.error("ranks that share buffers", "", "", (0, 0, 0), peers, "construct")
+    expected = on.error("ranks that share buffers", "", "", (0, 0, 0), peers, "construct")
     tokens = {"tokens": on.case.problem.tokens + 1}
     for changes in (*(each for each, _ in on.other_problems(OTHERS)), tokens):
-        told = said(lambda: str(on.beside(first, **changes)))  # noqa: B023
-        yield before(told, ": got"), before(must, ": got")
-        yield told.partition(", need ")[2].partition(" (")[0], "the same on all ranks"
+        outcome = said(lambda: str(on.beside(first, **changes)))  # noqa: B023
+        yield before(outcome, ": got"), before(expected, ": got")
+        yield outcome.partition(", need ")[2].partition(" (")[0], "the same on all ranks"
 
 
 def before(text: str, *ends: str) -> str:
-    """`text` up to the first of `ends` that is in it."""
+    """Return `text` up to the first occurrence of each of `ends`, applied in order."""
     for end in ends:
         text = text.partition(end)[0]
     return text

@@ -1,4 +1,4 @@
-"""One call of a case: its inputs, and what has to come out."""
+"""One call of a case: its inputs and expected output."""
 
 from dataclasses import replace
 from functools import cached_property
@@ -14,16 +14,17 @@ from modular_kernel.testing.verify.compare import Comparison
 from modular_kernel.testing.verify.compare_isolated import Fair, compare_apart
 from modular_kernel.testing.verify.compare_nan import compare_with_nan
 
-# Enough for some 36 groups of 7 tokens: with 64, w8a8 cases of so few failed by chance where the
-# error over many tokens is the recipe's.
+# Enough for 146 calls of 7 tokens. With 64, w8a8 cases of so few tokens failed by chance although
+# their error over many tokens was that of the recipe.
 _MORE_TOKENS = 1024
 
 
 class Sample:
-    """One call's inputs, and what has to come out.
+    """Inputs and expected output of one call.
 
-    `inputs` may be harmed by a faulty part; `exact`, `recipe` and `pristine` are made apart.
-    input_weighted: router weights that go on the input multiply x itself, before it is quantized.
+    A faulty part may write to `inputs`; `exact` and `recipe` are computed from `pristine`, a
+    separate copy. input_weighted: whether router weights multiply x itself, before it is quantized,
+    where they apply to the input.
     """
 
     def __init__(
@@ -52,17 +53,17 @@ class Sample:
 
     @property
     def mine(self) -> slice:
-        """Which tokens of the whole call these are."""
+        """The slice of the whole call's tokens in this sample."""
         return slice(None)
 
     @property
     def whole_pristine(self) -> Inputs:
-        """The whole call's inputs, that of all ranks where there are several."""
+        """The inputs of the whole call, over all ranks."""
         return self.pristine
 
     @property
     def whole_problem(self) -> Problem:
-        """The whole call's problem, on one rank that has every expert."""
+        """The problem of the whole call, on one rank with all experts."""
         return self.problem
 
     @cached_property
@@ -73,43 +74,45 @@ class Sample:
     @cached_property
     def recipe(self) -> torch.Tensor:
         i = self.pristine
-        given = i.x_TH, i.weights, i.routing, self.problem
-        return reference.recipe(*given, input_weighted=self.input_weighted)
+        args = i.x_TH, i.weights, i.routing, self.problem
+        return reference.recipe(*args, input_weighted=self.input_weighted)
 
     def compare(self, out: torch.Tensor) -> Comparison:
-        """`out` against the oracle; tokens that would hide others, by themselves."""
+        """Compare `out` with the oracle; special tokens are compared separately."""
         if self.manner.nan:
-            compared = out, self.exact, self.recipe, self.problem
-            result = compare_with_nan(*compared)
-            return result if result.ok else compare_with_nan(*compared, fair=self.fair)
-        given = out, self.exact, self.recipe, self.problem, self.manner.values
-        result = compare_apart(*given)
-        return result if result.ok else compare_apart(*given, fair=self.fair)
+            nan_args = out, self.exact, self.recipe, self.problem
+            result = compare_with_nan(*nan_args)
+            return result if result.ok else compare_with_nan(*nan_args, fair=self.fair)
+        args = out, self.exact, self.recipe, self.problem, self.manner.values
+        result = compare_apart(*args)
+        return result if result.ok else compare_apart(*args, fair=self.fair)
 
     @cached_property
     def fair(self) -> Fair:
-        """The recipe's errors over more tokens of the same layer: here may be few."""
+        """The recipe's errors over more tokens of the same layer, for calls of few tokens."""
         problem = replace(self.problem.with_tokens(_MORE_TOKENS), chunk_tokens=None)
         more = make_inputs(problem, "uniform", self.device, seed=self.seed)
         weights = self.pristine.weights
         if self.manner.nan:
             manner = replace(self.manner, nan="")
             weights = self._make(manner).weights
-        # Adapters that no token here names hold NaN: take those of these tokens, by turns.
-        named = self.pristine.routing.adapters_T
-        if isinstance(named, torch.Tensor) and len(named):
-            named = named[torch.arange(_MORE_TOKENS, device=named.device) % len(named)]
+        # Adapters that no token of this call uses hold NaN: cycle through those that are used.
+        adapters_T = self.pristine.routing.adapters_T
+        if isinstance(adapters_T, torch.Tensor) and len(adapters_T):
+            adapters_T = adapters_T[
+                torch.arange(_MORE_TOKENS, device=adapters_T.device) % len(adapters_T)
+            ]
         expert_map = weights.expert_map
-        ids_TK = _of_here(more.routing.topk_ids_TK, expert_map, problem.e)
-        routing = replace(more.routing, topk_ids_TK=ids_TK, adapters_T=named)
-        given = more.x_TH, weights, routing, problem
-        exact = reference.oracle(*given)
-        recipe = reference.recipe(*given, input_weighted=self.input_weighted)
-        live = int((self.exact != 0).flatten(1).any(1).sum())  # tokens of which something is left
-        return Fair.of(exact, recipe, min(_MORE_TOKENS, max(1, live)))
+        ids_TK = _map_to_local(more.routing.topk_ids_TK, expert_map, problem.e)
+        routing = replace(more.routing, topk_ids_TK=ids_TK, adapters_T=adapters_T)
+        args = more.x_TH, weights, routing, problem
+        exact = reference.oracle(*args)
+        recipe = reference.recipe(*args, input_weighted=self.input_weighted)
+        rows = int((self.exact != 0).flatten(1).any(1).sum())  # nonzero
+        return Fair.of(exact, recipe, min(_MORE_TOKENS, max(1, rows)))
 
     def x_TH(self) -> torch.Tensor:
-        """x for one call: a new copy if the call overwrites it."""
+        """Return x for one call: a new copy if the call overwrites it."""
         return fenced(self.pristine.x_TH) if self.problem.inplace else self.inputs.x_TH
 
     def empty_output(self) -> torch.Tensor:
@@ -120,11 +123,11 @@ class Sample:
         return fenced(nan)
 
 
-def _of_here(ids_TK: torch.Tensor, expert_map: torch.Tensor | None, rows: int) -> torch.Tensor:
-    """Return ids of experts that are here in the place of others: such pairs are no error's."""
+def _map_to_local(ids_TK: torch.Tensor, expert_map: torch.Tensor | None, rows: int) -> torch.Tensor:
+    """Replace ids of remote experts by ids of local ones, so that every pair is computed."""
     if expert_map is None:
         return ids_TK
-    here = ((expert_map >= 0) & (expert_map < rows)).nonzero().flatten()
-    if not len(here):
+    local_ids = ((expert_map >= 0) & (expert_map < rows)).nonzero().flatten()
+    if not len(local_ids):
         return ids_TK
-    return here[ids_TK.long().clamp(min=0) % len(here)].to(ids_TK.dtype)
+    return local_ids[ids_TK.long().clamp(min=0) % len(local_ids)].to(ids_TK.dtype)

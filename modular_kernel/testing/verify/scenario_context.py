@@ -1,4 +1,7 @@
-"""One rank's place in a scene of ranks that do not mean the same call: see `scenes`."""
+"""The context of one rank in a fault scenario, in which ranks make inconsistent calls.
+
+See `scenarios`.
+"""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -18,19 +21,20 @@ from modular_kernel.testing.cases.scenario_names import manager_class
 if TYPE_CHECKING:
     from modular_kernel.testing.verify.sample import Sample
 
-VICTIM = 1  # the rank at fault
+VICTIM = 1  # the rank at which the fault is injected
 RIGHT = "right"
 _SECONDS = re.compile(r"\d+\.\d+ s")
-_PLACES = re.compile(r"(; ranks? [\d, ]+: (all of|on) host [^;,]+)+")
+_HOST_NAMES = re.compile(r"(; ranks? [\d, ]+: (all of|on) host [^;,]+)+")
 _DIGITS = re.compile(r"[0-9a-f]{8,}")
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One rank's place in a scene. sample: its share of a call that is right.
+    """Context of one rank in a fault scenario.
 
-    build: makes a kernel of a case over the group. meaning: its share where the layer has other
-    properties; None where the pairing refuses such a layer.
+    sample: this rank's share of a correct call. build: makes a kernel of a case over the group.
+    meaning: returns this rank's share of a call of a layer with the given problem changes, or None
+    if the pairing does not support that layer.
     """
 
     case: Case
@@ -60,21 +64,21 @@ class Stage:
         return load_catalog().prepare_finalize(self.case.prepare_finalize)
 
     def kernel(self) -> FusedMoEModularKernel:
-        """Make a kernel with a manager of its own."""
+        """Make a kernel with a new manager."""
         return self.build(self.case, self.machine, True)
 
     def waiting(self, deadline_s: float) -> FusedMoEModularKernel:
-        """Make a kernel whose exchanges take so long at most."""
+        """Make a kernel whose exchanges time out after `deadline_s` seconds."""
         return self.over(manager_class(self.part)(None, deadline_s=deadline_s))
 
     def beside(self, kernel: FusedMoEModularKernel, **changes: Any) -> FusedMoEModularKernel:
-        """Make another layer on the manager of `kernel`; with changes, rank 1 means another one."""
+        """Make another layer on the manager of `kernel`, with `changes` applied on rank 1 alone."""
         return self.over(manager_of(kernel.prepare_finalize), **changes)
 
     def of(self, **changes: Any) -> "Stage | None":
-        """Return the stage of another layer, which all ranks mean; None where it is refused.
+        """Return the context of another layer, changed on all ranks; None where it is refused.
 
-        parallel, if it is among the changes, is rank 0's.
+        If `parallel` is among the changes, it is that of rank 0.
         """
         sample = self.meaning(changes)
         if sample is None:
@@ -84,7 +88,7 @@ class Stage:
         return replace(self, case=replace(self.case, problem=problem), sample=sample)
 
     def over(self, manager: object, **changes: Any) -> FusedMoEModularKernel:
-        """Make a layer on a manager; with changes, rank 1 means another one."""
+        """Make a layer on a manager, with `changes` applied on rank 1 alone."""
         problem = self.case.problem
         if changes and self.at_fault:
             problem = replace(problem, **changes)
@@ -94,42 +98,45 @@ class Stage:
     def other_problems(
         self, others: Sequence[Mapping[str, Any]]
     ) -> list[tuple[Mapping[str, Any], dict[str, Any]]]:
-        """Those of the changes with which the pairing is one; and the tensors of such a call."""
-        found = []
+        """Return the supported changes, each with the tensors of a call of the changed layer."""
+        supported = []
         for changes in others:
             sample = self.meaning(changes)
             if sample is not None:
                 i = sample.inputs
-                given = {"x_TH": i.x_TH, "weights": i.weights, "routing": i.routing}
-                found.append((changes, given))
-        return found
+                tensors = {"x_TH": i.x_TH, "weights": i.weights, "routing": i.routing}
+                supported.append((changes, tensors))
+        return supported
 
     def call(self, kernel: FusedMoEModularKernel, **changes: Any) -> torch.Tensor:
-        """Call it; rank 1 with other tensors than its own."""
+        """Call the kernel and return a copy of the output; `changes` replace inputs on rank 1."""
         i = self.sample.inputs
-        given: dict[str, Any] = {"x_TH": self.sample.x_TH(), "weights": i.weights}
-        given["routing"] = i.routing
+        kwargs: dict[str, Any] = {"x_TH": self.sample.x_TH(), "weights": i.weights}
+        kwargs["routing"] = i.routing
         if self.at_fault:
-            given |= changes
-        out = kernel(**given).clone()
-        # A part whose errors come late raises them here.
+            kwargs |= changes
+        out = kernel(**kwargs).clone()
+        # Parts that report errors asynchronously raise them here.
         getattr(kernel.prepare_finalize, "check", lambda: None)()
         return out
 
     def begun(self, kernel: FusedMoEModularKernel, x_TH: torch.Tensor | None = None) -> Pending:
-        """Start a call, which is in flight then; of the sample's tokens, or of others."""
+        """Start a call and leave it in flight, on the sample's tokens or on `x_TH`."""
         i = self.sample.inputs
         return kernel.start(self.sample.x_TH() if x_TH is None else x_TH, i.weights, i.routing)
 
     def goes(self, kernel: FusedMoEModularKernel) -> tuple[str, str]:
-        """All mean the same: the call is right."""
+        """Make a consistent call on all ranks; return its outcome and the expected one, "right"."""
         return said(lambda: self.judged(self.call(kernel))), RIGHT
 
     def judged(self, out: torch.Tensor) -> str:
         return "; ".join(self.sample.compare(out).problems) or RIGHT
 
     def told(self, got: str, need: str, *, layer: int, call: int, step: int) -> str:
-        """Return what counts tell every rank: those that are not rank 1 are to look at it."""
+        """Return the error expected where the counts disagree.
+
+        Its peers, the ranks to inspect, are rank 1, and on rank 1 all other ranks.
+        """
         peers = self.others if self.at_fault else (VICTIM,)
         return self.error("ranks of one call", got, need, (layer, call, step), peers, "counts")
 
@@ -142,24 +149,27 @@ class Stage:
         peers: tuple[int, ...],
         phase: str,
     ) -> str:
-        """at: layer, call and step; no layer is named where it is 0."""
+        """Return the text of the expected error.
+
+        at: layer, call and step. Layer 0 means that the error names no layer.
+        """
         layer, call, step = at
-        named = f"{what}, call {call} of layer {layer}" if layer else what
+        subject = f"{what}, call {call} of layer {layer}" if layer else what
         error = CommunicationError(
-            named, got=got, need=need, rank=self.rank, phase=phase, step=step, peers=peers
+            subject, got=got, need=need, rank=self.rank, phase=phase, step=step, peers=peers
         )
         error.layer, error.call = layer, call
         return in_words(error)
 
     def by_rank(self, name: str, all_but_one: object, of_one: object) -> str:
-        """`name` of every rank, where rank 1 has another."""
+        """Return `name` with its value on every rank, which differs on rank 1."""
         ranks = range(self.world_size)
         values = ", ".join(str(of_one if rank == VICTIM else all_but_one) for rank in ranks)
         return f"{name} {values} by rank"
 
 
 def said(call: Callable[[], str]) -> str:
-    """Return what a call says, or raises."""
+    """Run `call` and return its result, or the error that it raises as text."""
     try:
         return call()
     except CommunicationError as error:
@@ -170,11 +180,11 @@ def said(call: Callable[[], str]) -> str:
 
 
 def in_words(error: CommunicationError) -> str:
-    """Return an error as text, layer and call too; without times, digests and names of hosts."""
+    """Return an error as text, with layer and call, without times, digests and host names."""
     facts = error.rank, error.phase, error.step, error.layer, error.call, error.peers
-    return _PLACES.sub("", _DIGITS.sub("#", _SECONDS.sub("N s", f"{facts} {error}")))
+    return _HOST_NAMES.sub("", _DIGITS.sub("#", _SECONDS.sub("N s", f"{facts} {error}")))
 
 
 def manager_of(part: PrepareAndFinalize) -> Any:
-    """Return what a part exchanges through."""
+    """Return the manager through which a part communicates."""
     return part.manager  # type: ignore[attr-defined]

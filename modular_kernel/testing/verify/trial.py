@@ -1,4 +1,4 @@
-"""Trial: one case on one machine, and the calls that its checks read."""
+"""`Trial`: one case on one machine, with the calls that its checks share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ Build = Callable[[Case, Machine, bool], FusedMoEModularKernel]  # (..., poison)
 
 
 def build_kernel(case: Case, machine: Machine, poison: bool) -> FusedMoEModularKernel:
-    """Return the kernel that a case names."""
+    """Make the kernel of a case."""
     return make_kernel(
         case.prepare_finalize, case.experts, case.problem, machine=machine, poison=poison
     )
@@ -26,7 +26,10 @@ def build_kernel(case: Case, machine: Machine, poison: bool) -> FusedMoEModularK
 
 @dataclass(frozen=True)
 class Into:
-    """A call with `out=` (or inplace): its output, the same tensor or not, and its fences."""
+    """Result of a call with `out=` (or inplace).
+
+    same: whether it returned the given tensor. intact: whether the memory around it is unchanged.
+    """
 
     output: torch.Tensor
     same: bool
@@ -35,8 +38,11 @@ class Into:
 
 @dataclass(frozen=True)
 class First:
-    """The first call. invalid_ids: how many the kernel counted in it. races: between programs of
-    one launch; none are seen where kernels are compiled."""
+    """Result of the first call.
+
+    invalid_ids: number of invalid ids that the kernel counted. races: between programs of one
+    launch; always empty for compiled kernels.
+    """
 
     output: torch.Tensor
     invalid_ids: int
@@ -44,11 +50,11 @@ class First:
 
 
 class Trial:
-    """One case on one machine. Results that several checks read are computed once, on demand.
+    """One case on one machine. Results that several checks use are computed once, on demand.
 
-    first: the case's inputs. second: as many tokens, other values. other: about half the tokens,
-    other values, transposed weights. A call serves several promises, because the interpreter is
-    slow: `first` is run eagerly, in a plan and in flight, the others twice and once.
+    first: the inputs of the case. second: as many tokens, other values. other: half the tokens,
+    rounded up, other values, transposed weights. Checks share calls because the interpreter is
+    slow: `first` runs eagerly, in a plan and in flight, `second` once and `other` twice.
     """
 
     def __init__(self, case: Case, machine: Machine, build: Build = build_kernel) -> None:
@@ -68,37 +74,37 @@ class Trial:
 
     @cached_property
     def deterministic(self) -> bool:
-        """Whether both parts promise equal bits for equal inputs."""
+        """Whether both parts guarantee equal bits for equal inputs."""
         catalog, case = load_catalog(), self.case
         pf, ex = catalog.prepare_finalize(case.prepare_finalize), catalog.experts(case.experts)
         return pf.requires.deterministic and ex.requires.deterministic
 
     @cached_property
     def capturable(self) -> bool:
-        """Whether the pairing must work inside a CUDA graph here."""
+        """Whether the pairing must support CUDA graphs on this machine."""
         case = self.case
         graph = replace(case.problem, graph=True)
         on_gpu = self.machine.device == "cuda" and case.problem.tokens > 0
         return on_gpu and check(case.prepare_finalize, case.experts, graph, self.machine).ok
 
     def first_again(self) -> Sample:
-        """Return the first call's inputs, to be overwritten."""
+        """Return new inputs of the first call, which may be overwritten."""
         case = self.case
         return Sample(case, self.first.device, tokens=case.problem.tokens, salt=0)
 
     @property
     def replayed(self) -> tuple[tuple[Sample, torch.Tensor], ...]:
-        """Calls of as many tokens as the first, with their outputs, to replay a graph on."""
+        """Calls with as many tokens as the first, with their outputs, for graph replay."""
         return (self.second, self.planned_second), (self.first, self.eager)
 
     @cached_property
     def kernel(self) -> FusedMoEModularKernel:
-        """The poisoned kernel of all calls without a plan."""
+        """The poisoned kernel of all unplanned calls."""
         return self.build(self.case, self.machine, True)
 
     @cached_property
     def first_call(self) -> First:
-        """The first call, watched."""
+        """The first call, with race detection."""
         before = self.kernel.count_invalid_ids()
         with watched_races() as races:
             output = call(self.kernel, self.first)
@@ -106,7 +112,7 @@ class Trial:
 
     @property
     def eager(self) -> torch.Tensor:
-        """The first call's output."""
+        """The output of the first call."""
         return self.first_call.output
 
     @cached_property
@@ -116,29 +122,29 @@ class Trial:
 
     @cached_property
     def planned_second(self) -> torch.Tensor:
-        """The plan's first call, as large as a call may be."""
+        """The output of the plan's first call, which has the maximum number of tokens."""
         return call(self.plan, self.second)
 
     @cached_property
     def planned(self) -> Into:
-        """The first call again, in a plan that served another one, with `out=` (or inplace)."""
+        """The first call again, with `out=` (or inplace), in a plan that ran another before."""
         _ = self.planned_second
         sample = self.first
         x_TH, inplace = sample.x_TH(), sample.problem.inplace
-        given = x_TH if inplace else sample.empty_output()
+        target = x_TH if inplace else sample.empty_output()
         i = sample.inputs
-        got = self.plan(x_TH, i.weights, i.routing, out=None if inplace else given)
-        return Into(got.clone(), got is given, fences_intact(given))
+        got = self.plan(x_TH, i.weights, i.routing, out=None if inplace else target)
+        return Into(got.clone(), got is target, fences_intact(target))
 
     @cached_property
     def planned_other(self) -> torch.Tensor:
-        """Fewer tokens in a plan that served larger calls."""
+        """The output of a call with fewer tokens in a plan that ran larger calls before."""
         _ = self.planned
         return call(self.plan, self.other)
 
     @cached_property
     def neighbor(self) -> tuple[FusedMoEModularKernel, Sample]:
-        """A kernel of another problem, if the parts take it, and a call of it."""
+        """A kernel and a call of another problem: twice as wide if the parts support it."""
         case, problem = self.case, self.case.problem
         tokens = problem.tokens // 2 + 3
         wider = replace(problem, tokens=tokens, intermediate=2 * problem.intermediate)
@@ -150,18 +156,18 @@ class Trial:
 
     @cached_property
     def interleaved(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """First and other call, both in flight, the first finished last."""
+        """The outputs of the first and the other call; both in flight, the first finished last."""
         first, other = start(self.kernel, self.first), start(self.kernel, self.other)
-        later = other.finish().clone()
-        return first.finish().clone(), later
+        other_output = other.finish().clone()
+        return first.finish().clone(), other_output
 
 
 def call(kernel: FusedMoEModularKernel | Plan, sample: Sample) -> torch.Tensor:
-    """Return the output of one call, copied out of memory that the next call may use."""
+    """Call on a sample; return a copy of the output, whose memory the next call may reuse."""
     i = sample.inputs
     return kernel(sample.x_TH(), i.weights, i.routing).clone()
 
 
 def start(kernel: FusedMoEModularKernel, sample: Sample) -> Pending:
-    """Return a call up to its dispatch."""
+    """Start a call on a sample and leave it in flight."""
     return kernel.start(sample.x_TH(), sample.inputs.weights, sample.inputs.routing)

@@ -1,5 +1,4 @@
-"""Tokens without an adapter: they have the bits that they have where nobody has one, and a layer
-without any takes no room for them."""
+"""Checks of tokens without an adapter: same bits and no extra memory as without adapters."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,26 +12,30 @@ from modular_kernel.validate import ADAPTER_TENSORS
 
 
 def without_adapters(trial: Trial) -> Iterator[str]:
-    """Other tokens' adapters, and the matrices of slots that nobody names, change no bit of theirs.
+    """Check that tokens without an adapter are not affected by adapters.
 
-    A call that says that it has none is the layer without any, launch by launch. That layer has no
-    room for any.
+    Adapters of other tokens, and matrices of unused slots, change no bit of theirs. A call with no
+    adapter at all has the bits of a layer without adapters. A layer without adapters allocates no
+    workspace for them.
     """
     case, i = trial.case, trial.first.inputs
     if case.problem.adapters is None:
         specs = trial.kernel.workspace_specs(case.problem.tokens)
-        of_adapters = (name for name in specs if name.startswith("lora_") or "adapters" in name)
-        for name in of_adapters:
+        lora_names = (name for name in specs if name.startswith("lora_") or "adapters" in name)
+        for name in lora_names:
             if specs[name].numel:
                 yield f"{specs[name].nbytes} bytes of {name} in a layer without adapters"
     slots_T = i.routing.slots_T
-    # Ranks call alike, whatever their own number of tokens.
+    # Depends on the problem's tokens, not the rank's, so that all ranks make the same calls.
     if case.problem.adapters is None or not trial.deterministic or not case.problem.tokens:
         return
     if slots_T is None:
-        names: dict[str, Any] = dict.fromkeys(ADAPTER_TENSORS)
-        plain = replace(case, problem=replace(case.problem, lora="none"))
-        kernel, weights = trial.build(plain, trial.machine, True), replace(i.weights, **names)
+        no_adapters: dict[str, Any] = dict.fromkeys(ADAPTER_TENSORS)
+        plain_case = replace(case, problem=replace(case.problem, lora="none"))
+        kernel, weights = (
+            trial.build(plain_case, trial.machine, True),
+            replace(i.weights, **no_adapters),
+        )
         routing = replace(i.routing, adapters_T=None)
         got = kernel(trial.first.x_TH(), weights, routing)
         if count := rows_that_differ(got, trial.eager):
@@ -40,18 +43,19 @@ def without_adapters(trial: Trial) -> Iterator[str]:
         return
     scheme = case.problem.scheme
     if scheme.activation_granularity == "tensor" and not scheme.static:
-        return  # one scale for the h of all tokens
-    nobody = torch.full_like(slots_T, -1)
-    got = trial.kernel(trial.first.x_TH(), i.weights, replace(i.routing, adapters_T=nobody))
-    base = slots_T < 0
-    if count := rows_that_differ(got[base], trial.eager[base]):
-        yield f"{count} of {int(base.sum())} rows without an adapter are changed by the others'"
+        return  # all tokens share the scale of h, so adapters affect every token
+    none_T = torch.full_like(slots_T, -1)
+    got = trial.kernel(trial.first.x_TH(), i.weights, replace(i.routing, adapters_T=none_T))
+    base_T = slots_T < 0
+    if count := rows_that_differ(got[base_T], trial.eager[base_T]):
+        yield f"{count} of {int(base_T.sum())} rows without an adapter are changed by the others'"
 
 
 def adapters_by_turns(trial: Trial) -> Iterator[str]:
-    """Check that calls with and without adapters leave nothing to each other in a plan's buffers.
+    """Check that planned calls with and without adapters leave nothing in each other's buffers.
 
-    One without has the bits of a layer without any, the next one with some has its own again.
+    A call without adapters has the bits of a layer without adapters; a following call with adapters
+    has the bits of the first call.
     """
     case, i = trial.case, trial.first.inputs
     slots_T = i.routing.slots_T
@@ -59,9 +63,12 @@ def adapters_by_turns(trial: Trial) -> Iterator[str]:
         return
     if slots_T is None:
         return  # `without_adapters` compares these
-    plain = replace(case, problem=replace(case.problem, lora="none"))
-    names: dict[str, Any] = dict.fromkeys(ADAPTER_TENSORS)
-    kernel, weights = trial.build(plain, trial.machine, True), replace(i.weights, **names)
+    plain_case = replace(case, problem=replace(case.problem, lora="none"))
+    no_adapters: dict[str, Any] = dict.fromkeys(ADAPTER_TENSORS)
+    kernel, weights = (
+        trial.build(plain_case, trial.machine, True),
+        replace(i.weights, **no_adapters),
+    )
     want = kernel(trial.first.x_TH(), weights, replace(i.routing, adapters_T=None)).clone()
     plan = trial.plan
     plan(trial.first.x_TH(), i.weights, i.routing)

@@ -1,4 +1,4 @@
-"""`python -m modular_kernel.testing.stress.fuzz`: exits with 1 if anything was found."""
+"""Command `python -m modular_kernel.testing.stress.fuzz`; exits with 1 if there are findings."""
 
 import argparse
 import secrets
@@ -9,36 +9,36 @@ from modular_kernel.testing.stress.fuzz.isolated_runs import FuzzReport, run
 from modular_kernel.testing.stress.fuzz.outcome import BAD, GOOD
 from modular_kernel.testing.stress.fuzz.targets import NAMES
 
-_INTERPRETED = 20  # of these, one configuration is run with interpreted kernels
+_INTERPRETED = 20  # one in so many configurations runs with interpreted kernels
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run what the words ask for; returns the exit status."""
+    """Run the requested configurations and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m modular_kernel.testing.stress.fuzz")
     parser.add_argument("--count", type=int, default=2000, help="configurations")
     parser.add_argument("--seed", default=secrets.token_hex(4), help="fresh if not given")
     parser.add_argument("--only", type=int, help="run this configuration alone")
     parser.add_argument("--interpreted", action="store_true", help="all with interpreted kernels")
     parser.add_argument("--target", choices=NAMES, default="", help="this one alone")
-    given = parser.parse_args(argv)
-    if given.only is not None:
-        one = range(given.only, given.only + 1)
-        reports = [run(given.seed, one, interpreted=given.interpreted, only=given.target)]
-    elif given.interpreted or given.target:
-        numbers = range(given.count)
-        reports = [run(given.seed, numbers, interpreted=given.interpreted, only=given.target)]
+    args = parser.parse_args(argv)
+    if args.only is not None:
+        numbers_of_one = range(args.only, args.only + 1)
+        reports = [run(args.seed, numbers_of_one, interpreted=args.interpreted, only=args.target)]
+    elif args.interpreted or args.target:
+        numbers = range(args.count)
+        reports = [run(args.seed, numbers, interpreted=args.interpreted, only=args.target)]
     else:
-        few = given.count // _INTERPRETED
+        num_interpreted = args.count // _INTERPRETED
         reports = [
-            run(given.seed, range(given.count - few)),
-            run(given.seed, range(few), interpreted=True),
+            run(args.seed, range(args.count - num_interpreted)),
+            run(args.seed, range(num_interpreted), interpreted=True),
         ]
     sys.stdout.write("\n".join(summary(reports)) + "\n")
     return int(any(report.findings for report in reports))
 
 
 def summary(reports: list[FuzzReport]) -> list[str]:
-    """Every finding, the classes of each target, and the classes of all."""
+    """Return every finding, the counts by target and class, and the totals."""
     lines = [line for report in reports for line in report.lines()]
     total: Counter[tuple[str, str]] = sum((r.by_target for r in reports), Counter())
     for target in sorted({target for target, _ in total}):

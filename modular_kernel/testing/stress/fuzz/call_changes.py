@@ -1,6 +1,6 @@
-"""One thing changed in a call that is otherwise right.
+"""Single changes to an otherwise valid call.
 
-MUST: no such call may be computed. MAY: computed rightly, or refused.
+MUST: the call must be refused. MAY: the call is refused or computed correctly.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.stress.fuzz.random_problems import Given
 
-Change = Callable[[Given, Problem, Random], Given | None]  # None: it changes nothing here
+Change = Callable[[Given, Problem, Random], Given | None]  # None if it does not apply
 _One = Callable[[torch.Tensor], Any]
 
 
@@ -31,7 +31,7 @@ def _routing(name: str, change: _One) -> Change:
 
 
 def _weight(change: _One) -> Change:
-    """Of w1, w2 or any tensor beside them."""
+    """Change w1, w2 or any other tensor of the weights."""
 
     def changed(given: Given, problem: Problem, rng: Random) -> Given:
         names = [name for name, tensor in vars(given.weights).items() if tensor is not None]
@@ -56,9 +56,7 @@ def _whole(name: str, value: Any) -> Change:
 
 
 def _negated(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a lazily negated view, of dtypes whose values can be negated: the oracle reads
-    them.
-    """
+    """Return a lazily negated view. Raises for dtypes that the oracle could not read negated."""
     view = torch._neg_view(tensor)
     view.resolve_neg()
     return view
@@ -74,7 +72,7 @@ def _gaps(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack([tensor, tensor], -1)[..., 0]
 
 
-def _grad(tensor: torch.Tensor) -> torch.Tensor:
+def _with_grad(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone().requires_grad_()
 
 
@@ -91,8 +89,8 @@ def _wider(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([tensor, tensor[..., -1:]], -1)
 
 
-def _surplus(given: Given, problem: Problem, rng: Random) -> Given | None:
-    """Return a tensor that the problem does not have."""
+def _extra_tensor(given: Given, problem: Problem, rng: Random) -> Given | None:
+    """Add a tensor that the problem does not have."""
     absent = [name for name, tensor in vars(given.weights).items() if tensor is None]
     return (
         replace(
@@ -105,8 +103,8 @@ def _surplus(given: Given, problem: Problem, rng: Random) -> Given | None:
 
 def _missing(given: Given, problem: Problem, rng: Random) -> Given:
     names = [name for name, tensor in vars(given.weights).items() if tensor is not None]
-    gone: dict[str, Any] = {rng.choice(names): None}
-    return replace(given, weights=replace(given.weights, **gone))
+    removed: dict[str, Any] = {rng.choice(names): None}
+    return replace(given, weights=replace(given.weights, **removed))
 
 
 def _out_is_read(given: Given, problem: Problem, rng: Random) -> Given | None:
@@ -126,12 +124,12 @@ def _out_in_weights(given: Given, problem: Problem, rng: Random) -> Given | None
     return replace(given, out=flat.view(-1)[:count].view(shape))
 
 
-def _foreign(tensor: torch.Tensor) -> object:
+def _as_list(tensor: torch.Tensor) -> object:
     return tensor.tolist()
 
 
 _EACH: tuple[tuple[str, _One], ...] = (
-    ("a list", _foreign),
+    ("a list", _as_list),
     ("None", lambda tensor: None),
     ("a number", lambda tensor: 3),
     ("meta", lambda tensor: tensor.to("meta")),
@@ -155,7 +153,7 @@ MUST: tuple[tuple[str, Change], ...] = (
     ("topk_ids int16", _routing(_IDS, torch.Tensor.short)),
     ("topk_ids bool", _routing(_IDS, torch.Tensor.bool)),
     ("a weight wider", _weight(_wider)),
-    ("a tensor too many", _surplus),
+    ("a tensor too many", _extra_tensor),
     ("a tensor missing", _missing),
     ("no weights", _whole("weights", None)),
     ("weights as a dict", _whole("weights", {})),
@@ -164,12 +162,12 @@ MUST: tuple[tuple[str, Change], ...] = (
     ("out of another dtype", _out(_other_dtype)),
     ("out wider", _out(_wider)),
     ("out longer", _out(_longer)),
-    ("out as a list", _out(_foreign)),
+    ("out as a list", _out(_as_list)),
     ("out is x", _out_is_read),
     ("out in w2", _out_in_weights),
 )  # fmt: skip
 
-# Refused where there is something to lose, which of an empty tensor there is not.
+# May be refused; an empty tensor is harmless.
 MAY: tuple[tuple[str, Change], ...] = (
     ("x negated", _x(_negated)),
     ("a weight negated", _weight(_negated)),
@@ -184,12 +182,12 @@ MAY: tuple[tuple[str, Change], ...] = (
     ("out", _out(lambda out: out)),
     ("out with gaps", _out(_gaps)),
     ("out of NaN", _out(lambda out: out.fill_(torch.nan))),
-    ("out requires grad", _out(_grad)),
+    ("out requires grad", _out(_with_grad)),
 )  # fmt: skip
 
 
 def freed(given: Given, problem: Problem, rng: Random) -> Given | None:
-    """Return a tensor with values whose memory is gone."""
+    """Free the memory of a tensor with values."""
     weights = given.weights
     if rng.random() < 0.5:
         return _weight(_freed)(given, problem, rng)
@@ -197,16 +195,16 @@ def freed(given: Given, problem: Problem, rng: Random) -> Given | None:
 
 
 def graded(given: Given, problem: Problem, rng: Random) -> Given | None:
-    """Return a floating tensor that requires grad."""
+    """Make a floating-point tensor require grad."""
     names = [
         name
         for name, tensor in vars(given.weights).items()
         if tensor is not None and tensor.dtype.is_floating_point and tensor.element_size() > 1
     ]
     if not names or rng.random() < 0.3:
-        return _x(_grad)(given, problem, rng)
+        return _x(_with_grad)(given, problem, rng)
     name = rng.choice(names)
-    new: dict[str, torch.Tensor] = {name: _grad(getattr(given.weights, name))}
+    new: dict[str, torch.Tensor] = {name: _with_grad(getattr(given.weights, name))}
     weights: ExpertWeights = replace(given.weights, **new)
     return replace(given, weights=weights)
 

@@ -1,4 +1,4 @@
-"""Calls of composed kernels with tensors: right ones, and ones with a thing changed."""
+"""Kernel calls with valid arguments, and with one argument changed."""
 
 import contextlib
 from dataclasses import replace
@@ -32,72 +32,74 @@ _MODES = ("call", "call", "plan", "twice", "start", "inference", "default64")
 
 
 def right_call(rng: Random) -> FuzzOutcome:
-    """Call a pairing that fits with valid inputs: the right number must come out."""
-    made = _drawn(rng)
-    if isinstance(made, FuzzOutcome):
-        return made
-    kernel, what, given = made
+    """Call a compatible pairing with valid inputs: the output must be correct."""
+    drawn = _drawn(rng)
+    if isinstance(drawn, FuzzOutcome):
+        return drawn
+    kernel, what, inputs = drawn
     mode = rng.choice(_MODES)
-    what = f"{mode} of {what} with T={len(given.x_TH)}"
-    return _judged(kernel, given, mode, what, refusable=False)
+    what = f"{mode} of {what} with T={len(inputs.x_TH)}"
+    return _judged(kernel, inputs, mode, what, refusable=False)
 
 
 def changed_call(rng: Random) -> FuzzOutcome:
-    """Make the same call with one thing changed."""
-    made = _drawn(rng)
-    if isinstance(made, FuzzOutcome):
-        return made
-    kernel, what, given = made
-    name, change, must = rng.choice(ALL)
+    """Make such a call with one thing changed."""
+    drawn = _drawn(rng)
+    if isinstance(drawn, FuzzOutcome):
+        return drawn
+    kernel, what, inputs = drawn
+    name, change, must_refuse = rng.choice(ALL)
     mode = rng.choice(("call", "plan", "twice", "start"))
-    what = f"{mode} of {what} with T={len(given.x_TH)}, {name}"
+    what = f"{mode} of {what} with T={len(inputs.x_TH)}, {name}"
     try:
-        changed = change(given, kernel.problem, rng)
+        changed = change(inputs, kernel.problem, rng)
     except (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError):
         return FuzzOutcome(RIGHT, f"{what}: no such tensor can be made")
     if changed is None:
-        return _judged(kernel, given, mode, what, refusable=False)
+        return _judged(kernel, inputs, mode, what, refusable=False)
     grad = torch.enable_grad() if name == "requires grad" else torch.no_grad()
     with grad:
-        if not must:
+        if not must_refuse:
             return _judged(kernel, changed, mode, what, refusable=True)
         started = _watched(kernel)
-        found = attempt(what, lambda: _called(kernel, changed, mode, started))
-    if not isinstance(found, FuzzOutcome):
+        result = attempt(what, lambda: _called(kernel, changed, mode, started))
+    if not isinstance(result, FuzzOutcome):
         return FuzzOutcome(ACCEPTED, what)
-    return FuzzOutcome(LATE, what) if found.kind == TYPED and started else found
+    return FuzzOutcome(LATE, what) if result.kind == TYPED and started else result
 
 
 def nan_call(rng: Random) -> FuzzOutcome:
-    """NaN where it must stay: in its token's row, or nowhere as the weight of a skipped pair."""
-    made = _drawn(rng)
-    if isinstance(made, FuzzOutcome):
-        return made
-    kernel, what, given = made
-    if len(given.x_TH) == 0:
+    """Put NaN into one token's x, or into the weights of skipped pairs: other rows stay correct."""
+    drawn = _drawn(rng)
+    if isinstance(drawn, FuzzOutcome):
+        return drawn
+    kernel, what, inputs = drawn
+    if len(inputs.x_TH) == 0:
         return FuzzOutcome(RIGHT, what)
-    oracle = Oracle(kernel.problem, given.x_TH.clone(), given.weights, given.routing)
+    oracle = Oracle(kernel.problem, inputs.x_TH.clone(), inputs.weights, inputs.routing)
     rows = slice(None)
     if rng.random() < 0.5 and kernel.problem.scheme.activation_granularity != "tensor":
-        given.x_TH[0] = torch.nan
+        inputs.x_TH[0] = torch.nan
         rows, what = slice(1, None), f"{what}, the first token is NaN"
     else:
-        ids = given.routing.topk_ids_TK
-        gone = (ids < 0) | (ids >= kernel.problem.experts)
-        if given.weights.expert_map is not None:
-            gone |= given.weights.expert_map[ids.clamp(0, kernel.problem.experts - 1).long()] < 0
-        router = given.routing.topk_weights_TK.masked_fill(gone, torch.nan)
-        given = replace(given, routing=replace(given.routing, topk_weights_TK=router))
+        ids = inputs.routing.topk_ids_TK
+        skipped = (ids < 0) | (ids >= kernel.problem.experts)
+        if inputs.weights.expert_map is not None:
+            skipped |= (
+                inputs.weights.expert_map[ids.clamp(0, kernel.problem.experts - 1).long()] < 0
+            )
+        router = inputs.routing.topk_weights_TK.masked_fill(skipped, torch.nan)
+        inputs = replace(inputs, routing=replace(inputs.routing, topk_weights_TK=router))
         what = f"{what}, skipped pairs weigh NaN"
-    found = attempt(what, lambda: kernel(given.x_TH, given.weights, given.routing))
-    if isinstance(found, FuzzOutcome):
-        return found if found.kind != TYPED else FuzzOutcome(WRONG, f"{what}: refused")
-    fault = oracle.fault(found, rows=rows)
+    result = attempt(what, lambda: kernel(inputs.x_TH, inputs.weights, inputs.routing))
+    if isinstance(result, FuzzOutcome):
+        return result if result.kind != TYPED else FuzzOutcome(WRONG, f"{what}: refused")
+    fault = oracle.fault(result, rows=rows)
     return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
 
 
 def _drawn(rng: Random) -> tuple[FusedMoEModularKernel, str, Given] | FuzzOutcome:
-    """Return a kernel, what it is, and inputs of it; or how it was refused."""
+    """Return a kernel, its description and inputs for it; or the outcome if it is refused."""
     prepare, experts = draw_parts(rng)
     problem = attempt("a problem", lambda: draw_problem(rng))
     if isinstance(problem, FuzzOutcome):
@@ -112,30 +114,36 @@ def _drawn(rng: Random) -> tuple[FusedMoEModularKernel, str, Given] | FuzzOutcom
 def _judged(
     kernel: FusedMoEModularKernel, given: Given, mode: str, what: str, *, refusable: bool
 ) -> FuzzOutcome:
-    """Return the outcome of a call whose result is known. refusable: a typed error is as good."""
-    # Of copies: an inplace call overwrites x.
-    plain = replace(given, x_TH=given.x_TH.clone())
-    oracle = Oracle(kernel.problem, plain.x_TH, plain.weights, plain.routing)
+    """Return the outcome of a call on valid numbers.
+
+    refusable: whether a typed error is acceptable.
+    """
+    # Copy x, because an inplace call overwrites it.
+    original = replace(given, x_TH=given.x_TH.clone())
+    oracle = Oracle(kernel.problem, original.x_TH, original.weights, original.routing)
     started = _watched(kernel)
-    found = attempt(what, lambda: _called(kernel, given, mode, started))
-    if isinstance(found, FuzzOutcome):
-        if found.kind != TYPED:
-            return found
+    result = attempt(what, lambda: _called(kernel, given, mode, started))
+    if isinstance(result, FuzzOutcome):
+        if result.kind != TYPED:
+            return result
         if started:
             return FuzzOutcome(LATE, what)
-        return found if refusable else FuzzOutcome(WRONG, f"{what}: a right call is refused")
-    fault = oracle.fault(found)
+        return result if refusable else FuzzOutcome(WRONG, f"{what}: a right call is refused")
+    fault = oracle.fault(result)
     return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
 
 
 def _watched(kernel: FusedMoEModularKernel) -> list[str]:
-    """Return a list that fills when a call passes its checks: no error of the caller from there."""
+    """Return a list that is filled when a call has passed validation.
+
+    Errors after that point must not be the caller's.
+    """
     started: list[str] = []
-    plain = kernel.start_checked
+    original = kernel.start_checked
 
     def noted(*arguments: Any, **options: Any) -> Any:
         started.append("started")
-        return plain(*arguments, **options)
+        return original(*arguments, **options)
 
     kernel.start_checked = noted  # type: ignore[method-assign]
     return started
@@ -144,13 +152,13 @@ def _watched(kernel: FusedMoEModularKernel) -> list[str]:
 def _called(
     kernel: FusedMoEModularKernel, given: Given, mode: str, started: list[str]
 ) -> torch.Tensor:
-    """Return the output of one call; of the second if a plan is called twice."""
+    """Return the output of one call; with mode "twice" that of a plan's second call."""
     arguments = (given.x_TH, given.weights, given.routing)
     if mode == "plan":
         return kernel.plan()(*arguments, out=given.out)
     if mode == "twice":
         plan, problem = kernel.plan(), kernel.problem
-        if problem.tokens:  # another kind of call before
+        if problem.tokens:  # a different call first
             other = draw_inputs(problem, Random(0))
             plan(other.x_TH, other.weights, other.routing)
             started.clear()

@@ -1,4 +1,4 @@
-"""Checkpoints that somebody else may have written: safetensors, an index, a config.json."""
+"""Third-party checkpoints: safetensors, an index and a config.json, valid or damaged."""
 
 import json
 import tempfile
@@ -27,7 +27,7 @@ Tensors = dict[str, torch.Tensor]
 _AT = "model.layers.1.block_sparse_moe.experts"
 _INDEX = "model.safetensors.index.json"
 _JUNK = (torch.zeros(0), torch.zeros(3), torch.tensor(float("nan")), torch.zeros(2, 2).bool())
-# What no checkpoint may be changed to.
+# Changes after which loading must fail.
 _NEVER = (", tensor changed: no ", ", tensor changed: one more ")
 _CASTS = (torch.float32, torch.float64, torch.int32, torch.uint8, torch.float8_e4m3fn)
 
@@ -46,8 +46,8 @@ def _packed(w: torch.Tensor, scale: torch.Tensor) -> Tensors:
 
 def _compressed(packing: str, weights: dict[str, Any], inputs: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    found = {"quant_method": "compressed-tensors", "format": packing}
-    return found | {"config_groups": {"group_0": group}}
+    config = {"quant_method": "compressed-tensors", "format": packing}
+    return config | {"config_groups": {"group_0": group}}
 
 
 _INT = {"type": "int", "symmetric": True}
@@ -75,7 +75,7 @@ _FORMATS: tuple[tuple[str, dict[str, Any] | None, Callable[..., Tensors]], ...] 
 
 
 def checkpoints(rng: Random) -> FuzzOutcome:
-    """Load a checkpoint, as it is or with one thing changed: right, or a typed error."""
+    """Load a checkpoint, unchanged or with one change: correct weights, or a typed error."""
     quant, quantization, stored = rng.choice(_FORMATS)
     experts, width = rng.choice((2, 3, 4)), rng.choice((64, 128))
     problem = Problem(1, 64, width, experts, 2, dtype=torch.float32, quant=quant)
@@ -84,34 +84,38 @@ def checkpoints(rng: Random) -> FuzzOutcome:
     ep, tp = _grid(rng, experts, width)
     what = f"a checkpoint of {problem} on {ep} x {tp}"
     with tempfile.TemporaryDirectory() as folder:
-        told = _written(rng, Path(folder), tensors, config)
-        found = attempt(
-            f"{what}{told}",
+        change_text = _written(rng, Path(folder), tensors, config)
+        result = attempt(
+            f"{what}{change_text}",
             lambda: named("modular_kernel.checkpoints.loading:load_experts")(
                 folder, 1, ep=ep, tp=tp
             ),
         )
-        if isinstance(found, FuzzOutcome):
-            return found if told else FuzzOutcome(WRONG, f"{what}: refused")
-        if told.startswith(_NEVER):
-            return FuzzOutcome(ACCEPTED, f"{what}{told}")
-        fault = attempt(what, lambda: _fault(found, None if told else weights, problem))
+        if isinstance(result, FuzzOutcome):
+            return result if change_text else FuzzOutcome(WRONG, f"{what}: refused")
+        if change_text.startswith(_NEVER):
+            return FuzzOutcome(ACCEPTED, f"{what}{change_text}")
+        fault = attempt(what, lambda: _fault(result, None if change_text else weights, problem))
     if isinstance(fault, FuzzOutcome):
-        return FuzzOutcome(WRONG, f"{what}{told}: what was loaded does not fit: {fault.what}")
-    return FuzzOutcome(WRONG, f"{what}{told}: {fault}") if fault else FuzzOutcome(RIGHT, what)
+        return FuzzOutcome(
+            WRONG, f"{what}{change_text}: what was loaded does not fit: {fault.what}"
+        )
+    return (
+        FuzzOutcome(WRONG, f"{what}{change_text}: {fault}") if fault else FuzzOutcome(RIGHT, what)
+    )
 
 
 def _weights(problem: Problem, rng: Random) -> ExpertWeights:
     g = generator_of(rng)
     e, hidden, width = problem.experts, problem.hidden, problem.intermediate
     w1, w2 = (torch.randn(e, *s, generator=g) for s in ((2 * width, hidden), (hidden, width)))
-    plain = ExpertWeights(w1, w2)
-    return quantize_weights(plain, problem) if problem.scheme.quantized else plain
+    unquantized = ExpertWeights(w1, w2)
+    return quantize_weights(unquantized, problem) if problem.scheme.quantized else unquantized
 
 
 def _tensors(weights: ExpertWeights, problem: Problem, stored: Callable[..., Tensors]) -> Tensors:
-    """Mixtral's names: gate is w1, up w3, down w2."""
-    found: Tensors = {}
+    """Return the tensors with Mixtral's names: gate is w1, up w3, down w2."""
+    tensors: Tensors = {}
     none = [None] * problem.experts
     for e in range(problem.experts):
         halves = weights.w1[e].chunk(2)
@@ -121,12 +125,12 @@ def _tensors(weights: ExpertWeights, problem: Problem, stored: Callable[..., Ten
         parts = {"w1": (halves[0], pair[0]), "w3": (halves[1], pair[1])}
         for name, (w, scale) in (parts | {"w2": (weights.w2[e], down)}).items():
             for kind, tensor in stored(w, scale).items():
-                found[f"{_AT}.{e}.{name}.{kind}"] = tensor.contiguous()
-    return found
+                tensors[f"{_AT}.{e}.{name}.{kind}"] = tensor.contiguous()
+    return tensors
 
 
 def _config(problem: Problem, quantization: dict[str, Any] | None) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    config: dict[str, Any] = {
         "model_type": "mixtral",
         "hidden_size": problem.hidden,
         "intermediate_size": problem.intermediate,
@@ -135,7 +139,7 @@ def _config(problem: Problem, quantization: dict[str, Any] | None) -> dict[str, 
         "hidden_act": "silu",
         "torch_dtype": "float32",
     }
-    return found if quantization is None else found | {"quantization_config": quantization}
+    return config if quantization is None else config | {"quantization_config": quantization}
 
 
 def _grid(rng: Random, experts: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -145,20 +149,20 @@ def _grid(rng: Random, experts: int, width: int) -> tuple[tuple[int, int], tuple
 
 
 def _written(rng: Random, folder: Path, tensors: Tensors, config: Any) -> str:
-    """Write files, and return in words what was changed in them; "" if nothing was."""
+    """Write the files; return a description of the change made, or ""."""
     kind = rng.choice(("", "", "tensor", "bytes", "header", "index", "config"))
-    told = f", {kind} changed" if kind else ""
+    description = f", {kind} changed" if kind else ""
     text = json.dumps(config)
     if kind == "config":
         text = json.dumps(changed(rng, config))
         text = hurt_text(rng, text) if rng.random() < 0.2 else text
     (folder / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
     if kind == "tensor":
-        told += _tensor_changed(rng, tensors)
+        description += _tensor_changed(rng, tensors)
     content = save(tensors)
     if kind == "bytes":
-        content, more = _bytes_changed(rng, content)
-        told += more
+        content, detail = _bytes_changed(rng, content)
+        description += detail
     elif kind == "header":
         content = _header_changed(rng, content)
     (folder / "model.safetensors").write_bytes(content)
@@ -167,7 +171,7 @@ def _written(rng: Random, folder: Path, tensors: Tensors, config: Any) -> str:
         text = json.dumps(changed(rng, index) if kind else index)
         text = hurt_text(rng, text) if kind and rng.random() < 0.3 else text
         (folder / _INDEX).write_bytes(text.encode("utf-8", "surrogatepass"))
-    return told
+    return description
 
 
 def _tensor_changed(rng: Random, tensors: Tensors) -> str:
@@ -193,7 +197,7 @@ def _tensor_changed(rng: Random, tensors: Tensors) -> str:
 
 
 def _bytes_changed(rng: Random, content: bytes) -> tuple[bytes, str]:
-    """Return a file cut, longer, or with some bytes of its length and header others."""
+    """Return the file truncated, extended, or with changed bytes in its length or header."""
     kind = rng.randrange(4)
     header = int.from_bytes(content[:8], "little") + 8
     if kind == 0:
@@ -214,28 +218,35 @@ def _header_changed(rng: Random, content: bytes) -> bytes:
     entries = json.loads(content[8 : 8 + size])
     text = json.dumps(changed(rng, entries))
     text = hurt_text(rng, text) if rng.random() < 0.2 else text
-    head = text.encode("utf-8", "surrogatepass")
-    return len(head).to_bytes(8, "little") + head + content[8 + size :]
+    header = text.encode("utf-8", "surrogatepass")
+    return len(header).to_bytes(8, "little") + header + content[8 + size :]
 
 
 def _fault(found: Any, whole: ExpertWeights | None, problem: Problem) -> str:
-    """Return what is wrong with loaded weights. whole: all of them, where nothing was changed."""
-    own, weights = found.partial(1)
-    if own.scheme.quantized:
-        check_weights_quantized(weights, own, weights.w1.device)
-    if weights.w1.shape != (own.e, own.w1_rows, own.hidden // (2 if own.scheme.packed else 1)):
+    """Return what is wrong with loaded weights, or "".
+
+    whole: all weights, to compare values; None if the checkpoint was changed.
+    """
+    partial_problem, weights = found.partial(1)
+    if partial_problem.scheme.quantized:
+        check_weights_quantized(weights, partial_problem, weights.w1.device)
+    if weights.w1.shape != (
+        partial_problem.e,
+        partial_problem.w1_rows,
+        partial_problem.hidden // (2 if partial_problem.scheme.packed else 1),
+    ):
         return f"w1 {tuple(weights.w1.shape)}"
     if whole is None:
         return ""
     slots = list(Placement.linear(problem.experts, found.ep[1]).slots[found.ep[0]])
-    width, rank = own.intermediate, found.tp[0]
-    some = slice(rank * width, (rank + 1) * width)
+    width, rank = partial_problem.intermediate, found.tp[0]
+    columns = slice(rank * width, (rank + 1) * width)
     w1, w2 = _numbers(whole, problem)
     gate, up = w1[slots].chunk(2, 1)
-    mine = _numbers(weights, own)
-    if not torch.equal(mine[0], torch.cat([gate[:, some], up[:, some]], 1)):
+    loaded = _numbers(weights, partial_problem)
+    if not torch.equal(loaded[0], torch.cat([gate[:, columns], up[:, columns]], 1)):
         return "w1 stands for other numbers"
-    return "" if torch.equal(mine[1], w2[slots][..., some]) else "w2 stands for other numbers"
+    return "" if torch.equal(loaded[1], w2[slots][..., columns]) else "w2 stands for other numbers"
 
 
 def _numbers(weights: ExpertWeights, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:

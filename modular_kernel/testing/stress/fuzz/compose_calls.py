@@ -1,4 +1,4 @@
-"""`compose`: its layer gives the right number, whatever was said about measuring."""
+"""Calls of `compose`: the layer must compute correct output with any measurement options."""
 
 import tempfile
 from dataclasses import replace
@@ -21,24 +21,24 @@ from modular_kernel.testing.stress.fuzz.outcome import (
 from modular_kernel.testing.stress.fuzz.random_problems import described, draw_inputs, draw_problem
 from modular_kernel.testing.stress.fuzz.specs import JUNK, word
 
-# What each term may be, written from the docstring of Terms, so that junk is none of it.
+# Fields of Terms. By its docstring none of them accepts a value of the types _NEVER.
 _TERMS = ("tokens", "budget", "routing", "replicated", "fresh", "tell")
 _NEVER = (bytes, list, dict, set, complex)
 
 
 def composed_call(rng: Random) -> FuzzOutcome:
-    """Compose a drawn problem, and call the layer or its plan; or give an argument that is junk."""
+    """Compose a random problem and call the layer or its plan, or pass a junk argument."""
     problem = attempt("a problem", lambda: draw_problem(rng))
     if isinstance(problem, FuzzOutcome):
         return problem
-    # Nothing is measured, or one or two pairings before time is over.
+    # Measure nothing, or one or two pairings until the time is over.
     terms: dict[str, Any] = {"budget": rng.choice((0.0, 0.0, 0.0, 0.0, 0.02))}
     if problem.tokens and rng.random() < 0.5:
         terms["tokens"] = tuple(rng.randint(1, problem.tokens) for _ in range(rng.randint(1, 3)))
     what = f"compose of {described(problem)}, {terms}"
     arguments: dict[str, Any] = {"problem": problem}
-    junk = rng.random() < 0.4
-    if junk:
+    has_junk = rng.random() < 0.4
+    if has_junk:
         name = rng.choice((*_TERMS, "problem", "machine", "terms"))
         value = rng.choice([v for v in JUNK if isinstance(v, _NEVER)])
         (terms if name in _TERMS else arguments)[name] = value
@@ -46,24 +46,24 @@ def composed_call(rng: Random) -> FuzzOutcome:
     plans = rng.random() < 0.5
 
     def call() -> torch.Tensor:
-        given = draw_inputs(problem, rng)
-        inputs = given.x_TH, given.weights, given.routing
+        drawn = draw_inputs(problem, rng)
+        inputs = drawn.x_TH, drawn.weights, drawn.routing
         with tempfile.TemporaryDirectory() as folder:
             home = "modular_kernel.select.autotune"
-            made = named(f"{home}:Terms")(folder=Path(folder), **terms)
-            kernel = named(f"{home}:compose")(**({"terms": made} | arguments))
+            options = named(f"{home}:Terms")(folder=Path(folder), **terms)
+            kernel = named(f"{home}:compose")(**({"terms": options} | arguments))
             layer = kernel.plan() if plans else kernel
-            plain = replace(given, x_TH=given.x_TH.clone())
-            oracles.append(Oracle(problem, plain.x_TH, plain.weights, plain.routing))
-            found: torch.Tensor = layer(*inputs)
-            return found
+            original = replace(drawn, x_TH=drawn.x_TH.clone())
+            oracles.append(Oracle(problem, original.x_TH, original.weights, original.routing))
+            result: torch.Tensor = layer(*inputs)
+            return result
 
     oracles: list[Oracle] = []
-    found = attempt(what, call)
-    if isinstance(found, FuzzOutcome):
-        late = found.kind == TYPED and bool(oracles)
-        return FuzzOutcome(WRONG, f"{what}: a right call is refused") if late else found
-    if junk:
+    result = attempt(what, call)
+    if isinstance(result, FuzzOutcome):
+        was_started = result.kind == TYPED and bool(oracles)
+        return FuzzOutcome(WRONG, f"{what}: a right call is refused") if was_started else result
+    if has_junk:
         return FuzzOutcome(ACCEPTED, what)
-    fault = oracles[0].fault(found)
+    fault = oracles[0].fault(result)
     return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)

@@ -1,7 +1,7 @@
-"""What stands around kernels: fused_experts, importers, and the command line.
+"""Public functions around kernels: fused_experts, checkpoint importers, and the command line.
 
-They are found by their names, as users find them: nothing of the harness may import what stands
-above it.
+They are looked up by name, as users import them, because testing must not import higher-level
+packages.
 """
 
 import contextlib
@@ -36,17 +36,17 @@ from modular_kernel.testing.stress.fuzz.specs import JUNK, word
 
 
 def named(place: str) -> Any:
-    """Return what lies at "module:name"."""
+    """Return the object at "module:name"."""
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)
 
 
 def fused_experts(rng: Random) -> FuzzOutcome:
-    """`fused_experts` of a drawn problem, as it is or with an argument exchanged for junk."""
+    """Call `fused_experts` on a random problem, with or without a junk argument."""
     drawn = attempt("a problem", lambda: _fused_problem(rng))
     if isinstance(drawn, FuzzOutcome):
         return drawn
-    problem, given = drawn, draw_inputs(drawn, rng)
+    problem, inputs = drawn, draw_inputs(drawn, rng)
     config: dict[str, Any] = {
         "activation": rng.choice((str(problem.activation), problem.act)),
         "apply_router_weight_on_input": problem.apply_router_weight_on_input,
@@ -58,43 +58,43 @@ def fused_experts(rng: Random) -> FuzzOutcome:
     names = {"w1_zero_point": "w1_zp", "w2_zero_point": "w2_zp"}
     options |= {
         names.get(name, name): tensor
-        for name, tensor in vars(given.weights).items()
+        for name, tensor in vars(inputs.weights).items()
         if name not in ("w1", "w2") and tensor is not None
     }
-    routing = (given.routing.topk_weights_TK, given.routing.topk_ids_TK, None)
-    arguments = [given.x_TH, given.weights.w1, given.weights.w2, routing]
+    routing = (inputs.routing.topk_weights_TK, inputs.routing.topk_ids_TK, None)
+    arguments = [inputs.x_TH, inputs.weights.w1, inputs.weights.w2, routing]
     what = f"fused_experts of {described(problem)}"
     junk = rng.random() < 0.5
     if junk:
-        what += _spoilt(rng, arguments, config, options)
-    oracle = Oracle(problem, given.x_TH.clone(), given.weights, given.routing)
+        what += _insert_junk(rng, arguments, config, options)
+    oracle = Oracle(problem, inputs.x_TH.clone(), inputs.weights, inputs.routing)
     home = "modular_kernel.integrations.fused_moe"
 
     def call() -> torch.Tensor:
-        made = named(f"{home}:MoeRunnerConfig")(**config)
-        found: torch.Tensor = named(f"{home}:fused_experts")(*arguments, made, **options)
-        return found
+        runner_config = named(f"{home}:MoeRunnerConfig")(**config)
+        result: torch.Tensor = named(f"{home}:fused_experts")(*arguments, runner_config, **options)
+        return result
 
-    found = attempt(what, call)
-    if isinstance(found, FuzzOutcome):
-        return found
+    result = attempt(what, call)
+    if isinstance(result, FuzzOutcome):
+        return result
     if junk:
         return FuzzOutcome(ACCEPTED, what)
-    fault = oracle.fault(found)
+    fault = oracle.fault(result)
     return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
 
 
-# Schemes that no `use_*` flag names.
-_WORDLESS = (
+# Schemes without a `use_*` flag.
+_NO_FLAG = (
     *("mxfp4_w4a16", "nvfp4_w4a16"),
     *("fp8_w8a16_tensor", "fp8_w8a16_channel", "fp8_w8a16_block"),
 )
 
 
 def _fused_problem(rng: Random) -> Problem:
-    """Return a problem that fused_experts has words for."""
+    """Return a problem that fused_experts can express."""
     problem = draw_problem(rng)
-    if problem.scheme.name in _WORDLESS or problem.combine is Combine.TOPK_UNWEIGHTED:
+    if problem.scheme.name in _NO_FLAG or problem.combine is Combine.TOPK_UNWEIGHTED:
         problem = replace(problem, quant="none", combine=Combine.SUM)
     return replace(problem, chunk_tokens=None, local_experts=None, expert_map=False)
 
@@ -114,30 +114,30 @@ def _options(problem: Problem) -> dict[str, Any]:
 _WORDS = ("use_fp8", "w2_bias", "b3", "global_num_experts", "use_int4_w4a8", "W1_scale")
 
 
-def _spoilt(
+def _insert_junk(
     rng: Random, arguments: list[Any], config: dict[str, Any], options: dict[str, Any]
 ) -> str:
-    """Put one thing in that no call may have; returns it in words."""
+    """Insert one invalid argument; return its description."""
     kind = rng.randrange(4)
     values = [v for v in JUNK if v is not None and not isinstance(v, bool)]
-    if kind == 0:  # an option that there is not
+    if kind == 0:  # an unknown option
         name = rng.choice(_WORDS)
         options[name] = True
         return f" with {name}=True"
     if kind == 1:
         name = rng.choice(sorted(config))
-        # No number fits a flag or a word; every finite one fits the factor.
+        # No number is valid for a flag or a text; every finite one is valid for the factor.
         kinds = (int, float, *((ActivationSpec,) if name == "activation" else ()))
         value = rng.choice([v for v in values if not isinstance(v, kinds) and v != "silu"])
         config[name] = value
         return f" with config.{name}={word(value)}"
     if kind == 2:
         place = rng.randrange(4)
-        fits = (torch.Tensor,) if place == 0 else ()  # x may be as small as the matrix here
+        fits = (torch.Tensor,) if place == 0 else ()  # x may be as small as a tensor in JUNK
         arguments[place] = rng.choice([v for v in values if not isinstance(v, fits)])
         return f" with {word(arguments[place])} as argument {place}"
     name = rng.choice(("b1", "w1_scale", "expert_map", "a1_scale", "block_shape"))
-    # (1, 2) may be the blocks of a matrix of one row.
+    # (1, 2) may be a valid block shape for a matrix of one row.
     options[name] = rng.choice(
         [v for v in values if not isinstance(v, torch.Tensor) and v != (1, 2)]
     )
@@ -145,7 +145,7 @@ def _spoilt(
 
 
 def importers(rng: Random) -> FuzzOutcome:
-    """Read a random GPTQ or AWQ matrix as the numbers it stands for; junk is a typed error."""
+    """Import a random GPTQ or AWQ matrix: correct values, or a typed error for junk."""
     generator = generator_of(rng)
     awq = rng.random() < 0.4
     bits = 4 if awq else rng.choice((4, 8))
@@ -155,7 +155,7 @@ def importers(rng: Random) -> FuzzOutcome:
     codes = torch.randint(0, 2**bits, (depth, rows), generator=generator)
     zeros = torch.randint(1, 2**bits, (depth // group, rows), generator=generator)
     if awq and rng.random() < 0.3:
-        zeros = torch.full_like(zeros, 8)  # which it need not say
+        zeros = torch.full_like(zeros, 8)  # the default, so qzeros may be omitted
     arguments: dict[str, Any] = {
         "scales": torch.rand(depth // group, rows, generator=generator) + 0.1,
         "group": -1 if groups == 1 and rng.random() < 0.5 else group,
@@ -171,36 +171,36 @@ def importers(rng: Random) -> FuzzOutcome:
     what = f"{name} of {depth} x {rows}, {bits} bits, groups of {arguments['group']}"
     junk = rng.random() < 0.6
     if junk:
-        spoilt = rng.choice(sorted(arguments))
-        fits = {"bits": (4, 8), "group": (-1, group)}.get(spoilt, ())
+        junk_name = rng.choice(sorted(arguments))
+        fits = {"bits": (4, 8), "group": (-1, group)}.get(junk_name, ())
         values = [v for v in JUNK if v is not None and not (isinstance(v, int) and v in fits)]
-        arguments[spoilt] = rng.choice(values)
-        what += f" with {spoilt}={word(arguments[spoilt])}"
+        arguments[junk_name] = rng.choice(values)
+        what += f" with {junk_name}={word(arguments[junk_name])}"
     scales = arguments["scales"]
-    found = attempt(what, lambda: named(f"modular_kernel.checkpoints:{name}")(**arguments))
-    if isinstance(found, FuzzOutcome):
-        return found if junk else FuzzOutcome(WRONG, f"{what}: refused")
+    result = attempt(what, lambda: named(f"modular_kernel.checkpoints:{name}")(**arguments))
+    if isinstance(result, FuzzOutcome):
+        return result if junk else FuzzOutcome(WRONG, f"{what}: refused")
     if junk:
         return FuzzOutcome(ACCEPTED, what)
-    given = found.zero_point is not None
-    quant = f"int{bits}_w{bits}a16_group:group={group},zero_points={str(given).lower()}"
+    has_zero_points = result.zero_point is not None
+    quant = f"int{bits}_w{bits}a16_group:group={group},zero_points={str(has_zero_points).lower()}"
     problem = Problem(1, depth, rows, 1, 1, dtype=torch.float32, quant=quant)
-    zero = found.zero_point[None] if given else None
-    numbers = matrix(found.w[None], found.scale[None], zero, problem)[0]
+    zero = result.zero_point[None] if has_zero_points else None
+    numbers = matrix(result.w[None], result.scale[None], zero, problem)[0]
     expected = (codes - zeros.repeat_interleave(group, 0)) * scales.repeat_interleave(group, 0)
     close = torch.allclose(numbers.T, expected.double(), rtol=1e-6)
     return FuzzOutcome(RIGHT, what) if close else FuzzOutcome(WRONG, what)
 
 
 def _by_turns(values: torch.Tensor) -> torch.Tensor:
-    """AWQ's int32 words along the columns: even ones of eight in the low half, odd ones above."""
+    """Pack AWQ int32 words along the columns: even ones of eight in the low half, then odd ones."""
     eights = values.reshape(len(values), -1, 8)
     order = torch.cat([eights[..., 0::2], eights[..., 1::2]], dim=-1)
     return _words(order.reshape(len(values), -1), 1, 4)
 
 
 def _words(values: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
-    """int32 words of 32 / bits values along `dim`, the first one lowest."""
+    """Pack 32 / bits values per int32 word along `dim`, the first value in the lowest bits."""
     parts = 32 // bits
     moved = values.movedim(dim, -1)
     groups = moved.reshape(*moved.shape[:-1], -1, parts).long()
@@ -225,10 +225,10 @@ _VALUES = (
 
 
 def command_line(rng: Random) -> FuzzOutcome:
-    """`mk list`, `mk check`, `mk plan` or `mk compose` with random options ends with 0, 1 or 2, and
-    no traceback.
+    """Run `mk list`, `check`, `plan` or `compose` with random options.
 
-    Only what launches nothing: `compose` has no time to measure.
+    It must exit with 0, 1 or 2 and without a traceback. Nothing is launched: `compose` has no time
+    to measure.
     """
     words = [rng.choice(("list", "check", "check", "plan", "compose", "nothing"))]
     for _ in range(rng.randint(0, 5)):
@@ -242,20 +242,20 @@ def command_line(rng: Random) -> FuzzOutcome:
 
     def call() -> int:
         out, err = contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed)
-        # A value behind --json is a file's name: such files go with the folder.
+        # The value of --json is a file name; such files are removed with the folder.
         folder = tempfile.TemporaryDirectory()
-        with out, err, environment_kept(), folder as here, contextlib.chdir(here):
+        with out, err, environment_kept(), folder as folder_path, contextlib.chdir(folder_path):
             try:
                 named("modular_kernel.cli.main:run")(words)
             except SystemExit as ended:
                 return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         return 0
 
-    found = attempt(what, call)
-    if isinstance(found, FuzzOutcome):  # an error that came through, of ours or not
-        return FuzzOutcome(RAW, found.what)
-    if "Traceback" in printed.getvalue() or found not in (0, 1, 2):
-        return FuzzOutcome(RAW, f"{what}: exit {found}")
+    status = attempt(what, call)
+    if isinstance(status, FuzzOutcome):  # an uncaught error of any type
+        return FuzzOutcome(RAW, status.what)
+    if "Traceback" in printed.getvalue() or status not in (0, 1, 2):
+        return FuzzOutcome(RAW, f"{what}: exit {status}")
     if "\x1b[2J" in printed.getvalue():
         return FuzzOutcome(WRONG, f"{what}: a control sequence is printed as it came")
-    return FuzzOutcome(TYPED if found else RIGHT, what)
+    return FuzzOutcome(TYPED if status else RIGHT, what)

@@ -1,4 +1,4 @@
-"""Packages of others: entry points that raise, give junk, or offer parts that declare junk."""
+"""Third-party packages: entry points that raise, return junk, or provide invalid parts."""
 
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -25,12 +25,15 @@ _GOOD = ("MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize", "TorchExperts
 
 
 def entry_points(rng: Random) -> FuzzOutcome:
-    """Up to four packages of others beside a good one: it is found and judged as ever, and each of
-    theirs is listed as unusable or judged."""
+    """Load up to four broken packages beside a good one.
+
+    The good one's parts must work, and each broken one must be listed as unusable or be checked
+    without an error.
+    """
     good = load_catalog()
-    found = [_offer(rng, place) for place in range(rng.randint(1, 4))]
-    offers = [offer for offer, _, _ in found]
-    what = ", ".join(told for _, told, _ in found)
+    broken_offers = [_offer(rng, place) for place in range(rng.randint(1, 4))]
+    offers = [offer for offer, _, _ in broken_offers]
+    what = ", ".join(description for _, description, _ in broken_offers)
     parts = tuple(part.cls for part in good.parts if part.name in _GOOD)
     offers.insert(rng.randrange(len(offers) + 1), Offer("good", "good (good:PARTS)", lambda: parts))
 
@@ -39,9 +42,9 @@ def entry_points(rng: Random) -> FuzzOutcome:
         names = [part.name for part in catalog.parts]
         if not set(_GOOD) <= set(names):
             return f"only {names}"
-        theirs = {name for _, _, broken in found for name in broken}
-        if theirs & set(names):
-            return f"usable: {sorted(theirs & set(names))}"
+        unusable = {name for _, _, broken in broken_offers for name in broken}
+        if unusable & set(names):
+            return f"usable: {sorted(unusable & set(names))}"
         if any(not text.isprintable() for b in catalog.broken for text in (b.name, b.error)):
             return "a text that is not printable"
         return _judged(catalog, rng)
@@ -55,7 +58,7 @@ def entry_points(rng: Random) -> FuzzOutcome:
 
 
 def _judged(catalog: Any, rng: Random) -> str:
-    """Return what is wrong with the judgements of all pairings; none may raise."""
+    """Check all pairings; return what is wrong with a verdict, or "". None may raise."""
     problem, machine = draw_problem(rng), current_machine()
     for part in catalog.parts:
         unavailable(part.name, part.cls.requires, machine)
@@ -71,26 +74,26 @@ def _judged(catalog: Any, rng: Random) -> str:
 
 
 def _offer(rng: Random, place: int) -> tuple[Offer, str, tuple[str, ...]]:
-    """Return an entry point, what it is, and the names of its parts that nobody may use."""
+    """Return an entry point, its description, and the names of its parts that must be unusable."""
     kind = rng.randrange(5)
     name = f"theirs{place}"
     origin = f"{name} ({name}:PARTS)"
     if kind == 0:
-        raised = rng.choice(_RAISED)
+        make_error = rng.choice(_RAISED)
 
         def load() -> object:
-            raise raised()
+            raise make_error()
 
-        return Offer(name, origin, load), f"raises {word(raised())}", ()
+        return Offer(name, origin, load), f"raises {word(make_error())}", ()
     if kind == 1:
         junk = rng.choice(JUNK)
-        given = rng.choice((junk, (junk,), [junk]))
-        return Offer(name, origin, lambda: given), f"offers {word(given)}", ()
+        offered = rng.choice((junk, (junk,), [junk]))
+        return Offer(name, origin, lambda: offered), f"offers {word(offered)}", ()
     base = load_catalog().experts("TorchExperts")
     if rng.random() < 0.5:
         base = load_catalog().prepare_finalize("MoEPrepareAndFinalizeNoEP")  # type: ignore[assignment]
     label = f"Theirs{place}"
-    if kind == 2:  # another thing instead of the whole declaration
+    if kind == 2:  # junk instead of the whole declaration
         junk = rng.choice(JUNK)
         part = type(label, (base,), {"requires": junk})
         return Offer(name, origin, lambda: (part,)), f"requires={word(junk)}", (label,)

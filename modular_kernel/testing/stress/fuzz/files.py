@@ -1,4 +1,4 @@
-"""Files that somebody else may have written: tuned tiles, cached choices, a model's config.json."""
+"""Third-party files: tuned tiles, cached choices, and a model's config.json, valid or damaged."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.testing.stress.fuzz.entry_functions import named
 from modular_kernel.testing.stress.fuzz.outcome import RIGHT, WRONG, FuzzOutcome, attempt
 
-# What a value of JSON may be exchanged for.
+# Replacements for a JSON value.
 _VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 16, 17, 64, 128, 4096, 2**31, 2**63, 10**30, 0.5, 1e308, -0.0,
     "", "x", "64", "silu", "fp8", "aligned", "\x1b[2J", "é" * 500, [], [1], [[[[]]]], {}, {"a": 1},
@@ -22,28 +22,28 @@ _WORDS = ("NaN", "-Infinity", "1e999", "0x10", "[" * 2000, "'x'", "\x00", "{", "
 
 
 def stored_files(rng: Random) -> FuzzOutcome:
-    """Read a file, as written or with up to four things changed: right, or a typed error."""
+    """Read a file, unchanged or with up to four changes: correct, or a typed error."""
     kind, value, read, check = rng.choice(_KINDS)
     changes = rng.choice((0, 1, 1, 1, 2, 4))
     value = json.loads(json.dumps(value))
     for _ in range(changes):
         value = changed(rng, value)
     text = json.dumps(value)
-    hurt = changes > 0 and rng.random() < 0.3
-    if hurt:
+    is_damaged = changes > 0 and rng.random() < 0.3
+    if is_damaged:
         text = hurt_text(rng, text)
-    what = f"{kind}, {changes} changes{', then the text' if hurt else ''}: {text[:300]}"
-    found = attempt(what, lambda: read(text))
-    if isinstance(found, FuzzOutcome):
-        return FuzzOutcome(WRONG, f"{what}: refused") if changes == 0 else found
-    fault = attempt(what, lambda: check(found))
+    what = f"{kind}, {changes} changes{', then the text' if is_damaged else ''}: {text[:300]}"
+    result = attempt(what, lambda: read(text))
+    if isinstance(result, FuzzOutcome):
+        return FuzzOutcome(WRONG, f"{what}: refused") if changes == 0 else result
+    fault = attempt(what, lambda: check(result))
     if isinstance(fault, FuzzOutcome):
         return fault
     return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
 
 
 def changed(rng: Random, value: Any) -> Any:
-    """`value` with one thing in it, however deep, gone, renamed, twice or another."""
+    """Return `value` with one element, at any depth, removed, renamed, duplicated or replaced."""
     if isinstance(value, dict) and value and rng.random() < 0.85:
         name = rng.choice(sorted(value))
         kind = rng.randrange(6)
@@ -65,7 +65,7 @@ def changed(rng: Random, value: Any) -> Any:
 
 
 def hurt_text(rng: Random, text: str) -> str:
-    """`text` cut off, with a word or a character put in, or a part of it twice."""
+    """Return `text` truncated, with an inserted word or character, or with a part repeated."""
     start, stop = sorted((rng.randrange(len(text) + 1), rng.randrange(len(text) + 1)))
     kind = rng.randrange(4)
     if kind == 0:
@@ -99,7 +99,7 @@ def _tiles(text: str) -> Any:
 
 
 def _tiles_fault(recipe: Any) -> str:
-    """Every launch is of positive 32-bit numbers, every number of tokens there once."""
+    """Check that launches have positive 32-bit numbers and token counts are unique."""
     for steps in (recipe.gemm1, recipe.gemm2):
         tokens = [number for number, _ in steps]
         if not tokens or tokens != sorted(set(tokens)) or tokens[0] < 1:
@@ -142,7 +142,7 @@ def _choices(text: str) -> Any:
 
 
 def _choices_fault(records: Any) -> str:
-    """Check that times are finite, text moves no cursor, and what is written is read the same."""
+    """Check that times are finite, texts are printable, and writing and reading round-trips."""
     for record in records:
         if not all(text.isprintable() for text in (*record.versions, *record.versions.values())):
             return "a version that is not printable"
@@ -179,7 +179,7 @@ def _model(text: str) -> Any:
 
 
 def _model_fault(facts: dict[str, Any]) -> str:
-    """Check that the facts are a problem's; those that contradict each other: a typed error."""
+    """Check that the facts make a problem; contradictory ones raise a typed error."""
     problem = Problem(tokens=1, **facts)
     return "" if problem.scheme.name and problem.experts >= problem.top_k else "sizes"
 

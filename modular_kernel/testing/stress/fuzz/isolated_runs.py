@@ -1,4 +1,4 @@
-"""Configurations one after the other in a process of their own, which may crash or hang."""
+"""Runs configurations one after the other in a separate process, which may crash or hang."""
 
 import contextlib
 import json
@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from modular_kernel.settings import environment_of_child
 from modular_kernel.testing.stress.fuzz.outcome import BAD, CRASH, GOOD, HANG
 
-_STARTS_IN = 120.0  # seconds for a process to import everything
-_ENDS_IN = 2.0  # seconds that an orderly end may take
+_STARTS_IN = 120.0  # timeout in seconds for a process to start and import
+_EXIT_TIMEOUT_S = 2.0  # timeout in seconds for a normal exit
 _WORKER = "modular_kernel.testing.stress.fuzz.worker"
 
 
 @dataclass(frozen=True)
 class FuzzFinding:
-    """A configuration that came to no good end."""
+    """A configuration with a bad outcome."""
 
     number: int
     target: str
@@ -30,7 +30,7 @@ class FuzzFinding:
 
 @dataclass
 class FuzzReport:
-    """What came of the configurations of one seed."""
+    """Outcomes of the configurations of one seed."""
 
     seed: str
     interpreted: bool
@@ -47,10 +47,10 @@ class FuzzReport:
         return words + (" --interpreted" if self.interpreted else "")
 
     def lines(self) -> Iterator[str]:
-        """Yield a line for each finding, then the numbers of each class."""
-        for found in self.findings:
-            yield f"{found.kind}: {found.target}: {found.what}"
-            yield f"    {self.reproducer(found)}"
+        """Yield the lines of each finding, then the counts of each class."""
+        for finding in self.findings:
+            yield f"{finding.kind}: {finding.target}: {finding.what}"
+            yield f"    {self.reproducer(finding)}"
         mode = "interpreted" if self.interpreted else "plain"
         counts = ", ".join(f"{self.counts[kind]} {kind}" for kind in (*GOOD, *BAD))
         yield f"seed {self.seed}, {mode}: {sum(self.counts.values())} configurations: {counts}"
@@ -64,20 +64,22 @@ def run(
     only: str = "",
     deadline_s: float = 60.0,
 ) -> FuzzReport:
-    """Return the configurations of `numbers`. only: of the target of that name. deadline_s:
-    seconds for one of them."""
+    """Run the configurations of `numbers`.
+
+    only: the name of the only target; "" for all. deadline_s: timeout in seconds for each.
+    """
     report = FuzzReport(seed, interpreted, only)
     first = numbers.start
     while first < numbers.stop:
-        first = _some(report, range(first, numbers.stop), deadline_s)
+        first = _run_process(report, range(first, numbers.stop), deadline_s)
     return report
 
 
-def _some(report: FuzzReport, numbers: range, deadline_s: float) -> int:
-    """Run until the process ends; returns the number to go on from."""
+def _run_process(report: FuzzReport, numbers: range, deadline_s: float) -> int:
+    """Run until the process ends; return the number to continue from."""
     words = [sys.executable, "-m", _WORKER, report.seed, str(numbers.start), str(numbers.stop)]
     words += ["calls" if report.interpreted else "", report.only]
-    # Its tensors are a CPU's, so it sees no GPU.
+    # All tensors are on the CPU, so hide GPUs.
     environment = environment_of_child(interpreted=report.interpreted)
     environment["CUDA_VISIBLE_DEVICES"] = ""
     process = subprocess.Popen(
@@ -96,7 +98,7 @@ def _some(report: FuzzReport, numbers: range, deadline_s: float) -> int:
         return current + 1
     finally:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_ENDS_IN)
+            process.wait(_EXIT_TIMEOUT_S)
         process.kill()
         code = process.wait()
     if current < numbers.stop:

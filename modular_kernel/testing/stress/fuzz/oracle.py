@@ -1,7 +1,7 @@
-"""A layer computed pair by pair in float64, written from the documentation and from nothing else.
+"""Independent float64 reference of a layer, written pair by pair from the documentation alone.
 
-Its tolerance is of one kind for each storage: far wider than rounding, far narrower than a wrong
-expert, weight, scale, row or sign. Fine errors are for the comparison of `mk test`.
+Its tolerance depends only on the number formats: far wider than rounding errors, far narrower than
+the effect of a wrong expert, weight, scale, row or sign. `mk test` checks small errors.
 """
 
 import math
@@ -13,11 +13,11 @@ from modular_kernel.tensors import ExpertWeights, Routing
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _PLAIN = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
-_STORED = {"float8_e4m3fn": 0.25, "int8": 0.12}  # of activations
+_STORED = {"float8_e4m3fn": 0.25, "int8": 0.12}  # by dtype of quantized activations
 
 
 def tolerance(problem: Problem) -> float:
-    """Of the norm of a row, relative to the norm it has before anything cancels."""
+    """Return the tolerance of a row's error norm, relative to its norm before cancellation."""
     rounded = 2e-2 if problem.fp32_precision == "tf32" else 0.0
     return max(_PLAIN[problem.dtype], rounded, _STORED.get(problem.scheme.activation, 0.0))
 
@@ -25,8 +25,8 @@ def tolerance(problem: Problem) -> float:
 def _nibbles(packed: torch.Tensor, dim: int) -> torch.Tensor:
     shape = list(packed.shape)
     shape[dim] *= 2
-    both = torch.stack([packed % 16, packed // 16], dim=dim + 1)
-    return both.reshape(shape)
+    pairs = torch.stack([packed % 16, packed // 16], dim=dim + 1)
+    return pairs.reshape(shape)
 
 
 def matrix(
@@ -36,12 +36,12 @@ def matrix(
     problem: Problem,
     whole: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(e, N, K) float64 numbers that stored weights stand for."""
+    """Return the (e, N, K) float64 values of stored weights."""
     scheme = problem.scheme
     if scale is None:
         return stored.double()
-    four = scheme.weight in ("uint4", "float4_e2m1")
-    codes = (_nibbles(stored, 2) if four else stored).double()
+    is_packed = scheme.weight in ("uint4", "float4_e2m1")
+    codes = (_nibbles(stored, 2) if is_packed else stored).double()
     e, rows, depth = codes.shape
     if scheme.weight == "float4_e2m1":
         table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float64)
@@ -49,16 +49,16 @@ def matrix(
         factor = torch.exp2(factor - 127) if whole is None else factor
     else:
         factor = scale.double()
-    down, along = scheme.group if scheme.granularity == "block" else (1, *scheme.group, 0)[:2]
-    n = torch.arange(rows) // down
-    k = torch.arange(depth) // along if along else torch.zeros(depth, dtype=torch.long)
+    block_n, block_k = scheme.group if scheme.granularity == "block" else (1, *scheme.group, 0)[:2]
+    n = torch.arange(rows) // block_n
+    k = torch.arange(depth) // block_k if block_k else torch.zeros(depth, dtype=torch.long)
     spread = factor.reshape(e, *[*factor.shape[1:], 1, 1][:2])
     if scheme.granularity == "tensor":
         n = torch.zeros(rows, dtype=torch.long)
     if scheme.weight in ("uint4", "uint8"):
-        middle = {"uint4": 8.0, "uint8": 128.0}[scheme.weight]
+        default_zero = {"uint4": 8.0, "uint8": 128.0}[scheme.weight]
         if zero is None:
-            codes = codes - middle
+            codes = codes - default_zero
         else:
             points = (_nibbles(zero, 1) if scheme.weight == "uint4" else zero).double()
             codes = codes - points[:, n][:, :, k]
@@ -90,20 +90,20 @@ def _activated(v: torch.Tensor, spec: ActivationSpec) -> torch.Tensor:
     if kind == "situ":
         linear = up if spec.limit is None else limit * (up / limit).tanh()
         return alpha * (gate / alpha).tanh() * gate.sigmoid() * linear
-    held = up.clip(-limit, limit)
+    clipped_up = up.clip(-limit, limit)
     if kind in ("silu", "gelu", "gelu_tanh"):
-        return _curve(gate.minimum(torch.tensor(limit)), kind) * held
+        return _curve(gate.minimum(torch.tensor(limit)), kind) * clipped_up
     if kind == "swiglu_oai":
         gate = gate.minimum(torch.tensor(limit))
-        return gate * (alpha * gate).sigmoid() * (held + 1)
+        return gate * (alpha * gate).sigmoid() * (clipped_up + 1)
     if kind == "swiglu_clamp_after":
-        return (gate * gate.sigmoid()).minimum(torch.tensor(limit)) * held
+        return (gate * gate.sigmoid()).minimum(torch.tensor(limit)) * clipped_up
     gate = gate.minimum(torch.tensor(limit))
-    return gate * gate.sigmoid() * held
+    return gate * gate.sigmoid() * clipped_up
 
 
 class Oracle:
-    """Expected output of one call and, for each row of it, the norm that errors are relative to."""
+    """Expected output of one call and, for each row, the norm that errors are relative to."""
 
     def __init__(
         self, problem: Problem, x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing
@@ -125,15 +125,15 @@ class Oracle:
                     continue
                 if weights.expert_map is not None:
                     expert = int(weights.expert_map[expert])
-                if not 0 <= expert < problem.e:  # elsewhere, or mapped to no row
+                if not 0 <= expert < problem.e:  # remote, or mapped to no row
                     continue
                 weight = float(routing.topk_weights_TK[t, k])
                 rows[t, k], norms[t, k] = self._pair(
                     x_TH[t].double(), w1[expert], w2[expert], expert, weight, weights
                 )
-        summed = problem.combine is Combine.SUM
-        self.expected = rows.sum(1) if summed else rows
-        self.norms = norms.sum(1) if summed else norms
+        is_summed = problem.combine is Combine.SUM
+        self.expected = rows.sum(1) if is_summed else rows
+        self.norms = norms.sum(1) if is_summed else norms
 
     def _pair(
         self,
@@ -144,7 +144,7 @@ class Oracle:
         weight: float,
         weights: ExpertWeights,
     ) -> tuple[torch.Tensor, float]:
-        """One pair's row and the norm it could have."""
+        """Return one pair's row, and its norm before cancellation."""
         problem = self.problem
         on_input = problem.apply_router_weight_on_input
         value = w1 @ x
@@ -154,8 +154,8 @@ class Oracle:
         if weights.b1 is not None:
             value = value + weights.b1[expert].double()
         h = _activated(value, problem.act)
-        reach = typical * max(1.0, typical) if problem.act.kind != "swiglu_oai" else typical
-        size = max(float(h.norm()), math.sqrt(len(h)) * reach)
+        typical_act = typical * max(1.0, typical) if problem.act.kind != "swiglu_oai" else typical
+        size = max(float(h.norm()), math.sqrt(len(h)) * typical_act)
         y = w2 @ h
         norm = max(float(y.norm()), size * float(w2.norm()) / math.sqrt(len(h)))
         if weights.b2 is not None:
@@ -167,7 +167,7 @@ class Oracle:
         return y * factor, norm * abs(factor)
 
     def fault(self, found: torch.Tensor, *, rows: slice = slice(None)) -> str:
-        """Return what is wrong with `found`, in words; "" if nothing is. rows: which to look at."""
+        """Return what is wrong with the output `found`, or "". rows: the rows to check."""
         if found.shape != self.expected.shape:
             return f"shape {tuple(found.shape)}, not {tuple(self.expected.shape)}"
         if found.dtype is not self.problem.dtype:

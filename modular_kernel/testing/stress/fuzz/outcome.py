@@ -1,4 +1,4 @@
-"""What can come of a call with random input."""
+"""Classes of outcomes of a call with random input."""
 
 import traceback
 from collections.abc import Callable
@@ -18,19 +18,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FuzzOutcome:
-    """kind: one of GOOD or BAD. what: the configuration in words, and what is wrong."""
+    """Outcome of a call. kind: one of GOOD or BAD. what: the configuration and what is wrong."""
 
     kind: str
     what: str = ""
 
 
 def refused(error: Exception) -> str:
-    """TYPED, or RAW, of an exception."""
+    """Return TYPED or RAW for an exception."""
     return TYPED if isinstance(error, InputError | IncompatibleError) else RAW
 
 
 def told(error: Exception) -> str:
-    """Return an exception in one line, with the place that raised it."""
+    """Format an exception in one line, with the place that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}" if frames else "?"
     text = " ".join(str(error).split())
@@ -38,9 +38,9 @@ def told(error: Exception) -> str:
 
 
 def attempt(what: str, call: Callable[[], T]) -> T | FuzzOutcome:
-    """Return what `call` returns, or the outcome of its exception."""
+    """Return the result of `call`, or the outcome of its exception."""
     try:
         return call()
-    except Exception as error:  # noqa: BLE001 (telling them apart is what this is for)
+    except Exception as error:  # noqa: BLE001 (classifies any exception)
         kind = refused(error)
         return FuzzOutcome(kind, what if kind == TYPED else f"{what}: {told(error)}")

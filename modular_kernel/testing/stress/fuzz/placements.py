@@ -1,4 +1,4 @@
-"""Placements: where experts live, from junk and from lists of junk."""
+"""Expert placements made from junk and from lists of junk."""
 
 from collections.abc import Callable
 from functools import partial
@@ -52,21 +52,21 @@ _CALLS: tuple[tuple[str, Callable[..., Any], int], ...] = (
 
 
 def placements(rng: Random) -> FuzzOutcome:
-    """Everything that makes a placement or asks one, with junk, lists of it and maps of it."""
-    name, call, most = rng.choice(_CALLS)
-    arguments = [_drawn(rng) for _ in range(most)]
+    """Call everything that makes or reads a placement with junk, and lists and maps of it."""
+    name, call, num_arguments = rng.choice(_CALLS)
+    arguments = [_drawn(rng) for _ in range(num_arguments)]
     what = f"{name}({', '.join(map(_words, arguments))})"
-    found = attempt(what, lambda: call(*arguments))
-    if isinstance(found, FuzzOutcome):
-        return found
-    loads = name in ("rank_loads", "rebalance")  # a load may be a float
-    if any(_has_no_number(given) for given in arguments[loads:]):
+    result = attempt(what, lambda: call(*arguments))
+    if isinstance(result, FuzzOutcome):
+        return result
+    skip = name in ("rank_loads", "rebalance")  # the first argument, loads, may be floats
+    if any(_has_no_number(given) for given in arguments[skip:]):
         return FuzzOutcome(ACCEPTED, what)
     return FuzzOutcome(RIGHT, what)
 
 
 def _drawn(rng: Random) -> Any:
-    """Junk, numbers that may fit, or several in a list, a tuple, a map or a list of lists."""
+    """Return junk, plausible numbers, or several in a list, tuple, map or list of lists."""
     value = rng.choice((rng.choice(JUNK), rng.randrange(-1, 7)))
     several = [rng.choice((rng.randrange(0, 3), value)) for _ in range(rng.randrange(4))]
     kinds = (value, value, several, tuple(several), [several], (tuple(several),))
@@ -80,7 +80,7 @@ def _words(given: Any) -> str:
 
 
 def _has_no_number(given: Any) -> bool:
-    """Whether it holds a bool, a float or a text, anywhere: none is a rank or an expert."""
+    """Return whether it contains a bool, a float or a text, none of which is a rank or expert."""
     if isinstance(given, dict):
         given = [*given, *given.values()]
     if isinstance(given, list | tuple):

@@ -1,4 +1,4 @@
-"""Random problems that may be valid, and inputs for them."""
+"""Random problems, most of them valid, and inputs for them."""
 
 from dataclasses import dataclass, replace
 from random import Random
@@ -11,7 +11,7 @@ from modular_kernel.quant.static_scales import static_scale
 from modular_kernel.spec.problem import ActivationSpec, Combine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 
-# With experts of torch first, then those that need Triton.
+# (prepare/finalize, torch experts, experts that need Triton)
 _PARTS = (
     ("MoEPrepareAndFinalizeNoEP", "TorchExperts", ("TritonExperts", "GroupedGemmExperts")),
     ("BatchedPrepareAndFinalize", "NaiveBatchedExperts", ("BatchedTritonExperts",)),
@@ -35,7 +35,7 @@ _QUANTS = (
 
 @dataclass(frozen=True)
 class Given:
-    """A call's arguments. live: rows of x whose values are finite."""
+    """The arguments of a call."""
 
     x_TH: torch.Tensor
     weights: ExpertWeights
@@ -44,18 +44,21 @@ class Given:
 
 
 def draw_parts(rng: Random) -> tuple[str, str]:
-    """Return a PrepareAndFinalize and experts, which nearly always fit each other and this
-    machine.
+    """Return a PrepareAndFinalize and experts.
+
+    They are almost always compatible with each other and with this machine.
     """
-    prepare, plain, triton = rng.choice(_PARTS)
+    prepare, torch_experts, triton_experts = rng.choice(_PARTS)
     if rng.random() < 0.05:
-        _, plain, triton = rng.choice(_PARTS)
-    interpreted = current_machine().interpreter
-    return prepare, rng.choice(triton) if rng.random() < (0.8 if interpreted else 0.05) else plain
+        _, torch_experts, triton_experts = rng.choice(_PARTS)
+    is_interpreted = current_machine().interpreter
+    return prepare, rng.choice(triton_experts) if rng.random() < (
+        0.8 if is_interpreted else 0.05
+    ) else torch_experts
 
 
 def draw_problem(rng: Random) -> Problem:
-    """Return a small problem; some contradict themselves, which is an InputError."""
+    """Return a small problem. Some are inconsistent, which raises InputError."""
     experts = rng.choice((1, 2, 3, 4, 5, 8, 9))
     mapped = rng.random() < 0.15
     combine = rng.choice((*[Combine.SUM] * 6, Combine.TOPK_WEIGHTED, Combine.TOPK_UNWEIGHTED))
@@ -81,7 +84,7 @@ def draw_problem(rng: Random) -> Problem:
 
 
 def generator_of(rng: Random) -> torch.Generator:
-    """Random tensors that follow from `rng`."""
+    """Return a tensor generator seeded from `rng`."""
     return torch.Generator().manual_seed(rng.getrandbits(60))
 
 
@@ -93,26 +96,26 @@ def draw_inputs(problem: Problem, rng: Random) -> Given:
         return (torch.randn(shape, generator=generator) * std).to(dtype)
 
     e, h, i = problem.e, problem.hidden, problem.intermediate
-    quantized = problem.scheme.quantized
-    stored = torch.float32 if quantized else problem.dtype
+    is_quantized = problem.scheme.quantized
+    stored_dtype = torch.float32 if is_quantized else problem.dtype
     weights = ExpertWeights(
-        w1=normal(e, problem.w1_rows, h, std=h**-0.5, dtype=stored),
-        w2=normal(e, h, i, std=i**-0.5, dtype=stored),
+        w1=normal(e, problem.w1_rows, h, std=h**-0.5, dtype=stored_dtype),
+        w2=normal(e, h, i, std=i**-0.5, dtype=stored_dtype),
         b1=normal(e, problem.w1_rows, dtype=torch.float32) if problem.bias else None,
         b2=normal(e, h) if problem.bias else None,
-        expert_map=_map(problem, rng) if problem.expert_map else None,
+        expert_map=_draw_expert_map(problem, rng) if problem.expert_map else None,
     )
     if problem.scheme.static:
         scale = static_scale(problem, 28.0)
         weights = replace(weights, a1_scale=scale, a2_scale=scale.clone())
-    if quantized:
+    if is_quantized:
         weights = quantize_weights(weights, problem)
     elif rng.random() < 0.2:
-        weights = replace(weights, w1=_by_columns(weights.w1), w2=_by_columns(weights.w2))
+        weights = replace(weights, w1=_to_column_major(weights.w1), w2=_to_column_major(weights.w2))
     tokens = rng.randint(0, problem.tokens) if rng.random() < 0.3 else problem.tokens
     shape = (tokens, problem.top_k)
     ids = torch.randint(0, problem.experts, shape, generator=generator)
-    if rng.random() < 0.4:  # skipped, and outside, beyond 32 bits too
+    if rng.random() < 0.4:  # skipped ids, and invalid ones, also beyond 32 bits
         wide = problem.ids_dtype is not torch.int32
         outside = (-1, -1, -2, problem.experts, problem.experts + 9)
         kind = rng.choice((-1, *outside, *((2**31, -(2**40)) if wide else ())))
@@ -134,20 +137,20 @@ def _id_dtypes(ids: torch.Tensor) -> tuple[torch.dtype, ...]:
     return (torch.int32, torch.int64) if fits else (torch.int64,)
 
 
-def _by_columns(w_eNK: torch.Tensor) -> torch.Tensor:
+def _to_column_major(w_eNK: torch.Tensor) -> torch.Tensor:
     return w_eNK.mT.contiguous().mT
 
 
-def _map(problem: Problem, rng: Random) -> torch.Tensor:
-    where = rng.sample(range(problem.experts), problem.e)
+def _draw_expert_map(problem: Problem, rng: Random) -> torch.Tensor:
+    local_ids = rng.sample(range(problem.experts), problem.e)
     expert_map = torch.full((problem.experts,), -1, dtype=torch.int32)
-    expert_map[torch.tensor(where)] = torch.arange(problem.e, dtype=torch.int32)
+    expert_map[torch.tensor(local_ids)] = torch.arange(problem.e, dtype=torch.int32)
     return expert_map
 
 
 def described(problem: Problem) -> str:
-    """Return the fields that are not the defaults."""
-    plain = Problem(1, 1, 1, 1, 1)
-    changed = {k: v for k, v in vars(problem).items() if v != getattr(plain, k)}
-    named = {k: str(v) if isinstance(v, ActivationSpec) else v for k, v in changed.items()}
-    return "Problem(" + ", ".join(f"{k}={v!r}" for k, v in named.items()) + ")"
+    """Format a problem with the fields that differ from their defaults."""
+    defaults = Problem(1, 1, 1, 1, 1)
+    changed = {k: v for k, v in vars(problem).items() if v != getattr(defaults, k)}
+    formatted = {k: str(v) if isinstance(v, ActivationSpec) else v for k, v in changed.items()}
+    return "Problem(" + ", ".join(f"{k}={v!r}" for k, v in formatted.items()) + ")"

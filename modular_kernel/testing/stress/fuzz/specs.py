@@ -1,4 +1,4 @@
-"""Facts without tensors: problems, activations, ranks, machines, and what judges them."""
+"""Tensor-free API: problems, activations, ranks and machines, and the compatibility checks."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -72,20 +72,20 @@ def _a_dtype(value: Any) -> bool:
 
 
 def _is_lora(value: Any) -> bool:
-    """Tell whether the text says sizes in range; its options may still be said twice."""
+    """Return whether the sizes in the text are in range; it may still repeat an option."""
     if isinstance(value, AdapterSpec) or value == "none":
         return True
     words = value.split(",") if isinstance(value, str) else []
     sizes = {key: text for key, _, text in (word.partition("=") for word in words)}
-    most = {"adapters": 65536, "rank": 256}
+    limits = {"adapters": 65536, "rank": 256}
     return all(
         key in sizes and sizes[key].isdigit() and 0 < int(sizes[key]) <= top
-        for key, top in most.items()
+        for key, top in limits.items()
     )
 
 
-# What each field may be, written from the docstring of Problem: what it allows may still
-# contradict another field.
+# Allowed values of each field by the docstring of Problem. An allowed value may still contradict
+# another field.
 FIELDS: dict[str, Callable[[Any], bool]] = {
     "tokens": _count(0),
     **{name: _count(1) for name in ("hidden", "intermediate", "experts", "top_k")},
@@ -109,7 +109,7 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
 
 
 def word(value: Any) -> str:
-    """Return a value in a few characters."""
+    """Format a value in a few characters."""
     if isinstance(value, int) and value.bit_length() > 64:
         return f"an int of {value.bit_length()} bits"
     short = isinstance(value, str | int | float | type(None))
@@ -117,12 +117,12 @@ def word(value: Any) -> str:
 
 
 def _value(name: str, rng: Random) -> Any:
-    """Junk, or what the field may be."""
+    """Return junk, or an allowed value of the field."""
     return rng.choice(list(filter(FIELDS[name], JUNK)) if rng.random() < 0.4 else JUNK)
 
 
 def problem_fields(rng: Random) -> FuzzOutcome:
-    """Judge a valid problem with junk in one to three fields by everything that judges."""
+    """Check a valid problem with junk in one to three fields."""
     base = attempt("a problem", lambda: draw_problem(rng))
     if isinstance(base, FuzzOutcome):
         return base
@@ -130,16 +130,16 @@ def problem_fields(rng: Random) -> FuzzOutcome:
     junk = {name: _value(name, rng) for name in names}
     words = ", ".join(f"{name}={word(value)}" for name, value in junk.items())
     what = f"{described(base)} with {words}"
-    made = attempt(what, lambda: replace(base, **junk))
-    if isinstance(made, FuzzOutcome):
-        return made
+    problem = attempt(what, lambda: replace(base, **junk))
+    if isinstance(problem, FuzzOutcome):
+        return problem
     if not all(FIELDS[name](value) for name, value in junk.items()):
         return FuzzOutcome(ACCEPTED, what)
-    return _used(made, what, rng)
+    return _use_problem(problem, what, rng)
 
 
-def _used(problem: Problem, what: str, rng: Random) -> FuzzOutcome:
-    """Check that a problem that was accepted can be printed, compared, judged and composed."""
+def _use_problem(problem: Problem, what: str, rng: Random) -> FuzzOutcome:
+    """Hash, print, check and compose an accepted problem."""
     prepare, experts = draw_parts(rng)
 
     def use() -> object:
@@ -149,43 +149,43 @@ def _used(problem: Problem, what: str, rng: Random) -> FuzzOutcome:
         str(judged)
         if rng.random() < 0.1:
             return check_all(problem)
-        # Not of any size: a valid one may need all memory.
+        # Only small ones: a valid problem may need all memory.
         small = problem.tokens * problem.top_k * max(problem.hidden, problem.intermediate) < 2**20
         return make_kernel(prepare, experts, problem) if small else judged
 
-    found = attempt(f"{what}, {prepare} x {experts}", use)
-    return found if isinstance(found, FuzzOutcome) else FuzzOutcome(RIGHT, what)
+    result = attempt(f"{what}, {prepare} x {experts}", use)
+    return result if isinstance(result, FuzzOutcome) else FuzzOutcome(RIGHT, what)
 
 
 def small_facts(rng: Random) -> FuzzOutcome:
-    """ActivationSpec, Parallel and Machine with junk."""
+    """Make ActivationSpec, Parallel and Machine from junk."""
     calls: tuple[tuple[Callable[..., Any], int], ...] = (
         (ActivationSpec, 4),
         (ActivationSpec.parse, 1),
         (Parallel, 3),
         (Machine, 2),
     )
-    call, most = rng.choice(calls)
-    arguments = [rng.choice(JUNK) for _ in range(rng.randint(1, most))]
+    call, max_arguments = rng.choice(calls)
+    arguments = [rng.choice(JUNK) for _ in range(rng.randint(1, max_arguments))]
     if call is ActivationSpec and rng.random() < 0.7:
         arguments[0] = rng.choice(GATED + UNGATED)
     what = f"{call.__qualname__}({', '.join(map(word, arguments))})"
-    found = attempt(what, lambda: call(*arguments))
-    if isinstance(found, FuzzOutcome):
-        return found
+    result = attempt(what, lambda: call(*arguments))
+    if isinstance(result, FuzzOutcome):
+        return result
     if call is ActivationSpec:
         number = (int, float, type(None))
         fits: tuple[Any, ...] = (str, number, number, bool)
-        plain = all(isinstance(v, kind) for v, kind in zip(arguments, fits, strict=False))
-        if not plain or any(isinstance(v, bool) for v in arguments[1:3]):
+        has_valid_types = all(isinstance(v, kind) for v, kind in zip(arguments, fits, strict=False))
+        if not has_valid_types or any(isinstance(v, bool) for v in arguments[1:3]):
             return FuzzOutcome(ACCEPTED, what)
     if call is Parallel and not _count(1)(arguments[0]):
         return FuzzOutcome(ACCEPTED, what)
-    return attempt(what, lambda: FuzzOutcome(RIGHT, what + str(found)[:0]))
+    return attempt(what, lambda: FuzzOutcome(RIGHT, what + str(result)[:0]))
 
 
 def judges(rng: Random) -> FuzzOutcome:
-    """check, check_all and make_kernel with junk in place of any argument."""
+    """Call check and make_kernel with junk in place of any argument."""
     problem = attempt("a problem", lambda: draw_problem(rng))
     if isinstance(problem, FuzzOutcome):
         return problem
@@ -199,8 +199,8 @@ def judges(rng: Random) -> FuzzOutcome:
         options["machine"] = value
     call = rng.choice((check, make_kernel))
     what = f"{call.__name__} with {word(value)} as argument {place}"
-    found = attempt(what, lambda: call(*arguments, **options))
-    if isinstance(found, FuzzOutcome):
-        return found
+    result = attempt(what, lambda: call(*arguments, **options))
+    if isinstance(result, FuzzOutcome):
+        return result
     fits = value is None and place == 3
     return FuzzOutcome(RIGHT if fits else ACCEPTED, what)

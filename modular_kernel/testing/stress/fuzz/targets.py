@@ -1,4 +1,4 @@
-"""A configuration: a seed and a number. What they draw, and what came of it."""
+"""Targets of fuzzing: draws a configuration from a seed and a number, and returns its outcome."""
 
 from collections.abc import Callable
 from random import Random
@@ -17,7 +17,7 @@ from modular_kernel.testing.stress.fuzz.outcome import FuzzOutcome, attempt
 
 Target = Callable[[Random], FuzzOutcome]
 
-# With shares out of 100.
+# Targets with their share in percent.
 TARGETS: tuple[tuple[Target, int], ...] = (
     (calls.right_call, 18),
     (calls.changed_call, 23),
@@ -45,12 +45,12 @@ def outcome_of(
 ) -> tuple[str, FuzzOutcome]:
     """Return the target's name and the outcome of configuration `number`.
 
-    calls_only: draw from those targets that launch something, as where kernels are interpreted.
-    only: the name of the one target to draw from, "" for all.
+    calls_only: use only targets that launch something, for interpreted kernels. only: the name of
+    the only target; "" for all.
     """
     rng = Random(f"{seed}/{number}")
-    drawn = [(t, share) for t, share in TARGETS if t in CALLS or not calls_only]
-    drawn = [(t, share) for t, share in drawn if only in ("", t.__name__)]
-    (target,) = rng.choices([t for t, _ in drawn], [share for _, share in drawn])
+    candidates = [(t, share) for t, share in TARGETS if t in CALLS or not calls_only]
+    candidates = [(t, share) for t, share in candidates if only in ("", t.__name__)]
+    (target,) = rng.choices([t for t, _ in candidates], [share for _, share in candidates])
     name = target.__name__
     return name, attempt(name, lambda: target(rng))

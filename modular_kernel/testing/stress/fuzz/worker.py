@@ -1,6 +1,7 @@
-"""The process that runs configurations: `worker SEED FIRST STOP CALLS TARGET`, a line of JSON each.
+"""Worker process that runs configurations: `worker SEED FIRST STOP CALLS TARGET`.
 
-CALLS: "calls" for targets that launch something, else "". TARGET: the name of one, "" for all.
+Prints one line of JSON per configuration. CALLS: "calls" for targets that launch something, else
+"". TARGET: the name of the only target, "" for all.
 """
 
 import json
@@ -12,7 +13,7 @@ from modular_kernel.testing.stress.fuzz.targets import outcome_of
 
 
 def main(seed: str, first: str, stop: str, calls: str = "", only: str = "") -> None:
-    """Print [number, target, kind, what] for each; what is printed beside goes nowhere."""
+    """Print [number, target, kind, what] for each configuration; all other output is discarded."""
     warnings.simplefilter("ignore")
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
