@@ -1,1 +1,1 @@
-"""Modules built on a kernel: Router, FusedMoE, EPMoE, LoRA layers, weight loading, load balancing."""
+"""Modules built on a kernel: Router, FusedMoE, EPMoE, LoRA layers, weight loading, balancing."""

@@ -118,13 +118,11 @@ class AdapterPool:
         return self._slot_bytes
 
     def weights(self, base: ExpertWeights) -> ExpertWeights:
-        """Return the base weights with the tensors of this pool; WeightsError if they have some."""
+        """Return the base weights with this pool's tensors; WeightsError if they have adapters."""
         expect("base weights", base, ExpertWeights)
-        existing = [name for name in self._tensors if getattr(base, name) is not None]
-        if existing:
-            raise WeightsError(
-                "base weights", got=", ".join(existing), need="none: the pool has them"
-            )
+        extra = [name for name in self._tensors if getattr(base, name) is not None]
+        if extra:
+            raise WeightsError("base weights", got=", ".join(extra), need="none: the pool has them")
         return replace(base, **self._tensors)
 
     def load(self, name: str, adapter: Adapter) -> int:
@@ -173,9 +171,9 @@ class AdapterPool:
         return slot
 
     def evict(self, name: str) -> None:
-        """Free an adapter's slot, with zeros: tokens that still name it are as without an adapter.
+        """Free an adapter's slot and zero it: tokens that still use it get no adapter.
 
-        StateError for a name that is not loaded, or while a stream is being captured.
+        Raises StateError for a name that is not loaded, or during stream capture.
         """
         with self._turn:
             self._evict(name)

@@ -112,7 +112,7 @@ def rebalance(
             what = "slots of all ranks" if hosts == 1 else f"slots of host {host}"
             raise ConfigurationError(what, got=sum(host_slots), need=need)
         host_load = [load[expert] for expert in experts]
-        assigned = _assign_copies(host_load, _copy_counts(host_load, host_slots), host_slots)
+        assigned = _deal(host_load, _copy_counts(host_load, host_slots), host_slots)
         held += [[experts[at] for at in rank] for rank in assigned]
     if old is not None and old.world_size == len(sizes):
         held = [_keep_slots(now, before) for now, before in zip(held, old.slots, strict=True)]
@@ -120,7 +120,7 @@ def rebalance(
 
 
 def _on_hosts(load: Sequence[float], ranks: int, hosts: int, groups: int) -> list[list[int]]:
-    """Assign experts to hosts in whole groups: the heaviest group to the host with the least load."""
+    """Assign experts to hosts in whole groups, the heaviest group to the least loaded host."""
     expect("hosts", hosts, Count)
     expect("groups", groups, Count)
     if hosts == 1:
@@ -142,7 +142,7 @@ def _on_hosts(load: Sequence[float], ranks: int, hosts: int, groups: int) -> lis
 
 @dataclass(frozen=True)
 class Move:
-    """A transfer of one expert's weights, from (rank, slot) of the old placement to one of the new."""
+    """A transfer of one expert's weights from an old (rank, slot) to a new one."""
 
     expert: int
     source: tuple[int, int]
@@ -202,9 +202,7 @@ def _copy_counts(load: Sequence[float], sizes: Sequence[int]) -> list[int]:
     return copies
 
 
-def _assign_copies(
-    load: Sequence[float], copies: Sequence[int], sizes: Sequence[int]
-) -> list[list[int]]:
+def _deal(load: Sequence[float], copies: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
     """Assign copies to ranks in order of decreasing load, each to the rank with the least load."""
     held: list[list[int]] = [[] for _ in sizes]
     loads = [0.0] * len(sizes)

@@ -325,7 +325,7 @@ class FusedMoE(ExpertParameters):
         return local_experts.index(expert_id) if expert_id in local_experts else -1
 
     def describe(self) -> str:
-        """Return a text about this rank's share, the placement of experts, and the parts that run."""
+        """Return a text about this rank's share, all experts' slots, and the parts that run."""
         (ep_rank, ep_size), (tp_rank, tp_size) = self.parallel.ep, self.parallel.tp
         held = self.placement.slots[ep_rank]
         share = f"{self.problem.intermediate} of {self.intermediate_size} intermediate values"
@@ -380,7 +380,7 @@ class FusedMoE(ExpertParameters):
         *,
         token_ids: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Run `forward` with `computed` in place of the method that computes the experts' output."""
+        """Run `forward` with `computed` in place of the method that computes the experts."""
         check_tensor("x", hidden_states)
         if hidden_states.dim() < 2 or hidden_states.shape[-1] != self.problem.hidden:
             need = f"(..., H) with H = {self.problem.hidden}"
@@ -537,7 +537,7 @@ class FusedMoE(ExpertParameters):
         return y_TH, None if shared is None else shared(x_TH)
 
     def _adds_once(self) -> bool:
-        """Return whether this rank adds terms that are complete on every rank, given a later sum."""
+        """Return whether this rank adds a term that every rank has, given that ranks are summed."""
         return self.parallel.tp[0] == 0 and (self.parallel.ep[0] == 0 or not self._sums_ep)
 
     def _pairing(self, device: torch.device, problem: Problem | None = None) -> Pairing:

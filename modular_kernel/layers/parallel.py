@@ -17,11 +17,11 @@ GROUPS = ("ep_group", "tp_group", "group")  # fields of LayerParallel
 
 @dataclass(frozen=True)
 class LayerParallel:
-    """EP x TP: experts are shared out over EP ranks, and each is cut along I over TP ranks.
+    """Expert and tensor parallelism: EP ranks hold different experts, TP ranks slices along I.
 
-    ep, tp: this rank and how many, (0, 1) for none. ep_group, tp_group: the process groups of those
-    ranks, which say the same; None where the caller adds up what ranks return. group: of all EP x
-    TP ranks, so that a sum over both is one all-reduce.
+    ep, tp: (rank, number of ranks), by default (0, 1). ep_group, tp_group: the process groups of
+    these ranks, from which ep and tp can be derived; None if the caller sums what the ranks return.
+    group: of all EP x TP ranks, so that a sum over both is a single all-reduce.
     """
 
     ep: Place = (0, 1)
@@ -113,7 +113,7 @@ def _of(group: object) -> Any:
 
 
 def _known(name: str, group: object) -> Place:
-    """Return this rank's position in a group; raise ConfigurationError if it is no process group."""
+    """Return this rank's position in a process group; ConfigurationError for another object."""
     try:
         return _rank(group), _size(group)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:

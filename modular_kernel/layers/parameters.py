@@ -216,11 +216,9 @@ class ExpertParameters(nn.Module):
             if tensor.dtype not in spec.dtypes:
                 return
             tensors[field] = tensor
-        current = {
-            name: (tuple(p.shape), p.dtype) for name, p in self.named_parameters(recurse=False)
-        }
+        own = {name: (tuple(p.shape), p.dtype) for name, p in self.named_parameters(recurse=False)}
         loaded = {PARAMETERS[name]: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-        if said or current != loaded:
+        if said or own != loaded:
             copies = {name: tensor.detach().clone().to(device) for name, tensor in tensors.items()}
             self.set_weights(ExpertWeights(**copies))
 
@@ -238,11 +236,12 @@ class ExpertParameters(nn.Module):
                 self.register_parameter(name, nn.Parameter(empty, False))
 
     def weights(self) -> ExpertWeights:
-        """Return the parameters as kernels take them; the same object until one is exchanged.
+        """Return the parameters as kernels take them.
 
-        StateError while they are as a checkpoint has them, or as the layer was made. A layer whose
-        parameters were written by hand is looked at once, which synchronizes; loading methods and
-        `load_state_dict` leave nothing to look at. LayoutError for a DTensor.
+        The same object is returned until a parameter is replaced. Raises StateError while the
+        parameters have the checkpoint's layout or were not loaded, LayoutError for a DTensor. The
+        values of a layer whose parameters were written by hand are checked once, which
+        synchronizes; after the loading methods and `load_state_dict` there is nothing to check.
         """
         if not self._ready:
             raise _not_ready_error()
@@ -321,11 +320,9 @@ class ExpertParameters(nn.Module):
                 return moved_only(fn, tensor)
             return fn(tensor)
 
-        attributes_before = {
-            name: vars(each) for name, each in self._parameters.items() if each is not None
-        }
+        saved = {name: vars(each) for name, each in self._parameters.items() if each is not None}
         super()._apply(apply_or_move, recurse)  # type: ignore[no-untyped-call]
-        for name, attributes in attributes_before.items():  # torch may have created a new Parameter
+        for name, attributes in saved.items():  # torch may have created a new Parameter
             vars(self._parameters[name]).update(attributes)
         if dtype is not self.problem.dtype:
             self.problem = replace(self.problem, dtype=dtype)
@@ -341,7 +338,7 @@ class ExpertParameters(nn.Module):
         return [(name, tensor) for name, tensor in tensors if tensor is not None]
 
     def _is_cast(self, name: str) -> bool:
-        """Return whether a cast applies to a parameter or buffer: unquantized weights, and biases."""
+        """Return whether a cast applies to a tensor: to unquantized weights and to biases."""
         if not self._ready and self._loader is not None:
             shape_dtype = self._loader.shapes().get(name)
             return shape_dtype is not None and shape_dtype[1] is None
@@ -389,9 +386,9 @@ class ExpertParameters(nn.Module):
             self._bound = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has: its parameters lie elsewhere, so nothing is prepared of them.
+        """Return the state of a copy, without prepared weights, which belong to these parameters.
 
-        UnsupportedError for a layer with process groups, which belong to one process.
+        Raises UnsupportedError for a layer with process groups, which belong to one process.
         """
         held = [name for name in GROUPS if getattr(self.parallel, name) is not None]
         if held:

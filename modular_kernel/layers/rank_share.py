@@ -107,7 +107,7 @@ def destination(expert: int, shard: str, share: Share) -> Move | None:
 
 
 def share_of_intermediate(intermediate: int, ranks: int, quant: str) -> int:
-    """Return I of one TP rank; raise ConfigurationError if that would split a quantization group."""
+    """Return I of one TP rank; raise ConfigurationError if that splits a quantization group."""
     share, rest = divmod(intermediate, ranks)
     if rest:
         need = f"a multiple of {ranks}, the TP ranks"
