@@ -157,12 +157,11 @@ def problem_of(
 def _fp8(
     module: torch.nn.Module, w1: torch.Tensor, w2: torch.Tensor, scale: torch.Tensor
 ) -> Layout:
-    """Read FP8Experts: float8 weights with scales of blocks, or packed float4 with those of 32.
+    """Return the layout of FP8Experts: float8 with block scales, or float4 with scales of 32.
 
-    Scales of w1 are those of each projection, whose last block may be ragged: gate and up do not
-    share one, so they are spread over tiles that both have whole. Without blocks there is one
-    scale for a projection, and rows of activations have their own, given ones being ignored: they
-    are less exact.
+    The last block of gate and of up may be ragged, so that each has its own scale; scales are then
+    expanded to smaller tiles that divide both. Without blocks, a projection has one scale and each
+    row of activations its own: given activation scales, which are less exact, are ignored.
     """
     if w1.dtype is torch.int8:
         if scale.element_size() > 1:

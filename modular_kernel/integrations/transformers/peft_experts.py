@@ -50,7 +50,7 @@ class Factors:
 
 @dataclass(frozen=True)
 class Adapted:
-    """An experts module that is adapted: its own tensors by `names_of`, and what is added."""
+    """An adapted experts module: its own tensors, as in `names_of`, and factors by parameter."""
 
     module: torch.nn.Module
     tensors: tuple[torch.Tensor, ...]
@@ -141,7 +141,7 @@ def _run(wrapper: Any, call: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) ->
 
 
 def adapted(wrapper: Any) -> Adapted | None:
-    """Read what PEFT has wrapped; None where one adapter's factors are not all there is."""
+    """Return the tensors and factors of a wrapped module; None unless it has one adapter."""
     module, factors = wrapper.get_base_layer(), dict[str, Factors]()
     if is_quantized(module):
         return None
@@ -168,7 +168,10 @@ def _wrappers_of(wrapper: Any) -> Iterator[Any]:
 
 
 def _filled(pair: _Pair | None, rank: int, weight: torch.Tensor) -> _Pair:
-    """Return A (1, e, rank, K) and B (1, e, rows, rank) of a weight (e, rows, K), 0 beyond."""
+    """Return A (1, e, rank, K) and B (1, e, rows, rank), padded by zeros.
+
+    weight: (e, rows, K), which the factors adapt.
+    """
     experts, rows, depth = weight.shape
     if pair is not None and pair[0].shape[1] == rank:
         return pair[0].contiguous()[None], pair[1].contiguous()[None]

@@ -275,7 +275,7 @@ class Config(QuantizationConfigMixin):
 
 
 class Quantizer(HfQuantizer):
-    """Keeps experts out of transformers' own loading, and puts the packed ones in."""
+    """A quantizer that excludes experts from transformers' loading and installs packed ones."""
 
     quantization_config: Config
     requires_calibration = False

@@ -111,7 +111,7 @@ class Bound:
 
 
 class Registration:
-    """One pairing, and what is kept for the modules that run on it, as long as they live."""
+    """One pairing, and caches for the modules that use it, kept for each module's lifetime."""
 
     def __init__(self, pairing: Pairing, gradients: Gradients) -> None:
         self.pairing = pairing
@@ -259,7 +259,7 @@ class Registration:
         dtype: torch.dtype,
         top_k: int,
     ) -> tuple[str, str]:
-        """Return fields and layer of the operator, for tensors like these."""
+        """Return the arguments `fields` and `layer` of the operator, for tensors of this shape."""
         layout = layout_of(module, tensors)
         problem = problem_of(module, tensors, layout)(
             dtype=dtype, top_k=top_k, activation=self._layer(module).activation
@@ -338,7 +338,10 @@ def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _function(module: torch.nn.Module, name: str) -> object:
-    """Return an attribute, a method as its function: the method is another object each time."""
+    """Return an attribute, and of a method its function.
+
+    Each access to a method creates a new method object, which cannot be compared by identity.
+    """
     attribute = _attribute(module, (name,))
     return attribute.__func__ if isinstance(attribute, MethodType) else attribute
 

@@ -93,7 +93,10 @@ def _step_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _replace_longcat(module: Any, config: Any) -> None:
-    """Its last experts are the identity, and w1 has rows for them that nobody reads."""
+    """Replace experts of which the last ones are the identity.
+
+    w1 also has rows for these, which are not used.
+    """
     if module.gate_up_proj is None:
         return
     routed = module.num_routed_experts
@@ -120,7 +123,10 @@ def _longcat_forward(
 
 
 def _llama4(module: Any, config: Any) -> None:
-    """Its router weights multiply the input: each pair becomes a token of one expert."""
+    """Replace a block whose router weights scale the input.
+
+    Each (token, expert) pair becomes a token with K = 1.
+    """
     _set_flags(module.experts, config, is_transposed=True)
     cls: Any = type(module.experts)
     module.experts.__class__ = _below(cls, cls.forward)
