@@ -1,6 +1,6 @@
 """Conversion of compressed-tensors' packed integers to int4_w4a16_group and int8_w8a16_group.
 
-w1 = from_compressed_tensors(weight_packed, weight_scale, weight_zero_point, group=32)
+    w1 = from_compressed_tensors(weight_packed, weight_scale, weight_zero_point, group=32)
 
 Its float8 and int8 weights with per-channel, per-tensor or per-block scales need no conversion; see
 `formats`.

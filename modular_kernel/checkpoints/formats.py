@@ -27,7 +27,7 @@ _SCALES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Format:
-    """How a checkpoint stores the matrices of its experts.
+    """The storage format of the experts' matrices in a checkpoint.
 
     method: quant_method of its quantization_config, or "none". scheme: what a matrix is loaded as.
     minus_one: GPTQ's zero points are stored minus one. quantizes_inputs: the files' recipe also

@@ -1,8 +1,8 @@
 """Conversion of float8 checkpoints' scales and of gpt-oss's mxfp4 weights.
 
-w1, w1_scale = one_scale(gate_up, scales_e2)       # per-half scales -> one scale per expert
-a1_scale = static_scale(input_scales)              # "quant": fp8_w8a8_tensor:static=true w1,
-w1_scale = from_gpt_oss(blocks, scales)        # "quant": mxfp4_w4a16, interleaved rows
+w1, w1_scale = one_scale(gate_up, scales_e2)   # per-half scales -> one scale per expert
+a1_scale = static_scale(input_scales)          # "quant": fp8_w8a8_tensor:static=true
+w1, w1_scale = from_gpt_oss(blocks, scales)    # "quant": mxfp4_w4a16, interleaved rows
 """
 
 import torch

@@ -1,9 +1,9 @@
 """Conversion of GPTQ and AWQ weights to int4_w4a16_group and int8_w8a16_group.
 
-w1 = from_gptq(qweight, scales, qzeros, group=128)      # any leading dimensions, such as (e, ...)
-w2 = shard_columns(from_gptq(...), rank, world)         # groups are halved until they divide it w1
-= regroup(w1, w2.group)                              # a layer has one group size Problem(...,
-quant=w2.quant), ExpertWeights(w1.w, w2.w, w1_scale=w1.scale, ...)
+w1 = from_gptq(qweight, scales, qzeros, group=128)  # any leading dimensions, such as (e, ...)
+w2 = shard_columns(from_gptq(...), rank, world)     # groups are halved until they divide it
+w1 = regroup(w1, w2.group)                          # a layer has one group size
+Problem(..., quant=w2.quant), ExpertWeights(w1.w, w2.w, w1_scale=w1.scale, ...)
 """
 
 from dataclasses import dataclass, replace

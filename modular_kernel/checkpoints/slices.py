@@ -1,7 +1,7 @@
 """Slices of a layer's stored tensors: locate them in the files, check all headers, read a share.
 
 `LayerSource` holds the location and shape of the matrices of a layer, and returns a share of one as
-`fusing.stack` takes it. Nothing but reading has side effects.
+`fusing.stack` takes it. Reading is the only side effect.
 """
 
 import re
@@ -279,9 +279,9 @@ def find_source(
 
 
 def _is_unknown_transposed(source: LayerSource) -> bool:
-    """Return whether a layout stores (K, N) in a format for which that is not known.
+    """Return whether a layout stores (K, N) in a format that no quantizer stores that way.
 
-    ModelOpt stores float8 and nvfp4 of Llama-4 and gpt-oss that way.
+    ModelOpt does so with float8 and nvfp4 of Llama-4 and gpt-oss.
     """
     scheme = source.format.scheme
     stored_transposed = scheme.granularity in ("block", "tensor") or scheme.matrix_scales

@@ -1,8 +1,8 @@
 """Selection of parts by an all2all backend and the quantization, under vLLM's function names.
 
-part    = maybe_make_prepare_finalize(problem, "deepep_low_latency", group) experts =
-select_gemm_impl(problem, part) kernel  = init_prepare_finalize(problem, "deepep_low_latency",
-group)
+part    = maybe_make_prepare_finalize(problem, "deepep_low_latency", group)
+experts = select_gemm_impl(problem, part)
+kernel  = init_prepare_finalize(problem, "deepep_low_latency", group)
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from modular_kernel.operators.kernel_cache import NO_EP
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.utils.argument_checks import expect
 
-# vLLM's name of an all2all backend -> prepare/finalize part.
+# All2all backend, named as in vLLM if it exists there -> prepare/finalize part.
 ALL2ALL: Mapping[str, str] = {
     "naive": "ReplicatedEPPrepareAndFinalize",
     "allgather_reducescatter": "AllGatherReduceScatterPrepareAndFinalize",

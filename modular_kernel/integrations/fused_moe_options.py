@@ -26,7 +26,7 @@ class MoeRunnerConfig:
     activation: "silu", "gelu" (erf), "gelu_tanh", or any other ActivationSpec.
     gemm1_alpha, gemm1_clamp_limit: both turn silu into gpt-oss's swiglu_oai with interleaved rows;
         the limit alone turns it into swiglu_clamp_after.
-    inplace: overwrite x, as SGLang does by default.
+    inplace: overwrite x with the output.
     no_combine: return weighted outputs (T, K, H); requires inplace=False.
     routed_scaling_factor: None means 1.
     chunk_tokens: maximum number of tokens computed at once; None never splits.

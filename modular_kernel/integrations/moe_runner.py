@@ -187,7 +187,7 @@ class MoeRunner:
             raise UnsupportedError("aiter", got=aiter, need="False: it is a library for AMD GPUs")
         self.runner_backend, self.config, self.dtype = runner_backend, config, parse_dtype(dtype)
         self.fused, self.padding = fused, padding
-        load_catalog()  # registers
+        load_catalog()  # registers the stages and fused operations
         self._parts = parts_of(runner_backend, fused=fused)
         self._pairings = {part: str(Pairing(NO_EP, part)) for part in self._parts.values()}
         self.quant = None if quant is None else str(QuantScheme.parse(quant))

@@ -10,7 +10,8 @@ from modular_kernel.spec.problem import ActivationFormat
 from modular_kernel.utils.argument_checks import expect
 
 _STANDARD, _BATCHED = ActivationFormat.STANDARD, ActivationFormat.BATCHED_EXPERTS
-# SGLang's backend names -> part of each activation format. Registered stages add others.
+# Backend, named as in SGLang if it exists there -> part of each activation format. Registered
+# stages add others.
 BACKENDS: Mapping[str, Mapping[ActivationFormat, str]] = {
     "triton": {_STANDARD: "TritonExperts", _BATCHED: "BatchedTritonExperts"},
     "triton_kernel": {_STANDARD: "TritonKernelsExperts"},

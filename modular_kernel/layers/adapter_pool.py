@@ -1,6 +1,7 @@
 """AdapterPool: LoRA adapters of one layer, loaded and evicted in tensors with fixed addresses.
 
-pool = AdapterPool(problem, device) slot = pool.load("mine", load_adapter("adapter/", 3, problem))
+pool = AdapterPool(problem, device)
+slot = pool.load("mine", load_adapter("adapter/", 3, problem))
 y_TH = kernel(x_TH, pool.weights(base), routing)  # routing.adapters_T refers to `slot`
 """
 

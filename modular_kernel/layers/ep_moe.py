@@ -1,4 +1,4 @@
-"""EPMoE, a FusedMoE with the argument names of SGLang's layer: experts in blocks, no exchange.
+"""EPMoE, a FusedMoE with the argument names of SGLang's EPMoE, without token exchange.
 
 layer = EPMoE(256, 8, 7168, 2048, use_grouped_topk=True, num_expert_group=8, topk_group=4,
               tp_size=8, tp_rank=rank, correction_bias=bias)
@@ -20,11 +20,11 @@ from modular_kernel.utils.argument_checks import Count, expect
 
 
 class EPMoE(FusedMoE):
-    """Expert parallelism without token exchange: every rank gets all tokens, returns a partial sum.
+    """Expert parallelism without exchange: each rank gets all tokens and returns a partial sum.
 
-    A rank computes the (token, expert) pairs of its own experts. The caller sums over the ranks,
-    which are `tp_size` with this one as `tp_rank`, or those of `tp_group`. num_experts must be a
-    multiple of their number.
+    A rank computes the (token, expert) pairs of its own experts, a contiguous block. The caller
+    sums over the ranks, which are `tp_size` with this one as `tp_rank`, or those of `tp_group`.
+    num_experts must be a multiple of their number.
 
     renormalize: scale the K weights of a token to sum to 1.
     use_grouped_topk: select among the topk_group best of num_expert_group groups. Without

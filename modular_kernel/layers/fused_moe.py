@@ -210,7 +210,8 @@ class FusedMoE(ExpertParameters):
         # Look up the groups of the reduction now, so that a missing group raises here.
         self._sums_ep = uses_expert_map
         self._groups = parallel.groups(ep=uses_expert_map) if reduce_results else ()
-        self._usual = dict[torch.device, tuple[Problem, Experts]]()  # where experts is None
+        # Default experts by device, used if `experts` is None.
+        self._usual = dict[torch.device, tuple[Problem, Experts]]()
         self._own_kernel = self._kernel_over_ranks(max_tokens) if spans_ranks else None
         part = load_catalog().prepare_finalize(prepare_finalize)
         self._ids_dtype = part.requires.topk_indices_dtype or torch.int32

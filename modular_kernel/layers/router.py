@@ -1,7 +1,7 @@
-"""Router, a module of a gate and a RouterSpec; and `select_experts`, which takes logits.
+"""Router, a gate with a RouterSpec, and `select_experts`, the selection from given logits.
 
-router = Router(RouterSpec(8, renormalize=True), hidden_size=2048, num_experts=128) weights, ids,
-logits = router(x_TH)
+router = Router(RouterSpec(8, renormalize=True), hidden_size=2048, num_experts=128)
+weights, ids, logits = router(x_TH)
 """
 
 from collections.abc import Callable

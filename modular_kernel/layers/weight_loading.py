@@ -119,7 +119,7 @@ class ExpertLoader:
                     shape = (2,)  # one per projection, until they are fused
                 if tensor.role == "w" and self.transposed:
                     shape = shape[::-1]
-                # The first dtype of a scale is float32, which represents the others exactly.
+                # Of several dtypes of a scale, the first is float32, which is exact for all.
                 layer_dtype = tensor.role == "bias" or not self.scheme.quantized
                 dtype = None if layer_dtype else tensor.dtypes[0]
                 shapes[f"{name}_{tensor.name}"] = ((len(share.slots), *shape), dtype)

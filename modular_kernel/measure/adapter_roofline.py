@@ -1,11 +1,17 @@
 """Minimum bytes and flops of the adapters' products, by rank and number of pairs.
 
-Tokens are distributed evenly over the L slots. An expert with n pairs reads the matrices of L (1 -
-(1 - 1/L)^n) slots, the expected number of distinct ones. The values of A, r H + R I, and of B, N R
-+ H R, are read once each; matrices that experts share are read once per slot in use; u = A x and A
-h can stay on chip. r is 2 R, or R if gate and up share one A, or without a gate. In addition to the
-layer's 2 P (N H + I H) flops there are 2 P (r H + N R + R I + H R): a fraction of R (1/H + 1/I), or
-R (2/(3 I) + 1/H) with a shared A.
+Tokens are distributed evenly over the L slots. An expert with n pairs reads the matrices of
+
+    L (1 - (1 - 1/L)^n)
+
+slots, the expected number of distinct ones. Each of these has r H + R I values in A and N R + H R
+in B, which are read once; matrices that experts share are read once per slot in use; u = A x and A
+h can stay on chip. r is 2 R, or R if gate and up share one A, or without a gate. The flops are
+
+    layer       2 P (N H + I H)
+    adapters    2 P (r H + N R + R I + H R)
+
+which is a fraction of R (1/H + 1/I), or R (2/(3 I) + 1/H) with a shared A.
 """
 
 from dataclasses import dataclass

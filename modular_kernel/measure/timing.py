@@ -29,7 +29,7 @@ _COLD = 2  # bytes read between two uses of the same data, relative to the cache
 
 @dataclass(frozen=True)
 class Rotation:
-    """How to keep the L2 cache cold.
+    """A schedule of calls that keeps the L2 cache cold.
 
     calls: per replay, each with its own input. sets: of weights, used in rotation. flush: overwrite
     the cache before each call, and time each alone.
@@ -43,7 +43,7 @@ class Rotation:
 def rotation(
     call_bytes: float, weight_bytes: float, tokens: int, *, l2: int, memory: int
 ) -> Rotation:
-    """Return how to keep the cache cold for calls that read and write `call_bytes` each.
+    """Return the schedule for calls that read and write `call_bytes` each.
 
     weight_bytes: of one set of weights. l2, memory: bytes of the device; l2 = 0 means a CPU.
     """

@@ -71,7 +71,7 @@ def config_of_file(model: str) -> tuple[Path, Config]:
     except ValueError as error:
         raise _bad(path, str(error), "a config.json") from None
     try:
-        config = json_files.parse(content, constants=True)  # Mamba's limits are infinite
+        config = json_files.parse(content, constants=True)  # Mamba configs have infinite limits
     except ValueError as error:
         raise _bad(path, f"no JSON: {str(error)[:100]}", "a config.json") from None
     return path, _of_layers(path, config)

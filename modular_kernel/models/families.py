@@ -12,7 +12,7 @@ Gate = Literal["plain", "ungated", "oai", "clamp_before", "clamp_after"]
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How the config.json of one model_type describes the MoE layer.
+    """Keys and properties of the MoE layer in the config.json of one model_type.
 
     experts, top_k, intermediate, hidden: keys of the four sizes. Several keys, separated by spaces,
         are alternative names; a file has one or more of them, with equal values.

@@ -25,7 +25,7 @@ class Rule:
     renormalize: None reads the file's norm_topk_prob, with default `unsaid`.
     groups: default (n_group, topk_group); None if the code has no groups.
     method_key: key of the topk_method, "greedy" (no groups, the default) or "group_limited_greedy".
-    only: keys that must have these values if they are present, else the router is another one.
+    only: keys that must have these values if they are present; other routers are not supported.
     """
 
     score: str = "softmax"

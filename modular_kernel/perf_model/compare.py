@@ -194,7 +194,7 @@ def _read_world(report: Any) -> list[ComparedTime]:
 
 
 def _exchanges(rows: list[Any]) -> list[ComparedTime]:
-    """Read the dispatch and combine times of transports that the model supports."""
+    """Read the times of a dispatch and its combine, for transports that the model supports."""
     named = [(_TRANSPORTS.get(row["transport"], row["transport"]), row) for row in rows]
     return [
         _exchange(part, _PAIR, _SIZES | row, row["pair_us"])

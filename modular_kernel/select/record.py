@@ -188,9 +188,10 @@ def picks(options: Options, buckets: Sequence[Bucket]) -> dict[int, Pick]:
 
 
 def _pick_timed(options: Options, bucket: Bucket, before: Pair | None) -> Pick | None:
-    """Return the fastest pairing, or the default if it is the fastest of all candidates.
+    """Return the fastest pairing if it beats the default, else the default if all were timed.
 
-    `before`, the pairing of the previous bucket, is kept if it is about as fast.
+    None if some were not timed. `before`, the pairing of the previous bucket, is kept if it is
+    about as fast as the best one.
     """
     ratios = {o.pair: o.ratio for o in bucket.outcomes if o.faster and o.ratio is not None}
     if ratios:

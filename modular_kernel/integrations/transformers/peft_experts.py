@@ -95,7 +95,7 @@ def serve_wrapped(model: torch.nn.Module) -> tuple[str, ...]:
 
 
 def _is_wrapper(module: Any) -> bool:
-    """Return whether a module is a wrapper of one parameter, by the method that is used of it."""
+    """Return whether a module is PEFT's wrapper of one parameter: it has get_delta_factors."""
     return hasattr(type(module), "get_delta_factors")
 
 

@@ -40,7 +40,7 @@ from modular_kernel.utils.tensor_checks import check_strided, check_tensors
 Gradients = Literal["fallback", "refuse"]
 _NAMES = ("hidden_states", "top_k_index", "top_k_weights")
 # Dynamo of torch 2.11 does not support a module argument of a function with a constant result; 2.13
-# was tested. With earlier versions the graph breaks at a call, with the reason for fullgraph=True.
+# was tested. With earlier versions the graph breaks at a call; fullgraph=True shows the reason.
 _TRACES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 _NOT_TRACED = f"experts are traced from torch 2.13 on, and this is {torch.__version__}"
 
@@ -185,7 +185,10 @@ class Registration:
         *,
         as_operator: bool = False,
     ) -> torch.Tensor:
-        """Run a call on the pairing, by the operator, which has gradients, if `as_operator`."""
+        """Run a call on the pairing.
+
+        as_operator: run it by the operator, which has gradients, even if nothing is traced.
+        """
         x_TH, ids_TK, weights_TK = as_given(module, call, tensors[0].shape[0])
         if as_operator or torch.compiler.is_compiling():
             return self._traced(module, (x_TH, ids_TK, weights_TK), tensors)
