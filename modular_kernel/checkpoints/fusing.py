@@ -305,8 +305,8 @@ def _group_matrix(
     if not format.scheme.zero_points:
         made = symmetric(made)
     _check_scale(made.scale, ~made.scale.isfinite(), "finite numbers")
-    kept = made.scale.dtype.itemsize == dtype.itemsize == 2
-    scale = made.scale if kept else made.scale.float()
+    keeps_dtype = made.scale.dtype.itemsize == dtype.itemsize == 2
+    scale = made.scale if keeps_dtype else made.scale.float()
     return Matrix(made.w, scale, made.zero_point, order=order)
 
 

@@ -98,10 +98,10 @@ class LayerSource:
         return {role: frozenset(kinds) for role, kinds in dtypes.items()}
 
     def dtype(self) -> torch.dtype | None:
-        """Return the dtype of unquantized matrices, or None if there are none or no layer has it.
+        """Return the dtype of unquantized matrices; None if no layer can have it.
 
-        Raises DtypeError for several dtypes: with any one of them, values of the others would be
-        rounded.
+        None is also returned for quantized matrices. Raises DtypeError for several dtypes: with any
+        one of them, values of the others would be rounded.
         """
         dtypes = self.stored_dtypes()
         if not dtypes or not dtypes.keys() <= set(DTYPES.values()):
@@ -217,9 +217,11 @@ def _more(names: Sequence[str]) -> str:
 
 def blocks_of(names: frozenset[str], layout: ExpertLayout) -> dict[tuple[str, int], str]:
     """Return the name up to the experts' own names, by (prefix of the layers, layer number)."""
-    names_re = "|".join(re.escape(name) for name in layout.names)
-    names_re = rf"(?:{names_re})(?:[._]|$)" if layout.stacked else rf"\d+\.(?:{names_re})\."
-    pattern = re.compile(rf"{_LAYERS}{re.escape(layout.block)}\.(?={names_re})")
+    names_pattern = "|".join(re.escape(name) for name in layout.names)
+    names_pattern = (
+        rf"(?:{names_pattern})(?:[._]|$)" if layout.stacked else rf"\d+\.(?:{names_pattern})\."
+    )
+    pattern = re.compile(rf"{_LAYERS}{re.escape(layout.block)}\.(?={names_pattern})")
     blocks = {}
     for match in filter(None, map(pattern.match, names)):
         blocks[match["prefix"], int(match["layer"])] = match[0]

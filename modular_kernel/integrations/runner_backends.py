@@ -81,12 +81,12 @@ def switches(environment: Mapping[str, str]) -> dict[str, bool]:
     """
     expect("environment", environment, Mapping)
     options: dict[str, bool] = {}
-    for name, (option, value_of_1) in SWITCHES.items():
+    for name, (option, value_if_set) in SWITCHES.items():
         text = environment.get(name, "0")
         expect(name, text, str)
         value = text.strip().lower()
         if value not in ("0", "1", "true", "false", ""):
             raise ConfigurationError(name, got=repr(value)[:80], need="0 or 1")
         if name in environment:
-            options[option] = value_of_1 == (value in ("1", "true"))
+            options[option] = value_if_set == (value in ("1", "true"))
     return options

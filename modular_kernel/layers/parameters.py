@@ -312,11 +312,11 @@ class ExpertParameters(nn.Module):
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Self:
         """Move or cast the layer; see the class."""
         dtype = self._dtype_after(fn)
-        not_cast = [tensor for name, tensor in self._own_tensors() if not self._is_cast(name)]
+        moved_tensors = [tensor for name, tensor in self._own_tensors() if not self._is_cast(name)]
         was_meta = next(self.parameters(recurse=False)).is_meta
 
         def apply_or_move(tensor: torch.Tensor) -> torch.Tensor:
-            if any(tensor is each for each in not_cast):
+            if any(tensor is each for each in moved_tensors):
                 return moved_only(fn, tensor)
             return fn(tensor)
 

@@ -115,11 +115,11 @@ class TimedSearch(Bench):
             return Refusal(wrong, wrong=True)
         calls = self._staged_calls(situation)
         wipe = self._wipe if situation.flush else None
-        took = self._clock.times(calls, wipe)
-        if self._worth_more(middle(took), situation):
+        times = self._clock.times(calls, wipe)
+        if self._worth_more(middle(times), situation):
             for _ in range(_MORE):
-                took += self._clock.times(calls, wipe)
-        return middle(took)
+                times += self._clock.times(calls, wipe)
+        return middle(times)
 
     def _wrong(self, situation: TuneSituation) -> str:
         x_TH, routing = situation.inputs[0]
