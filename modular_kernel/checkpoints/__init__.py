@@ -1,8 +1,8 @@
-"""Checkpoints of other packers -> tensors as `modular_kernel.quant.quantized_weights` wants them.
+"""Conversion of checkpoint formats to the tensors of `modular_kernel.quant.quantized_weights`.
 
-GPTQ (4 and 8 bits) and AWQ: `groups`. compressed-tensors' packed integers: `compressed`. One scale
-per tensor, channel scales and static activation scales of float8 checkpoints, gpt-oss's mxfp4:
-`tensors`. All of them and nvfp4, by the quantization_config that names them: `formats`, `merging`.
+`gptq_awq`: GPTQ (4 and 8 bits) and AWQ. `compressed_tensors`: its packed integers. `fp8_mxfp4`:
+per-tensor, per-channel and static activation scales of float8 checkpoints, and gpt-oss's mxfp4.
+`formats`, `fusing`: all of these and nvfp4, selected by a quantization_config.
 """
 
 from modular_kernel.checkpoints.compressed_tensors import from_compressed_tensors

@@ -1,8 +1,9 @@
-"""compressed-tensors' packed integers -> int4_w4a16_group and int8_w8a16_group.
+"""Conversion of compressed-tensors' packed integers to int4_w4a16_group and int8_w8a16_group.
 
-w1 = from_compressed_tensors(weight_packed, weight_scale, weight_zero_point, group=32)
+    w1 = from_compressed_tensors(weight_packed, weight_scale, weight_zero_point, group=32)
 
-Its float8 and int8 channels, tensors and blocks are stored as the schemes want them: `formats`.
+Its float8 and int8 weights with per-channel, per-tensor or per-block scales need no conversion; see
+`formats`.
 """
 
 from typing import Annotated
@@ -32,13 +33,13 @@ def from_compressed_tensors(
     bits: int = 4,
     weight_g_idx: torch.Tensor | None = None,
 ) -> GroupWeights:
-    """Read "pack-quantized" weights: integers of 4 or 8 bits in words of 32, the first lowest.
+    """Convert "pack-quantized" weights: 4- or 8-bit integers in 32-bit words, the first one lowest.
 
-    weight_packed: (..., N, K / p) int32 with p = 8 or 4 values in a word, each plus 8 or 128, so
-    that a word's bytes are the scheme's own: w is a view. weight_scale: (..., N, G) floating.
-    weight_zero_point: (..., N / p, G) int32, packed along N; None where all are the middle.
-    group: columns that share a scale, -1 for one group of all K. weight_g_idx: refused unless it
-    is k // group (no act-order).
+    weight_packed: (..., N, K / p) int32 with p = 8 or 4 values per word, stored plus 8 or 128, so
+    that the bytes of a word are those of the scheme, and w is a view. weight_scale: (..., N, G)
+    floating. weight_zero_point: (..., N / p, G) int32, packed along N; None if all are the middle.
+    group: columns per scale, or -1 for one group of all K. weight_g_idx: must be k // group, that
+    is, without act-order.
     """
     expect("bits", bits, Annotated[int, OneOf((4, 8))])
     check_packed(weight_packed, "weight_packed")
@@ -60,8 +61,8 @@ def from_compressed_tensors(
         check_packed(weight_zero_point, "weight_zero_point")
         unpacked = unpack_words(weight_zero_point, -2, range(per_word))
         if tuple(unpacked.shape) != shape:
-            found = tuple(weight_zero_point.shape)
-            raise ShapeError("weight_zero_point", got=found, need=f"(..., N / {per_word}, G)")
+            zeros_shape = tuple(weight_zero_point.shape)
+            raise ShapeError("weight_zero_point", got=zeros_shape, need=f"(..., N / {per_word}, G)")
         zeros = pack_values(unpacked.mT, bits).mT.contiguous()
     w = weight_packed.contiguous().view(torch.uint8)
     return GroupWeights(w, weight_scale.contiguous(), zeros, group, bits)

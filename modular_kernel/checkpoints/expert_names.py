@@ -1,8 +1,8 @@
-"""Where a checkpoint keeps the experts of a layer: one table, by the model_type of its config.json.
+"""Names and storage layouts of a layer's experts in checkpoints, by model_type.
 
-A line names the module of the experts below a layer's own, and how its projections are stored.
-Several layouts of one model_type are what packers make of it; which one a checkpoint has is told by
-its names and shapes.
+An entry names the module of the experts, relative to the layer, and how its projections are stored.
+A model_type has several layouts if quantizers save it differently; the names and shapes in a
+checkpoint select one.
 """
 
 from collections.abc import Iterator
@@ -14,13 +14,16 @@ from modular_kernel.checkpoints.matrix_layout import Range, Stored
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLayout:
-    """How the experts of a layer lie in files. E experts, I intermediate, H hidden.
+    """The layout of a layer's experts in files. E experts, I intermediate, H hidden.
 
-    block: the module of the experts, below the layer's own. gate, up, down: names of projections;
-    up is "" where `gate` holds gate and up rows both, gate is "" of ungated experts. stacked: one
-    tensor (E, ...) for all experts; else `block.e.name` for each. bare: tensors are parameters
-    (`gate_up_proj`, `gate_up_proj_scale_inv`); else they are a module's (`gate_proj.weight`).
-    transposed: names of projections stored as (K, N). interleaved: gate and up rows alternate.
+    block: module of the experts, relative to the layer.
+    gate, up, down: names of the projections. up is "" if `gate` has both gate and up rows; gate is
+        "" for ungated experts.
+    stacked: one tensor (E, ...) for all experts; else one module `block.e.name` per expert.
+    bare: the projections are parameters (`gate_up_proj`, `gate_up_proj_scale_inv`); else they are
+        modules (`gate_proj.weight`).
+    transposed: names of projections stored as (K, N).
+    interleaved: gate and up rows alternate.
     flat: (E * rows, ...) instead of (E, rows, ...).
     """
 
@@ -42,10 +45,10 @@ class ExpertLayout:
 
 @dataclass(frozen=True)
 class ProjectionPlace:
-    """Where one projection of one expert lies.
+    """The location of one projection of one expert.
 
-    base: name of its tensors without what each is called. rows, depth: of the stored matrix, of
-    which the projection begins at row `first`. expert: its index in a stack of `experts`, or None.
+    base: name of its tensors without the suffix. rows, depth: of the stored matrix, in which the
+    projection begins at row `first`. expert: index in a stack of `experts`, or None.
     """
 
     base: str
@@ -59,7 +62,7 @@ class ProjectionPlace:
     flat: bool
 
     def keys(self, stored: Stored) -> Iterator[str]:
-        """Yield the names that a file may have for a tensor, the usual one first."""
+        """Yield the names that a stored tensor may have in the file, the usual one first."""
         for name in (stored.name, *stored.also):
             if not self.bare:
                 yield f"{self.base}.{name}"
@@ -71,11 +74,11 @@ class ProjectionPlace:
                     yield f"{self.base}_{name}"
 
     def is_one(self, stored: Stored, shape: tuple[int, ...]) -> bool:
-        """Tell whether a tensor of this shape is one number for a whole stack of experts."""
+        """Return whether a tensor of this shape is a single number for a whole stack of experts."""
         return self.bare and stored.is_number and prod(shape) == 1
 
     def shape(self, stored: Stored) -> tuple[int, ...]:
-        """Return the shape that a tensor has in the file, where it is not one number."""
+        """Return the shape of a stored tensor in the file, unless it is a single number."""
         shape = stored.shape(self.rows, self.depth)
         if self.transposed and len(shape) > 1:
             shape = shape[::-1]
@@ -84,7 +87,7 @@ class ProjectionPlace:
         return (self.experts * shape[0], *shape[1:]) if self.flat else (self.experts, *shape)
 
     def box(self, stored: Stored, rows: Range, columns: Range) -> tuple[slice, ...]:
-        """Return the slices that hold rows [a, b), columns [c, d) of this expert's matrix."""
+        """Return the slices that cover rows [a, b) and columns [c, d) of this expert's matrix."""
         box, sizes = stored.box(rows, columns), stored.shape(self.rows, self.depth)
         if self.transposed and len(box) > 1:
             box, sizes = box[::-1], sizes[::-1]
@@ -98,10 +101,10 @@ class ProjectionPlace:
 
 @dataclass(frozen=True)
 class LayerPlaces:
-    """One layer's experts in a file: a layout, the name in front of it, and its sizes."""
+    """The experts of one layer in the files: layout, name prefix, and sizes."""
 
     layout: ExpertLayout
-    prefix: str  # up to the block, with its dot
+    prefix: str  # ends with the block's name and a dot
     experts: int
     hidden: int
     intermediate: int
@@ -109,7 +112,7 @@ class LayerPlaces:
     def projections(
         self, expert: int
     ) -> tuple[tuple[ProjectionPlace, ...], tuple[ProjectionPlace, ...]]:
-        """Return where the matrices of w1 (gate and up, or one) and of w2 lie."""
+        """Return the locations of w1's matrices (gate and up, or one) and of w2's."""
         layout = self.layout
         gated, width = bool(layout.gate), self.intermediate
         first: tuple[ProjectionPlace, ...]
@@ -124,9 +127,9 @@ class LayerPlaces:
 
     def _place(self, name: str, expert: int, rows: int, depth: int, first: int) -> ProjectionPlace:
         layout = self.layout
-        own = "" if layout.stacked else f"{expert}."
+        expert_prefix = "" if layout.stacked else f"{expert}."
         return ProjectionPlace(
-            base=f"{self.prefix}{own}{name}",
+            base=f"{self.prefix}{expert_prefix}{name}",
             rows=rows,
             depth=depth,
             first=first,
@@ -144,15 +147,15 @@ def _each(block: str, names: str = "gate_proj up_proj down_proj") -> ExpertLayou
 
 
 def _fused(block: str, *, transposed: bool = False, interleaved: bool = False) -> ExpertLayout:
-    both = ("gate_up_proj", "down_proj")
+    names = ("gate_up_proj", "down_proj")
     return ExpertLayout(
         block=block,
-        gate=both[0],
+        gate=names[0],
         up="",
-        down=both[1],
+        down=names[1],
         stacked=True,
         bare=True,
-        transposed=both if transposed else (),
+        transposed=names if transposed else (),
         interleaved=interleaved,
     )
 

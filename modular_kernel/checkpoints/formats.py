@@ -1,7 +1,7 @@
-"""The formats of checkpoints: `format_of` names one, `fit` says how a layer holds it.
+"""Checkpoint formats: identify one (`format_of`), and choose a layer's scheme for it (`fit`).
 
-`modular_kernel.checkpoints.fusing` makes weights of what is in it. Everything here is pure: no file
-is read, no library of a packer is imported.
+`modular_kernel.checkpoints.fusing` converts the tensors. Everything here is pure: it reads no files
+and imports no quantization library.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ from modular_kernel.quant.nvfp4 import GROUP
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.utils.argument_checks import Count, expect
 
-_LEAST_TILE = 32  # columns that a share may leave of a block; as `fit_group` has it for groups
+_LEAST_TILE = 32  # minimum columns of a block after a split, as in `fit_group` for groups
 _N, _K = Dim("N"), Dim("K")
 _FP8, _INT32 = torch.float8_e4m3fn, torch.int32
 _SCALES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,11 +27,11 @@ _SCALES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Format:
-    """How a checkpoint stores the matrices of its experts.
+    """The storage format of the experts' matrices in a checkpoint.
 
-    method: quant_method of its quantization_config, "none" if there is none. scheme: what a matrix
-    loads as. minus_one: GPTQ's zero points are stored less one. quantizes_inputs: the files' recipe
-    rounds activations too (nvfp4), which stay in 16 bits unless `with_inputs` says otherwise.
+    method: quant_method of its quantization_config, or "none". scheme: what a matrix is loaded as.
+    minus_one: GPTQ's zero points are stored minus one. quantizes_inputs: the files' recipe also
+    rounds activations (nvfp4); they stay in 16 bits unless `with_inputs` is used.
     """
 
     method: str
@@ -45,13 +45,13 @@ class Format:
         return _STORED[self.method](self.scheme)
 
     def with_scheme(self, scheme: QuantScheme) -> "Format":
-        """Return the format of the same tensors with the tiles of `scheme`."""
+        """Return the format of the same tensors with the tile sizes of `scheme`."""
         return replace(self, scheme=scheme)
 
     def with_inputs(self) -> "Format":
-        """Return the format of the same tensors where activations are rounded as files say.
+        """Return the format of the same tensors with activations rounded as in the files' recipe.
 
-        ConfigurationError where the files' recipe does not, or the scheme does so anyhow.
+        Raises ConfigurationError if the recipe does not round them, or the scheme already does.
         """
         if not self.quantizes_inputs:
             need = "nvfp4 files whose recipe rounds activations too"
@@ -66,11 +66,11 @@ class Format:
 
 
 def format_of(given: object, *, path: str = "config.json", depth: int | None = None) -> Format:
-    """Name the format of a quantization_config; None is an unquantized checkpoint.
+    """Return the format of a quantization_config; None means an unquantized checkpoint.
 
-    path: of the file, for messages. depth: max(H, I) of the layer, which a group_size of -1 and
-    channels of 4 bits need: they are groups as long as that. ConfigurationError for what is not
-    known, or has no recipe here: AWQ of other than 4 bits.
+    path: of the file, for messages. depth: max(H, I) of the layer, required for a group_size of -1
+    and for 4-bit channels, which are groups of that length. Raises ConfigurationError for an
+    unknown format, or one that cannot be converted, such as AWQ with other than 4 bits.
     """
     expect("path", path, str)
     expect("depth", depth, Count | None)
@@ -93,14 +93,15 @@ def format_of(given: object, *, path: str = "config.json", depth: int | None = N
 
 
 def fit(format: Format, intermediate: int, *, world: int = 1, gated: bool = True) -> QuantScheme:
-    """Return the scheme that a layer has on each of `world` tensor-parallel ranks.
+    """Return the scheme of a layer on each of `world` tensor-parallel ranks.
 
-    intermediate: I of the whole layer. Blocks and groups are divided, and their scales repeated,
-    where a share of I, or the border between gate and up rows, would cut through them; what they
-    stand for stays the same. Weights alone with a scale of each of gate and up have one of each
-    row: merged, those of the smaller would be rounded again. ConfigurationError if I / world is no
-    whole number, or leaves less than 32 columns of a block or group, or cuts through an mxfp4 or
-    nvfp4 group.
+    intermediate: I of the whole layer. If a share of I, or the border between gate and up rows,
+    would split a block or group, blocks and groups are divided and their scales repeated, which
+    does not change the values. For weight-only schemes with one scale each for gate and up, every
+    row gets a scale: with a common scale, the rows of the smaller would be rounded again.
+
+    Raises ConfigurationError if I / world is no integer, leaves less than 32 columns of a block or
+    group, or splits an mxfp4 or nvfp4 group.
     """
     expect("format", format, Format)
     expect("gated", gated, bool)
@@ -119,7 +120,7 @@ def fit(format: Format, intermediate: int, *, world: int = 1, gated: bool = True
         return _fit_blocks(scheme, share, cut=world > 1, gated=gated)
     if scheme.granularity != "group" or world == 1 or share % scheme.group[0] == 0:
         return scheme
-    if scheme.group[0] >= intermediate:  # one group of a row, and so of each share
+    if scheme.group[0] >= intermediate:  # one group per row, and per row of each share
         return scheme
     if scheme.weight == "float4_e2m1":
         got, need = f"{share} columns of groups of {scheme.group[0]}", "whole groups"
@@ -140,7 +141,7 @@ def _fit_blocks(scheme: QuantScheme, share: int, *, cut: bool, gated: bool) -> Q
     return replace(scheme, group=(rows, columns))
 
 
-# ------------------------------------------------------------------------- what is stored
+# ------------------------------------------------------------------------- stored tensors
 
 
 def _plain(scheme: QuantScheme) -> tuple[Stored, ...]:
@@ -150,17 +151,17 @@ def _plain(scheme: QuantScheme) -> tuple[Stored, ...]:
 def _scaled(
     scheme: QuantScheme, names: tuple[str, ...], a_names: tuple[str, ...]
 ) -> tuple[Stored, ...]:
-    """Weights of 8 bits with scales of a tensor, channels or blocks."""
+    """Return the tensors of 8-bit weights with per-tensor, per-channel or per-block scales."""
     weight = torch.int8 if scheme.weight == "int8" else _FP8
     dims: dict[str, tuple[Dim, ...]] = {"tensor": (), "channel": (_N,)}
     if scheme.granularity == "block":
         dims["block"] = (Dim("N", scheme.group[0]), Dim("K", scheme.group[1]))
     floats = (*_SCALES, torch.float8_e8m0fnu) if scheme.granularity == "block" else _SCALES
     scale = Stored(names[0], "scale", dims[scheme.granularity], floats, names[1:])
-    found = [Stored("weight", "w", (_N, _K), (weight,)), scale]
+    tensors = [Stored("weight", "w", (_N, _K), (weight,)), scale]
     if scheme.static:
-        found.append(Stored(a_names[0], "a_scale", (), _SCALES, a_names[1:]))
-    return tuple(found)
+        tensors.append(Stored(a_names[0], "a_scale", (), _SCALES, a_names[1:]))
+    return tuple(tensors)
 
 
 def _fp8(scheme: QuantScheme) -> tuple[Stored, ...]:
@@ -177,8 +178,9 @@ def _modelopt(scheme: QuantScheme) -> tuple[Stored, ...]:
 
 
 def _nvfp4(scheme: QuantScheme, weight: str, whole: str, inputs: str) -> tuple[Stored, ...]:
-    """Codes two a byte, scales of 16 columns, one of the matrix; that of its inputs is read where
-    the scheme has one.
+    """Return the tensors of nvfp4: two codes per byte, scales of 16 columns, a scale of the matrix.
+
+    The scale of its inputs is read if the scheme has one.
     """
     float32 = (torch.float32,)
     return (
@@ -207,12 +209,12 @@ def _compressed(scheme: QuantScheme) -> tuple[Stored, ...]:
     if scheme.granularity == "channel":
         return (packed, Stored("weight_scale", "scale", (_N,), _SCALES), shape)
     groups = Dim("K", scheme.group[0])
-    found = [packed, Stored("weight_scale", "scale", (_N, groups), _SCALES), shape]
+    tensors = [packed, Stored("weight_scale", "scale", (_N, groups), _SCALES), shape]
     if scheme.zero_points:
         zeros = (Dim("N", per_word, whole=True), groups)
-        found.append(Stored("weight_zero_point", "zero_point", zeros, (_INT32,)))
+        tensors.append(Stored("weight_zero_point", "zero_point", zeros, (_INT32,)))
     optional = not scheme.act_order
-    return (*found, Stored("weight_g_idx", "order", (_K,), (_INT32,), optional=optional))
+    return (*tensors, Stored("weight_g_idx", "order", (_K,), (_INT32,), optional=optional))
 
 
 def _awq(scheme: QuantScheme) -> tuple[Stored, ...]:

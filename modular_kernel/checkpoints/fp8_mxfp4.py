@@ -1,8 +1,8 @@
-"""Scales of float8 checkpoints, and gpt-oss's mxfp4.
+"""Conversion of float8 checkpoints' scales and of gpt-oss's mxfp4 weights.
 
-w1, w1_scale = one_scale(gate_up, scales_e2)       # a scale of each half -> one of each expert
-a1_scale = static_scale(input_scales)              # "quant": fp8_w8a8_tensor:static=true
-w1, w1_scale = from_gpt_oss(blocks, scales)        # "quant": mxfp4_w4a16, interleaved rows
+w1, w1_scale = one_scale(gate_up, scales_e2)   # per-half scales -> one scale per expert
+a1_scale = static_scale(input_scales)          # "quant": fp8_w8a8_tensor:static=true
+w1, w1_scale = from_gpt_oss(blocks, scales)    # "quant": mxfp4_w4a16, interleaved rows
 """
 
 import torch
@@ -17,11 +17,12 @@ _MXFP4_GROUP = 32
 
 
 def one_scale(w_eNK: torch.Tensor, scale_eS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp8_w8a8_tensor's w (e, N, K) and scale (e,), where a checkpoint has S scales an expert.
+    """Rescale float8 weights with S scales per expert to one scale per expert.
 
-    w_eNK: float8_e4m3fn. scale_eS: (e, S) floating, scale s of rows [s N / S, (s + 1) N / S): of
-    gate and up rows for S = 2. The largest one stays, and its rows keep their bits; the others are
-    rounded again. WeightsError if a scale is not a finite number above 0.
+    w_eNK: float8_e4m3fn. scale_eS: (e, S) floating, scale s for rows [s N / S, (s + 1) N / S); S =
+    2 for gate and up. Returns w (e, N, K) and scale (e,) of fp8_w8a8_tensor. The largest scale is
+    kept, and its rows are unchanged; the other rows are rounded again. Raises WeightsError unless
+    all scales are finite and above 0.
     """
     check_tensor("w", w_eNK)
     check_tensor("scale", scale_eS)
@@ -36,12 +37,12 @@ def one_scale(w_eNK: torch.Tensor, scale_eS: torch.Tensor) -> tuple[torch.Tensor
     scale_eS = _usable(scale_eS, "scale")
     largest_e = scale_eS.amax(1)
     ratio = (scale_eS / largest_e[:, None]).repeat_interleave(rows // shape[1], 1)
-    # 1 exactly for rows of the largest scale, below 1 for the others: nothing overflows.
+    # Exactly 1 for rows of the largest scale and below 1 for the others: no overflow.
     return (w_eNK.float() * ratio[:, :, None]).to(_FP8), largest_e
 
 
 def channel_scale(scale: torch.Tensor) -> torch.Tensor:
-    """(e, N) contiguous float32 from scales (e, N, 1) or (e, N) in any floating dtype."""
+    """Convert scales (e, N, 1) or (e, N) of any floating dtype to contiguous (e, N) float32."""
     check_tensor("scale", scale)
     if scale.dim() == 3 and scale.shape[2] == 1:
         scale = scale[:, :, 0]
@@ -51,9 +52,9 @@ def channel_scale(scale: torch.Tensor) -> torch.Tensor:
 
 
 def static_scale(scales: torch.Tensor) -> torch.Tensor:
-    """(1,) float32, the largest of the experts' static activation scales: none saturates.
+    """Return the maximum of the experts' static activation scales, (1,) float32; none saturates.
 
-    One scale serves all experts, because a token is quantized once, before it meets any.
+    One scale serves all experts, because a token is quantized once, before it is sent to them.
     """
     check_tensor("activation scales", scales)
     if not scales.numel():
@@ -62,14 +63,14 @@ def static_scale(scales: torch.Tensor) -> torch.Tensor:
 
 
 def usable_inputs(scale: torch.Tensor, what: str) -> torch.Tensor:
-    """Return static activation scales in float32; WeightsError if one cannot be divided by."""
+    """Return static activation scales as float32; WeightsError if one is no valid divisor."""
     scale = _in_float32(scale, what)
     check_divisors(what, scale)
     return scale
 
 
 def _usable(scale: torch.Tensor, what: str) -> torch.Tensor:
-    """In float32; every one finite and above 0."""
+    """Return scales as float32; raise WeightsError unless all are finite and above 0."""
     scale = _in_float32(scale, what)
     bad = ~(scale.isfinite() & (scale > 0))
     if bool(bad.any()):
@@ -84,20 +85,19 @@ def _in_float32(scale: torch.Tensor, what: str) -> torch.Tensor:
 
 
 def from_gpt_oss(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """mxfp4_w4a16's w (e, N, K / 2) and scale (e, N, K / 32), of which w is a view of blocks.
+    """Return mxfp4_w4a16's w (e, N, K / 2), a view of blocks, and scale (e, N, K / 32).
 
-    blocks: (e, N, K / 32, 16) uint8, the even k in the low nibble. scales: (e, N, K / 32) uint8
-    (E8M0). gate_up_proj's rows alternate gate and up: the activation is swiglu_oai. Kernels are
-    faster on what `modular_kernel.quant.repacking.repack` makes of w, for
-    "mxfp4_w4a16:repacked=true".
+    blocks: (e, N, K / 32, 16) uint8, even k in the low nibble. scales: (e, N, K / 32) uint8 (E8M0).
+    The rows of gate_up_proj alternate gate and up; the activation is swiglu_oai. Kernels are faster
+    with w repacked by `modular_kernel.quant.repacking.repack`, for "mxfp4_w4a16:repacked=true".
     """
     for what, tensor in (("blocks", blocks), ("scales", scales)):
         check_tensor(what, tensor)
         if tensor.dtype is not torch.uint8:
             raise DtypeError(what, got=dtype_name(tensor.dtype), need="uint8")
-    packed = _MXFP4_GROUP // 2
-    if blocks.dim() != 4 or blocks.shape[3] != packed:
-        raise ShapeError("blocks", got=tuple(blocks.shape), need=f"(e, N, K / 32, {packed})")
+    group_bytes = _MXFP4_GROUP // 2
+    if blocks.dim() != 4 or blocks.shape[3] != group_bytes:
+        raise ShapeError("blocks", got=tuple(blocks.shape), need=f"(e, N, K / 32, {group_bytes})")
     if scales.shape != blocks.shape[:3]:
         need = f"(e, N, K / 32) = {tuple(blocks.shape[:3])}"
         raise ShapeError("scales", got=tuple(scales.shape), need=need)

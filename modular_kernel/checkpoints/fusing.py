@@ -1,13 +1,13 @@
-"""Stored tensors of a checkpoint's matrices -> the weights of a layer.
+"""Conversion of a checkpoint's stored tensors to the fused weights of a layer.
 
     format = format_of(config.get("quantization_config"))        # None: unquantized
     scheme = fit(format, intermediate, world=tp)                 # Problem(quant=str(scheme))
-    gate = {"weight": ..., "weight_scale_inv": ...}              # by the names in format.stored
+    gate = {"weight": ..., "weight_scale_inv": ...}              # names as in format.stored
     w1 = merge(format, [gate, up], torch.bfloat16, scheme=scheme)
     w2 = merge(format, [down], torch.bfloat16, scheme=scheme)
     ExpertWeights(w1.w, w2.w, w1_scale=w1.scale, w2_scale=w2.scale, ...)
 
-What is packed stays packed. Everything here is pure.
+Packed weights stay packed. All functions except `sort_rows` are pure.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -45,13 +45,13 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Matrix:
-    """Projections of one expert (or of a stack of them, ...) one below the other, ready to load.
+    """Concatenated projections of one expert, or of a stack of experts (...), in kernel layout.
 
-    w, scale, zero_point: as `ExpertWeights` has them of w1 or w2. a_scale: (...) float32, the
-    largest of the projections' static activation scales; a layer takes the largest of its experts,
-    but of nvfp4 each one's own.
-    global_scale: (..., projections) float32, what multiplies each matrix of nvfp4. order: of
-    act-order, (..., K) int32: which column each was before they were sorted by groups.
+    w, scale, zero_point: as `ExpertWeights` has them for w1 or w2. a_scale: (...) float32, the
+    largest of the projections' static activation scales; a layer uses the largest of its experts,
+    except for nvfp4, where each expert has its own. global_scale: (..., projections) float32, the
+    factor of each matrix of nvfp4. order: for act-order, (..., K) int32, the original index of each
+    sorted column.
     """
 
     w: torch.Tensor
@@ -69,16 +69,17 @@ def merge(
     *,
     scheme: QuantScheme | None = None,
 ) -> Matrix:
-    """Make w1 or w2 of the projections that it consists of, one below the other.
+    """Build w1 or w2 from its projections, concatenated along the rows.
 
-    projections: [gate, up], [down], or [gate_up] whose rows lie as the layer wants them; each the
-    tensors of one matrix by their names in `format.stored`, with any leading dimensions (of
-    experts) or none. dtype: of the layer: of unquantized weights. Scales of 4- and 8-bit integers
-    stay float16 or bfloat16 in a layer of 16 bits, else they are float32. scheme: as `fit` gives
-    it, with tiles that divide those of `format`; None is the format's own, whose tiles must not go
-    through the border between two projections.
+    projections: [gate, up], [down], or [gate_up] with rows in the layer's order. Each maps the
+        names in `format.stored` to the tensors of one matrix, with any leading dimensions
+        (experts).
+    dtype: of the layer, used for unquantized weights. In a 16-bit layer, float16 and bfloat16
+        scales of 4- and 8-bit integers keep their dtype; otherwise scales are float32.
+    scheme: from `fit`, with tiles that divide those of `format`. None is the format's own scheme,
+        whose tiles must not extend over the border between two projections.
 
-    Raises ShapeError, DtypeError, WeightsError for what is not as the format has it.
+    Raises ShapeError, DtypeError or WeightsError for tensors that do not match the format.
     """
     expect("format", format, Format)
     expect("scheme", scheme, QuantScheme | None)
@@ -95,7 +96,7 @@ def merge(
 
 
 def _check_leads(format: Format, parts: Sequence[Tensors]) -> None:
-    """Raise the ShapeError of a projection that is of other experts than the first."""
+    """Raise ShapeError if projections have different leading dimensions."""
     stored = next(each for each in format.stored if each.role == "w")
     leads = [tuple(part[stored.name].shape[: -len(stored.dims)]) for part in parts]
     for lead in leads[1:]:
@@ -109,8 +110,8 @@ def piece(
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of a share of a matrix in the tiles of `fine`.
 
-    tensors: what `stored.cut` gives for rows [a, b) and columns [c, d) of the matrix. GPTQ's g_idx
-    is checked here, where the first column is known, and left out, but for act-order.
+    tensors: what `matrix_layout.cut` returns for rows [a, b) and columns [c, d). GPTQ's g_idx is
+    checked here, where the first column is known, and dropped, unless the format has act-order.
     """
     kept = dict(tensors)
     for stored in coarse.stored:
@@ -123,24 +124,24 @@ def piece(
 
 
 def stack(format: Format, parts: Sequence[Tensors], dtype: torch.dtype) -> Matrix:
-    """Merge projections whose tiles are the format's own, as `piece` gives them."""
-    made = [_READ[format.method](format, tensors, dtype) for tensors in parts]
+    """Fuse projections that are in the format's own tiles, as `piece` returns them."""
+    matrices = [_READ[format.method](format, tensors, dtype) for tensors in parts]
     if format.scheme.granularity == "tensor":
-        return _one_scale(made)
+        return _fuse_scales(matrices)
     border = format.scheme.group[0] if format.scheme.granularity == "block" else 1
-    if any(each.w.shape[-2] % border for each in made[:-1]):
-        got = f"{made[0].w.shape[-2]} rows of blocks of {border}"
+    if any(matrix.w.shape[-2] % border for matrix in matrices[:-1]):
+        got = f"{matrices[0].w.shape[-2]} rows of blocks of {border}"
         raise ShapeError("projection", got=got, need="whole blocks (see `fit`)")
-    along = -1 if format.scheme.granularity == "channel" else -2
-    whole = _joined([each.w for each in made], -2)
-    assert whole is not None
+    scale_dim = -1 if format.scheme.granularity == "channel" else -2
+    w = _joined([matrix.w for matrix in matrices], -2)
+    assert w is not None
     return Matrix(
-        whole,
-        _joined([each.scale for each in made], along),
-        _joined([each.zero_point for each in made], -2),
-        _largest(made),
-        _joined([each.global_scale for each in made], -1),
-        same_order(made),
+        w,
+        _joined([matrix.scale for matrix in matrices], scale_dim),
+        _joined([matrix.zero_point for matrix in matrices], -2),
+        _largest(matrices),
+        _joined([matrix.global_scale for matrix in matrices], -1),
+        same_order(matrices),
     )
 
 
@@ -149,7 +150,8 @@ def check_tensors(
 ) -> tuple[tuple[int, int], dict[str, torch.Tensor]]:
     """Return (N, K) of a matrix, and its tensors without trailing dimensions of 1.
 
-    Raises the error of a tensor that is missing, too many, misshapen or of another dtype.
+    Raises WeightsError for a missing or superfluous tensor, ShapeError or DtypeError for a wrong
+    one.
     """
     known = {each.name: each for each in format.stored}
     extra = sorted(map(str, set(tensors) - set(known)))
@@ -169,15 +171,15 @@ def check_tensors(
         if dim.axis:
             sizes[dim.axis] *= size * dim.step
     rows, depth = sizes["N"], sizes["K"]
-    found = {}
+    checked = {}
     for name, tensor in tensors.items():
         shape = (*lead, *known[name].shape(rows, depth))
         known[name].check(name, tuple(tensor.shape), tensor.dtype, shape)
-        found[name] = tensor.reshape(shape)
-    return (rows, depth), found
+        checked[name] = tensor.reshape(shape)
+    return (rows, depth), checked
 
 
-# --------------------------------------------------------------------- what is made of it
+# ---------------------------------------------------------------------- readers by format
 
 
 def _read_plain(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
@@ -216,37 +218,37 @@ def _read_compressed(format: Format, tensors: Tensors, dtype: torch.dtype) -> Ma
     if scheme.quantizes_activations or scheme.weight == "float8_e4m3fn":
         return _read_scaled(format, tensors, dtype)
     packed, scale = tensors["weight_packed"], tensors["weight_scale"]
-    if scheme.granularity == "channel":  # stored plus 128: the sign bit the other way round
+    if scheme.granularity == "channel":  # stored plus 128: the sign bit is inverted
         w = (packed.contiguous().view(torch.uint8) ^ 0x80).view(torch.int8)
         flat = channel_scale(scale.reshape(-1, w.shape[-2]))
         return Matrix(w, flat.reshape(*w.shape[:-1]))
-    made = from_compressed_tensors(
+    weights = from_compressed_tensors(
         packed,
         scale,
         tensors.get("weight_zero_point"),
         group=scheme.group[0],
         bits=4 if scheme.packed else 8,
     )
-    return _of_groups(format, made, dtype, tensors.get("weight_g_idx"))
+    return _group_matrix(format, weights, dtype, tensors.get("weight_g_idx"))
 
 
 def _nvfp4(format: Format, tensors: Tensors) -> Matrix:
-    """Read nvfp4: compressed-tensors' scale of a matrix divides, modelopt's multiplies.
+    """Read nvfp4. The matrix scale of compressed-tensors divides, that of modelopt multiplies.
 
-    So do those of its inputs, where the scheme has them.
+    The same holds for the scales of its inputs, if the scheme has them.
     """
     by_role = {each.role: tensors.get(each.name) for each in format.stored}
-    w, scale, whole = by_role["w"], by_role["scale"], by_role["global_scale"]
+    w, scale, global_scale = by_role["w"], by_role["scale"], by_role["global_scale"]
     assert w is not None
     assert scale is not None
-    assert whole is not None
+    assert global_scale is not None
     values = scale.float()
     _check_scale(values, values.isnan(), "numbers")
-    if format.scheme.scales_by_expert:  # instructions of 4-bit operands take no sign
+    if format.scheme.scales_by_expert:  # MMA instructions with 4-bit operands need unsigned scales
         _check_scale(values, values < 0, "numbers from 0 on")
-    factor = 1 / whole if format.method == "compressed-tensors" else whole
-    usable = whole.isfinite() & factor.isfinite() & (factor >= 0)
-    _check_scale(whole, ~usable, "a scale of a matrix from 0 on")
+    factor = 1 / global_scale if format.method == "compressed-tensors" else global_scale
+    valid = global_scale.isfinite() & factor.isfinite() & (factor >= 0)
+    _check_scale(global_scale, ~valid, "a scale of a matrix from 0 on")
     a_scale = by_role.get("a_scale")
     if a_scale is not None:
         a_scale = usable_inputs(a_scale, "activation scales").reshape(w.shape[:-2])
@@ -262,12 +264,12 @@ def _read_modelopt(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matr
 
 def _read_awq(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
     group = format.scheme.group[0]
-    made = from_awq(tensors["qweight"], tensors["scales"], tensors.get("qzeros"), group=group)
-    return _of_groups(format, made, dtype)
+    weights = from_awq(tensors["qweight"], tensors["scales"], tensors.get("qzeros"), group=group)
+    return _group_matrix(format, weights, dtype)
 
 
 def _read_gptq(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
-    made = from_gptq(
+    weights = from_gptq(
         tensors["qweight"],
         tensors["scales"],
         tensors.get("qzeros"),
@@ -275,7 +277,7 @@ def _read_gptq(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
         minus_one=format.minus_one,
         bits=4 if format.scheme.packed else 8,
     )
-    return _of_groups(format, made, dtype, tensors.get("g_idx"))
+    return _group_matrix(format, weights, dtype, tensors.get("g_idx"))
 
 
 def _read_mxfp4(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
@@ -292,7 +294,7 @@ def _mxfp4(w: torch.Tensor, scale: torch.Tensor) -> Matrix:
     return Matrix(w, scale)
 
 
-def _of_groups(
+def _group_matrix(
     format: Format, made: GroupWeights, dtype: torch.dtype, g_idx: torch.Tensor | None = None
 ) -> Matrix:
     order = None
@@ -303,13 +305,13 @@ def _of_groups(
     if not format.scheme.zero_points:
         made = symmetric(made)
     _check_scale(made.scale, ~made.scale.isfinite(), "finite numbers")
-    kept = made.scale.dtype.itemsize == dtype.itemsize == 2
-    scale = made.scale if kept else made.scale.float()
+    keeps_dtype = made.scale.dtype.itemsize == dtype.itemsize == 2
+    scale = made.scale if keeps_dtype else made.scale.float()
     return Matrix(made.w, scale, made.zero_point, order=order)
 
 
-def _one_scale(parts: Sequence[Matrix]) -> Matrix:
-    """Merge projections with a scale each: the largest stays, the others are rounded again."""
+def _fuse_scales(parts: Sequence[Matrix]) -> Matrix:
+    """Fuse projections that have a scale each: keep the largest, round the others again."""
     if len({each.w.shape for each in parts}) > 1:
         raise ShapeError("projections", got=[tuple(e.w.shape) for e in parts], need="equal shapes")
     w = torch.cat([each.w for each in parts], -2)
@@ -321,7 +323,7 @@ def _one_scale(parts: Sequence[Matrix]) -> Matrix:
 
 
 def same_order(parts: Sequence[Matrix]) -> torch.Tensor | None:
-    """Return the order of columns, which all projections of an input must have."""
+    """Return the column order, which must be the same for all projections of one input."""
     first = parts[0].order
     for each in parts[1:]:
         if first is not None and each.order is not None and not torch.equal(first, each.order):
@@ -333,16 +335,17 @@ def same_order(parts: Sequence[Matrix]) -> torch.Tensor | None:
 def sort_rows(
     weights: dict[str, torch.Tensor], slot: int, order: torch.Tensor, *, interleaved: bool
 ) -> None:
-    """Put the rows of an expert's w1 where w2's sorted columns have theirs, in place.
+    """Permute the rows of an expert's w1 like the sorted columns of its w2, in place.
 
-    weights: by fields of ExpertWeights. order: (I,), which row of gate, and of up, comes to each.
+    weights: by field of ExpertWeights. order: (I,), the source row of gate, and of up, for each
+    row.
     """
-    sides = weights["w1"].shape[1] // len(order)
-    own, rows = order.long(), torch.arange(sides, device=order.device)
+    projections = weights["w1"].shape[1] // len(order)
+    source_rows, projection_index = order.long(), torch.arange(projections, device=order.device)
     if interleaved:
-        index = (own[:, None] * sides + rows).flatten()
+        index = (source_rows[:, None] * projections + projection_index).flatten()
     else:
-        index = (own + rows[:, None] * len(own)).flatten()
+        index = (source_rows + projection_index[:, None] * len(source_rows)).flatten()
     for name in ("w1", "w1_scale", "b1"):
         if name in weights:
             weights[name][slot] = weights[name][slot][index.to(weights[name].device)]
@@ -355,13 +358,13 @@ def sort_rows(
 
 
 def _largest(parts: Sequence[Matrix]) -> torch.Tensor | None:
-    given = [each.a_scale for each in parts if each.a_scale is not None]
-    return torch.stack(given).amax(0) if given else None
+    scales = [each.a_scale for each in parts if each.a_scale is not None]
+    return torch.stack(scales).amax(0) if scales else None
 
 
 def _joined(parts: Sequence[torch.Tensor | None], dim: int) -> torch.Tensor | None:
-    given = [part for part in parts if part is not None]
-    return None if not given else given[0] if len(given) == 1 else torch.cat(given, dim)
+    present = [part for part in parts if part is not None]
+    return None if not present else present[0] if len(present) == 1 else torch.cat(present, dim)
 
 
 _READ: dict[str, Callable[[Format, Tensors, torch.dtype], Matrix]] = {

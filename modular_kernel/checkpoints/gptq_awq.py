@@ -1,8 +1,8 @@
-"""GPTQ and AWQ -> int4_w4a16_group and int8_w8a16_group.
+"""Conversion of GPTQ and AWQ weights to int4_w4a16_group and int8_w8a16_group.
 
-w1 = from_gptq(qweight, scales, qzeros, group=128)      # any leading dimensions: (e, ...) too
-w2 = shard_columns(from_gptq(...), rank, world)         # groups halved where they must be
-w1 = regroup(w1, w2.group)                              # a layer has one group size
+w1 = from_gptq(qweight, scales, qzeros, group=128)  # any leading dimensions, such as (e, ...)
+w2 = shard_columns(from_gptq(...), rank, world)     # groups are halved until they divide it
+w1 = regroup(w1, w2.group)                          # a layer has one group size
 Problem(..., quant=w2.quant), ExpertWeights(w1.w, w2.w, w1_scale=w1.scale, ...)
 """
 
@@ -17,8 +17,9 @@ from modular_kernel.spec.problem import dtype_name
 from modular_kernel.utils.argument_checks import MOST, Between, Count, OneOf, expect
 from modular_kernel.utils.tensor_checks import check_tensor, check_tensors
 
-_WORD = 32  # bits of the integers that are packed
-# AWQ's nibble i holds column _AWQ_ORDER[i] of eight: column n is found in nibble [0,4,1,5,2,6,3,7].
+_WORD = 32  # bits of a packed integer
+# Nibble i of a word of AWQ holds column _AWQ_ORDER[i] of eight; column n is in nibble
+# [0, 4, 1, 5, 2, 6, 3, 7][n].
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _LEAST_GROUP = 32
 _NAMES = {4: "int4_w4a16_group", 8: "int8_w8a16_group"}
@@ -26,11 +27,11 @@ _NAMES = {4: "int4_w4a16_group", 8: "int8_w8a16_group"}
 
 @dataclass(frozen=True)
 class GroupWeights:
-    """One matrix, or a stack of them, as the schemes of groups store it.
+    """One matrix, or a stack of them, in the layout of the group schemes.
 
-    w: uint8, (..., N, K / 2) with the even k in the low nibble, or (..., N, K) for 8 bits.
-    scale: (..., N, ceil(K / group)). zero_point: uint8, (..., N / 2, ceil(K / group)) with the
-    even n in the low nibble, or (..., N, ceil(K / group)); None means 8, or 128 for 8 bits.
+    w: uint8, (..., N, K / 2) with even k in the low nibble, or (..., N, K) for 8 bits. scale: (...,
+    N, ceil(K / group)). zero_point: uint8, (..., N / 2, ceil(K / group)) with even n in the low
+    nibble, or (..., N, ceil(K / group)) for 8 bits; None means 8, or 128 for 8 bits.
     """
 
     w: torch.Tensor
@@ -41,7 +42,7 @@ class GroupWeights:
 
     @property
     def per_byte(self) -> int:
-        """Values that share a byte."""
+        """Values per byte."""
         return 8 // self.bits
 
     @property
@@ -51,7 +52,7 @@ class GroupWeights:
 
     @property
     def quant(self) -> str:
-        """The scheme by name, as `Problem.quant` takes it."""
+        """The scheme's name, as for `Problem.quant`."""
         zeros = "" if self.zero_point is None else ",zero_points=true"
         return f"{_NAMES[self.bits]}:group={self.group}{zeros}"
 
@@ -92,11 +93,15 @@ def from_gptq(
     minus_one: bool = True,
     bits: int = 4,
 ) -> GroupWeights:
-    """GPTQ: qweight (..., K / p, N) int32, scales (..., G, N), qzeros (..., G, N / p) int32.
+    """Convert GPTQ's qweight (..., K / p, N), scales (..., G, N) and qzeros (..., G, N / p).
 
-    bits: 4 or 8, of which an int32 holds p = 8 or 4. group: -1 for one group of all K. g_idx:
-    refused unless it is k // group (no act-order). minus_one: qzeros hold the zero point less one,
-    as the format's first version does; the second stores it as it is.
+    qweight, qzeros: int32. bits: 4 or 8; an int32 holds p = 8 or 4 values. group: columns per
+    group, or -1 for one group of all K. g_idx: must be k // group, that is, without act-order.
+    minus_one: qzeros hold the zero point minus one, as in the first version of the format; the
+    second version stores it unchanged.
+
+    Raises WeightsError for act-order, or for a stored zero point that overflows;
+    ConfigurationError, ShapeError or DtypeError for arguments that do not match.
     """
     expect("bits", bits, Annotated[int, OneOf((4, 8))])
     expect("minus_one", minus_one, bool)
@@ -112,7 +117,7 @@ def from_gptq(
         zeros = unpack_words(qzeros, -1, in_order)
         top = (1 << bits) - 1
         if minus_one and bool((zeros == top).any()):
-            # top + 1 does not fit, and packers disagree on what a zero point of 0 wraps to.
+            # top + 1 overflows, and packers disagree about the wrapped value.
             need = f"at most {top - 1}: the zero point - 1"
             raise WeightsError("qzeros", got=f"a stored {top}", need=need)
         zeros = zeros + int(minus_one)
@@ -126,9 +131,9 @@ def from_awq(
     *,
     group: int,
 ) -> GroupWeights:
-    """AWQ, 4 bits: qweight (..., K, N / 8) int32, scales (..., G, N), qzeros (..., G, N / 8) int32.
+    """Convert 4-bit AWQ's qweight (..., K, N / 8), scales (..., G, N) and qzeros (..., G, N / 8).
 
-    Eight columns share an int32 in the order 0, 2, 4, 6, 1, 3, 5, 7. group: as GPTQ's.
+    qweight, qzeros: int32 of eight columns in the order 0, 2, 4, 6, 1, 3, 5, 7. group: as for GPTQ.
     """
     check_packed(qweight, "qweight")
     k_NK = unpack_words(qweight, -1, _AWQ_ORDER).mT
@@ -141,7 +146,7 @@ def from_awq(
 
 
 def symmetric(weights: GroupWeights) -> GroupWeights:
-    """Return the same weights without zero points, each of which must be the middle, 8 or 128."""
+    """Return the weights without zero points; raise WeightsError unless all are 8, or 128."""
     _check_group_weights(weights)
     if weights.zero_point is None:
         return weights
@@ -156,9 +161,9 @@ def symmetric(weights: GroupWeights) -> GroupWeights:
 
 
 def regroup(weights: GroupWeights, group: int) -> GroupWeights:
-    """Return the same values in groups of `group` columns, scales and zero points repeated.
+    """Return the same values in groups of `group` columns, with scales and zero points repeated.
 
-    group must divide the weights' own, or be anything even where one group spans all columns.
+    group must divide the current group size, or, if one group spans all columns, be even.
     """
     _check_group_weights(weights)
     expect("group", group, int)
@@ -176,26 +181,26 @@ def regroup(weights: GroupWeights, group: int) -> GroupWeights:
 
 
 def fit_group(group: int, columns: int) -> int:
-    """`group`, halved until it divides `columns`; ConfigurationError below 32."""
+    """Halve `group` until it divides `columns`; raise ConfigurationError below 32."""
     expect("group", group, Count)
     expect("columns", columns, Count)
-    fitting = group
-    while columns % fitting:
-        fitting //= 2
-        if fitting < _LEAST_GROUP:
+    size = group
+    while columns % size:
+        size //= 2
+        if size < _LEAST_GROUP:
             need = f"a group that halves to a divisor of {columns}, not below {_LEAST_GROUP}"
             raise ConfigurationError("group", got=group, need=need)
-    return fitting
+    return size
 
 
 def shard_columns(weights: GroupWeights, rank: int, world: int) -> GroupWeights:
-    """Rank's share of K (w2's): K / world columns, in groups halved until they divide it."""
+    """Return a rank's share of K (for w2): K / world columns, with groups halved to divide it."""
     _check_group_weights(weights)
     share = _share("columns", weights.depth, rank, world)
     if weights.scale.shape[-1] > 1:
         weights = regroup(weights, fit_group(weights.group, share))
     else:
-        weights = regroup(weights, share)  # one group a row: one group of each share too
+        weights = regroup(weights, share)  # one group per row stays one group per share
     groups = share // weights.group
     scales = slice(rank * groups, (rank + 1) * groups)
     columns = slice(rank * share // weights.per_byte, (rank + 1) * share // weights.per_byte)
@@ -209,7 +214,7 @@ def shard_columns(weights: GroupWeights, rank: int, world: int) -> GroupWeights:
 
 
 def shard_rows(weights: GroupWeights, rank: int, world: int) -> GroupWeights:
-    """Rank's share of N (of w1's gate rows, and alike of its up rows): N / world rows."""
+    """Return a rank's share of N: N / world rows of w1's gate, or of its up projection."""
     _check_group_weights(weights)
     share = _share("rows", weights.w.shape[-2], rank, world)
     rows = slice(rank * share, (rank + 1) * share)
@@ -234,7 +239,7 @@ def _share(what: str, size: int, rank: int, world: int) -> int:
 
 
 def checked_group(group: int, depth: int) -> int:
-    """Return the columns of a group; -1 stands for all `depth`."""
+    """Return the columns per group, where -1 means all `depth`."""
     expect("group", group, Annotated[int, Between(-1, MOST)])
     if group == -1:
         return depth
@@ -244,7 +249,7 @@ def checked_group(group: int, depth: int) -> int:
 
 
 def check_packed(packed: torch.Tensor, what: str) -> None:
-    """Raise the error of what is no int32 tensor of two dimensions or more, none of size 0."""
+    """Raise unless `packed` is a nonempty int32 tensor with two or more dimensions."""
     check_tensor(what, packed)
     if packed.dtype is not torch.int32:
         raise DtypeError(what, got=dtype_name(packed.dtype), need="int32 of packed values")
@@ -254,30 +259,30 @@ def check_packed(packed: torch.Tensor, what: str) -> None:
 
 
 def column_order(g_idx: torch.Tensor, depth: int, group: int, what: str) -> torch.Tensor:
-    """Return which column each of the sorted ones was, (..., depth) int32: by group, then by place.
+    """Return the permutation that sorts columns by group, stable, (..., depth) int32.
 
-    g_idx: (..., depth), the group of each column. WeightsError for groups that have not `group`
-    columns each, the last one the rest.
+    g_idx: (..., depth), the group of each column. Raises WeightsError unless each group has `group`
+    columns, and the last one the rest.
     """
     check_tensor(what, g_idx)
     expected = torch.arange(depth, device=g_idx.device) // group
     order = g_idx.argsort(dim=-1, stable=True)
-    whole = tuple(g_idx.shape[-1:]) == (depth,)
-    if not whole or bool((g_idx.gather(-1, order) != expected).any()):
+    complete = tuple(g_idx.shape[-1:]) == (depth,)
+    if not complete or bool((g_idx.gather(-1, order) != expected).any()):
         need = f"{group} of {depth} columns in each, the last the rest"
         raise WeightsError(what, got="groups of other sizes", need=need)
     return order.int()
 
 
 def sort_columns(weights: GroupWeights, order: torch.Tensor) -> GroupWeights:
-    """Return columns in the order of their groups; scales and zero points lie so already."""
+    """Permute the columns into group order; scales and zero points already have it."""
     values = unpack_pairs(weights.w, weights.w.dim() - 1) if weights.bits == 4 else weights.w
     index = order.long()[..., None, :].expand_as(values)
     return replace(weights, w=pack_values(values.gather(-1, index), weights.bits))
 
 
 def check_order(g_idx: torch.Tensor | None, depth: int, group: int, what: str) -> None:
-    """Raise the WeightsError of columns that are not in the order of their groups."""
+    """Raise WeightsError unless the columns are in group order."""
     if g_idx is None:
         return
     check_tensor(what, g_idx)
@@ -290,7 +295,7 @@ def check_order(g_idx: torch.Tensor | None, depth: int, group: int, what: str) -
 def unpack_words(packed: torch.Tensor, dim: int, order: range | tuple[int, ...]) -> torch.Tensor:
     """Unpack int32 to uint8 values of 32 / len(order) bits along `dim`, a negative number.
 
-    order[i]: the place, of the values of a word, of the one in its bits i.
+    order[i]: the index, within the word, of the value in bits [bits * i, bits * (i + 1)).
     """
     bits = _WORD // len(order)
     parts: list[torch.Tensor] = [packed] * len(order)
@@ -307,7 +312,7 @@ def _packed(
     group: int,
     bits: int,
 ) -> GroupWeights:
-    """Values and zero points, one an element -> bytes; (..., G, N) -> (..., N, G)."""
+    """Pack values and zero points into bytes, and transpose (..., G, N) to (..., N, G)."""
     *lead, rows, depth = values_NK.shape
     need = (*lead, -(-depth // group), rows)
     for what, tensor in (("scales", scales_GN), ("qzeros", zeros_GN)):
@@ -323,7 +328,10 @@ def _packed(
 
 
 def pack_values(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return uint8; of 4 bits two along the last dimension, the even one low."""
+    """Return uint8 values.
+
+    4-bit values are packed in pairs along the last dimension, the even one low.
+    """
     if bits == 4:
         values = values[..., 0::2] | (values[..., 1::2] << 4)
     return values.to(torch.uint8)

@@ -1,7 +1,7 @@
-"""What a checkpoint has, told by its config.json and the headers of its files alone.
+"""Inspection of a checkpoint by its config.json and file headers, without reading tensors.
 
-found = inspect("checkpoint/")      # every layer's names, shapes and dtypes, or a typed error
-found.problem_fields                # of each layer
+found = inspect("checkpoint/")      # checks every layer's names, shapes and dtypes
+found.problem_fields                # fields of Problem, common to the layers
 """
 
 from collections.abc import Sequence
@@ -31,9 +31,9 @@ from modular_kernel.utils.argument_checks import expect
 
 @dataclass(frozen=True)
 class Examined:
-    """What a checkpoint has, before anything is read: sizes and format, and the layers it has.
+    """A checkpoint's sizes, format and layers with experts, before any check of tensors.
 
-    config: the config.json, and the object in it that describes the layers.
+    config: path of the config.json, and its object that describes the layers.
     """
 
     files: Tensors
@@ -43,7 +43,7 @@ class Examined:
     config: tuple[Path, dict[str, Any]]
 
     def source(self, layer: int) -> LayerSource:
-        """Return where the experts of a layer lie."""
+        """Return the location of a layer's experts."""
         if layer not in self.layers:
             need = f"one with experts: {_ranges(sorted(self.layers))}"
             raise ConfigurationError(f"checkpoint {self.files.path}: layer", got=layer, need=need)
@@ -53,10 +53,10 @@ class Examined:
     def problem_fields(
         self, source: LayerSource, world: int = 1, *, dtype: str | None = None
     ) -> dict[str, Any]:
-        """Return what the checkpoint settles of a Problem, on each of `world` ranks of tp.
+        """Return the fields of Problem that the checkpoint determines, for one of `world` TP ranks.
 
-        dtype: the caller's; None is the config.json's, else that of files that are not quantized.
-        DtypeError where those have several.
+        dtype: from the caller; None uses the config.json's, else that of unquantized files. Raises
+        DtypeError if those have several.
         """
         facts = dict(self.facts) if dtype is None else self.facts | {"dtype": dtype}
         stored = None if "dtype" in facts else source.dtype()
@@ -72,24 +72,25 @@ class Examined:
 def examine(
     files: Tensors, config: str | Path | None = None, prefix: str | None = None
 ) -> Examined:
-    """Read the config.json of a checkpoint, and find its layers with experts by their names."""
+    """Read a checkpoint's config.json, and find its layers with experts by tensor names."""
     folder = files.path if files.path.is_dir() else files.path.parent
-    path, read = config_of_file(str(folder / "config.json" if config is None else config))
-    facts: dict[str, Any] = facts_of_config(path, read)
-    given = read.get("quantization_config", read.get("compression_config"))
-    _, layers = find_layers(files, LAYOUTS[read["model_type"]], prefix)
+    path, config_object = config_of_file(str(folder / "config.json" if config is None else config))
+    facts: dict[str, Any] = facts_of_config(path, config_object)
+    quantization = config_object.get("quantization_config", config_object.get("compression_config"))
+    _, layers = find_layers(files, LAYOUTS[config_object["model_type"]], prefix)
     depth = max(facts["hidden"], facts["intermediate"])
-    format = format_of(given, path=str(path), depth=depth)
-    return Examined(files, facts, format, layers, (path, read))
+    format = format_of(quantization, path=str(path), depth=depth)
+    return Examined(files, facts, format, layers, (path, config_object))
 
 
 @dataclass(frozen=True)
 class Inspected:
-    """What every layer of a checkpoint with experts has, checked.
+    """The checked contents of all layers with experts in a checkpoint.
 
-    layers: their numbers. nbytes: of all their experts' tensors. problem_fields: what it settles of
-    a Problem of a whole layer. dtype_of_files: whether the files tell its dtype, no config.json.
-    converted: dtypes of the files, where no tensor is quantized, other than the problem's.
+    layers: their numbers. nbytes: of all their experts' tensors. problem_fields: fields of Problem
+    of a whole layer. dtype_of_files: True if the dtype comes from the files, not from the
+    config.json or the caller. converted: dtypes of unquantized files that differ from the
+    problem's.
     """
 
     layers: tuple[int, ...]
@@ -107,41 +108,40 @@ class Inspected:
 
 
 def inspect(checkpoint: str | Path, dtype: str | None = None) -> Inspected:
-    """Check every layer with experts of a checkpoint against its config.json, by headers alone.
+    """Check every layer with experts against the config.json, reading only headers.
 
-    checkpoint, dtype: as `load_experts` takes them. Raises what `load_experts` would, and
-    DtypeError where the files alone tell dtypes and layers have several.
+    checkpoint, dtype: as for `load_experts`. Raises what `load_experts` would raise, and DtypeError
+    if only the files determine the dtype and layers differ.
     """
     expect("checkpoint", checkpoint, str | Path)
     expect("dtype", dtype, torch.dtype | str | None)
     with open_tensors(Path(checkpoint)) as files:
-        found = examine(files)
-        fields, nbytes, of_layer = dict[str, Any](), 0, dict[str | None, int]()
+        examined = examine(files)
+        fields, nbytes, layer_of_dtype = dict[str, Any](), 0, dict[str | None, int]()
         stored = set[str]()
-        for layer in sorted(found.layers):
-            source = found.source(layer)
+        for layer in sorted(examined.layers):
+            source = examined.source(layer)
             source.check()
             nbytes += source.nbytes()
             stored |= {dtype_name(kind) for kind in source.stored_dtypes()}
-            own = found.problem_fields(source, dtype=dtype)
-            of_layer.setdefault(own.get("dtype"), layer)
-            fields = fields or own
-        if len(of_layer) > 1:
-            got = " and ".join(f"{kind} in layer {layer}" for kind, layer in of_layer.items())
+            layer_fields = examined.problem_fields(source, dtype=dtype)
+            layer_of_dtype.setdefault(layer_fields.get("dtype"), layer)
+            fields = fields or layer_fields
+        if len(layer_of_dtype) > 1:
+            got = " and ".join(f"{kind} in layer {layer}" for kind, layer in layer_of_dtype.items())
             raise DtypeError(f"{files.path}: dtype", got=got, need=ONE_DTYPE)
-        told = "dtype" in fields and dtype is None and "dtype" not in found.facts
-        others = tuple(sorted(stored - {fields.get("dtype", "bfloat16")}))
-        layers = tuple(sorted(found.layers))
-        return Inspected(layers, found.format, nbytes, fields, told, others)
+        dtype_from_files = "dtype" in fields and dtype is None and "dtype" not in examined.facts
+        converted = tuple(sorted(stored - {fields.get("dtype", "bfloat16")}))
+        layers = tuple(sorted(examined.layers))
+        return Inspected(layers, examined.format, nbytes, fields, dtype_from_files, converted)
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What a checkpoint says of a layer of experts before a tensor is read.
+    """The configuration of one layer with experts, known before a tensor is read.
 
-    problem_fields: what it settles of a Problem, on each of the ranks of tp. intermediate: of a
-    whole expert. router: None where the router of the model_type is not known here. model_type:
-    as the config.json has it.
+    problem_fields: fields of Problem, per TP rank. intermediate: of a whole expert. router: None if
+    the model_type's router is not known. model_type: from the config.json.
     """
 
     problem_fields: dict[str, Any]
@@ -153,65 +153,67 @@ class LayerConfig:
 def layer_config(
     checkpoint: str | Path, layer: int, *, tp: int = 1, dtype: str | None = None
 ) -> LayerConfig:
-    """Read what a checkpoint's config.json and the headers of its files say of one layer.
+    """Read the configuration of one layer from the config.json and the headers of the files.
 
-    A folder without tensors, or a config.json by itself, is enough: rows of w1 then lie as the
-    model's own files have them, and the scheme is the one that the config.json names. Errors of
-    `load_experts` for what it reads.
+    A folder without tensors, or a config.json alone, is sufficient. The rows of w1 then have the
+    order of the model's own files, and the scheme is the one in the config.json. Raises the errors
+    of `load_experts` for what is read.
     """
-    place = Path(checkpoint)
-    if place.suffix != ".json" and has_tensors(place):
-        with open_tensors(place) as files:
-            found = examine(files)
-            fields = found.problem_fields(found.source(layer), tp, dtype=dtype)
-            (path, config), facts = found.config, found.facts
+    checkpoint_path = Path(checkpoint)
+    if checkpoint_path.suffix != ".json" and has_tensors(checkpoint_path):
+        with open_tensors(checkpoint_path) as files:
+            examined = examine(files)
+            fields = examined.problem_fields(examined.source(layer), tp, dtype=dtype)
+            (path, config), facts = examined.config, examined.facts
     else:
-        path, config = config_of_file(str(place))
+        path, config = config_of_file(str(checkpoint_path))
         facts = facts_of_config(path, config)
         act = ActivationSpec.parse(str(facts["activation"]))
-        given = config.get("quantization_config", config.get("compression_config"))
+        quantization = config.get("quantization_config", config.get("compression_config"))
         depth = max(facts["hidden"], facts["intermediate"])  # type: ignore[call-overload]
-        format = format_of(given, path=str(path), depth=depth)
+        format = format_of(quantization, path=str(path), depth=depth)
         intermediate: Any = facts["intermediate"]
         scheme = fit(format, intermediate, world=tp, gated=act.gated)
         fields = facts | {"quant": str(scheme), "activation": act}
         fields |= {"intermediate": intermediate // tp}
         fields |= {} if dtype is None else {"dtype": dtype}
-    whole, top_k = facts["intermediate"], fields["top_k"]
-    assert isinstance(whole, int)
+    whole_intermediate, top_k = facts["intermediate"], fields["top_k"]
+    assert isinstance(whole_intermediate, int)
     assert isinstance(top_k, int)
-    return LayerConfig(fields, whole, router_of_config(path, config, top_k), config["model_type"])
+    return LayerConfig(
+        fields, whole_intermediate, router_of_config(path, config, top_k), config["model_type"]
+    )
 
 
 def dtype_of_files(checkpoint: str | Path) -> str | None:
-    """Return the dtype of experts that are not quantized, by headers; None where none tells it."""
+    """Return the dtype of unquantized experts from the headers, or None if it is ambiguous."""
     if not has_tensors(Path(checkpoint)):
         return None
     try:
         with open_tensors(Path(checkpoint)) as files:
-            found = examine(files)
-            stored = found.source(min(found.layers)).dtype()
+            examined = examine(files)
+            stored = examined.source(min(examined.layers)).dtype()
     except InputError:
         return None
     return None if stored is None else dtype_name(stored)
 
 
 def raise_what_headers_tell(checkpoint: Path, error: Exception) -> None:
-    """Raise what a checkpoint's headers tell of its files and experts, where another loader failed.
+    """Raise the error that a checkpoint's headers explain, after another loader has failed.
 
-    error: the loader's, which names no tensor. Returns where the headers tell nothing, or are those
-    of a model that is unknown here.
+    error: of that loader, which names no tensor. Returns if the headers show no error, or the model
+    is unknown.
     """
     try:
         inspect(checkpoint)
-    except (WeightsError, ShapeError, DtypeError) as found:
-        raise found from error
+    except (WeightsError, ShapeError, DtypeError) as header_error:
+        raise header_error from error
     except InputError:
         return
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Show numbers that follow each other by the first and the last."""
+    """Format numbers as ranges, such as "0 to 3, 7"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

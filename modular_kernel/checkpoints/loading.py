@@ -1,10 +1,10 @@
-"""A checkpoint's experts -> the weights of one layer on one rank, without a framework.
+"""Loading of one layer's experts from a checkpoint, without a framework.
 
     loaded = load_experts("checkpoint/", 3, ep=(rank, world))
     kernel = make_kernel(pf, experts, loaded.problem(tokens=512), group=...)
     y_TH = kernel(x_TH, loaded.weights, routing)
 
-A rank reads its share of the bytes. In memory there is what it keeps, and a piece of one matrix.
+A rank reads only its share of the bytes. Memory holds the share, and a piece of one matrix.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,21 +33,24 @@ from modular_kernel.spec.router import RouterSpec
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.utils.argument_checks import Count, available_device, expect
 
-_AT_ONCE = 1 << 22  # values of a matrix that are read, merged and copied in one step
+_AT_ONCE = 1 << 22  # values of a matrix that are read, fused and copied in one step
 
 
 @dataclass(frozen=True, repr=False)
 class LoadedExperts:
     """The experts of one layer that one rank holds.
 
-    weights: as `Problem` has them; their first dimension is this rank's experts, in the order of
-    `placement`. problem_fields: what the checkpoint settles of a Problem; `intermediate` is this
-    rank's share. placement, ep, tp: which share it is. format: how files store it. bytes_read: of
-    tensors in the files. config: the config.json, and the object in it that describes the layer.
+    weights: of this rank's experts, in the order of `placement`.
+    problem_fields: fields of Problem that the checkpoint determines; `intermediate` is this rank's.
+    placement, ep, tp: the share that was loaded.
+    format: how the files store the weights.
+    bytes_read: of tensor data.
+    config: path of the config.json, and its object that describes the layer.
 
-    `problem` and `partial` have the checkpoint's routed_scaling_factor: the kernel multiplies by
-    it, once. A router whose weights contain it already (those of transformers' DeepSeek models do)
-    needs `problem(tokens, routed_scaling_factor=1.0)`; the weights of `router` do not contain it.
+    `problem` and `partial` include the checkpoint's routed_scaling_factor, by which the kernel then
+    multiplies. A router whose weights already contain the factor, as those of transformers'
+    DeepSeek models do, needs `problem(tokens, routed_scaling_factor=1.0)`. The weights of `router`
+    do not contain it.
     """
 
     weights: ExpertWeights
@@ -61,35 +64,35 @@ class LoadedExperts:
 
     @property
     def router(self) -> RouterSpec | None:
-        """The router that the config.json describes; None for a model_type whose is not known.
+        """The router that the config.json describes, or None if it is not known for the model_type.
 
-        ConfigurationError for values in the file that no RouterSpec has.
+        Raises ConfigurationError for values that no RouterSpec allows.
         """
         return router_of_config(*self.config, self.problem_fields["top_k"])
 
     def problem(self, tokens: int, **fields: Any) -> Problem:
-        """Return the problem of a pairing whose ranks share the experts.
+        """Return the problem of a pairing that exchanges tokens between the ranks.
 
-        tokens: the most of one call. fields: more of Problem, or others than the checkpoint's. Over
-        tensor-parallel ranks a layer's result is the sum of theirs.
+        tokens: the maximum of one call. fields: further fields of Problem, which override the
+        checkpoint's. The layer's output is the sum over the TP ranks.
         """
         parallel = Parallel(self.ep[1], self._placed(), self.ep[0])
         return Problem(**{"tokens": tokens, "parallel": parallel, **self.problem_fields, **fields})
 
     def partial(self, tokens: int, **fields: Any) -> tuple[Problem, ExpertWeights]:
-        """Return problem and weights of a pairing that exchanges nothing: this rank's part.
+        """Return the problem and weights of a pairing without token exchange.
 
-        It takes global ids of all tokens and skips experts that are elsewhere. The sum over all
-        ranks, expert- and tensor-parallel, is the layer's result.
+        It takes all tokens with global expert ids, and skips the experts of other ranks. The
+        layer's output is the sum over all ranks, expert- and tensor-parallel.
         """
         local = len(self.placement.slots[self.ep[0]])
-        given = {"tokens": tokens, "local_experts": local, "expert_map": True}
-        problem = Problem(**{**given, **self.problem_fields, **fields})
-        place = self.placement.expert_map(self.ep[0], self.weights.w1.device)
-        return problem, replace(self.weights, expert_map=place)
+        defaults = {"tokens": tokens, "local_experts": local, "expert_map": True}
+        problem = Problem(**{**defaults, **self.problem_fields, **fields})
+        expert_map = self.placement.expert_map(self.ep[0], self.weights.w1.device)
+        return problem, replace(self.weights, expert_map=expert_map)
 
     def __repr__(self) -> str:
-        """Return what it is, without its numbers."""
+        """Return a summary without the values of the weights."""
         held = f"{len(self.weights.w1)} of {self.placement.experts} experts in {self.format}"
         share = f"ep={self.ep}, tp={self.tp}, bytes_read={self.bytes_read}"
         return f"LoadedExperts({held}, {share})"
@@ -112,39 +115,41 @@ def load_experts(  # noqa: PLR0913 (each is one question)
     config: str | Path | None = None,
     quantize_inputs: bool = False,
 ) -> LoadedExperts:
-    """Load the experts of one layer that one rank holds, as the checkpoint's format has them.
+    """Load the experts of one layer that one rank holds, in the checkpoint's format.
 
-    checkpoint: a folder with a config.json and safetensors (with an index or without), or one
-    safetensors file. layer: its number, from 0. ep, tp: (rank, ranks) of expert and tensor
-    parallelism; placement says which experts a rank holds. A tensor-parallel share is one of the
-    intermediate size, in whole groups; b2 is on the first of these ranks, the others have zeros.
-    dtype: of the layer, and of what is not quantized; None is the config.json's, else that of
-    files that are not quantized (DtypeError if they have several), else bfloat16.
-    prefix: what stands in front of "layers.N" in names of tensors, where a checkpoint has several
-    models. config: another config.json than the one beside the tensors. quantize_inputs: of nvfp4
-    files whose recipe rounds activations too, nvfp4_w4a4 with their input scales, instead of
-    nvfp4_w4a16; ConfigurationError for others.
+    checkpoint: a folder with a config.json and safetensors (with or without an index), or one
+        safetensors file.
+    layer: number of the layer, from 0.
+    ep, tp: (rank, ranks) of expert and tensor parallelism. TP splits I in whole groups. The first
+        TP rank has b2, the others have zeros.
+    placement: the experts of each EP rank.
+    dtype: of the layer, and of what is not quantized. None uses the config.json's, else that of
+        unquantized files (DtypeError if they have several), else bfloat16.
+    prefix: of the tensor names up to "layers.N", for a checkpoint with several models.
+    config: a config.json to use instead of the one beside the tensors.
+    quantize_inputs: for nvfp4 files whose recipe also rounds activations, load nvfp4_w4a4 with the
+        input scales instead of nvfp4_w4a16. Raises ConfigurationError for other files.
 
-    Names, shapes and dtypes are checked before a tensor is read: ConfigurationError for a
-    config.json, a format or a share that cannot be; WeightsError, ShapeError and DtypeError name
-    file and tensor, what they got and what they need. Nothing is returned in part.
+    Names, shapes and dtypes are checked before a tensor is read. Raises ConfigurationError for an
+    invalid config.json, format or share; WeightsError, ShapeError or DtypeError with the file and
+    tensor, what they have and what is needed. There are no partial results.
     """
-    asked = _Asked(layer, ep, tp, dtype, prefix)
+    request = _LoadRequest(layer, ep, tp, dtype, prefix)
     expect("checkpoint", checkpoint, str | Path)
     expect("config", config, str | Path | None)
     expect("quantize_inputs", quantize_inputs, bool)
-    place = available_device(device)
+    torch_device = available_device(device)
     with open_tensors(Path(checkpoint)) as files:
-        found = examine(files, config, prefix)
+        examined = examine(files, config, prefix)
         if quantize_inputs:
-            found = replace(found, format=found.format.with_inputs())
-        source = found.source(asked.layer)
-        return _load(source, found, asked, placement, place)
+            examined = replace(examined, format=examined.format.with_inputs())
+        source = examined.source(request.layer)
+        return _load(source, examined, request, placement, torch_device)
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What a caller gave, checked."""
+class _LoadRequest:
+    """The arguments of `load_experts`, checked."""
 
     layer: int
     ep: tuple[int, int]
@@ -166,28 +171,35 @@ class _Asked:
 def _load(
     source: LayerSource,
     found: Examined,
-    asked: _Asked,
+    asked: _LoadRequest,
     placement: Literal["linear"] | Placement,
     device: torch.device,
 ) -> LoadedExperts:
     stored = source.check()
-    given = None if asked.dtype is None else dtype_name(parse_dtype(asked.dtype))
-    facts = found.problem_fields(source, asked.tp[1], dtype=given)
-    facts["dtype"] = parse_dtype(facts.get("dtype", "bfloat16"))
-    held = Parallel(asked.ep[1], placement, asked.ep[0]).place(facts["experts"])
-    problem = Problem(tokens=1, local_experts=len(held.slots[asked.ep[0]]), **facts)
-    rank = _Share(source, source.format.with_scheme(problem.scheme), problem, asked.tp)
-    rank.check_cut()
-    weights = rank.read(held.slots[asked.ep[0]], _allocated(problem, stored, device))
-    read = source.files.bytes_read
+    dtype = None if asked.dtype is None else dtype_name(parse_dtype(asked.dtype))
+    fields = found.problem_fields(source, asked.tp[1], dtype=dtype)
+    fields["dtype"] = parse_dtype(fields.get("dtype", "bfloat16"))
+    placed = Parallel(asked.ep[1], placement, asked.ep[0]).place(fields["experts"])
+    problem = Problem(tokens=1, local_experts=len(placed.slots[asked.ep[0]]), **fields)
+    share = _Share(source, source.format.with_scheme(problem.scheme), problem, asked.tp)
+    share.check_cut()
+    weights = share.read(placed.slots[asked.ep[0]], _allocated(problem, stored, device))
+    bytes_read = source.files.bytes_read
     return LoadedExperts(
-        weights, facts, held, asked.ep, asked.tp, source.format, read, found.config
+        weights,
+        fields,
+        placed,
+        asked.ep,
+        asked.tp,
+        source.format,
+        bytes_read,
+        found.config,
     )
 
 
 @dataclass(frozen=True)
 class _Share:
-    """What one rank reads of a layer's matrices. fine: the format as the layer holds it."""
+    """One rank's part of a layer's matrices. fine: the format with the layer's tiles."""
 
     source: LayerSource
     fine: Format
@@ -196,25 +208,25 @@ class _Share:
 
     @property
     def columns(self) -> Range:
-        """Columns of w2, and rows of gate and of up: this rank's share of I."""
+        """This rank's range of I: columns of w2, and rows of gate and of up."""
         width = self.problem.intermediate
         return self.tp[0] * width, (self.tp[0] + 1) * width
 
     def check_cut(self) -> None:
-        """Raise the ConfigurationError of a share that goes through a packed word."""
+        """Raise ConfigurationError if the share splits a packed word."""
         first, (down,) = self.source.layer.projections(0)
         hidden = self.problem.hidden
         parts = [(place, self._rows(0, self._width), (0, hidden)) for place in first]
         self.source.check_cut([*parts, (down, (0, hidden), self.columns)])
 
     def read(self, experts: Sequence[int], whole: dict[str, torch.Tensor]) -> ExpertWeights:
-        """Read this rank's share of `experts` into the tensors of `whole`, which were made once."""
+        """Read this rank's share of `experts` into the preallocated tensors of `whole`."""
         for slot, expert in enumerate(experts):
             first, second = self.source.layer.projections(expert)
             orders = dict[str, torch.Tensor]()
             for rows in self._pieces(self._width, len(first) * self.problem.hidden):
-                there = self._rows(*rows)
-                parts = [(place, there, (0, self.problem.hidden)) for place in first]
+                source_rows = self._rows(*rows)
+                parts = [(place, source_rows, (0, self.problem.hidden)) for place in first]
                 orders |= self._put(whole, "w1", slot, parts, rows)
             for rows in self._pieces(self.problem.hidden, self.problem.intermediate):
                 orders |= self._put(whole, "w2", slot, [(second[0], rows, self.columns)], rows)
@@ -237,12 +249,12 @@ class _Share:
         return self.problem.intermediate * (2 if self._interleaved else 1)
 
     def _rows(self, start: int, stop: int) -> Range:
-        """Rows in the whole projection of rows [start, stop) on this rank."""
+        """Return the rows of the whole projection for rows [start, stop) of this rank."""
         begin = self.tp[0] * self._width
         return begin + start, begin + stop
 
     def _pieces(self, rows: int, values: int) -> Iterator[Range]:
-        """Yield ranges of rows of so many values, each of whole tiles and words."""
+        """Yield ranges of rows of `values` values each, aligned to tiles and packed words."""
         scheme = self.fine.scheme
         tile = lcm(8, scheme.group[0] if scheme.granularity == "block" else 1)
         step = max(_AT_ONCE // values // tile, 1) * tile
@@ -256,27 +268,30 @@ class _Share:
         parts: Sequence[tuple[ProjectionPlace, Range, Range]],
         rows: Range,
     ) -> dict[str, torch.Tensor]:
-        """Read rows of some projections, merge them, and copy each to its place in w1 or w2.
+        """Read rows of some projections, fuse them, and copy them to their rows of w1 or w2.
 
-        Returns the order that their columns had, if those are in another one now, by `name`.
+        Returns {name: order} if the columns were sorted by act-order, else {}.
         """
         try:
-            read = [self.source.part(self.fine, *part, order=not rows[0]) for part in parts]
-            merged = self._merged(read)
+            stored = [self.source.part(self.fine, *part, order=not rows[0]) for part in parts]
+            merged = self._merged(stored)
             order = same_order(merged)
         except InputError as error:
             what = f"{self.source.what}: {parts[0][0].base}: {error.what}"
             raise type(error)(what, got=error.got, need=error.need) from None
         for number, matrix in enumerate(merged):
             begin = number * self._width + rows[0]
-            _copy(whole, name, slot, matrix, self.fine, begin)
-            if matrix.global_scale is not None:  # gate_up in one has one for both
-                there = slice(None) if len(merged) == 1 else number
-                whole[f"{name}_global_scale"][slot, there] = matrix.global_scale
+            _copy_rows(whole, name, slot, matrix, self.fine, begin)
+            if matrix.global_scale is not None:  # a fused gate_up has one for both
+                columns = slice(None) if len(merged) == 1 else number
+                whole[f"{name}_global_scale"][slot, columns] = matrix.global_scale
         return {} if order is None else {name: order}
 
     def _merged(self, read: Sequence[Mapping[str, torch.Tensor]]) -> list[Matrix]:
-        """Merge projections; each by itself, and so a view where nothing has to be unpacked."""
+        """Fuse projections if they share a scale, else return each one separately.
+
+        A separate projection is a view if nothing has to be unpacked.
+        """
         dtype = self.problem.dtype
         if self.fine.scheme.granularity != "tensor":
             return [stack(self.fine, [each], dtype) for each in read]
@@ -292,13 +307,14 @@ class _Share:
     ) -> None:
         biases = [self.source.bias_of(place, self._rows(0, self._width)) for place in first]
         whole["b1"][slot] = torch.cat([bias.to(whole["b1"].dtype) for bias in biases])
-        if self.tp[0] == 0:  # its sum over ranks has it once
+        if self.tp[0] == 0:  # the sum over TP ranks must contain b2 once
             whole["b2"][slot] = self.source.bias_of(down, (0, self.problem.hidden))
 
     def _input_scales(self, here: Sequence[int], device: torch.device) -> dict[str, torch.Tensor]:
-        """Read those of all experts: a token is quantized before it meets any, on any rank.
+        """Read the input scales of all experts: a token is quantized before it is assigned to one.
 
-        Where it is quantized behind the dispatch, those of the experts here, of each the largest.
+        If inputs are quantized after the dispatch, read those of this rank's experts, and use the
+        largest of each expert's projections.
         """
         if self.fine.scheme.scales_by_expert:
             of_expert = [self.source.layer.projections(expert) for expert in here]
@@ -310,39 +326,39 @@ class _Share:
         places = [self.source.layer.projections(expert) for expert in range(self.problem.experts)]
         firsts = [place for first, _ in places for place in first]
         seconds = [place for _, second in places for place in second]
-        given = {"a1_scale": firsts, "a2_scale": seconds}
-        scales = {name: self.source.input_scales(there) for name, there in given.items()}
+        by_scale = {"a1_scale": firsts, "a2_scale": seconds}
+        scales = {name: self.source.input_scales(keys) for name, keys in by_scale.items()}
         return {name: static_scale(each).to(device) for name, each in scales.items()}
 
 
 def _allocated(
     problem: Problem, stored: Mapping[str, frozenset[torch.dtype]], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Make every tensor that the problem's weights have, but static activation scales.
+    """Allocate the tensors of the problem's weights, except static activation scales.
 
-    stored: dtypes in the files, by role. Where all scales, or all biases, have one dtype that the
-    layer takes, that is theirs; else float32, which holds any of them.
+    stored: dtypes in the files, by role. If all scales, or all biases, have one dtype that the
+    layer takes, it is used; else float32, which represents all of them.
     """
 
     def dtype_of(role: str, taken: Sequence[torch.dtype]) -> torch.dtype:
-        found = stored.get(role, frozenset())
-        return next((each for each in taken if found == {each}), taken[0])
+        file_dtypes = stored.get(role, frozenset())
+        return next((each for each in taken if file_dtypes == {each}), taken[0])
 
-    made = {}
+    tensors = {}
     for name, spec in weight_specs(problem).items():
         if not name.startswith("a"):
             scale = name.endswith("_scale")
             dtype = dtype_of("scale", spec.dtypes) if scale else spec.dtypes[0]
-            made[name] = torch.empty(spec.shape, dtype=dtype, device=device)
+            tensors[name] = torch.empty(spec.shape, dtype=dtype, device=device)
     if problem.bias:
         for name, size in (("b1", problem.w1_rows), ("b2", problem.hidden)):
             shape = (problem.e, size)
             dtype = dtype_of("bias", (torch.float32, problem.dtype))
-            made[name] = torch.zeros(shape, dtype=dtype, device=device)
-    return made
+            tensors[name] = torch.zeros(shape, dtype=dtype, device=device)
+    return tensors
 
 
-def _copy(
+def _copy_rows(
     whole: dict[str, torch.Tensor],
     name: str,
     slot: int,
@@ -350,7 +366,7 @@ def _copy(
     format: Format,
     begin: int,
 ) -> None:
-    """Copy a piece of one projection to the rows from `begin` on of w1 or w2."""
+    """Copy a piece of one projection to the rows of w1 or w2 that start at `begin`."""
     scheme = format.scheme
     scale_step = scheme.group[0] if scheme.granularity == "block" else 1
     steps = {"": 1, "_scale": scale_step, "_zero_point": 2 if scheme.packed else 1}
@@ -360,7 +376,7 @@ def _copy(
             continue
         target = whole[name + suffix]
         if source.dim():
-            at = begin // step
-            target[slot, at : at + len(source)] = source
-        else:  # one of the whole matrix
+            first_row = begin // step
+            target[slot, first_row : first_row + len(source)] = source
+        else:  # one scale for the whole matrix
             target[slot] = source

@@ -1,8 +1,8 @@
-"""What a checkpoint keeps of one matrix (N, K), as data: names, shapes, dtypes, and how to cut it.
+"""The stored tensors of one matrix (N, K): names, shapes, dtypes, and how to slice them.
 
-A matrix is the weight of one projection: N rows of outputs, K columns of inputs. Whatever is stored
-of it covers a tile of its rows and columns by each entry, so a share of the matrix is a box of
-each tensor.
+A matrix is the weight of one projection, with N rows (outputs) and K columns (inputs). Each entry
+of a stored tensor covers a tile of rows and columns, so a share of the matrix is a box of each
+tensor.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,9 +27,9 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 class Dim:
     """One dimension of a stored tensor.
 
-    axis: "N" or "K", or "" for `step` entries of no axis. step: rows or columns of the matrix that
-    one entry covers. whole: an entry is a word of values, which no cut may go through; that of a
-    scale covers a tile, which may be cut and repeated.
+    axis: "N" or "K", or "" for `step` entries of no axis. step: rows or columns of the matrix per
+    entry. whole: an entry is a packed word that must not be split. An entry of a scale covers a
+    tile that may be split, with the scale repeated.
     """
 
     axis: Literal["N", "K", ""]
@@ -43,11 +43,11 @@ class Dim:
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor that a checkpoint keeps of a matrix.
+    """One tensor that a checkpoint stores for a matrix.
 
-    name: behind the matrix's own. also: other names that files have for it. dims: () is a single
-    number, stored as () or (1,); trailing dimensions of 1 are left out. role: what it is to
-    `merge`; UNREAD ones are not read.
+    name: suffix after the matrix's name. also: alternative names. dims: () is a single number,
+    stored as () or (1,); trailing dimensions of 1 are ignored. role: its meaning to `fusing.stack`;
+    tensors with a role in UNREAD are not read.
     """
 
     name: str
@@ -59,25 +59,25 @@ class Stored:
 
     @property
     def is_number(self) -> bool:
-        """Whether there is one number of a matrix."""
+        """True if there is a single number per matrix."""
         return not self.dims and self.role != "shape"
 
     def shape(self, rows: int, depth: int) -> tuple[int, ...]:
-        """Return the shape of what is stored of a matrix (rows, depth)."""
+        """Return the shape of the stored tensor for a matrix (rows, depth)."""
         sizes = {"N": rows, "K": depth}
         if self.role == "shape":
             return (2,)
         return tuple(-(-sizes[d.axis] // d.step) if d.axis else d.step for d in self.dims)
 
     def box(self, rows: Range, columns: Range) -> tuple[slice, ...]:
-        """Return the slices that hold rows [a, b) and columns [c, d) of the matrix."""
+        """Return the slices that cover rows [a, b) and columns [c, d) of the matrix."""
         ranges = {"N": rows, "K": columns}
         return tuple(d.entries(*ranges[d.axis]) if d.axis else slice(0, d.step) for d in self.dims)
 
     def check(
         self, what: str, got: Sequence[int], dtype: torch.dtype, need: tuple[int, ...]
     ) -> None:
-        """Raise the ShapeError or DtypeError of a tensor of shape `got`, where `need` should be."""
+        """Raise ShapeError unless the shape `got` is `need`, DtypeError for another dtype."""
         trimmed = tuple(got)
         while len(trimmed) > len(need) and trimmed[-1] == 1:
             trimmed = trimmed[:-1]
@@ -88,7 +88,7 @@ class Stored:
             raise DtypeError(what, got=dtype_name(dtype), need=names)
 
     def check_cut(self, what: str, rows: Range, columns: Range, sizes: tuple[int, int]) -> None:
-        """Raise the ConfigurationError of a share that goes through a word of packed values."""
+        """Raise ConfigurationError if a share splits a packed word."""
         for dim in (d for d in self.dims if d.whole):
             (start, stop), size = (rows, sizes[0]) if dim.axis == "N" else (columns, sizes[1])
             if start % dim.step or (stop % dim.step and stop != size):
@@ -100,19 +100,19 @@ class Stored:
 def cut(
     stored: Sequence[Stored], tensors: Mapping[str, torch.Tensor], rows: Range, columns: Range
 ) -> dict[str, torch.Tensor]:
-    """Return the part of a matrix's tensors that covers rows [a, b) and columns [c, d): views.
+    """Return views of a matrix's tensors that cover rows [a, b) and columns [c, d).
 
-    tensors: by the names of `stored`, each (..., *its dims). A tile that the range cuts through
-    comes whole: `refine` cuts it.
+    tensors: by the names of `stored`, each (..., *its dims). A tile that the range splits is
+    returned whole; `refine` splits it.
     """
-    found = {}
+    parts = {}
     for each in stored:
         if each.name in tensors:
             tensor = tensors[each.name]
-            for place, part in enumerate(each.box(rows, columns), -len(each.dims)):
-                tensor = tensor.narrow(place, part.start, part.stop - part.start)
-            found[each.name] = tensor
-    return found
+            for dim, entries in enumerate(each.box(rows, columns), -len(each.dims)):
+                tensor = tensor.narrow(dim, entries.start, entries.stop - entries.start)
+            parts[each.name] = tensor
+    return parts
 
 
 def refine(
@@ -122,25 +122,24 @@ def refine(
     rows: Range,
     columns: Range,
 ) -> dict[str, torch.Tensor]:
-    """Return the same numbers in smaller tiles that begin at row a and column c: scales repeated.
+    """Repeat scales so that the tiles become those of `fine`, starting at row a and column c.
 
-    One of a whole matrix may become one of each row.
-
-    tensors: as `cut` gives them for these ranges. A tile of `fine` must lie in one of `coarse`.
+    One scale of a whole matrix may become one per row. tensors: from `cut` with the same ranges.
+    Each tile of `fine` must be contained in one of `coarse`.
     """
-    found = dict(tensors)
+    refined = dict(tensors)
     for old, new in zip(coarse, fine, strict=True):
         if old.name not in tensors or old.dims == new.dims:
             continue
         tensor = tensors[old.name]
-        if old.is_number:  # of every row now
-            found[old.name] = tensor[..., None].expand(*tensor.shape, rows[1] - rows[0])
+        if old.is_number:  # one per row now
+            refined[old.name] = tensor[..., None].expand(*tensor.shape, rows[1] - rows[0])
             continue
-        for place, (was, now) in enumerate(zip(old.dims, new.dims, strict=True)):
-            if was.step != now.step:
-                start, stop = rows if was.axis == "N" else columns
-                index = torch.arange(-(-(stop - start) // now.step), device=tensor.device)
-                index = (start + index * now.step) // was.step - start // was.step
-                tensor = tensor.index_select(place - len(old.dims), index)
-        found[old.name] = tensor
-    return found
+        for position, (old_dim, new_dim) in enumerate(zip(old.dims, new.dims, strict=True)):
+            if old_dim.step != new_dim.step:
+                start, stop = rows if old_dim.axis == "N" else columns
+                index = torch.arange(-(-(stop - start) // new_dim.step), device=tensor.device)
+                index = (start + index * new_dim.step) // old_dim.step - start // old_dim.step
+                tensor = tensor.index_select(position - len(old.dims), index)
+        refined[old.name] = tensor
+    return refined

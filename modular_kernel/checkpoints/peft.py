@@ -1,12 +1,12 @@
-"""A PEFT checkpoint (LoRA) -> one layer's adapter, without a framework.
+"""Loading of one layer's adapter from a PEFT checkpoint (LoRA), without PEFT.
 
     adapter = load_adapter("adapter/", 3, problem)
     pool.load("mine", adapter)
 
-Names of tensors, the order of fused factors and the rule of patterns are those that PEFT 0.21
-writes and reads. Fused experts, one parameter of shape (E, rows, columns), have A of (E r, columns)
-with an expert's rows together, and B of (rows, r E) with an expert's columns r apart, E from each
-other (`ParamWrapper`, PEFT 0.19 and newer).
+Tensor names, the order of fused factors and the pattern rules are those of PEFT 0.21. For fused
+experts, one parameter of shape (E, rows, columns), A is (E r, columns) with the r rows of an expert
+adjacent, and B is (rows, r E) with the columns of an expert at a stride of E (`ParamWrapper`, PEFT
+0.19 and newer).
 """
 
 import re
@@ -57,22 +57,25 @@ def load_adapter(
     ep: tuple[int, int] | None = None,
     elsewhere: Sequence[str] = (),
 ) -> Adapter:
-    """Load what a LoRA checkpoint of PEFT has for the experts of one layer.
+    """Load a PEFT checkpoint's LoRA factors for the experts of one layer.
 
-    folder: with adapter_config.json and adapter_model.safetensors. layer: its number, from 0.
-    problem: with `lora`; it says what experts share, and its sizes are the base model's. ep: (rank,
-    ranks) that share the experts in blocks; None is what `problem.parallel` says. elsewhere: names
-    of modules, such as "self_attn", whose tensors the caller applies to another part of the model.
+    folder: with adapter_config.json and adapter_model.safetensors.
+    layer: number of the layer, from 0.
+    problem: with `lora`, which states what experts share. Its sizes are those of the base model.
+    ep: (rank, ranks) for experts in contiguous blocks. None uses `problem.parallel`.
+    elsewhere: names of modules, such as "self_attn", whose tensors are ignored, because the caller
+        applies them to other parts of the model.
 
     The result is on the CPU, in the problem's dtype, and has the experts of this rank. Its rank is
-    the largest of a projection, of two that share one A the sum of theirs; rows beyond a
-    projection's own are zero. Scaling, lora_alpha / r or lora_alpha / sqrt(r), is in B. A
-    projection that the checkpoint does not have is zero, as is a layer that its
-    layers_to_transform leaves out.
+    the maximum over projections; two projections that share one A count with the sum of their
+    ranks. Rows beyond a projection's rank are zero. The scaling, lora_alpha / r or lora_alpha /
+    sqrt(r), is multiplied into B. Projections that the checkpoint does not have are zero, as are
+    layers that its layers_to_transform excludes.
 
-    Names, shapes and dtypes are checked before a tensor is read: ConfigurationError for a config
-    that does more than LoRA or another base, WeightsError for names that are none of the experts',
-    or missing ones, ShapeError and DtypeError for tensors. Nothing is returned in part.
+    Names, shapes and dtypes are checked before a tensor is read. Raises ConfigurationError for a
+    config of other methods than plain LoRA or another base model, WeightsError for unknown or
+    missing tensors, ShapeError and DtypeError for tensors that do not match. There are no partial
+    results.
     """
     expect("adapter folder", folder, str | Path)
     expect("layer", layer, int)
@@ -106,7 +109,7 @@ def _local(problem: Problem, ep: tuple[int, int] | None) -> list[int]:
 
 @dataclass(frozen=True)
 class _Pair:
-    """A and B of one projection, of one expert or of all. module: the name that patterns match."""
+    """A and B of one projection, of one or all experts. module: the name that patterns match."""
 
     module: str
     a: str
@@ -117,7 +120,7 @@ class _Pair:
 
 @dataclass(frozen=True)
 class _Source:
-    """The tensors of one layer in a file."""
+    """The tensors of one layer in a PEFT file."""
 
     files: Tensors
     config: PeftConfig
@@ -125,26 +128,29 @@ class _Source:
     layer: int
 
     def projections(self, elsewhere: tuple[str, ...]) -> dict[_Role, dict[int | None, _Pair]]:
-        """Return each projection's pairs by expert, or by None where one holds all experts."""
+        """Return each projection's A and B by expert, or by None if one pair holds all experts."""
         sides = self._sides(elsewhere)
-        found = dict[_Role, dict[int | None, _Pair]]()
+        pairs = dict[_Role, dict[int | None, _Pair]]()
         for (block, expert, name), keys in sides.items():
             what = f"{self.files.path.name}: {block}"
             if len(keys) < 2:
                 got = f"{next(iter(keys.values()))} alone"
                 raise WeightsError(what, got=got, need="lora_A, lora_B")
             role, module = self._role(what, expert, name, keys)
-            if expert in found.setdefault(role, {}):
+            if expert in pairs.setdefault(role, {}):
                 got = f"{keys['A']}: {role} once more"
                 raise WeightsError(what, got=got, need="each projection once")
-            found[role][expert] = self._pair(role, f"{block}.{module}", expert, keys)
-        self._check_whole(found)
-        return found
+            pairs[role][expert] = self._pair(role, f"{block}.{module}", expert, keys)
+        self._check_whole(pairs)
+        return pairs
 
     def _sides(
         self, elsewhere: tuple[str, ...]
     ) -> dict[tuple[str, int | None, str], dict[str, str]]:
-        """Return the names of A and B of this layer's projections; refuse what is nobody's."""
+        """Return the names of A and B of this layer's projections.
+
+        Raises WeightsError for tensors that are neither LoRA factors of experts nor in `elsewhere`.
+        """
         sides = dict[tuple[str, int | None, str], dict[str, str]]()
         unknown, blocks = list[str](), set[str]()
         what = str(self.files.path)
@@ -178,7 +184,7 @@ class _Source:
     def _role(
         self, what: str, expert: int | None, name: str, keys: Mapping[str, str]
     ) -> tuple[_Role, str]:
-        """Return a projection and the name of its module; of a fused one its shapes tell."""
+        """Return a projection's role and module name, which shapes determine for fused experts."""
         problem = self.problem
         if expert is not None:
             role: _Role = _ROLES[name]  # type: ignore[assignment]
@@ -191,23 +197,23 @@ class _Source:
         first: _Role = "gate_up" if problem.act.gated else "up"
         shapes = [self._shape(keys[side]) for side in "AB"]
         roles: tuple[_Role, ...] = (first, "down")
-        fitting = [r for r in roles if (shapes[0][1], shapes[1][0]) == self._sizes(r)[::-1]]
-        if len(fitting) != 1:
+        matching = [r for r in roles if (shapes[0][1], shapes[1][0]) == self._sizes(r)[::-1]]
+        if len(matching) != 1:
             sizes = [f"(E r, {d}) and ({n}, r E) of {_FUSED[r]}" for r in roles
                      for n, d in [self._sizes(r)]]  # fmt: skip
             got = f"{shapes[0]} and {shapes[1]}"
             raise ShapeError(self.files.where(keys["A"]), got=got, need=" or ".join(sizes))
-        rows, depth = self._sizes(fitting[0])
-        either_way = rows == depth or not problem.act.gated
-        if either_way and not self.config.swaps:
+        rows, depth = self._sizes(matching[0])
+        ambiguous = rows == depth or not problem.act.gated
+        if ambiguous and not self.config.swaps:
             need = "0.19 or newer: older ones may have A and B the other way, of the same shapes"
             raise ConfigurationError(
                 f"{what}: peft_version", got=self.config.peft_version, need=need
             )
-        return fitting[0], _FUSED[fitting[0]]
+        return matching[0], _FUSED[matching[0]]
 
     def _sizes(self, role: _Role) -> tuple[int, int]:
-        """Return rows and columns of a projection's weight."""
+        """Return the rows and columns of a projection's weight."""
         problem = self.problem
         if role == "down":
             return problem.hidden, problem.intermediate
@@ -229,16 +235,16 @@ class _Source:
         for side, need in (("A", (all_ranks, depth)), ("B", (rows, all_ranks))):
             got = self._shape(keys[side])
             if got != need:
-                where = f"{need}, by {CONFIG_FILE} and the problem"
-                raise ShapeError(self.files.where(keys[side]), got=got, need=where)
+                requirement = f"{need}, by {CONFIG_FILE} and the problem"
+                raise ShapeError(self.files.where(keys[side]), got=got, need=requirement)
         return _Pair(module, keys["A"], keys["B"], rank, scaling)
 
     def _check_whole(self, found: Mapping[_Role, Mapping[int | None, _Pair]]) -> None:
-        """Check that projections have all experts, and that what the config targets is there."""
+        """Check that projections have all experts, and that all targets of the config exist."""
         what = f"{self.files.path}: layer {self.layer}"
-        everyone = set(range(self.problem.experts))
+        all_experts = set(range(self.problem.experts))
         for role, pairs in found.items():
-            missing = everyone - {*pairs} if None not in pairs else {*pairs} - {None}
+            missing = all_experts - {*pairs} if None not in pairs else {*pairs} - {None}
             if missing and None in pairs:
                 raise WeightsError(what, got=f"{role} fused and by expert", need="one of both")
             if missing:
@@ -248,37 +254,37 @@ class _Source:
             raise WeightsError(what, got="gate and up fused and apart", need="one of both")
         if not self.config.has_layer(self.layer):
             return
-        there = {*found, *(("gate", "up") if "gate_up" in found else ())}
+        present = {*found, *(("gate", "up") if "gate_up" in found else ())}
         named = {**_ROLES, "gate_up_proj": "gate_up"}
         for target in self.config.targets:
-            if target in named and named[target] not in there:
+            if target in named and named[target] not in present:
                 raise WeightsError(what, got=f"no {target}", need=f"what {CONFIG_FILE} targets")
 
     def read(self, pairs: Mapping[int | None, _Pair], wanted: Sequence[int]) -> _Factors:
-        """Read A and B of some experts, B scaled; ranks of experts are made one by zeros."""
+        """Read A and B of some experts, with B scaled, and pad their ranks to the maximum."""
         if None in pairs:
             pair, count = pairs[None], self.problem.experts
             a, b = self.files.read(pair.a, ()), self.files.read(pair.b, ())
             a, b = a.view(count, pair.rank, -1), b.view(-1, pair.rank, count)
             return self._cast(pair, a[list(wanted)], b.permute(2, 0, 1)[list(wanted)])
-        each = [pairs[expert] for expert in wanted]
-        read = [
+        expert_pairs = [pairs[expert] for expert in wanted]
+        factors = [
             self._cast(pair, self.files.read(pair.a, ()), self.files.read(pair.b, ()))
-            for pair in each
+            for pair in expert_pairs
         ]
-        rank = max(pair.rank for pair in each)
-        a = torch.stack([_grown(a, 0, rank) for a, _ in read])
-        return a, torch.stack([_grown(b, 1, rank) for _, b in read])
+        rank = max(pair.rank for pair in expert_pairs)
+        a = torch.stack([_pad(a, 0, rank) for a, _ in factors])
+        return a, torch.stack([_pad(b, 1, rank) for _, b in factors])
 
     def _cast(self, pair: _Pair, a: torch.Tensor, b: torch.Tensor) -> _Factors:
-        """Scale B in float64 and round once; refuse what the problem's dtype does not hold."""
+        """Scale B in float64 and round once; WeightsError if the problem's dtype overflows."""
         dtype = self.problem.dtype
-        made = a.to(dtype), (b.double() * pair.scaling).to(dtype)
-        for key, values in zip((pair.a, pair.b), made, strict=True):
+        scaled = a.to(dtype), (b.double() * pair.scaling).to(dtype)
+        for key, values in zip((pair.a, pair.b), scaled, strict=True):
             if not bool(values.isfinite().all()):
                 got = "values that are not finite"
                 raise WeightsError(self.files.where(key), got=got, need=f"finite ones in {dtype}")
-        return made
+        return scaled
 
 
 def _assemble(
@@ -287,39 +293,39 @@ def _assemble(
     spec: AdapterSpec,
     local: list[int],
 ) -> Adapter:
-    """Read the projections and put them into the tensors of one slot, as wide as their rank."""
+    """Read the projections and combine them into the tensors of one adapter."""
     problem = source.problem
-    wanted = list(range(problem.experts)) if spec.outer_shared else local
-    read = {role: source.read(pairs, wanted) for role, pairs in found.items()}
-    first = _first(problem, read)
+    experts = list(range(problem.experts)) if spec.outer_shared else local
+    factors = {role: source.read(pairs, experts) for role, pairs in found.items()}
+    first = _first(problem, factors)
     if spec.a13_shared:
-        first = _one_a(first)
-    second = [("", *read["down"])] if "down" in read else []
+        first = _share_a(first)
+    second = [("", *factors["down"])] if "down" in factors else []
     ranks = [a.shape[1] for _, a, _ in (*first, *second)]
-    own = replace(spec, rank=max(ranks, default=1))
-    shapes = own.shapes(len(wanted), problem.w1_rows, problem.hidden, problem.intermediate)
-    made = {
-        name: torch.zeros((len(wanted), *shape[2:]), dtype=problem.dtype)
+    padded_spec = replace(spec, rank=max(ranks, default=1))
+    shapes = padded_spec.shapes(len(experts), problem.w1_rows, problem.hidden, problem.intermediate)
+    tensors = {
+        name: torch.zeros((len(experts), *shape[2:]), dtype=problem.dtype)
         for name, shape in shapes.items()
     }
-    halves = made["lora_a13"].shape[1] // own.rank
+    halves = tensors["lora_a13"].shape[1] // padded_spec.rank
     for part, a, b in first:
-        begin = own.rank if part == "up" and halves == 2 else 0
-        made["lora_a13"][:, begin : begin + a.shape[1]] = a
-        made["lora_b13"][:, _rows(problem, part), : b.shape[2]] = b
+        begin = padded_spec.rank if part == "up" and halves == 2 else 0
+        tensors["lora_a13"][:, begin : begin + a.shape[1]] = a
+        tensors["lora_b13"][:, _rows(problem, part), : b.shape[2]] = b
     for _, a, b in second:
-        made["lora_a2"][:, : a.shape[1]] = a
-        made["lora_b2"][:, :, : b.shape[2]] = b
+        tensors["lora_a2"][:, : a.shape[1]] = a
+        tensors["lora_b2"][:, :, : b.shape[2]] = b
     if spec.outer_shared:
         for name in ("lora_a13", "lora_b2"):
-            made[name] = _one(str(source.files.path), name, made[name])
+            tensors[name] = _one(str(source.files.path), name, tensors[name])
         for name in ("lora_b13", "lora_a2"):
-            made[name] = made[name][local]
-    return Adapter(**made)
+            tensors[name] = tensors[name][local]
+    return Adapter(**tensors)
 
 
 def _rows(problem: Problem, part: str) -> slice:
-    """Return gate's or up's rows of w1."""
+    """Return the rows of gate or of up in w1."""
     rows = problem.w1_rows
     if not problem.act.gated:
         return slice(rows)
@@ -329,7 +335,7 @@ def _rows(problem: Problem, part: str) -> slice:
 
 
 def _first(problem: Problem, read: Mapping[_Role, _Factors]) -> list[_Part]:
-    """Return the parts of w1 that there are, each with A and B; fused ones have the same A."""
+    """Return the parts of w1 with their A and B. Fused gate and up have the same A."""
     if "gate_up" in read:
         a, b = read["gate_up"]
         return [(part, a, b[:, _rows(problem, part)]) for part in ("gate", "up")]
@@ -337,26 +343,26 @@ def _first(problem: Problem, read: Mapping[_Role, _Factors]) -> list[_Part]:
     return [(role, *read[role]) for role in roles if role in read]
 
 
-def _one_a(first: list[_Part]) -> list[_Part]:
-    """Give gate and up one A: the one they have, or both below each other, B zero for the other."""
+def _share_a(first: list[_Part]) -> list[_Part]:
+    """Give gate and up a common A: the same one, or both stacked with B padded by zeros."""
     if len(first) < 2 or torch.equal(first[0][1], first[1][1]):
         return first
     (_, a_gate, b_gate), (_, a_up, b_up) = first
-    both = torch.cat([a_gate, a_up], 1)
-    b_gate = _grown(b_gate, 2, both.shape[1])
+    a = torch.cat([a_gate, a_up], 1)
+    b_gate = _pad(b_gate, 2, a.shape[1])
     b_up = torch.cat([torch.zeros_like(b_up[:, :, :1]).expand(-1, -1, a_gate.shape[1]), b_up], 2)
-    return [("gate", both, b_gate), ("up", both, b_up)]
+    return [("gate", a, b_gate), ("up", a, b_up)]
 
 
-def _grown(values: torch.Tensor, dimension: int, size: int) -> torch.Tensor:
-    """Add zeros behind a dimension up to `size`."""
+def _pad(values: torch.Tensor, dimension: int, size: int) -> torch.Tensor:
+    """Pad a dimension with zeros to `size`."""
     shape = list(values.shape)
     shape[dimension] = size - shape[dimension]
     return torch.cat([values, values.new_zeros(shape)], dimension)
 
 
 def _one(what: str, name: str, values: torch.Tensor) -> torch.Tensor:
-    """Return the matrix that all experts share, as (1, ...)."""
+    """Return the matrix that all experts share, as (1, ...); raise WeightsError if they differ."""
     if not torch.equal(values, values[:1].expand_as(values)):
         raise WeightsError(
             what, got=f"{name} that differs between experts", need="one: outer=shared"

@@ -1,4 +1,4 @@
-"""adapter_config.json of PEFT: plain LoRA, or a typed error that names the field."""
+"""Reader of PEFT's adapter_config.json, for plain LoRA only."""
 
 import re
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ from modular_kernel.utils.argument_checks import MOST, Between, Count, expect
 
 _V = TypeVar("_V")
 _MOST_BYTES = 1 << 20
-_MOST_PATTERN = 256
-# Fields that change no product: how it was trained, where it came from, which modules it targets.
+_MAX_PATTERN_LENGTH = 256
+# Ignored fields, about training, origin and target modules: they do not change the result.
 _IDLE = frozenset((
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying",
     "eva_config", "exclude_modules", "inference_mode", "layers_pattern", "loftq_config",
@@ -26,12 +26,12 @@ _READ = frozenset((
     "peft_type", "peft_version", "r", "rank_pattern", "target_modules", "target_parameters",
     "use_rslora",
 ))  # fmt: skip
-# Starts that leave the base model's weights as they are; others, as pissa, change them.
-_Start = bool | Literal["gaussian", "eva", "orthogonal"] | None
+# Initializations that leave the base model unchanged; others, such as pissa, modify it.
+_Initialization = bool | Literal["gaussian", "eva", "orthogonal"] | None
 _Layer = Annotated[int, Between(0, MOST)]
 _FIELDS: tuple[tuple[str, Any], ...] = (
     ("exclude_modules", str | list[str] | None),
-    ("init_lora_weights", _Start),
+    ("init_lora_weights", _Initialization),
     ("layers_to_transform", _Layer | list[_Layer] | None),
     ("peft_version", str | None),
     ("target_modules", str | list[str] | None),
@@ -41,9 +41,10 @@ _FIELDS: tuple[tuple[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """What a config settles: ranks and scalings of modules, and which of them it is for.
+    """Ranks and scalings of the modules, and the layers and modules that have adapters.
 
-    layers: None for all. targets: names of modules and parameters, () where a pattern has them.
+    layers: None for all. targets: names of modules and parameters, () if they are given by a
+    pattern.
     """
 
     path: Path
@@ -57,54 +58,54 @@ class PeftConfig:
     peft_version: str | None
 
     def rank_and_scaling(self, module: str) -> tuple[int, float]:
-        """Return the rank of a module and what its product is multiplied by."""
+        """Return the rank of a module and the scaling of its product."""
         name = module.removeprefix("base_model.model.")
         rank = _first_match(self.ranks, name, self.rank)
         alpha = _first_match(self.alphas, name, self.alpha)
         return rank, alpha / (sqrt(rank) if self.root else rank)
 
     def has_layer(self, layer: int) -> bool:
-        """Tell whether the adapter is for this layer too."""
+        """Return whether the adapter includes this layer."""
         return self.layers is None or layer in self.layers
 
     @property
     def swaps(self) -> bool:
-        """Whether PEFT 0.19 or newer wrote it, where A of a fused weight has its columns."""
+        """True for PEFT 0.19 or newer, in which A of a fused weight has the weight's columns."""
         numbers = re.match(r"(\d{1,4})\.(\d{1,4})", self.peft_version or "")
         return numbers is not None and (int(numbers[1]), int(numbers[2])) >= (0, 19)
 
 
 def read_config(path: Path) -> PeftConfig:
-    """Read an adapter_config.json; ConfigurationError for one that is not of plain LoRA."""
+    """Read an adapter_config.json; raise ConfigurationError unless it is plain LoRA."""
     what = str(path)
     try:
-        found = json_files.parse(json_files.content(path, _MOST_BYTES))
+        config = json_files.parse(json_files.content(path, _MOST_BYTES))
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ConfigurationError(what, got=why[:200], need="a config of PEFT, JSON") from None
-    if not isinstance(found, dict):
-        raise ConfigurationError(what, got=type(found).__name__, need="an object")
-    _refuse_others(what, found)
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigurationError(what, got=reason[:200], need="a config of PEFT, JSON") from None
+    if not isinstance(config, dict):
+        raise ConfigurationError(what, got=type(config).__name__, need="an object")
+    _check_plain_lora(what, config)
     for name, kind in _FIELDS:
-        expect(f"{what}: {name}", found.get(name), kind)
-    expect(f"{what}: use_rslora", root := found.get("use_rslora", False), bool)
+        expect(f"{what}: {name}", config.get(name), kind)
+    expect(f"{what}: use_rslora", root := config.get("use_rslora", False), bool)
     return PeftConfig(
         path=path,
-        rank=_rank(f"{what}: r", found.get("r")),
-        alpha=_alpha(f"{what}: lora_alpha", found.get("lora_alpha")),
+        rank=_rank(f"{what}: r", config.get("r")),
+        alpha=_alpha(f"{what}: lora_alpha", config.get("lora_alpha")),
         ranks={key: _rank(f"{what}: rank_pattern", value)
-               for key, value in _patterns(what, found, "rank_pattern")},
+               for key, value in _patterns(what, config, "rank_pattern")},
         alphas={key: _alpha(f"{what}: alpha_pattern", value)
-                for key, value in _patterns(what, found, "alpha_pattern")},
+                for key, value in _patterns(what, config, "alpha_pattern")},
         root=root,
-        layers=_layers(what, found),
-        targets=_targets(found),
-        peft_version=found.get("peft_version"),
+        layers=_layers(what, config),
+        targets=_targets(config),
+        peft_version=config.get("peft_version"),
     )  # fmt: skip
 
 
-def _refuse_others(what: str, found: Mapping[str, Any]) -> None:
-    """Refuse another method than LoRA, and each field that would change what LoRA computes."""
+def _check_plain_lora(what: str, found: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError for other methods than LoRA and for fields that modify it."""
     if found.get("peft_type") != "LORA":
         got = _short(found.get("peft_type"))
         raise ConfigurationError(f"{what}: peft_type", got=got, need="LORA")
@@ -138,39 +139,43 @@ def _alpha(what: str, value: Any) -> float:
 
 
 def _patterns(what: str, found: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
-    """Return the items of a field of patterns, each a regular expression that ends in time."""
-    given = found.get(name) or {}
-    if not isinstance(given, dict):
-        raise ConfigurationError(f"{what}: {name}", got=_short(given), need="an object")
-    for pattern in given:
+    """Return the items of a pattern field, whose regular expressions must match in bounded time."""
+    patterns = found.get(name) or {}
+    if not isinstance(patterns, dict):
+        raise ConfigurationError(f"{what}: {name}", got=_short(patterns), need="an object")
+    for pattern in patterns:
         try:
             re.compile(pattern)
-            re.compile(_ending(pattern))  # flags at its start are none there
-            whole = len(pattern) <= _MOST_PATTERN
+            re.compile(_suffix_pattern(pattern))  # fails if the pattern begins with flags
+            valid = len(pattern) <= _MAX_PATTERN_LENGTH
         except (re.error, OverflowError, RecursionError):
-            whole = False
-        # A repeated group, or many repeats, can take time without end; no module needs them.
-        bare = re.sub(r"\\.", "", pattern)
-        if not whole or re.search(r"\)[*+{?]", bare) or len(re.findall(r"[*+{?]", bare)) > 3:
-            need = f"a regular expression of at most {_MOST_PATTERN} characters and 3 repeats"
+            valid = False
+        # Repeated groups or many repeats can take exponential time; module names need neither.
+        unescaped = re.sub(r"\\.", "", pattern)
+        if (
+            not valid
+            or re.search(r"\)[*+{?]", unescaped)
+            or len(re.findall(r"[*+{?]", unescaped)) > 3
+        ):
+            need = f"a regular expression of at most {_MAX_PATTERN_LENGTH} characters and 3 repeats"
             raise ConfigurationError(f"{what}: {name}", got=_short(pattern), need=need)
-    return list(given.items())
+    return list(patterns.items())
 
 
-def _ending(pattern: str) -> str:
+def _suffix_pattern(pattern: str) -> str:
     return rf"(.*\.)?({pattern})$"
 
 
 def _first_match(patterns: Mapping[str, _V], name: str, default: _V) -> _V:
-    """Return the value of the first pattern that a name, or its end behind a dot, matches."""
+    """Return the value of the first pattern that matches a name, or its end after a dot."""
     for pattern, value in patterns.items():
-        if re.match(_ending(pattern), name):
+        if re.match(_suffix_pattern(pattern), name):
             return value
     return default
 
 
 def _layers(what: str, found: Mapping[str, Any]) -> frozenset[int] | None:
-    """Return the layers that it is for, None for all: PEFT takes a list of none as no choice."""
+    """Return the layers with adapters, None for all; like PEFT, treat an empty list as all."""
     layers = found.get("layers_to_transform")
     if layers is None:
         return None
@@ -181,7 +186,7 @@ def _layers(what: str, found: Mapping[str, Any]) -> frozenset[int] | None:
 
 
 def _targets(found: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return names that are targeted wherever they stand; none where something is excluded."""
+    """Return the names that are targeted everywhere; () if modules are excluded."""
     if found.get("exclude_modules"):
         return ()
     lists = [found.get(name) for name in ("target_modules", "target_parameters")]

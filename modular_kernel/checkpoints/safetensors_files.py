@@ -1,12 +1,12 @@
-"""Safetensors files of a checkpoint: what is in which, and boxes of it, read where they lie.
+"""Safetensors files of a checkpoint: names, shapes and dtypes of tensors, and reads of slices.
 
     with open_tensors(Path("checkpoint/")) as files:
-        files.names               # of all tensors, by the index where there is one
+        files.names               # of all tensors, from the index if there is one
         files.facts("model.norm.weight")  # (4096,), torch.bfloat16
         files.read("model.norm.weight", (slice(0, 8),))
 
-Headers are checked by the safetensors library, an index here. Every error names the file. Nothing
-in an index leads out of its folder.
+The safetensors library checks headers; this module checks the index, which must not refer to files
+outside its folder. Every error names the file.
 """
 
 import stat
@@ -22,7 +22,7 @@ from modular_kernel.errors import ConfigurationError, DtypeError, WeightsError
 from modular_kernel.utils import json_files
 
 _NEED = "safetensors: pip install safetensors"
-_MOST_INDEX_BYTES = 1 << 28
+_MAX_INDEX_BYTES = 1 << 28
 _SUFFIX, _INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 _DTYPES = {
     "F64": torch.float64,
@@ -42,10 +42,10 @@ _DTYPES = {
 
 
 class Tensors:
-    """The tensors of some safetensors files, opened when they are first asked for.
+    """The tensors of a set of safetensors files, which are opened on first use.
 
-    path: the folder or file, for messages. files: the file that each tensor is said to be in.
-    bytes_read: of the tensors' data, by `read`.
+    path: the folder or file, for messages. files: the file of each tensor, according to the index.
+    bytes_read: of tensor data, by `read`.
     """
 
     def __init__(self, path: Path, files: Mapping[str, Path]) -> None:
@@ -57,32 +57,32 @@ class Tensors:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """All tensors."""
+        """The names of all tensors."""
         return frozenset(self.files)
 
     def where(self, name: str) -> str:
-        """Name a tensor with its file, for messages."""
+        """Return the tensor's name with that of its file, for messages."""
         return f"{self.files[name].name}: {name}"
 
     def facts(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """Return shape and dtype of a tensor, as the header has them."""
-        found = self._slice(name)
-        kind = found.get_dtype()
-        if kind not in _DTYPES:
-            raise DtypeError(self.where(name), got=kind, need=f"one of {', '.join(_DTYPES)}")
-        return tuple(found.get_shape()), _DTYPES[kind]
+        """Return the shape and dtype of a tensor, from the header."""
+        tensor_slice = self._slice(name)
+        dtype = tensor_slice.get_dtype()
+        if dtype not in _DTYPES:
+            raise DtypeError(self.where(name), got=dtype, need=f"one of {', '.join(_DTYPES)}")
+        return tuple(tensor_slice.get_shape()), _DTYPES[dtype]
 
     def read(self, name: str, box: tuple[slice, ...]) -> torch.Tensor:
-        """Return a box of a tensor on the CPU: a view of the file, where nothing else is read.
+        """Return a slice of a tensor, as a view of the memory-mapped file on the CPU.
 
-        box: slices of its first dimensions, within its shape.
+        box: slices of its leading dimensions, within its shape.
         """
         try:
-            found: torch.Tensor = self._slice(name)[box or ...]
+            tensor: torch.Tensor = self._slice(name)[box or ...]
         except _raised() as error:
-            raise _unreadable(self.files[name], error) from None
-        self.bytes_read += found.numel() * found.element_size()
-        return found
+            raise _invalid_file_error(self.files[name], error) from None
+        self.bytes_read += tensor.numel() * tensor.element_size()
+        return tensor
 
     def _slice(self, name: str) -> Any:
         path = self.files[name]
@@ -95,7 +95,7 @@ class Tensors:
         return self._open[path].get_slice(name)
 
     def close(self) -> None:
-        """Close the files; views that were read stay valid."""
+        """Close the files. Views that were read stay valid."""
         for each in self._open.values():
             each.__exit__(None, None, None)
         self._open.clear()
@@ -105,17 +105,18 @@ class Tensors:
 def open_tensors(path: Path) -> Iterator[Tensors]:
     """Open a safetensors file, or a folder with an index or with files that need none.
 
-    ConfigurationError for what is no such file or folder, WeightsError for a bad index or header.
+    Raises ConfigurationError for another file or folder, WeightsError for an invalid index or
+    header.
     """
-    found = Tensors(path, _files(path))
+    tensors = Tensors(path, _files(path))
     try:
-        yield found
+        yield tensors
     finally:
-        found.close()
+        tensors.close()
 
 
 def has_tensors(path: Path) -> bool:
-    """Tell whether a folder or file holds safetensors."""
+    """Return whether a folder contains safetensors, or a file is one by its name."""
     try:
         return bool(_found(path)) if path.is_dir() else path.name.endswith(_SUFFIX)
     except OSError:
@@ -123,7 +124,7 @@ def has_tensors(path: Path) -> bool:
 
 
 def opened(path: Path) -> Any:
-    """Open one regular file, its header checked; an error of ours otherwise."""
+    """Open a regular safetensors file, and convert the library's errors to ours."""
     try:
         from safetensors import safe_open  # noqa: PLC0415 (a missing one is an error of ours)
     except ImportError:
@@ -133,11 +134,11 @@ def opened(path: Path) -> Any:
             raise WeightsError(str(path), got="no regular file", need="a safetensors file")
         return safe_open(str(path), framework="pt", device="cpu")
     except _raised() as error:
-        raise _unreadable(path, error) from None
+        raise _invalid_file_error(path, error) from None
 
 
 def _raised() -> tuple[type[Exception], ...]:
-    """Return what the library raises for a file that is not whole."""
+    """Return the exceptions that the library raises for an invalid file."""
     usual = (OSError, ValueError, IndexError)
     try:
         from safetensors import SafetensorError  # noqa: PLC0415
@@ -146,7 +147,7 @@ def _raised() -> tuple[type[Exception], ...]:
     return (*usual, SafetensorError)
 
 
-def _unreadable(path: Path, error: Exception) -> WeightsError:
+def _invalid_file_error(path: Path, error: Exception) -> WeightsError:
     if isinstance(error, WeightsError):
         return error
     why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -158,18 +159,18 @@ def _files(path: Path) -> dict[str, Path]:
     try:
         if not path.is_dir():
             return dict.fromkeys(opened(path).keys(), path)
-        found = _found(path)
+        candidates = _found(path)
     except (OSError, ValueError) as error:
         if isinstance(error, WeightsError | ConfigurationError):
             raise
-        raise _unreadable(path, error) from None
-    if not found:
+        raise _invalid_file_error(path, error) from None
+    if not candidates:
         need = f"*{_SUFFIX} in it"
         raise ConfigurationError(f"checkpoint {path}", got="no safetensors", need=need)
-    if found[0].name.endswith(_INDEX_SUFFIX):
-        return _indexed(found[0])
+    if candidates[0].name.endswith(_INDEX_SUFFIX):
+        return _read_index(candidates[0])
     files: dict[str, Path] = {}
-    for each in found:
+    for each in candidates:
         for name in opened(each).keys():  # noqa: SIM118 (it is no mapping)
             if name in files:
                 got = f"{name}, which is in {files[name].name} too"
@@ -179,7 +180,7 @@ def _files(path: Path) -> dict[str, Path]:
 
 
 def _found(path: Path) -> list[Path]:
-    """Return the one index of a folder, or its safetensors files."""
+    """Return the single index of a folder, or else its safetensors files."""
     names = sorted(each.name for each in path.iterdir())
     indices = [name for name in names if name.endswith(_INDEX_SUFFIX)]
     if len(indices) > 1:
@@ -188,10 +189,10 @@ def _found(path: Path) -> list[Path]:
     return [path / name for name in indices or names if name.endswith((_SUFFIX, _INDEX_SUFFIX))]
 
 
-def _indexed(index: Path) -> dict[str, Path]:
-    """Return the weight_map of an index, each file of it beside the index."""
+def _read_index(index: Path) -> dict[str, Path]:
+    """Return the file of each tensor in an index; all files must be in the index's folder."""
     try:
-        content = json_files.parse(json_files.content(index, _MOST_INDEX_BYTES))
+        content = json_files.parse(json_files.content(index, _MAX_INDEX_BYTES))
     except (OSError, ValueError) as error:
         got = f"no JSON: {str(error)[:100]}"
         raise WeightsError(str(index), got=got, need="an index of safetensors") from None
@@ -199,8 +200,8 @@ def _indexed(index: Path) -> dict[str, Path]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise WeightsError(str(index), got="no weight_map", need="an object: tensor -> file")
     for name, file in weight_map.items():
-        plain = isinstance(file, str) and file.endswith(_SUFFIX) and len(file) <= 255
-        if not plain or Path(file).name != file or "\0" in file or "\\" in file:
+        is_file_name = isinstance(file, str) and file.endswith(_SUFFIX) and len(file) <= 255
+        if not is_file_name or Path(file).name != file or "\0" in file or "\\" in file:
             got, need = (
                 f"{name[:200]} in {str(file)[:200]!r}",
                 f"a name of a file beside it, *{_SUFFIX}",

@@ -1,7 +1,7 @@
-"""Which boxes of which tensors a rank reads of a layer, checked against every header first.
+"""Slices of a layer's stored tensors: locate them in the files, check all headers, read a share.
 
-Pure but for reading: a `Source` knows where the matrices of a layer lie, what they must be, and
-gives a share of one as `merging.stack` takes it.
+`LayerSource` holds the location and shape of the matrices of a layer, and returns a share of one as
+`fusing.stack` takes it. Reading is the only side effect.
 """
 
 import re
@@ -21,13 +21,13 @@ from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, We
 from modular_kernel.spec.problem import DTYPES, dtype_name
 from modular_kernel.text import counted
 
-# Of matrices that are not quantized.
+# Requirement on the dtypes of unquantized matrices.
 ONE_DTYPE = "one dtype, or one that config.json states or is asked for (dtype=, --dtype)"
-_MOST_MISSING = 10_000  # after which no other is looked for
-# Beside experts in some families' files, and no weight of them.
+_MAX_MISSING = 10_000  # stop looking for missing tensors after this many
+# Suffixes of tensors beside the experts that are no expert weights.
 _OTHERS = ("e_score_correction_bias",)
 _BIAS = Stored("bias", "bias", (Dim("N"),), FLOATS)
-# What stands in front of the layers, of several kinds the language model's own first.
+# Prefixes of the layers' names. If several match, the language model's comes first.
 _PREFIXES = (
     "model.",
     "model.language_model.",
@@ -53,32 +53,32 @@ class LayerSource:
 
     @property
     def what(self) -> str:
-        """Name the layer, for messages."""
+        """The name of the layer, for messages."""
         return f"{self.files.path}: {self.layer.prefix.rstrip('.')}"
 
     def stored(self) -> tuple[Stored, ...]:
-        """Return what there is of each matrix."""
+        """Return the tensors that each matrix has."""
         return (*self.format.stored, *((_BIAS,) if self.bias else ()))
 
     def places(self) -> Iterator[ProjectionPlace]:
-        """Yield where each projection of each expert lies; of a stack that of the first."""
+        """Yield the location of each projection of each expert; of the first only, in a stack."""
         for expert in range(1 if self.layer.layout.stacked else self.layer.experts):
             first, second = self.layer.projections(expert)
             yield from (*first, *second)
 
     def key(self, place: ProjectionPlace, stored: Stored) -> str | None:
-        """Return the name of a tensor in the files, None if it is not there."""
+        """Return the name of a tensor in the files, or None if there is none."""
         return next((key for key in place.keys(stored) if key in self.files.names), None)
 
     def check(self) -> dict[str, frozenset[torch.dtype]]:
-        """Check names, shapes and dtypes of all experts; return the dtypes of each kind of tensor.
+        """Check names, shapes and dtypes of all experts; return the dtypes by role.
 
-        Raises WeightsError for tensors that are missing or too many, ShapeError and DtypeError
-        with file and name otherwise. Only headers are read.
+        Raises WeightsError for missing or superfluous tensors, ShapeError and DtypeError with file
+        and name. Only headers are read.
         """
         missing, seen, dtypes = list[str](), set[str](), dict[str, set[torch.dtype]]()
         for place in self.places():
-            if len(missing) > _MOST_MISSING:
+            if len(missing) > _MAX_MISSING:
                 break
             for stored in self.stored():
                 key = self.key(place, stored)
@@ -95,31 +95,32 @@ class LayerSource:
             need = f"{counted(self.layer.experts, 'expert')} of {self.format}"
             raise WeightsError(self.what, got=got, need=need)
         self._check_extra(seen)
-        return {role: frozenset(found) for role, found in dtypes.items()}
+        return {role: frozenset(kinds) for role, kinds in dtypes.items()}
 
     def dtype(self) -> torch.dtype | None:
-        """Return the dtype of its matrices; None where no layer has it, or none tells it.
+        """Return the dtype of unquantized matrices; None if no layer can have it.
 
-        DtypeError where they have several: in any of them, values of others would be rounded.
+        None is also returned for quantized matrices. Raises DtypeError for several dtypes: with any
+        one of them, values of the others would be rounded.
         """
-        found = self.stored_dtypes()
-        if not found or not found.keys() <= set(DTYPES.values()):
+        dtypes = self.stored_dtypes()
+        if not dtypes or not dtypes.keys() <= set(DTYPES.values()):
             return None
-        if len(found) > 1:
-            kinds = (f"{dtype_name(kind)} in {key}" for kind, key in found.items())
+        if len(dtypes) > 1:
+            kinds = (f"{dtype_name(kind)} in {key}" for kind, key in dtypes.items())
             raise DtypeError(f"{self.what}: dtype", got=" and ".join(kinds), need=ONE_DTYPE)
-        return next(iter(found))
+        return next(iter(dtypes))
 
     def stored_dtypes(self) -> dict[torch.dtype, str]:
-        """Return the dtypes of matrices that are not quantized, each with a tensor that has it."""
+        """Return the dtypes of unquantized matrices, each with the name of a tensor that has it."""
         if self.format.method != "none":
             return {}
         stored = next(each for each in self.format.stored if each.role == "w")
-        found: dict[torch.dtype, str] = {}
+        dtypes: dict[torch.dtype, str] = {}
         for key in (self.key(place, stored) for place in self.places()):
             if key is not None:
-                found.setdefault(self.files.facts(key)[1], key)
-        return found
+                dtypes.setdefault(self.files.facts(key)[1], key)
+        return dtypes
 
     def nbytes(self) -> int:
         """Return the bytes of all tensors of the layer's experts."""
@@ -129,14 +130,14 @@ class LayerSource:
 
     def _check_extra(self, seen: set[str]) -> None:
         bases = {f"{self.layer.prefix}{name}" for name in self.layer.layout.names}
-        own = re.compile(re.escape(self.layer.prefix) + r"\d+\.")
+        expert_name = re.compile(re.escape(self.layer.prefix) + r"\d+\.")
         bare = self.layer.layout.bare
         extra = sorted(
             name
             for name in self.files.names - seen
             if name.startswith(self.layer.prefix)
             and not name.endswith(_OTHERS)
-            and (own.match(name) or any(_is_of(name, base, bare) for base in bases))
+            and (expert_name.match(name) or any(_belongs_to(name, base, bare) for base in bases))
         )
         if extra:
             need = f"{counted(self.layer.experts, 'expert')} of {self.format}, and nothing else"
@@ -144,7 +145,7 @@ class LayerSource:
             raise WeightsError(self.what, got=got, need=need)
 
     def check_cut(self, parts: Sequence[tuple[ProjectionPlace, Range, Range]]) -> None:
-        """Raise the ConfigurationError of shares that go through a word of packed values."""
+        """Raise ConfigurationError if a share splits a packed word."""
         for place, rows, columns in parts:
             for stored in self.format.stored:
                 stored.check_cut(self.what, rows, columns, (place.rows, place.depth))
@@ -152,18 +153,19 @@ class LayerSource:
     def part(
         self, fine: Format, place: ProjectionPlace, rows: Range, columns: Range, *, order: bool
     ) -> dict[str, torch.Tensor]:
-        """Read rows [a, b) and columns [c, d) of a projection, as `merging.stack` takes them.
+        """Read rows [a, b) and columns [c, d) of a projection, as `fusing.stack` takes them.
 
-        order: read the order of columns too, and check it: once for all rows, but for act-order.
+        order: also read and check the column order. Once per matrix is enough, except for
+        act-order.
         """
         rows = (place.first + rows[0], place.first + rows[1])
-        found, order = {}, order or self.format.scheme.act_order
+        tensors, order = {}, order or self.format.scheme.act_order
         for stored in self.format.stored:
             skipped = stored.role in (*UNREAD, "a_scale") or (stored.role == "order" and not order)
             key = None if skipped else self.key(place, stored)
             if key is not None:
-                found[stored.name] = self._read(key, place, stored, rows, columns)
-        return piece(self.format, fine, found, rows, columns)
+                tensors[stored.name] = self._read(key, place, stored, rows, columns)
+        return piece(self.format, fine, tensors, rows, columns)
 
     def bias_of(self, place: ProjectionPlace, rows: Range) -> torch.Tensor:
         """Read rows [a, b) of a projection's bias."""
@@ -173,35 +175,35 @@ class LayerSource:
         return self._read(key, place, _BIAS, rows, (0, place.depth))
 
     def input_scales(self, places: Sequence[ProjectionPlace]) -> torch.Tensor:
-        """Read the static activation scales of projections, float32: what values are divided by.
+        """Read the static activation scales of projections, float32, by which inputs are divided.
 
-        compressed-tensors states what they are multiplied by. Of a stack that has one of each
-        expert, the places' own.
+        compressed-tensors stores the inverse for nvfp4. From a stack with a scale per expert, those
+        of the given places are read.
         """
         (stored,) = (each for each in self.format.stored if each.role == "a_scale")
-        found = dict[tuple[str, int | None], torch.Tensor]()
+        by_key = dict[tuple[str, int | None], torch.Tensor]()
         for place in places:
             key = self.key(place, stored)
             assert key is not None
-            if (key, place.expert) not in found:
+            if (key, place.expert) not in by_key:
                 scale = self._read(key, place, stored, (0, place.rows), (0, place.depth))
                 where = self.files.where(key)
-                found[key, place.expert] = usable_inputs(scale.reshape(1), where)
-        scales = torch.cat(list(found.values()))
+                by_key[key, place.expert] = usable_inputs(scale.reshape(1), where)
+        scales = torch.cat(list(by_key.values()))
         inverse = self.format.method == "compressed-tensors" and self.format.scheme.matrix_scales
         return 1 / scales if inverse else scales
 
     def _read(
         self, key: str, place: ProjectionPlace, stored: Stored, rows: Range, columns: Range
     ) -> torch.Tensor:
-        one = stored.is_number and place.is_one(stored, self.files.facts(key)[0])
-        tensor = self.files.read(key, () if one else place.box(stored, rows, columns))
+        single = stored.is_number and place.is_one(stored, self.files.facts(key)[0])
+        tensor = self.files.read(key, () if single else place.box(stored, rows, columns))
         if place.transposed and len(stored.dims) > 1:
             tensor = tensor.transpose(-1, -2)
         return tensor.reshape([part.stop - part.start for part in stored.box(rows, columns)])
 
 
-def _is_of(name: str, base: str, bare: bool) -> bool:
+def _belongs_to(name: str, base: str, bare: bool) -> bool:
     rest = name.removeprefix(base)
     return rest != name and (not rest or rest[0] in ("._" if bare else "."))
 
@@ -210,42 +212,44 @@ def _more(names: Sequence[str]) -> str:
     return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
-# ------------------------------------------------------------------------ finding a layer
+# ------------------------------------------------------------------------ locating layers
 
 
 def blocks_of(names: frozenset[str], layout: ExpertLayout) -> dict[tuple[str, int], str]:
-    """Return what is in front of the experts' own names, by (what is in front of layers, layer)."""
-    own = "|".join(re.escape(name) for name in layout.names)
-    own = rf"(?:{own})(?:[._]|$)" if layout.stacked else rf"\d+\.(?:{own})\."
-    pattern = re.compile(rf"{_LAYERS}{re.escape(layout.block)}\.(?={own})")
-    found = {}
+    """Return the name up to the experts' own names, by (prefix of the layers, layer number)."""
+    names_pattern = "|".join(re.escape(name) for name in layout.names)
+    names_pattern = (
+        rf"(?:{names_pattern})(?:[._]|$)" if layout.stacked else rf"\d+\.(?:{names_pattern})\."
+    )
+    pattern = re.compile(rf"{_LAYERS}{re.escape(layout.block)}\.(?={names_pattern})")
+    blocks = {}
     for match in filter(None, map(pattern.match, names)):
-        found[match["prefix"], int(match["layer"])] = match[0]
-    return found
+        blocks[match["prefix"], int(match["layer"])] = match[0]
+    return blocks
 
 
 def find_layers(
     files: Tensors, layouts: Sequence[ExpertLayout], prefix: str | None
 ) -> tuple[str, dict[int, list[tuple[ExpertLayout, str]]]]:
-    """Return what is in front of the layers, and for each with experts how they may lie.
+    """Return the prefix of the layers, and for each layer with experts its possible layouts.
 
-    prefix: given by the caller, or None for that of the language model. ConfigurationError if
-    there are none, or several models of which none is known to be it.
+    prefix: from the caller, or None for that of the language model. Raises ConfigurationError if
+    there are no layers with experts, or several models none of which has a known prefix.
     """
-    found: dict[str, dict[int, list[tuple[ExpertLayout, str]]]] = {}
+    by_prefix: dict[str, dict[int, list[tuple[ExpertLayout, str]]]] = {}
     for layout in layouts:
         for (front, layer), block in blocks_of(files.names, layout).items():
-            found.setdefault(front, {}).setdefault(layer, []).append((layout, block))
+            by_prefix.setdefault(front, {}).setdefault(layer, []).append((layout, block))
     if prefix is not None:
-        found = {front: layers for front, layers in found.items() if front == prefix}
-    known = [front for front in _PREFIXES if front in found] or sorted(found)
-    if len(known) == 1:
-        return known[0], found[known[0]]
-    looked = " or ".join(f"{prefix or '...'}layers.L.{layout.block}" for layout in layouts)
-    if not known:
-        need = f"experts in {looked}"
+        by_prefix = {front: layers for front, layers in by_prefix.items() if front == prefix}
+    prefixes = [front for front in _PREFIXES if front in by_prefix] or sorted(by_prefix)
+    if len(prefixes) == 1:
+        return prefixes[0], by_prefix[prefixes[0]]
+    searched = " or ".join(f"{prefix or '...'}layers.L.{layout.block}" for layout in layouts)
+    if not prefixes:
+        need = f"experts in {searched}"
         raise ConfigurationError(f"checkpoint {files.path}", got="no experts", need=need)
-    got, need = " and ".join(repr(front) for front in known[:4]), "prefix=... to say which"
+    got, need = " and ".join(repr(front) for front in prefixes[:4]), "prefix=... to say which"
     raise ConfigurationError(f"checkpoint {files.path}: experts below", got=got, need=need)
 
 
@@ -256,35 +260,37 @@ def find_source(
     sizes: tuple[int, int, int],
     bias: bool,
 ) -> LayerSource:
-    """Return the layout that a layer's names and shapes tell, of those that its names allow.
+    """Select the layout of a layer among the candidates whose names match.
 
-    sizes: experts, hidden, intermediate. The first that fits by the shape of its down projection;
-    where none does, `LayerSource.check` of the first says why.
+    sizes: experts, hidden, intermediate. Returns the first whose shapes match, or else the first,
+    for which `LayerSource.check` then reports the mismatch.
     """
     sources = [
         LayerSource(files, format, LayerPlaces(layout, block, *sizes), bias)
         for layout, block in candidates
     ]
     quantized = format.method != "none"
-    odd = [s for s in sources if quantized and (s.layer.layout.flat or _turned(s))]
-    sources = [source for source in sources if source not in odd]
+    unsupported = [
+        s for s in sources if quantized and (s.layer.layout.flat or _is_unknown_transposed(s))
+    ]
+    sources = [source for source in sources if source not in unsupported]
     if not sources:
-        got = f"{format} in a layout of whole matrices ({odd[0].layer.layout.block})"
-        raise ConfigurationError(odd[0].what, got=got, need="no quantization")
-    return next((source for source in sources if _fits(source)), sources[0])
+        got = f"{format} in a layout of whole matrices ({unsupported[0].layer.layout.block})"
+        raise ConfigurationError(unsupported[0].what, got=got, need="no quantization")
+    return next((source for source in sources if _matches_layout(source)), sources[0])
 
 
-def _turned(source: LayerSource) -> bool:
-    """Whether a layout stores (K, N) of a format that no packer stores so.
+def _is_unknown_transposed(source: LayerSource) -> bool:
+    """Return whether a layout stores (K, N) in a format that no quantizer stores that way.
 
-    ModelOpt stores float8 and nvfp4 so, of Llama-4 and gpt-oss.
+    ModelOpt does so with float8 and nvfp4 of Llama-4 and gpt-oss.
     """
     scheme = source.format.scheme
-    known = scheme.granularity in ("block", "tensor") or scheme.matrix_scales
-    return bool(source.layer.layout.transposed) and not known
+    stored_transposed = scheme.granularity in ("block", "tensor") or scheme.matrix_scales
+    return bool(source.layer.layout.transposed) and not stored_transposed
 
 
-def _fits(source: LayerSource) -> bool:
+def _matches_layout(source: LayerSource) -> bool:
     first, second = source.layer.projections(0)
     stored = next(each for each in source.format.stored if each.role == "w")
     for place in (*first, *second):
@@ -297,5 +303,5 @@ def _fits(source: LayerSource) -> bool:
         except ShapeError:
             return False
         except DtypeError:
-            continue  # its names and shapes tell; `LayerSource.check` says what is wrong
+            continue  # names and shapes match; `LayerSource.check` reports the dtype
     return True

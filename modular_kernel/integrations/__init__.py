@@ -1,1 +1,1 @@
-"""Adapters to model libraries, each needing the extra of its name, and the field's functions."""
+"""Adapters to model libraries (each requires the extra of its name), and functional interfaces."""

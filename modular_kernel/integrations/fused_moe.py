@@ -1,13 +1,13 @@
-"""`fused_experts` and `fused_moe`, as the field calls them: loose tensors and flags, one function.
+"""`fused_experts` and `fused_moe`: functional interfaces with separate tensors and flags.
 
     y_TH = fused_experts(x_TH, w1, w2, (topk_weights, topk_ids, None))
     y_TH = fused_experts(x_TH, w1, w2, topk_output, use_fp8_w8a8=True, block_shape=[128, 128],
                          w1_scale=w1_scale, w2_scale=w2_scale)
 
-Sugar over `make_kernel`: TritonExperts where Triton runs, else TorchExperts, behind
-MoEPrepareAndFinalizeNoEP. Registered as torch.ops.modular_kernel.outplace_fused_experts and
-inplace_fused_experts, so that torch.compile passes over them without a break. Buffers are
-allocated by each call; `FusedMoEModularKernel.plan` allocates them once.
+Wrappers of `make_kernel` with MoEPrepareAndFinalizeNoEP and TritonExperts, or TorchExperts where
+Triton is not available. They are registered as torch.ops.modular_kernel.outplace_fused_experts and
+inplace_fused_experts, which torch.compile traces without a graph break. Each call allocates its
+buffers; `FusedMoEModularKernel.plan` allocates them once.
 """
 
 from collections.abc import Sequence
@@ -57,18 +57,20 @@ def fused_experts(
     moe_runner_config: MoeRunnerConfig | None = None,
     **options: Unpack[Options],
 ) -> torch.Tensor:
-    """Compute the layer: (..., H), hidden_states itself if inplace, (..., K, H) if no_combine.
+    """Compute the experts' output, (..., H), or (..., K, H) with no_combine.
 
-    hidden_states: (T, H), or with more dimensions in front. w1: (E, N, H) or packed, w2: (E, H, I)
-    or packed. topk_output: weights (..., K), float32 or a 16-bit type that is widened, ids (..., K)
-    with -1 to skip, and what else a router returns. moe_runner_config: its inplace is True unless
-    it says otherwise; without a config the call is not inplace. options: as `Options`;
-    ConfigurationError for a keyword that is not among them.
-    Every InputError of `FusedMoEModularKernel`, and IncompatibleError where no part serves the
-    problem.
+    hidden_states: (T, H), or with further leading dimensions. It is the result if inplace.
+    w1, w2: (E, N, H) and (E, H, I), or packed.
+    topk_output: weights (..., K), float32 or a 16-bit dtype, which is converted; ids (..., K),
+        where -1 skips a pair; and further values, which are ignored.
+    moe_runner_config: its `inplace` is True by default. Without a config the call is not inplace.
+    options: see `Options`. Raises ConfigurationError for other keywords.
+
+    Raises every InputError of `FusedMoEModularKernel`, and IncompatibleError if no part supports
+    the problem.
     """
-    config, given = sorted_out(moe_runner_config, options)
-    return _fused_experts(hidden_states, w1, w2, topk_output, config, given)
+    config, quantization = sorted_out(moe_runner_config, options)
+    return _fused_experts(hidden_states, w1, w2, topk_output, config, quantization)
 
 
 def _fused_experts(
@@ -80,12 +82,12 @@ def _fused_experts(
     options: Quantization,
 ) -> torch.Tensor:
     device = check_tensor("x", hidden_states, meta=True).device
-    given = {"x": hidden_states, "w1": w1, "w2": w2}
-    for what, tensor in given.items():
+    tensors = {"x": hidden_states, "w1": w1, "w2": w2}
+    for what, tensor in tensors.items():
         check_tensor(what, tensor, device=device, meta=True)
-    given |= {name: options.get(field) for name, field in FIELDS.items()}  # type: ignore[misc]
-    check_tensors(given, optional=FIELDS, device=device, meta=True)
-    check_no_gradients(given)
+    tensors |= {name: options.get(field) for name, field in FIELDS.items()}  # type: ignore[misc]
+    check_tensors(tensors, optional=FIELDS, device=device, meta=True)
+    check_no_gradients(tensors)
     x_TH = _flat(hidden_states, inplace=config.inplace)
     weights_TK, ids_TK = topk_tensors(topk_output, config, tuple(hidden_states.shape[:-1]))
     if config.inplace and config.no_combine:
@@ -122,18 +124,18 @@ def fused_moe(
     renormalize: bool = False,
     **options: Unpack[Options],
 ) -> torch.Tensor:
-    """Compute `fused_experts` behind a softmax over gating_output (..., E) and its top_k largest.
+    """Run `fused_experts` with the top_k experts of a softmax over gating_output (..., E).
 
-    top_k must be given. renormalize: the K weights of a token sum to 1. What a router has chosen
-    already, as `fused_experts` takes it, may stand for gating_output: any router's.
+    top_k is required. renormalize: scale the K weights of a token to sum to 1. gating_output may
+    also be a router's result, as topk_output of `fused_experts`.
     """
-    config, given = sorted_out(moe_runner_config, options)
+    config, quantization = sorted_out(moe_runner_config, options)
     expect("renormalize", renormalize, bool)
     if isinstance(gating_output, list | tuple):
         if renormalize:
             need = "the router's logits, not what it chose"
             raise ConfigurationError("renormalize", got="True", need=need)
-        return _fused_experts(hidden_states, w1, w2, gating_output, config, given)
+        return _fused_experts(hidden_states, w1, w2, gating_output, config, quantization)
     need = "logits (..., E), or (weights, ids)"
     if not isinstance(gating_output, torch.Tensor):
         raise ShapeError("gating_output", got=type(gating_output).__name__, need=need)
@@ -141,27 +143,27 @@ def fused_moe(
     if gating_output.dim() < 2:
         raise ShapeError("gating_output", got=tuple(gating_output.shape), need=need)
     top_k, experts = config.top_k, gating_output.shape[-1]
-    most = min(experts, MOST_TOP_K)
-    if top_k is None or not 1 <= top_k <= most:
-        need = f"1 to {most}, the router's experts, {MOST_TOP_K} at most"
+    max_top_k = min(experts, MOST_TOP_K)
+    if top_k is None or not 1 <= top_k <= max_top_k:
+        need = f"1 to {max_top_k}, the router's experts, {MOST_TOP_K} at most"
         raise ConfigurationError("top_k", got=top_k, need=need)
     if config.num_fused_shared_experts:
         need = "0, or what a router chose: a softmax does not choose shared experts"
         number = config.num_fused_shared_experts
         raise ConfigurationError("num_fused_shared_experts", got=number, need=need)
-    if getattr(w1, "ndim", 0) == 3 and experts != experts_in(w1, given):  # else told further on
-        need = f"(..., E) with E = {experts_in(w1, given)}, the experts"
+    if getattr(w1, "ndim", 0) == 3 and experts != experts_in(w1, quantization):  # else raised later
+        need = f"(..., E) with E = {experts_in(w1, quantization)}, the experts"
         raise ShapeError("gating_output", got=tuple(gating_output.shape), need=need)
-    lead = tuple(getattr(hidden_states, "shape", ())[:-1])  # checked further on
+    lead = tuple(getattr(hidden_states, "shape", ())[:-1])  # checked later
     check_lead("gating_output", gating_output, lead, "E")
     logits_TE = gating_output.reshape(-1, experts)
     routing = route(logits_TE, RouterSpec(top_k, renormalize=renormalize)).routing
-    chosen = StandardTopKOutput(routing.topk_weights_TK, routing.topk_ids_TK, gating_output)
-    return _fused_experts(hidden_states, w1, w2, chosen, config, given)
+    topk_output = StandardTopKOutput(routing.topk_weights_TK, routing.topk_ids_TK, gating_output)
+    return _fused_experts(hidden_states, w1, w2, topk_output, config, quantization)
 
 
 def _flat(hidden_states: torch.Tensor, *, inplace: bool) -> torch.Tensor:
-    """Return x as (T, H); the same memory, if it is to be overwritten."""
+    """Return x as (T, H), in the same memory if it is to be overwritten."""
     if hidden_states.dim() <= 2:
         return hidden_states
     if inplace and not hidden_states.is_contiguous():
@@ -175,10 +177,10 @@ def topk_tensors(
     config: MoeRunnerConfig,
     lead: tuple[int, ...] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    given = topk_output if isinstance(topk_output, list | tuple) else ()
-    weights_TK, ids_TK = (*given, None, None)[:2]
+    values = topk_output if isinstance(topk_output, list | tuple) else ()
+    weights_TK, ids_TK = (*values, None, None)[:2]
     if not isinstance(weights_TK, torch.Tensor) or not isinstance(ids_TK, torch.Tensor):
-        got = [type(value).__name__ for value in given] or type(topk_output).__name__
+        got = [type(value).__name__ for value in values] or type(topk_output).__name__
         raise ConfigurationError("topk_output", got=got, need="weights and ids, both (T, K)")
     check_tensors({"topk_weights": weights_TK, "topk_ids": ids_TK}, meta=True)
     check_no_gradients({"topk_weights": weights_TK})
@@ -195,9 +197,8 @@ def topk_tensors(
     return weights_TK, ids_TK
 
 
-# ------------------------------------------------------------------------------- as torch's ops
-# The last arguments: quant, activation, apply_router_weight_on_input, routed_scaling_factor, out
-# of place no_combine, and chunk_tokens. extras: the fields of an ExpertWeights by FIELDS.
+# ------------------------------------------------------------------------------ torch operators
+# extras: the fields of an ExpertWeights, in the order of FIELDS.
 
 
 @torch.library.custom_op("modular_kernel::outplace_fused_experts", mutates_args=())
@@ -223,7 +224,7 @@ def outplace_fused_experts(  # noqa: PLR0913 (an operator's schema has no record
 
 @outplace_fused_experts.register_fake
 def _(hidden_states, w1, w2, topk_weights, topk_ids, extras, *settings):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN002, ANN202
-    """Shape and dtype of the output. Fifth of the settings: no_combine."""
+    """Return an empty output; settings[4] is no_combine."""
     tokens, hidden = hidden_states.shape
     middle = (topk_ids.shape[1],) if settings[4] else ()
     return hidden_states.new_empty((tokens, *middle, hidden))

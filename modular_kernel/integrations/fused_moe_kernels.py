@@ -1,4 +1,4 @@
-"""The kernel behind a call of loose tensors and flags, one for each problem and device."""
+"""Cache of the kernels of the functional interfaces, one per problem and device."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -19,7 +19,7 @@ from modular_kernel.tensors import ExpertWeights, Routing
 USUAL: tuple[Experts, ...] = ("TritonExperts", "TorchExperts")
 _SMALLEST_CAPACITY = 16
 _DEPTHS = {name: values_at_once(scheme) for name, scheme in QUANT_SCHEMES.items()}
-# What follows w1 and w2 of an ExpertWeights, and the names for it here.
+# Fields of ExpertWeights after w1 and w2 -> keywords of `Quantization`.
 FIELDS = {
     "b1": "b1",
     "b2": "b2",
@@ -42,7 +42,7 @@ def check_config(
     *,
     depth: int,
 ) -> None:
-    """Raise the ShapeError of the tensor that is not of the sizes which the config has."""
+    """Raise ShapeError for a tensor that does not have the sizes of the config."""
     for what, tensor in (("w1", w1), ("w2", w2)):
         if tensor.dim() != 3:
             raise ShapeError(what, got=tuple(tensor.shape), need="3 dimensions")
@@ -63,15 +63,15 @@ def check_config(
 
 
 def depth_of(quant: str) -> int:
-    """Return how many values of w1 and w2 lie in an element of theirs.
+    """Return the number of values per element of w1 and w2.
 
-    By the text alone: torch.compile traces this, and no parser.
+    Uses the text only, because torch.compile traces this function, but not the parser.
     """
     return VALUES if "repacked=true" in quant else _DEPTHS[quant.split(":")[0]]
 
 
 def experts_in(w1: torch.Tensor, options: Quantization) -> int:
-    """E of all ranks: what an expert_map counts, otherwise those here."""
+    """Return E of all ranks: the length of expert_map, or else the number of w1's experts."""
     expert_map = options.get("expert_map")
     if expert_map is not None and expert_map.dim() != 1:
         raise ShapeError("expert_map", got=tuple(expert_map.shape), need="(E,)")
@@ -81,7 +81,7 @@ def experts_in(w1: torch.Tensor, options: Quantization) -> int:
 def weights_of(
     w1: torch.Tensor, w2: torch.Tensor, extras: Sequence[torch.Tensor | None], quant: str
 ) -> ExpertWeights:
-    """Return the weights with scales in the shapes that they have here. extras: by FIELDS."""
+    """Return the weights, with scales reshaped as kernels take them. extras: see FIELDS."""
     fields = dict(zip(FIELDS, extras, strict=True))
     for name in ("w1_scale", "w2_scale"):
         scale = fields[name]
@@ -93,7 +93,7 @@ def weights_of(
             fields[name] = scale.reshape(1)
     for name in ("w1_scale", "w2_scale", "a1_scale", "a2_scale"):
         scale = fields[name]
-        if scale is not None and scale.dim() < 3:  # one for all experts, expanded, say
+        if scale is not None and scale.dim() < 3:  # may be expanded from a single scale
             fields[name] = scale.contiguous()
     return ExpertWeights(w1, w2, **fields)
 
@@ -108,9 +108,9 @@ def kernel_for(
     facts: Facts,
     parts: tuple[Experts, ...] = USUAL,
 ) -> FusedMoEModularKernel:
-    """Return the kernel of a problem as large as the next power of two of tokens.
+    """Return the kernel of a problem whose tokens are rounded up to a power of two.
 
-    parts: experts parts, of which the first that serves the problem is taken.
+    parts: experts parts; the first that supports the problem is used.
     """
     depth = depth_of(facts[0])
     _check_sizes(x_TH, weights, depth, facts[1])
@@ -132,7 +132,7 @@ def kernel_for(
 
 
 def _check_sizes(x_TH: torch.Tensor, weights: ExpertWeights, depth: int, activation: str) -> None:
-    """Raise the ShapeError of the tensor that the two others contradict."""
+    """Raise ShapeError for the tensor that does not match the two others."""
     w1, w2 = weights.w1, weights.w2
     for what, tensor, dims in (("x", x_TH, 2), ("w1", w1, 3), ("w2", w2, 3)):
         if tensor.dim() != dims:
@@ -167,7 +167,10 @@ def _kernel(
     device: torch.device,
     parts: tuple[Experts, ...],
 ) -> FusedMoEModularKernel:
-    """One for each problem and device: a kernel counts invalid ids where it runs."""
+    """Create the kernel.
+
+    There is one per device, since a kernel counts invalid ids on its device.
+    """
     tokens, hidden, intermediate, experts, top_k, local_experts = sizes
     quant, activation, on_input, scale, combine, inplace, chunk_tokens = facts
     problem = Problem(

@@ -1,4 +1,4 @@
-"""Which pair serves an all2all backend and a quantization: three names over the resolver.
+"""Selection of parts by an all2all backend and the quantization, under vLLM's function names.
 
 part    = maybe_make_prepare_finalize(problem, "deepep_low_latency", group)
 experts = select_gemm_impl(problem, part)
@@ -16,7 +16,7 @@ from modular_kernel.operators.kernel_cache import NO_EP
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.utils.argument_checks import expect
 
-# All2all backends in the field's names, and the part of each.
+# All2all backend, named as in vLLM if it exists there -> prepare/finalize part.
 ALL2ALL: Mapping[str, str] = {
     "naive": "ReplicatedEPPrepareAndFinalize",
     "allgather_reducescatter": "AllGatherReduceScatterPrepareAndFinalize",
@@ -29,17 +29,17 @@ ALL2ALL: Mapping[str, str] = {
     "deepep_v2": "DeepEPV2PrepareAndFinalize",
     "flashinfer_cutlass": "FlashInferCutlassMoEPrepareAndFinalize",
 }
-# Of several experts parts that serve a problem the first here, then any other.
+# Preferred experts parts, in this order, before all others.
 _PREFERRED = ("TritonExperts", "BatchedTritonExperts", "TorchExperts", "NaiveBatchedExperts")
 
 
 def maybe_make_prepare_finalize(
     problem: Problem, all2all_backend: str | None = None, group: object | None = None
 ) -> PrepareAndFinalize | None:
-    """Return the part of an all2all backend; None where no rank but this one has experts.
+    """Return the prepare/finalize part of an all2all backend; None for a single rank.
 
-    ConfigurationError for an unknown name, or none where there are ranks; UnknownPartError where
-    its part is not installed.
+    Raises ConfigurationError for an unknown name, or for several ranks without a name;
+    UnknownPartError if the part is not installed.
     """
     part = _part_of(problem, all2all_backend)
     return None if part == NO_EP else load_catalog().prepare_finalize(part)(problem, group)
@@ -50,10 +50,11 @@ def select_gemm_impl(
     prepare_finalize: PrepareAndFinalize | None = None,
     machine: Machine | None = None,
 ) -> PermuteExpertsUnpermute:
-    """Return the experts that serve a problem, its quantization among all else, behind a part.
+    """Return an experts part that supports the problem with a prepare/finalize part.
 
-    prepare_finalize: None stands for MoEPrepareAndFinalizeNoEP. IncompatibleError with the reasons
-    of every part of the format if none does. Which is the fastest, `modular_kernel.compose` says.
+    prepare_finalize: None means MoEPrepareAndFinalizeNoEP. Raises IncompatibleError with the
+    reasons of every part of that activation format. For the fastest part see
+    `modular_kernel.compose`.
     """
     expect("problem", problem, Problem)
     expect("prepare_finalize", prepare_finalize, PrepareAndFinalize | None)
@@ -69,7 +70,7 @@ def init_prepare_finalize(
     group: object | None = None,
     machine: Machine | None = None,
 ) -> FusedMoEModularKernel:
-    """Return the kernel of the pair that the backend and the problem's quantization choose."""
+    """Return the kernel of the parts that the backend and the problem select."""
     catalog = load_catalog()
     kind = catalog.prepare_finalize(_part_of(problem, all2all_backend))
     experts = _experts_of(problem, kind, catalog, machine)
@@ -82,11 +83,11 @@ def _part_of(problem: Problem, all2all_backend: str | None) -> str:
     if all2all_backend is not None and all2all_backend not in ALL2ALL:
         got, need = repr(all2all_backend)[:80], f"None or one of {', '.join(ALL2ALL)}"
         raise ConfigurationError("all2all_backend", got=got, need=need)
-    ranks = problem.parallel.world_size
-    if ranks == 1:
+    world_size = problem.parallel.world_size
+    if world_size == 1:
         return NO_EP
     if all2all_backend is None:
-        need = f"one of {', '.join(ALL2ALL)}, for {ranks} ranks"
+        need = f"one of {', '.join(ALL2ALL)}, for {world_size} ranks"
         raise ConfigurationError("all2all_backend", got=None, need=need)
     return ALL2ALL[all2all_backend]
 

@@ -1,4 +1,4 @@
-"""The keywords of `fused_experts` and `fused_moe`, and what they mean as a problem."""
+"""Keyword arguments of `fused_experts` and `fused_moe`, and their conversion to a problem."""
 
 import difflib
 from collections.abc import Sequence
@@ -16,17 +16,22 @@ CHUNK_TOKENS = 64 * 1024
 
 @dataclass(frozen=True)
 class MoeRunnerConfig:
-    """How a layer computes, beside its tensors.
+    """Settings of a layer beside its tensors.
 
     num_experts, num_local_experts, hidden_size, intermediate_size_per_partition, top_k: if given,
-    what the tensors must agree with. num_fused_shared_experts: so many of the experts are shared
-    ones, which the routing given names for every token; with logits they are refused. layer_id: the
-    layer's name; nothing is computed from it.
-    activation: "silu", "gelu" (erf), "gelu_tanh" or any other ActivationSpec. gemm1_alpha with
-    gemm1_clamp_limit makes silu gpt-oss's swiglu_oai with interleaved rows, the limit alone
-    swiglu_clamp_after. inplace overwrites x: the field's default. no_combine: (T, K, H), weighted,
-    and not inplace. routed_scaling_factor: None means 1. chunk_tokens: the most tokens that are
-    computed at once; None never splits. ConfigurationError where a field is not of its type.
+        the tensors must have these sizes.
+    num_fused_shared_experts: number of experts that are shared ones, which the given routing
+        assigns to every token. Not supported with logits.
+    layer_id: name of the layer; it has no effect.
+    activation: "silu", "gelu" (erf), "gelu_tanh", or any other ActivationSpec.
+    gemm1_alpha, gemm1_clamp_limit: both turn silu into gpt-oss's swiglu_oai with interleaved rows;
+        the limit alone turns it into swiglu_clamp_after.
+    inplace: overwrite x with the output.
+    no_combine: return weighted outputs (T, K, H); requires inplace=False.
+    routed_scaling_factor: None means 1.
+    chunk_tokens: maximum number of tokens computed at once; None never splits.
+
+    Raises ConfigurationError if a field has another type.
     """
 
     num_experts: Count | None = None
@@ -49,7 +54,7 @@ class MoeRunnerConfig:
         check_fields(self)
 
     def activation_spec(self) -> ActivationSpec:
-        """Return the activation by its one name; ConfigurationError for alpha without a limit."""
+        """Return the ActivationSpec; raise ConfigurationError for alpha without a limit."""
         alpha, limit = self.gemm1_alpha, self.gemm1_clamp_limit
         if alpha is None and limit is None:
             return ActivationSpec.parse(self.activation)
@@ -62,11 +67,11 @@ class MoeRunnerConfig:
 
 
 class Quantization(TypedDict, total=False):
-    """Flags, of which at most one use_*, and tensors beside w1 and w2, in the field's names.
+    """Flags (at most one use_*) and tensors beside w1 and w2, under vLLM's and SGLang's names.
 
-    block_shape: [bn, bk] of w8a8, [0, g] for groups of g. per_channel_quant: one scale a row. A
-    channel's scales may be (E, N, 1), a static activation scale (); scales of one or two
-    dimensions may have any strides. Else as `ExpertWeights`.
+    block_shape: [bn, bk] of w8a8, or [0, g] for groups of g. per_channel_quant: one scale per row.
+    Channel scales may be (E, N, 1), a static activation scale (). Scales with one or two dimensions
+    may have any strides. Otherwise as in `ExpertWeights`.
     """
 
     use_fp8_w8a8: bool
@@ -87,9 +92,9 @@ class Quantization(TypedDict, total=False):
 
 
 class Options(Quantization, total=False):
-    """Quantization, and any field of MoeRunnerConfig: a keyword replaces what the config has.
+    """Quantization, and any field of MoeRunnerConfig, which overrides the config's value.
 
-    w1_bias, w2_bias: other names of b1 and b2.
+    w1_bias, w2_bias: aliases of b1 and b2.
     """
 
     w1_bias: torch.Tensor | None
@@ -119,32 +124,36 @@ _OTHER_NAMES = {"w1_bias": "b1", "w2_bias": "b2"}
 def sorted_out(
     config: MoeRunnerConfig | None, options: Options
 ) -> tuple[MoeRunnerConfig, Quantization]:
-    """Return the config with the keywords that are fields of it, and the other keywords.
+    """Split keywords into fields of the config, which they override, and quantization options.
 
-    Without a config nothing that the caller gave is overwritten, unless a keyword says so.
+    Without a config, inplace is False unless a keyword sets it. Raises ConfigurationError for an
+    unknown keyword or for a value of another type.
     """
     expect("moe_runner_config", config, MoeRunnerConfig | None)
     config = MoeRunnerConfig(inplace=False) if config is None else config
-    given: dict[str, Any] = dict(options)
-    for name, value in given.items():
+    remaining: dict[str, Any] = dict(options)
+    for name, value in remaining.items():
         if name not in _OPTIONS:
-            near = difflib.get_close_matches(name, _OPTIONS, n=1)
-            need = f"{f'{near[0]}? ' if near else ''}One of {', '.join(sorted(_OPTIONS))}"
+            similar = difflib.get_close_matches(name, _OPTIONS, n=1)
+            need = f"{f'{similar[0]}? ' if similar else ''}One of {', '.join(sorted(_OPTIONS))}"
             raise ConfigurationError("keyword", got=repr(name), need=need)
         expect(name, value, _OPTIONS[name])
     for name, field in _OTHER_NAMES.items():
-        if given.get(name) is not None:
-            if given.get(field) is not None:
+        if remaining.get(name) is not None:
+            if remaining.get(field) is not None:
                 raise ConfigurationError(name, got=f"{field} too", need="one of the two")
-            given[field] = given[name]
-        given.pop(name, None)
-    changes = {name: given.pop(name) for name in _CONFIG if name in given}
-    rest: Quantization = given  # type: ignore[assignment]
-    return replace(config, **changes) if changes else config, rest
+            remaining[field] = remaining[name]
+        remaining.pop(name, None)
+    changes = {name: remaining.pop(name) for name in _CONFIG if name in remaining}
+    quantization: Quantization = remaining  # type: ignore[assignment]
+    return replace(config, **changes) if changes else config, quantization
 
 
 def quant_of(options: Quantization) -> str:
-    """Return the scheme that the flags name, as Problem.quant takes it."""
+    """Return the scheme of the flags, as for Problem.quant.
+
+    Raises ConfigurationError for contradictory or incomplete flags.
+    """
     flags = ("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16")
     used = [flag.removeprefix("use_") for flag in flags if options.get(flag)]
     block, channels = options.get("block_shape"), bool(options.get("per_channel_quant"))

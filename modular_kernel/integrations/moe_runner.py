@@ -1,12 +1,11 @@
-"""`MoeRunner`: the experts of a layer behind a dispatcher of its own, by a backend's name.
+"""MoeRunner: a layer's experts for engines with their own dispatcher, selected by backend name.
 
     runner = MoeRunner("triton", MoeRunnerConfig(num_experts=8, top_k=2, inplace=False))
     combine_input = runner.run(StandardDispatchOutput(x_TH, topk_output), MoeQuantInfo(w13, w2))
 
-It computes nothing: a call becomes one of an experts part, fused where there is a fused operation,
-else by stages. What it is given reaches the Problem, or is refused by name. Under torch.compile and
-torch.export a call of the standard format is `torch.ops.modular_kernel.experts`; of the others the
-graph breaks there.
+A call runs an experts part: the fused operation if there is one, else the stages. Every argument is
+either passed on to the Problem, or refused by name. torch.compile and torch.export trace a call of
+the standard format as `torch.ops.modular_kernel.experts`; for other formats the graph breaks.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -76,7 +75,7 @@ from modular_kernel.utils.tensor_checks import check_no_gradients, check_tensors
 
 __all__ = ["BACKENDS", "MoeQuantInfo", "MoeRunner", "MoeRunnerConfig", "switches"]
 
-# The router's format that a backend demands instead of the standard one.
+# Backends that require a TritonKernelTopKOutput instead of a StandardTopKOutput.
 _SORTED_BACKENDS = frozenset({"triton_kernel"})
 _FIELDS = tuple(field.name for field in fields(ExpertWeights))
 _BATCHED = "BatchedPrepareAndFinalize"
@@ -85,12 +84,11 @@ _PADDED_SCHEMES = ("none", "fp8_w8a8_tensor", "fp8_w8a8_channel")
 
 @dataclass(frozen=True)
 class MoeQuantInfo:
-    """Weights of the experts here, and how they are quantized.
+    """Weights of this rank's experts, and their quantization.
 
-    w13_weight: (e, N, H), w2_weight: (e, H, I), as `ExpertWeights`. quant: a scheme by its one
-    name, in place of the use_* flags of `Quantization`. expert_map: (E,) int32, where ids count all
-    experts; without it they count those here. use_triton_kernels: w13_weight is (e, H, N) and
-    w2_weight (e, I, H).
+    w13_weight: (e, N, H), w2_weight: (e, H, I), as in `ExpertWeights`. quant: the name of a scheme,
+    in place of the use_* flags of `Quantization`. expert_map: (E,) int32 for global ids; without it
+    ids are local. use_triton_kernels: w13_weight is (e, H, N) and w2_weight (e, I, H).
     """
 
     w13_weight: torch.Tensor
@@ -117,15 +115,15 @@ class MoeQuantInfo:
 
     def __post_init__(self) -> None:
         check_fields(self, "MoeQuantInfo.")
-        # Parsed here: torch.compile traces calls, and no parser.
-        named = None if self.quant is None else str(QuantScheme.parse(self.quant))
-        object.__setattr__(self, "_named", named)
+        # Parsed here, because torch.compile traces the calls but not the parser.
+        parsed = None if self.quant is None else str(QuantScheme.parse(self.quant))
+        object.__setattr__(self, "_named", parsed)
 
     def options(self) -> Quantization:
-        """Return the same in the names of `fused_experts`."""
+        """Return the fields under the keywords of `fused_experts`."""
         flags = ("fp8_w8a8", "int8_w8a8", "int8_w8a16", "int4_w4a16")
-        given: dict[str, Any] = {f"use_{flag}": getattr(self, f"use_{flag}") for flag in flags}
-        same = (
+        options: dict[str, Any] = {f"use_{flag}": getattr(self, f"use_{flag}") for flag in flags}
+        unchanged = (
             "per_channel_quant",
             "block_shape",
             "b2",
@@ -134,33 +132,36 @@ class MoeQuantInfo:
             "w2_zp",
             "a2_scale",
         )
-        given |= {name: getattr(self, name) for name in same}
-        first = {"b1": "b13", "w1_scale": "w13_scale", "w1_zp": "w13_zp", "a1_scale": "a13_scale"}
-        given |= {name: getattr(self, field) for name, field in first.items()}
-        return given  # type: ignore[return-value]
+        options |= {name: getattr(self, name) for name in unchanged}
+        renamed = {"b1": "b13", "w1_scale": "w13_scale", "w1_zp": "w13_zp", "a1_scale": "a13_scale"}
+        options |= {name: getattr(self, field) for name, field in renamed.items()}
+        return options  # type: ignore[return-value]
 
     def scheme(self) -> str:
-        """Return the scheme as Problem.quant takes it; ConfigurationError for contradictions."""
-        named = quant_of(self.options())
+        """Return the scheme, as for Problem.quant; raise ConfigurationError for contradictions."""
+        from_flags = quant_of(self.options())
         if self.quant is None:
-            return named
-        if named != "none":
+            return from_flags
+        if from_flags != "none":
             raise ConfigurationError(
-                "quant", got=f"{self.quant} and {named}", need="one of the two"
+                "quant", got=f"{self.quant} and {from_flags}", need="one of the two"
             )
         scheme: str = self._named  # type: ignore[attr-defined]
         return scheme
 
 
 class MoeRunner:
-    """Experts by a backend's name: one of BACKENDS, of registered stages, or of an experts part.
+    """The experts of a backend: one of BACKENDS, of registered stages, or an experts part by name.
 
-    config: sizes that it has must be those of the tensors. inplace overwrites hidden_states where
-    they are tokens or rows of the problem's dtype. fused=False: the staged twin of a fused
-    operation, UnsupportedError where there is none. padding: weights have columns behind H and I
-    that are not read. quant: a scheme; with it, and all sizes in the config, a backend that does
-    not serve the layer raises IncompatibleError here and not in a call. dtype: of the results of
-    quantized rows. fast_act and aiter are refused: what they choose, a part chooses itself.
+    config: sizes in it must match the tensors. `inplace` overwrites hidden_states if they are
+        tokens or rows of the problem's dtype.
+    fused: False uses the stages, which are the bitwise reference of a fused operation. Raises
+        UnsupportedError if there are none.
+    padding: weights have additional columns after H and I, which are not read.
+    quant: name of a scheme. If it is given, with all sizes in the config, a backend that does not
+        support the layer raises IncompatibleError in the constructor instead of in a call.
+    dtype: of the results for quantized rows.
+    fast_act, aiter: not supported; the parts make these decisions.
     """
 
     def __init__(  # noqa: PLR0913  (one keyword for each switch of the field)
@@ -186,7 +187,7 @@ class MoeRunner:
             raise UnsupportedError("aiter", got=aiter, need="False: it is a library for AMD GPUs")
         self.runner_backend, self.config, self.dtype = runner_backend, config, parse_dtype(dtype)
         self.fused, self.padding = fused, padding
-        load_catalog()  # registers
+        load_catalog()  # registers the stages and fused operations
         self._parts = parts_of(runner_backend, fused=fused)
         self._pairings = {part: str(Pairing(NO_EP, part)) for part in self._parts.values()}
         self.quant = None if quant is None else str(QuantScheme.parse(quant))
@@ -196,18 +197,17 @@ class MoeRunner:
                 raise IncompatibleError(refused[0].pairing, refused[0].rejections)
 
     def run(self, dispatch_output: DispatchOutput, quant_info: MoeQuantInfo) -> CombineInput:
-        """Run the experts on what was dispatched; the result is of the same format.
+        """Run the experts on dispatched tokens, and return the result in the same format.
 
-        ConfigurationError with both names where the backend has no part for the format, or the
-        router's output is not of the one that the backend takes. Every InputError of a kernel's
-        call, and IncompatibleError.
+        Raises ConfigurationError if the backend has no part for the format, or needs another router
+        output; every InputError of a kernel's call; and IncompatibleError.
         """
         format = expect_format(dispatch_output, *self._parts)
         check_dispatched(dispatch_output)
         expect("quant_info", quant_info, MoeQuantInfo)
-        found = {n: v for n, v in vars(quant_info).items() if isinstance(v, torch.Tensor)}
-        check_tensors(found)
-        check_no_gradients(found | {"hidden_states": dispatch_output.hidden_states})
+        tensors = {n: v for n, v in vars(quant_info).items() if isinstance(v, torch.Tensor)}
+        check_tensors(tensors)
+        check_no_gradients(tensors | {"hidden_states": dispatch_output.hidden_states})
         quant = quant_info.scheme()
         if self.quant is not None and quant != self.quant:
             raise ConfigurationError("quant_info", got=quant, need=f"{self.quant}, the runner's")
@@ -220,13 +220,13 @@ class MoeRunner:
             need = "False: a dispatcher's combine sums"
             raise ConfigurationError(f"no_combine of {format}", got=True, need=need)
         if isinstance(dispatch_output, DeepEPNormalDispatchOutput):
-            given = dispatch_output
-            routing = Routing(given.topk_weights, given.topk_ids)
-            if given.hidden_states_scale is None:
-                rows = self._rows(given.hidden_states, routing, quant_info, quant, part)
+            received = dispatch_output
+            routing = Routing(received.topk_weights, received.topk_ids)
+            if received.hidden_states_scale is None:
+                rows = self._rows(received.hidden_states, routing, quant_info, quant, part)
             else:
-                rows = self._received(given, quant_info, quant, part)
-            return DeepEPNormalCombineInput(rows, given.topk_ids, given.topk_weights)
+                rows = self._received(received, quant_info, quant, part)
+            return DeepEPNormalCombineInput(rows, received.topk_ids, received.topk_weights)
         rows = self._received(dispatch_output, quant_info, quant, part)
         scale = self._scale()
         weights = dispatch_output.topk_weights
@@ -234,7 +234,10 @@ class MoeRunner:
         return DeepEPLLCombineInput(rows, dispatch_output.topk_ids, weights)
 
     def verdicts(self, quant: str = "none", tokens: int = 1) -> dict[str, Verdict]:
-        """Judge each format's part for the config's layer; ConfigurationError without its sizes."""
+        """Return the compatibility of each format's part with the config's layer.
+
+        Raises ConfigurationError unless the config has all sizes.
+        """
         experts, hidden, intermediate, top_k = self._sizes()
         if None in (experts, hidden, intermediate, top_k):
             need = "num_experts, hidden_size, intermediate_size_per_partition and top_k"
@@ -253,30 +256,35 @@ class MoeRunner:
         return {f: check(prepare[FORMATS[f]], part, problem) for f, part in self._parts.items()}
 
     def explain(self, quant: str = "none", tokens: int = 1) -> str:
-        """Say in a line or more for each dispatch format which part runs, and why or why not."""
+        """Return a text with the part of each dispatch format, and why it can or cannot run."""
         lines = [f"backend {self.runner_backend}, quant {quant}"]
         for format, verdict in self.verdicts(quant, tokens).items():
             op = FUSED.get_fused_func(A2A[format], self.runner_backend)
-            how = "by one part"
+            description = "by one part"
             if op is not None and FORMATS[format] is op.twin.requires.activation_format:
                 staged = self._parts[format] is op.twin
-                how = "by stages" if staged else f"fused, in place of {op.twin.__name__}"
+                description = "by stages" if staged else f"fused, in place of {op.twin.__name__}"
             elif (self.runner_backend, format) in PERMUTES.parts:
-                how = "by stages"
-            lines.append(f"{format}: {self._parts[format].__name__}, {how}; {verdict}")
+                description = "by stages"
+            lines.append(f"{format}: {self._parts[format].__name__}, {description}; {verdict}")
         lines += [f"{format}: no part" for format in A2A if format not in self._parts]
         return "\n".join(lines)
 
     def _sizes(self) -> tuple[Any, ...]:
-        c = self.config
-        return c.num_experts, c.hidden_size, c.intermediate_size_per_partition, c.top_k
+        config = self.config
+        return (
+            config.num_experts,
+            config.hidden_size,
+            config.intermediate_size_per_partition,
+            config.top_k,
+        )
 
     def _scale(self) -> float:
         factor = self.config.routed_scaling_factor
         return 1.0 if factor is None else float(factor)
 
     def _topk(self, topk_output: object) -> Routing:
-        """Return the router's choice; ConfigurationError if it is not of the backend's format."""
+        """Return the routing; raise ConfigurationError unless it has the backend's format."""
         is_sorted = isinstance(topk_output, TritonKernelTopKOutput)
         if is_sorted != (self.runner_backend in _SORTED_BACKENDS):
             names = ("StandardTopKOutput", "TritonKernelTopKOutput")
@@ -308,10 +316,10 @@ class MoeRunner:
         return replace(weights, w1_global_scale=scales[0], w2_global_scale=scales[1])
 
     def _checked(self, info: MoeQuantInfo, quant: str, x: torch.Tensor) -> ExpertWeights:
-        """Return the weights, of the sizes that the config has."""
+        """Return the weights, checked against the config's sizes."""
         weights, config = self._weights(info, quant, x.shape[-1]), self.config
         if info.expert_map is None and config.num_local_experts is not None:
-            config = replace(config, num_experts=config.num_local_experts)  # ids are local
+            config = replace(config, num_experts=config.num_local_experts)  # local ids
         check_config(config, x, weights.w1, weights.w2, info.options(), depth=depth_of(quant))
         return weights
 
@@ -323,7 +331,7 @@ class MoeRunner:
         quant: str,
         part: type[PermuteExpertsUnpermute],
     ) -> torch.Tensor:
-        """Return (T, H), or (T, K, H), by a kernel that prepares on this rank alone."""
+        """Return (T, H), or (T, K, H), from a kernel without token exchange."""
         config = self.config
         if config.inplace and config.no_combine:
             need = "inplace=False with it: (T, K, H) does not fit into x"
@@ -350,14 +358,14 @@ class MoeRunner:
         quant: str,
         part: type[PermuteExpertsUnpermute],
     ) -> torch.Tensor:
-        """Put what `_rows` returns into a graph, as one operator."""
+        """Compute what `_rows` returns with the traceable operator `experts`."""
         config, expert_map = self.config, weights.expert_map
         weights_TK, ids_TK = routing.topk_weights_TK, routing.topk_ids_TK
         if torch.is_grad_enabled() and (x_TH.requires_grad or weights_TK.requires_grad):
             got, need = "x or topk_weights that require grad", "torch.no_grad() or inference_mode()"
             raise UnsupportedError("gradients", got=got, need=need)
-        held = weights.w1.shape[0]
-        experts = held if expert_map is None else expert_map.shape[0]
+        local_experts = weights.w1.shape[0]
+        experts = local_experts if expert_map is None else expert_map.shape[0]
         intermediate = weights.w2.shape[2] * depth_of(quant)
         layer = text_of_sizes(
             (x_TH.shape[1], intermediate, experts, ids_TK.shape[1]),
@@ -366,7 +374,7 @@ class MoeRunner:
             str(config.activation_spec()),
             bias=weights.b1 is not None or weights.b2 is not None,
             expert_map=expert_map is not None,
-            local_experts=None if expert_map is None else index(held),
+            local_experts=None if expert_map is None else index(local_experts),
             apply_router_weight_on_input=config.apply_router_weight_on_input,
             routed_scaling_factor=self._scale(),
             combine="TOPK_WEIGHTED" if config.no_combine else "SUM",
@@ -386,10 +394,10 @@ class MoeRunner:
         quant: str,
         part: type[PermuteExpertsUnpermute],
     ) -> torch.Tensor:
-        """Return what the experts leave of rows as they arrived."""
+        """Return the experts' output for received rows."""
         if is_compiling():
-            why = f"rows of {given.format} are not traced: the graph breaks at MoeRunner.run"
-            return modes.run_untraced(self._received, why, given, info, quant, part)
+            reason = f"rows of {given.format} are not traced: the graph breaks at MoeRunner.run"
+            return modes.run_untraced(self._received, reason, given, info, quant, part)
         if info.expert_map is not None:
             need = "None: a dispatcher's ids count the experts here"
             raise ConfigurationError(f"expert_map of {given.format}", got="a tensor", need=need)

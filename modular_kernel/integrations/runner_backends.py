@@ -1,4 +1,4 @@
-"""Which experts part serves a backend's name in each dispatch format, and the field's switches."""
+"""Backend names of MoeRunner, their experts parts by dispatch format, and SGLang's switches."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,8 @@ from modular_kernel.spec.problem import ActivationFormat
 from modular_kernel.utils.argument_checks import expect
 
 _STANDARD, _BATCHED = ActivationFormat.STANDARD, ActivationFormat.BATCHED_EXPERTS
-# Backends in the field's names, and the part of each format. Others are registered by stages.
+# Backend, named as in SGLang if it exists there -> part of each activation format. Registered
+# stages add others.
 BACKENDS: Mapping[str, Mapping[ActivationFormat, str]] = {
     "triton": {_STANDARD: "TritonExperts", _BATCHED: "BatchedTritonExperts"},
     "triton_kernel": {_STANDARD: "TritonKernelsExperts"},
@@ -19,9 +20,9 @@ BACKENDS: Mapping[str, Mapping[ActivationFormat, str]] = {
     "cutlass": {_STANDARD: "CutlassExpertsFP8", _BATCHED: "BatchedCutlassExpertsFP8"},
     "torch": {_STANDARD: "TorchExperts", _BATCHED: "NaiveBatchedExperts"},
 }
-# The all2all backend, in the fused operations' keys, of each dispatch format.
+# Dispatch format -> all2all backend in the keys of fused operations.
 A2A = {"standard": "none", "deepep_normal": "deepep", "deepep_ll": "deepep"}
-# The field's environment variables, the option of each, and whether its "1" means True.
+# SGLang's environment variables -> (option of MoeRunner, its value for "1").
 SWITCHES: Mapping[str, tuple[str, bool]] = {
     "SGLANG_CI_DISABLE_MOE_FUSED_FUNC": ("fused", False),
     "SGLANG_MOE_PADDING": ("padding", True),
@@ -31,13 +32,13 @@ SWITCHES: Mapping[str, tuple[str, bool]] = {
 
 
 def parts_of(backend: str, *, fused: bool) -> dict[str, type[PermuteExpertsUnpermute]]:
-    """Return a backend's part for each dispatch format that it has one for.
+    """Return a backend's part for each dispatch format that it supports.
 
-    UnknownPartError where nothing has the name; UnsupportedError where `fused` is False and there
-    are no stages.
+    Raises UnknownPartError for an unknown name; UnsupportedError if `fused` is False and there are
+    no stages.
     """
     expect("runner_backend", backend, str)
-    found: dict[str, type[PermuteExpertsUnpermute]] = {}
+    parts: dict[str, type[PermuteExpertsUnpermute]] = {}
     staged = False
     for format, a2a in A2A.items():
         part, op = PERMUTES.parts.get((backend, format)), FUSED.get_fused_func(a2a, backend)
@@ -47,9 +48,9 @@ def parts_of(backend: str, *, fused: bool) -> dict[str, type[PermuteExpertsUnper
         if part is None and fused:
             part = _named(backend, FORMATS[format])
         if part is not None:
-            found[format] = part
-    if found:
-        return found
+            parts[format] = part
+    if parts:
+        return parts
     stages = sorted({key[0] for key in PERMUTES.parts})
     if not fused and not staged and _known(backend):
         need = f"True, or a backend by stages: {', '.join(stages)}"
@@ -64,7 +65,7 @@ def _known(backend: str) -> bool:
 
 
 def _named(backend: str, format: ActivationFormat) -> type[PermuteExpertsUnpermute] | None:
-    """Return the part that a name of the field, or its own name, stands for; None if none does."""
+    """Return the part of a backend name, or the part with that name; None if there is none."""
     catalog = load_catalog()
     name = BACKENDS.get(backend, {}).get(format, backend)
     if name not in catalog.names("experts"):
@@ -74,18 +75,18 @@ def _named(backend: str, format: ActivationFormat) -> type[PermuteExpertsUnpermu
 
 
 def switches(environment: Mapping[str, str]) -> dict[str, bool]:
-    """Return the options that the field's environment variables mean, for `MoeRunner`.
+    """Return the options of `MoeRunner` that SGLang's environment variables set.
 
-    Other variables are left alone; ConfigurationError for a value that is no switch.
+    Other variables are ignored. Raises ConfigurationError for a value that is not 0 or 1.
     """
     expect("environment", environment, Mapping)
-    found: dict[str, bool] = {}
-    for name, (option, on) in SWITCHES.items():
-        given = environment.get(name, "0")
-        expect(name, given, str)
-        value = given.strip().lower()
+    options: dict[str, bool] = {}
+    for name, (option, value_if_set) in SWITCHES.items():
+        text = environment.get(name, "0")
+        expect(name, text, str)
+        value = text.strip().lower()
         if value not in ("0", "1", "true", "false", ""):
             raise ConfigurationError(name, got=repr(value)[:80], need="0 or 1")
         if name in environment:
-            found[option] = on == (value in ("1", "true"))
-    return found
+            options[option] = value_if_set == (value in ("1", "true"))
+    return options

@@ -1,6 +1,6 @@
-"""Checks of what a dispatcher outside gives: tensors of the sizes that go together.
+"""Checks of an external dispatcher's tensors.
 
-Kernels read what these say, so that a wrong one would read other memory without a word.
+Kernels use these values to compute addresses, so wrong ones would read invalid memory.
 """
 
 import torch
@@ -19,19 +19,19 @@ _IDS = (torch.int32, torch.int64)
 
 
 def check_dispatched(given: DispatchOutput) -> None:
-    """Check a dispatch output by itself; of the standard format its rows, the rest is a call's.
+    """Check the tensors of a dispatch output; for the standard format only its rows.
 
-    On a CPU the counts of rows are checked by value, too; on a GPU that would wait for it.
-    DtypeError, ShapeError, DeviceError, LayoutError, RoutingError.
+    On a CPU row counts are also checked by value; on a GPU that would synchronize. Raises
+    DtypeError, ShapeError, DeviceError, LayoutError or RoutingError.
     """
     x = given.hidden_states
     check_tensor("hidden_states", x)
     if isinstance(given, StandardDispatchOutput):
-        _dims("hidden_states", x, "(T, H)")
+        _check_dims("hidden_states", x, "(T, H)")
         _check_sorted(given.topk_output)
         return
     batched = isinstance(given, DeepEPLLDispatchOutput)
-    _dims("hidden_states", x, "(e, C, H)" if batched else "(R, H)")
+    _check_dims("hidden_states", x, "(e, C, H)" if batched else "(R, H)")
     if given.hidden_states_scale is not None:
         _beside("hidden_states_scale", given.hidden_states_scale, x)
     rows = None if batched else len(x)
@@ -41,7 +41,7 @@ def check_dispatched(given: DispatchOutput) -> None:
 
 
 def _check_sorted(topk_output: object) -> None:
-    """Check the tensors of a routing that is sorted by expert; a call checks any other."""
+    """Check the tensors of a routing that is sorted by expert. Others are checked in the call."""
     if isinstance(topk_output, TritonKernelTopKOutput):
         expect("routing_data", topk_output.routing_data, RoutingData)
         expect("gather_indx", topk_output.gather_indx, Permutation)
@@ -53,9 +53,9 @@ def _check_sorted(topk_output: object) -> None:
 
 
 def _check_pairs(ids: object, weights: object, x: torch.Tensor, rows: int | None) -> None:
-    """Check (R, K) ids and weights; of `rows` rows, where they are those of x."""
+    """Check ids and weights (R, K). rows: R, or None if they do not belong to the rows of x."""
     ids, weights = _beside("topk_ids", ids, x), _beside("topk_weights", weights, x)
-    _dims("topk_ids", ids, "(T, K)" if rows is None else "(R, K)")
+    _check_dims("topk_ids", ids, "(T, K)" if rows is None else "(R, K)")
     if ids.dtype not in _IDS:
         raise DtypeError("topk_ids", got=ids.dtype, need="int32 or int64")
     if weights.dtype is not torch.float32:
@@ -80,7 +80,7 @@ def _check_counts(counts: object, x: torch.Tensor) -> None:
 
 
 def _beside(what: str, given: object, x: torch.Tensor) -> torch.Tensor:
-    """Return a dense tensor on x's device."""
+    """Return a tensor after checking that it is on the device of x."""
     check_tensor(what, given)
     assert isinstance(given, torch.Tensor)
     if given.device != x.device:
@@ -88,6 +88,6 @@ def _beside(what: str, given: object, x: torch.Tensor) -> torch.Tensor:
     return given
 
 
-def _dims(what: str, given: torch.Tensor, legend: str) -> None:
+def _check_dims(what: str, given: torch.Tensor, legend: str) -> None:
     if given.dim() != legend.count(",") + 1:
         raise ShapeError(what, got=tuple(given.shape), need=legend)

@@ -1,6 +1,6 @@
-"""Run an experts part on rows that a dispatcher outside has left here, quantized or by expert.
+"""Execution of an experts part on rows from an external dispatcher, quantized or by expert.
 
-The two classes below stand for that dispatcher where pairings are judged; they run nothing.
+ReceivedRows and ReceivedBatches represent that dispatcher in compatibility checks; they do not run.
 """
 
 from functools import lru_cache
@@ -31,7 +31,7 @@ from modular_kernel.workspace import Workspace
 
 
 class ReceivedRows(PrepareAndFinalize):
-    """Rows (R, H) with local ids, as "deepep_normal" has them."""
+    """Rows (R, H) with local ids, as in the format "deepep_normal"."""
 
     requires = PrepareFinalizeRequirements(
         activation_format=ActivationFormat.STANDARD,
@@ -43,7 +43,7 @@ class ReceivedRows(PrepareAndFinalize):
 
 
 class ReceivedBatches(PrepareAndFinalize):
-    """Rows (e, C, H), as "deepep_ll" has them; another weights and sums what comes back."""
+    """Rows (e, C, H), as in the format "deepep_ll"; the combiner weights and sums the output."""
 
     requires = PrepareFinalizeRequirements(
         activation_format=ActivationFormat.BATCHED_EXPERTS,
@@ -55,7 +55,7 @@ class ReceivedBatches(PrepareAndFinalize):
     )
 
 
-_STANDS_FOR = {
+_DISPATCHERS = {
     ActivationFormat.STANDARD: ReceivedRows,
     ActivationFormat.BATCHED_EXPERTS: ReceivedBatches,
 }
@@ -65,8 +65,8 @@ _STANDS_FOR = {
 def _experts(
     part: type[PermuteExpertsUnpermute], problem: Problem, device: str
 ) -> PermuteExpertsUnpermute:
-    """Return the part for a problem; IncompatibleError with every reason if it is refused."""
-    dispatch = _STANDS_FOR[part.requires.activation_format]
+    """Create the part for a problem; raise IncompatibleError with every reason if refused."""
+    dispatch = _DISPATCHERS[part.requires.activation_format]
     machine = this_machine(device="cpu" if device == "cpu" else None)
     verdict = judge(dispatch, part, problem, machine)  # type: ignore[type-abstract]
     if not verdict.ok:
@@ -82,9 +82,10 @@ def run_received(
     tokens: Dispatched,
     weights: ExpertWeights,
 ) -> torch.Tensor:
-    """Return (R, H) weighted sums of contiguous tokens, or (e, C, H) unweighted rows of batches.
+    """Return (R, H) weighted sums for contiguous tokens, or (e, C, H) rows for batches.
 
-    Every InputError of tensors that do not fit the problem, and IncompatibleError.
+    The rows of batches are not weighted. Raises every InputError for tensors that do not match the
+    problem, and IncompatibleError.
     """
     batched = isinstance(tokens, BatchedTokens)
     x = tokens.x_eCH if isinstance(tokens, BatchedTokens) else tokens.x_TH
@@ -109,7 +110,7 @@ def run_received(
 def _reduced(
     rows: torch.Tensor, tokens: ContiguousTokens, experts: PermuteExpertsUnpermute
 ) -> torch.Tensor:
-    """Return what the experts leave, weighted and summed if that is still to be done."""
+    """Return the experts' output, weighted and summed unless the experts have done so."""
     reduce, problem, routing = (
         experts.finalize_weight_and_reduce_impl(),
         experts.problem,
@@ -122,17 +123,17 @@ def _reduced(
     if reduce.kind is Reduce.DELEGATE:
         weight_and_sum(rows, weights_TK, scale=scale, out=out, routing=routing, num_local=problem.e)
     else:
-        given = ExpertRows(rows, None, weights_TK, scale, routing, problem.e, checked=True)
-        reduce.apply(given, out)
+        expert_rows = ExpertRows(rows, None, weights_TK, scale, routing, problem.e, checked=True)
+        reduce.apply(expert_rows, out)
     return out
 
 
 def _check(x: torch.Tensor, scale: torch.Tensor | None, problem: Problem) -> None:
-    """Check dtype and sizes of rows and their scales."""
+    """Check the dtype and sizes of rows and of their scales."""
     scheme = problem.scheme
-    need = STORAGE[scheme.activation] if scheme.travels_quantized else problem.dtype
-    if x.dtype is not need:
-        raise DtypeError(f"hidden_states for {problem.quant}", got=x.dtype, need=need)
+    dtype = STORAGE[scheme.activation] if scheme.travels_quantized else problem.dtype
+    if x.dtype is not dtype:
+        raise DtypeError(f"hidden_states for {problem.quant}", got=x.dtype, need=dtype)
     if x.shape[-1] != problem.hidden or not x.is_contiguous():
         got = f"{tuple(x.shape)}, strides {x.stride()}"
         raise ShapeError("hidden_states", got=got, need=f"(..., {problem.hidden}), contiguous")

@@ -1,8 +1,8 @@
-"""What a token dispatcher gives to `MoeRunner`, and what a combiner takes from it.
+"""Dispatch outputs, which a token dispatcher passes to `MoeRunner`, and combine inputs.
 
-A format tells how rows lie: "standard" (T, H) tokens with their routing; "deepep_normal" rows that
-were received, with local ids; "deepep_ll" rows expert by expert, with counts. What comes back is of
-the format of what was given.
+A format defines the layout of rows: "standard" is (T, H) tokens with their routing; "deepep_normal"
+received rows with local ids; "deepep_ll" received rows by expert, with counts. The result has the
+format of the input.
 """
 
 from typing import Any, NamedTuple, TypeGuard
@@ -14,23 +14,23 @@ from modular_kernel.spec.router import StandardTopKOutput, TritonKernelTopKOutpu
 
 
 class StandardDispatchOutput(NamedTuple):
-    """hidden_states: (T, H). topk_output: a router's, or weights and ids, both (T, K)."""
+    """Tokens (T, H), and a router's output or weights and ids, both (T, K)."""
 
     hidden_states: torch.Tensor
     topk_output: StandardTopKOutput | TritonKernelTopKOutput | tuple[torch.Tensor | None, ...]
 
     @property
     def format(self) -> str:
-        """The name of the format."""
+        """Name of the format."""
         return "standard"
 
 
 class DeepEPNormalDispatchOutput(NamedTuple):
-    """Rows that arrived on this rank, (R, H).
+    """Rows (R, H) that this rank has received.
 
-    hidden_states_scale: None where rows are unquantized, else as `ContiguousTokens.scale`.
-    topk_ids: (R, K) local, -1 for experts elsewhere. topk_weights: (R, K) float32.
-    num_recv_tokens_per_expert: the rows of each expert here; nothing is computed from it.
+    hidden_states_scale: None for unquantized rows, else as `ContiguousTokens.scale`. topk_ids: (R,
+    K) local ids, -1 for experts of other ranks. topk_weights: (R, K) float32.
+    num_recv_tokens_per_expert: not used.
     """
 
     hidden_states: torch.Tensor
@@ -41,16 +41,16 @@ class DeepEPNormalDispatchOutput(NamedTuple):
 
     @property
     def format(self) -> str:
-        """The name of the format."""
+        """Name of the format."""
         return "deepep_normal"
 
 
 class DeepEPLLDispatchOutput(NamedTuple):
     """Rows by expert, (e, C, H), of which the first masked_m[i] of expert i are tokens.
 
-    hidden_states_scale: None where rows are unquantized, else as `BatchedTokens.scale`.
-    topk_ids, topk_weights: (T, K), this rank's own tokens': for the combine, untouched.
-    masked_m: (e,) int32. expected_m: a hint; nothing is computed from it.
+    hidden_states_scale: None for unquantized rows, else as `BatchedTokens.scale`. topk_ids,
+    topk_weights: (T, K) of the tokens of this rank, passed on to the combiner. masked_m: (e,)
+    int32. expected_m: not used.
     """
 
     hidden_states: torch.Tensor
@@ -62,23 +62,23 @@ class DeepEPLLDispatchOutput(NamedTuple):
 
     @property
     def format(self) -> str:
-        """The name of the format."""
+        """Name of the format."""
         return "deepep_ll"
 
 
 class StandardCombineInput(NamedTuple):
-    """hidden_states: (T, H), weighted and summed; (T, K, H) with no_combine."""
+    """Weighted sums (T, H), or weighted outputs (T, K, H) with no_combine."""
 
     hidden_states: torch.Tensor
 
     @property
     def format(self) -> str:
-        """The name of the format."""
+        """Name of the format."""
         return "standard"
 
 
 class DeepEPNormalCombineInput(NamedTuple):
-    """hidden_states: (R, H), each row weighted and summed over its experts here."""
+    """Rows (R, H), each the weighted sum over this rank's experts."""
 
     hidden_states: torch.Tensor
     topk_ids: torch.Tensor
@@ -86,12 +86,12 @@ class DeepEPNormalCombineInput(NamedTuple):
 
     @property
     def format(self) -> str:
-        """The name of the format."""
+        """Name of the format."""
         return "deepep_normal"
 
 
 class DeepEPLLCombineInput(NamedTuple):
-    """hidden_states: (e, C, H), not weighted. topk_weights: with the routed scaling factor."""
+    """Unweighted rows (e, C, H); topk_weights include the routed scaling factor."""
 
     hidden_states: torch.Tensor
     topk_ids: torch.Tensor
@@ -99,7 +99,7 @@ class DeepEPLLCombineInput(NamedTuple):
 
     @property
     def format(self) -> str:
-        """The name of the format."""
+        """Name of the format."""
         return "deepep_ll"
 
 
@@ -111,26 +111,26 @@ DISPATCHES = (StandardDispatchOutput, DeepEPNormalDispatchOutput, DeepEPLLDispat
 def format_is_standard(
     value: DispatchOutput | CombineInput,
 ) -> TypeGuard[StandardDispatchOutput | StandardCombineInput]:
-    """Tell whether a dispatch output or combine input is of the standard format."""
+    """Return whether a dispatch output or combine input has the standard format."""
     return value.format == "standard"
 
 
 def format_is_deepep_normal(
     value: DispatchOutput | CombineInput,
 ) -> TypeGuard[DeepEPNormalDispatchOutput | DeepEPNormalCombineInput]:
-    """Tell whether a dispatch output or combine input is of received rows."""
+    """Return whether a dispatch output or combine input has received rows."""
     return value.format == "deepep_normal"
 
 
 def format_is_deepep_ll(
     value: DispatchOutput | CombineInput,
 ) -> TypeGuard[DeepEPLLDispatchOutput | DeepEPLLCombineInput]:
-    """Tell whether a dispatch output or combine input is of rows expert by expert."""
+    """Return whether a dispatch output or combine input has received rows by expert."""
     return value.format == "deepep_ll"
 
 
 def expect_format(value: object, *formats: str) -> str:
-    """Return the format of a dispatch output; ConfigurationError with both names if another."""
+    """Return the format of a dispatch output; ConfigurationError unless it is in `formats`."""
     need = " or ".join(formats)
     if not isinstance(value, DISPATCHES):
         got = f"{type(value).__name__}, no dispatch output"

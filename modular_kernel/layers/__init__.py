@@ -1,1 +1,1 @@
-"""What stands above a kernel: router, FusedMoE, EPMoE, loading of weights, balance of experts."""
+"""Modules built on a kernel: Router, FusedMoE, EPMoE, LoRA layers, weight loading, balancing."""

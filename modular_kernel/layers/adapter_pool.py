@@ -1,8 +1,8 @@
-"""Adapters of a layer that come and go, in tensors that stay where they are.
+"""AdapterPool: LoRA adapters of one layer, loaded and evicted in tensors with fixed addresses.
 
 pool = AdapterPool(problem, device)
 slot = pool.load("mine", load_adapter("adapter/", 3, problem))
-y_TH = kernel(x_TH, pool.weights(base), routing)  # its tokens name `slot`
+y_TH = kernel(x_TH, pool.weights(base), routing)  # routing.adapters_T refers to `slot`
 """
 
 import re
@@ -39,12 +39,12 @@ _NO_MEMORY = re.compile("can't allocate memory|size calculation overflowed")
 
 @contextmanager
 def _memory(what: str, needed: int, device: torch.device | str) -> Iterator[None]:
-    """CapacityError with the bytes that are needed, where torch has not got them."""
+    """Raise CapacityError with the required bytes if torch runs out of memory."""
     try:
         yield
     except RuntimeError as error:
         why = str(error).splitlines()[0]
-        # Beside its own type for devices: what the host's allocator and its arithmetic say.
+        # OutOfMemoryError is for devices only; the host's allocator raises RuntimeError.
         if not isinstance(error, torch.OutOfMemoryError) and not _NO_MEMORY.search(why):
             raise
         need = f"{needed} bytes on {device}"
@@ -52,21 +52,22 @@ def _memory(what: str, needed: int, device: torch.device | str) -> Iterator[None
 
 
 class AdapterPool:
-    """The slots of a problem's adapters: L of rank R, as `problem.lora` says, zero while free.
+    """The adapter slots of a problem: L slots of rank R, as in `problem.lora`. Free slots are zero.
 
-    Adapters are copied into the same memory, so that kernels, plans and captured graphs which have
-    read `weights` read the new ones. Copies are on the current stream: a call that names the slot
-    on another stream has to wait for it.
+    Adapters are copied into the same memory, so kernels, plans and captured graphs that use
+    `weights` read the new values. Copies run on the current stream: a call on another stream that
+    uses the slot must wait for it.
 
-    Threads may load and evict at the same time: they take turns. A kernel's call takes no turn, so
-    evict an adapter only when no call names its slot any more.
+    Threads may load and evict concurrently; a lock serializes them. A kernel call does not take the
+    lock, so evict an adapter only when no call uses its slot any more.
     """
 
     def __init__(self, problem: Problem, device: torch.device | str = "cpu") -> None:
-        """Make the tensors, zeros in the problem's dtype.
+        """Allocate the tensors, zeros in the problem's dtype.
 
-        ConfigurationError without adapters, DeviceError for a device that is not there or has no
-        memory of its own (meta), CapacityError with the bytes that the pool needs and has not got.
+        Raises ConfigurationError for a problem without adapters, DeviceError for a device that is
+        not available or has no memory (meta), CapacityError with the required bytes if memory is
+        insufficient.
         """
         expect("problem", problem, Problem)
         expect("device", device, torch.device | str)
@@ -76,15 +77,15 @@ class AdapterPool:
         shapes = self._shapes(self._spec.rank)
         device = available_device(device, what="pool")
         slots, sizes = self._spec.adapters, (problem.e, problem.w1_rows)
-        numbers = self._spec.slot_numbers(*sizes, problem.hidden, problem.intermediate)
-        self._slot_bytes = numbers * problem.dtype.itemsize
+        values_per_slot = self._spec.slot_numbers(*sizes, problem.hidden, problem.intermediate)
+        self._slot_bytes = values_per_slot * problem.dtype.itemsize
         with _memory(f"pool of {slots} slots", slots * self._slot_bytes, device), modes.kept():
             self._tensors = {
                 name: torch.zeros(slots, *shape, dtype=problem.dtype, device=device)
                 for name, shape in shapes.items()
             }
         self._slots = dict[str, int]()
-        # Slots that nobody has and that may not be zero: of a change that was interrupted.
+        # Free slots that may be nonzero, because a load or evict was interrupted.
         self._unclean = set[int]()
         self._turn = threading.RLock()
         forks.on_fork(self)
@@ -99,17 +100,17 @@ class AdapterPool:
         forks.on_fork(self)
 
     def after_fork(self) -> None:
-        """In a forked child, unlock what a thread that is not there had locked."""
+        """Renew the lock in a forked child: a thread of the parent may have held it."""
         forks.renew(self._turn)
 
     @property
     def slots(self) -> Mapping[str, int]:
-        """The slot of each loaded adapter by its name, to be read alone."""
+        """The slot of each loaded adapter by name, as a read-only view."""
         return MappingProxyType(self._slots)
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """The device of the tensors."""
         return self._tensors["lora_a2"].device
 
     @property
@@ -118,25 +119,24 @@ class AdapterPool:
         return self._slot_bytes
 
     def weights(self, base: ExpertWeights) -> ExpertWeights:
-        """Return the base weights with the tensors of this pool; WeightsError if they have some."""
+        """Return the base weights with this pool's tensors; WeightsError if they have adapters."""
         expect("base weights", base, ExpertWeights)
-        given = [name for name in self._tensors if getattr(base, name) is not None]
-        if given:
-            raise WeightsError("base weights", got=", ".join(given), need="none: the pool has them")
+        extra = [name for name in self._tensors if getattr(base, name) is not None]
+        if extra:
+            raise WeightsError("base weights", got=", ".join(extra), need="none: the pool has them")
         return replace(base, **self._tensors)
 
     def load(self, name: str, adapter: Adapter) -> int:
-        """Copy an adapter into a free slot and return the slot.
+        """Copy an adapter into a free slot, and return the slot.
 
-        name: of at most 256 characters, not loaded yet. adapter: of a rank up to the pool's, its
-        tensors on the pool's device or the CPU; what the slot has beyond that rank stays zero. Its
-        values are read, which waits for the device.
+        name: up to 256 characters, not loaded yet. adapter: of a rank up to the pool's, with
+        tensors on the pool's device or the CPU; the rest of the slot's rank stays zero. Its values
+        are checked, which synchronizes with the device.
 
-        Raises StateError for a name that is loaded, or while a stream is being captured;
-        CapacityError without a free slot, or memory for the copy; WeightsError for a rank above the
-        pool's, and values that are not finite; ShapeError, DtypeError, DeviceError, LayoutError for
-        tensors that do not fit. After any exception, KeyboardInterrupt included, the pool holds
-        what it held before.
+        Raises StateError for a name that is loaded, or during stream capture; CapacityError without
+        a free slot or without memory for the copy; WeightsError for a rank above the pool's or for
+        values that are not finite; ShapeError, DtypeError, DeviceError or LayoutError for tensors
+        that do not match. After any exception, including KeyboardInterrupt, the pool is unchanged.
         """
         with self._turn:
             return self._load(name, adapter)
@@ -156,7 +156,7 @@ class AdapterPool:
         self._clean()
         slot = free[0]
         with torch.no_grad():
-            # All memory that it takes is there before the slot is written.
+            # Allocate all memory before writing to the slot.
             size = sum(getattr(adapter, each).nbytes for each in self._tensors)
             with _memory(f"adapter {name!r}", size, self.device):
                 ready = {each: getattr(adapter, each).to(self.device) for each in self._tensors}
@@ -172,9 +172,9 @@ class AdapterPool:
         return slot
 
     def evict(self, name: str) -> None:
-        """Free an adapter's slot, with zeros: tokens that still name it are as without an adapter.
+        """Free an adapter's slot and zero it: tokens that still use it get no adapter.
 
-        StateError for a name that is not loaded, or while a stream is being captured.
+        Raises StateError for a name that is not loaded, or during stream capture.
         """
         with self._turn:
             self._evict(name)
@@ -191,7 +191,7 @@ class AdapterPool:
 
     @torch.no_grad()
     def _clean(self) -> None:
-        """Fill unclean slots with zeros; a slot that was taken in the last moment stays."""
+        """Zero the unclean slots, except those that are in use."""
         self._unclean.difference_update(self._slots.values())
         for slot in tuple(self._unclean):
             for tensor in self._tensors.values():
@@ -199,14 +199,14 @@ class AdapterPool:
             self._unclean.discard(slot)
 
     def _shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of one adapter of a rank."""
+        """Return the shapes of one adapter of this rank."""
         problem = self._problem
         sizes = problem.e, problem.w1_rows, problem.hidden, problem.intermediate
         shapes = replace(self._spec, rank=rank).shapes(*sizes)
         return {name: shape[1:] for name, shape in shapes.items()}
 
     def check_change(self, name: str) -> None:
-        """Raise ConfigurationError for what is no name, StateError while a stream is captured."""
+        """Raise ConfigurationError for an invalid name, StateError during stream capture."""
         expect("name of an adapter", name, str)
         if not 0 < len(name) <= _MOST_NAME:
             need = f"1 to {_MOST_NAME} characters"
@@ -216,7 +216,7 @@ class AdapterPool:
             raise StateError(f"adapter {name!r}", got=got, need="a change outside of captures")
 
     def _check(self, name: str, adapter: Adapter) -> int:
-        """Check an adapter's tensors, and return its rank."""
+        """Check an adapter's tensors and return its rank."""
         expect(f"adapter {name!r}", adapter, Adapter)
         tensors = {each: getattr(adapter, each) for each in self._tensors}
         for each, tensor in tensors.items():
@@ -240,7 +240,7 @@ class AdapterPool:
         return rank
 
     def _room(self, name: str, slot: int, rank: int) -> torch.Tensor:
-        """Return the part of a slot that an adapter of a rank fills."""
+        """Return the view of a slot that an adapter of this rank fills."""
         tensor = self._tensors[name][slot]
         if "_a" not in name:
             return tensor[:, :, :rank]
@@ -248,7 +248,7 @@ class AdapterPool:
         return tensor.view(len(tensor), halves, self._spec.rank, -1)[:, :, :rank]
 
     def _in_halves(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an adapter's tensor in the dimensions of its room: A with gate and up apart."""
+        """Reshape an adapter's tensor like its slot: A has a dimension for gate and up."""
         if "_a" not in name:
             return tensor
         halves = self._shapes(1)[name][1]

@@ -1,10 +1,10 @@
-"""Balance experts over ranks: count pairs, make a placement with copies, and say what has to move.
+"""Load balancing of experts over ranks: count pairs, compute a placement, list the weight moves.
 
-    load = count(topk_ids, 256)                          # added up over calls, and over ranks
+    load = count(topk_ids, 256)                          # summed over calls and over ranks
     new = rebalance(load.tolist(), [36] * 8, old)        # 288 slots: 32 copies of hot experts
-    for move in moves(old, new): ...                     # which weights go where
+    for move in moves(old, new): ...                     # the weights to transfer
 
-All are pure functions: nothing is moved, and no rank is asked.
+All are pure functions: they move no weights and communicate with no rank.
 """
 
 import heapq
@@ -22,9 +22,9 @@ from modular_kernel.utils.tensor_checks import check_tensor
 
 
 def count(topk_ids: torch.Tensor, experts: int) -> torch.Tensor:
-    """Return the pairs of each expert, (experts,) int64, on the device of the ids.
+    """Return the number of (token, expert) pairs per expert, (experts,) int64, on the ids' device.
 
-    topk_ids: (T, K) int32 or int64; ids outside [0, experts) are not counted. Nothing synchronizes.
+    topk_ids: (T, K) int32 or int64; ids outside [0, experts) are not counted. Does not synchronize.
     """
     expect("experts", experts, Experts)
     check_tensor("topk_ids", topk_ids)
@@ -39,10 +39,10 @@ def count(topk_ids: torch.Tensor, experts: int) -> torch.Tensor:
 def rank_loads(
     load: Sequence[float], placement: Placement, *, ranks_per_host: int | None = None
 ) -> tuple[float, ...]:
-    """Return what each rank has to do, where all ranks send alike and to the nearest copies.
+    """Return the load of each rank if all ranks send equally and to the nearest copies.
 
-    So the copies of an expert on a host share what that host sends; a host without one spreads it
-    over all. ranks_per_host: None for one host.
+    The copies of an expert on one host share what that host sends. A host without a copy
+    distributes it over all copies. ranks_per_host: None for a single host.
 
     >>> placement = Placement(((0, 1), (0, 2), (0, 3), (4, 5)))
     >>> rank_loads([12, 0, 0, 0, 0, 0], placement)
@@ -55,17 +55,17 @@ def rank_loads(
     if len(load) != placement.experts:
         raise ConfigurationError("load", got=len(load), need=f"{placement.experts} experts")
     expect("ranks_per_host", ranks_per_host, Count | None)
-    each = placement.world_size if ranks_per_host is None else ranks_per_host
-    if placement.world_size % each:
+    host_size = placement.world_size if ranks_per_host is None else ranks_per_host
+    if placement.world_size % host_size:
         need = f"a divisor of {placement.world_size} ranks"
-        raise ConfigurationError("ranks_per_host", got=each, need=need)
-    hosts, loads = placement.world_size // each, [0.0] * placement.world_size
+        raise ConfigurationError("ranks_per_host", got=host_size, need=need)
+    hosts, loads = placement.world_size // host_size, [0.0] * placement.world_size
     for amount, homes in zip(load, placement.homes, strict=True):
         for host in range(hosts):
-            there = [rank for rank, _ in homes if rank // each == host]
-            taking = there or [rank for rank, _ in homes]
-            for rank in taking:
-                loads[rank] += amount / hosts / len(taking)
+            on_host = [rank for rank, _ in homes if rank // host_size == host]
+            targets = on_host or [rank for rank, _ in homes]
+            for rank in targets:
+                loads[rank] += amount / hosts / len(targets)
     return tuple(loads)
 
 
@@ -77,16 +77,19 @@ def rebalance(
     hosts: int = 1,
     groups: int = 1,
 ) -> Placement:
-    """Return a placement of len(load) experts that evens out what ranks have to do.
+    """Return a placement of len(load) experts that balances the load of the ranks.
 
-    load: of each expert, as `count` gives it; any unit. slots: the most experts of each rank; what
-    is more than one for each expert goes to copies of the experts with the most load a copy. Then
-    the heaviest copy goes to the rank that has the least, and so on (longest processing time
-    first). old: what stays on its rank stays in its slot, where a slot of that number is left.
-    hosts, groups: of ranks and of experts, both in equal blocks. Where there are several hosts,
-    each first gets as many whole groups, and copies stay on it: a token whose router chooses among
-    few groups then goes to few hosts. ConfigurationError where there are fewer slots than experts,
-    on a host too, or what is to be in equal blocks cannot be.
+    load: of each expert, in any unit, for example as `count` returns it.
+    slots: the maximum number of experts of each rank. Extra slots replicate the expert with the
+        highest load per copy. Copies are then assigned in order of decreasing load, each to the
+        rank with the least load (longest processing time first).
+    old: an expert that stays on its rank also keeps its slot, if the rank still has that slot.
+    hosts, groups: number of hosts and of expert groups; ranks and experts are divided evenly among
+        them. With several hosts, each host gets the same number of whole groups, and copies stay on
+        that host, so that a token whose router selects few groups is sent to few hosts.
+
+    Raises ConfigurationError if there are fewer slots than experts, overall or on a host, or if
+    ranks, groups or experts do not divide evenly.
 
     >>> placement = rebalance([90, 10, 20, 40], slots=[3, 3])
     >>> placement.slots
@@ -99,48 +102,47 @@ def rebalance(
     _check_load(load)
     sizes = expect_each("slots", slots, Count)
     expect("old placement", old, Placement | None)
-    experts_of_H = _on_hosts(load, len(sizes), hosts, groups)
+    experts_by_host = _on_hosts(load, len(sizes), hosts, groups)
     held: list[list[int]] = []
-    for host, experts in enumerate(experts_of_H):
+    for host, experts in enumerate(experts_by_host):
         ranks = len(sizes) // hosts
-        there = sizes[host * ranks : (host + 1) * ranks]
-        if not experts or not len(experts) <= sum(there):
+        host_slots = sizes[host * ranks : (host + 1) * ranks]
+        if not experts or not len(experts) <= sum(host_slots):
             need = f">= {max(len(experts), 1)}, the experts"
             what = "slots of all ranks" if hosts == 1 else f"slots of host {host}"
-            raise ConfigurationError(what, got=sum(there), need=need)
-        share = [load[expert] for expert in experts]
-        dealt = _dealt(share, _copies(share, there), there)
-        held += [[experts[at] for at in rank] for rank in dealt]
+            raise ConfigurationError(what, got=sum(host_slots), need=need)
+        host_load = [load[expert] for expert in experts]
+        assigned = _deal(host_load, _copy_counts(host_load, host_slots), host_slots)
+        held += [[experts[at] for at in rank] for rank in assigned]
     if old is not None and old.world_size == len(sizes):
-        held = [_settled(now, before) for now, before in zip(held, old.slots, strict=True)]
+        held = [_keep_slots(now, before) for now, before in zip(held, old.slots, strict=True)]
     return Placement(tuple(map(tuple, held)))
 
 
 def _on_hosts(load: Sequence[float], ranks: int, hosts: int, groups: int) -> list[list[int]]:
-    """Return the experts of each host: as many whole groups, the heaviest group to the host that
-    has the least."""
+    """Assign experts to hosts in whole groups, the heaviest group to the least loaded host."""
     expect("hosts", hosts, Count)
     expect("groups", groups, Count)
     if hosts == 1:
         return [list(range(len(load)))]
-    for what, got, of in (
+    for what, number, divisor in (
         ("ranks", ranks, hosts), ("groups", groups, hosts), ("experts", len(load), groups)
     ):  # fmt: skip
-        if got % of:
-            raise ConfigurationError(what, got=got, need=f"a multiple of {of}")
-    size, found, loads = len(load) // groups, [list[int]() for _ in range(hosts)], [0.0] * hosts
+        if number % divisor:
+            raise ConfigurationError(what, got=number, need=f"a multiple of {divisor}")
+    size, by_host, loads = len(load) // groups, [list[int]() for _ in range(hosts)], [0.0] * hosts
     blocks = [range(group * size, (group + 1) * size) for group in range(groups)]
     for block in sorted(blocks, key=lambda block: (-sum(load[e] for e in block), block.start)):
-        free = [host for host in range(hosts) if len(found[host]) < groups // hosts * size]
+        free = [host for host in range(hosts) if len(by_host[host]) < groups // hosts * size]
         host = min(free, key=lambda host: (loads[host], host))
-        found[host] += block
+        by_host[host] += block
         loads[host] += sum(load[expert] for expert in block)
-    return found
+    return by_host
 
 
 @dataclass(frozen=True)
 class Move:
-    """The weights of one expert go from one (rank, slot) of the old placement to one of the new."""
+    """A transfer of one expert's weights from an old (rank, slot) to a new one."""
 
     expert: int
     source: tuple[int, int]
@@ -148,11 +150,11 @@ class Move:
 
 
 def moves(old: Placement, new: Placement) -> tuple[Move, ...]:
-    """Return what has to be copied for `old` to become `new`, by target.
+    """Return the transfers that turn `old` into `new`, ordered by target.
 
-    A source on the target's own rank is taken where there is one, else that of a rank that has
-    sent the least so far. Sources are slots of `old`: read them all before any is written.
-    ConfigurationError where the two have other experts or ranks.
+    The source is on the target's own rank if possible, else on the rank that has sent the least so
+    far. Sources are slots of `old`: read all of them before writing any. Raises ConfigurationError
+    if the placements differ in their experts or ranks.
 
     >>> moves(Placement.linear(4, 2), Placement.round_robin(4, 2))
     (Move(expert=2, source=(1, 0), target=(0, 1)), Move(expert=1, source=(0, 1), target=(1, 0)))
@@ -163,17 +165,17 @@ def moves(old: Placement, new: Placement) -> tuple[Move, ...]:
         got = f"{new.experts} experts on {new.world_size} ranks"
         need = f"{old.experts} experts on {old.world_size} ranks, as before"
         raise ConfigurationError("placement", got=got, need=need)
-    found, sent = list[Move](), [0] * old.world_size
-    for rank, held in enumerate(new.slots):
-        for slot, expert in enumerate(held):
+    transfers, sent = list[Move](), [0] * old.world_size
+    for rank, slots in enumerate(new.slots):
+        for slot, expert in enumerate(slots):
             before = old.slots[rank]
             if slot < len(before) and before[slot] == expert:
                 continue
             homes = old.homes[expert]
             source = min(homes, key=lambda home: (home[0] != rank, sent[home[0]], home))
             sent[source[0]] += source[0] != rank
-            found.append(Move(expert, source, (rank, slot)))
-    return tuple(found)
+            transfers.append(Move(expert, source, (rank, slot)))
+    return tuple(transfers)
 
 
 def _check_load(load: object) -> None:
@@ -185,8 +187,8 @@ def _check_load(load: object) -> None:
             raise ConfigurationError(f"load of expert {expert}", got=amount, need=">= 0")
 
 
-def _copies(load: Sequence[float], sizes: Sequence[int]) -> list[int]:
-    """Return how many copies each expert gets: at most one a rank."""
+def _copy_counts(load: Sequence[float], sizes: Sequence[int]) -> list[int]:
+    """Return the number of copies of each expert, at most one per rank."""
     copies = [1] * len(load)
     queue = [(-amount, expert) for expert, amount in enumerate(load)]
     heapq.heapify(queue)
@@ -200,8 +202,8 @@ def _copies(load: Sequence[float], sizes: Sequence[int]) -> list[int]:
     return copies
 
 
-def _dealt(load: Sequence[float], copies: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
-    """Deal copies to ranks, the heaviest first, to the rank with the least load."""
+def _deal(load: Sequence[float], copies: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    """Assign copies to ranks in order of decreasing load, each to the rank with the least load."""
     held: list[list[int]] = [[] for _ in sizes]
     loads = [0.0] * len(sizes)
     shares = [amount / n for amount, n in zip(load, copies, strict=True)]
@@ -214,23 +216,23 @@ def _dealt(load: Sequence[float], copies: Sequence[int], sizes: Sequence[int]) -
             default=None,
         )
         if rank is None:
-            rank = _made_room(expert, held, loads, shares, free)
-        if rank is not None:  # else a copy fits nowhere, and its slot stays free
+            rank = _make_room(expert, held, loads, shares, free)
+        if rank is not None:  # else no rank can take the copy, and a slot stays free
             held[rank].append(expert)
             loads[rank] += shares[expert]
     return held
 
 
-def _made_room(
+def _make_room(
     expert: int,
     held: list[list[int]],
     loads: list[float],
     shares: Sequence[float],
     free: Sequence[int],
 ) -> int | None:
-    """Move some expert of a full rank to one with a free slot; return the rank with room now.
+    """Move an expert from a full rank to a free slot, and return the rank that now has room.
 
-    Ranks in `free` hold `expert` already.
+    The ranks in `free` already hold `expert`.
     """
     for rank in range(len(held)):
         if expert in held[rank]:
@@ -246,10 +248,10 @@ def _made_room(
     return None
 
 
-def _settled(now: Sequence[int], before: Sequence[int]) -> list[int]:
-    """Order a rank's experts so that those it had stay where they were."""
+def _keep_slots(now: Sequence[int], before: Sequence[int]) -> list[int]:
+    """Reorder a rank's experts so that those it already had keep their slots."""
     slots: list[int | None] = [
         expert if expert in now else None for expert in before[: len(now)]
     ] + [None] * (len(now) - len(before))
-    coming = (expert for expert in now if expert not in slots)
-    return [next(coming) if expert is None else expert for expert in slots]
+    new_experts = (expert for expert in now if expert not in slots)
+    return [next(new_experts) if expert is None else expert for expert in slots]

@@ -1,8 +1,8 @@
-"""EPMoE: a preset of FusedMoE by the field's names. Experts in blocks over ranks, no exchange.
+"""EPMoE, a FusedMoE with the argument names of SGLang's EPMoE, without token exchange.
 
 layer = EPMoE(256, 8, 7168, 2048, use_grouped_topk=True, num_expert_group=8, topk_group=4,
               tp_size=8, tp_rank=rank, correction_bias=bias)
-part_TH = layer(x_TH, router_logits)    # add up what the ranks return
+part_TH = layer(x_TH, router_logits)    # sum what the ranks return
 """
 
 from collections.abc import Mapping
@@ -20,16 +20,22 @@ from modular_kernel.utils.argument_checks import Count, expect
 
 
 class EPMoE(FusedMoE):
-    """Every rank gets all tokens, computes the pairs of its own experts, and returns its part.
+    """Expert parallelism without exchange: each rank gets all tokens and returns a partial sum.
 
-    The sum over ranks is the caller's. Ranks are those of `tp_size`, of which this is tp_rank; or
-    of tp_group, which says both. num_experts must be a multiple of their number.
-    renormalize: the K weights of a token sum to 1. use_grouped_topk: choose among the topk_group
-    best of num_expert_group groups: by softmax and the best expert of each, or with correction_bias
-    (E,) by sigmoid and the two best. quant_config: as FusedMoE's; or what has an
-    `activation_scheme`, "dynamic" or "static": float8 with one scale an expert, or in blocks where
-    it has a `weight_block_size`. experts: what multiplies; GroupedGemmExperts need Triton.
-    ConfigurationError for a combination that these rules leave out.
+    A rank computes the (token, expert) pairs of its own experts, a contiguous block. The caller
+    sums over the ranks, which are `tp_size` with this one as `tp_rank`, or those of `tp_group`.
+    num_experts must be a multiple of their number.
+
+    renormalize: scale the K weights of a token to sum to 1.
+    use_grouped_topk: select among the topk_group best of num_expert_group groups. Without
+        correction_bias scores are softmax and a group is ranked by its best expert; with
+        correction_bias (E,) scores are sigmoid and a group is ranked by its two best.
+    quant_config: as for FusedMoE; or an object with an `activation_scheme` of "dynamic" or
+        "static", which means float8 with one scale per expert, or per block if it has a
+        `weight_block_size`.
+    experts: the experts part. GroupedGemmExperts needs Triton.
+
+    Raises ConfigurationError for a combination that these rules do not allow.
     """
 
     def __init__(  # noqa: PLR0913 (the names and the order are the field's)
@@ -96,7 +102,7 @@ class EPMoE(FusedMoE):
     def from_config(
         cls, checkpoint: str | Path, layer: int | None = None, **options: Any
     ) -> FusedMoE:
-        """Raise UnsupportedError: FusedMoE.from_config makes such a layer."""
+        """Raise UnsupportedError: use FusedMoE.from_config instead."""
         need = "FusedMoE.from_config(..., parallel=LayerParallel(ep=(tp_rank, tp_size)))"
         raise UnsupportedError("from_config of EPMoE", got=str(checkpoint)[:80], need=need)
 
@@ -104,12 +110,12 @@ class EPMoE(FusedMoE):
 def _parallel(tp_size: int | None, tp_rank: int | None, tp_group: object | None) -> LayerParallel:
     if tp_group is None:
         return LayerParallel(ep=(tp_rank or 0, 1 if tp_size is None else tp_size))
-    found = LayerParallel(ep_group=tp_group)
-    given = tp_rank, tp_size
-    for name, value, there in zip(("tp_rank", "tp_size"), given, found.ep, strict=True):
-        if value not in (None, there):
-            raise ConfigurationError(name, got=value, need=f"{there}, as tp_group has it")
-    return found
+    parallel = LayerParallel(ep_group=tp_group)
+    position = tp_rank, tp_size
+    for name, value, need in zip(("tp_rank", "tp_size"), position, parallel.ep, strict=True):
+        if value not in (None, need):
+            raise ConfigurationError(name, got=value, need=f"{need}, as tp_group has it")
+    return parallel
 
 
 def _router(
@@ -120,15 +126,15 @@ def _router(
             need = "use_grouped_topk=True with it: plain routers have no bias"
             raise ConfigurationError("correction_bias", got="a tensor", need=need)
         return RouterSpec(top_k, renormalize=renormalize)
-    number, kept = groups
-    if number is None or kept is None:
+    number, selected = groups
+    if number is None or selected is None:
         need = "both, where use_grouped_topk is set"
         raise ConfigurationError("num_expert_group, topk_group", got=groups, need=need)
     return RouterSpec(
         top_k,
         score="sigmoid" if corrected else "softmax",
         groups=number,
-        topk_groups=kept,
+        topk_groups=selected,
         group_score="top2" if corrected else "max",
         selection_bias=corrected,
         renormalize=renormalize,

@@ -1,11 +1,12 @@
-"""FusedMoE: an nn.Module of a layer's experts, over EP x TP ranks, with its router or without.
+"""FusedMoE, an nn.Module of one layer's experts, with or without its router.
 
     layer = FusedMoE(128, 2048, 768, top_k=8, router=RouterSpec(8, renormalize=True))
     layer.set_weights(weights)              # or `layer.load(...)`, or `layer.weight_loader(...)`
     y_TH = layer(x_TH, router_logits)
 
-Layers of one shape share kernels and plans. A call returns a tensor of its own; with calls of every
-size made once (`warm_up`), it can be captured in a CUDA graph.
+The experts can be distributed over expert-parallel (EP) and tensor-parallel (TP) ranks. Layers of
+one shape share kernels and plans. Each call returns a newly allocated tensor. After `warm_up` with
+every number of tokens in use, a call can be captured in a CUDA graph.
 """
 
 from collections.abc import Callable, Mapping
@@ -60,12 +61,12 @@ from modular_kernel.utils.argument_checks import Count, expect
 from modular_kernel.utils.tensor_checks import check_tensor
 
 RoutingLike = Routing | tuple[torch.Tensor | None, ...] | torch.Tensor | None
-# What a layer computes of tokens and their routing: the experts' output, that of the shared ones.
+# (x_TH, routing) -> (output of the experts, output of the shared experts or None)
 Computed = Callable[[torch.Tensor, Routing], tuple[torch.Tensor, torch.Tensor | None]]
 Adapted = tuple[Problem, ExpertWeights]
-# What every layer of this process shares: buffers of one size for all layers of one shape.
+# Shared by all layers of the process, so that layers of one shape use the same buffers.
 _planned = Planned()
-# Options that `from_config` takes from a checkpoint.
+# Constructor arguments that `from_config` reads from the checkpoint.
 SETTLED = frozenset(
     {
         "num_experts",
@@ -79,41 +80,49 @@ SETTLED = frozenset(
         "routed_scaling_factor",
     }
 )
-_OVER_RANKS = (
+_NOT_TRACED_OVER_RANKS = (
     "a FusedMoE that exchanges tokens or sums over ranks is not traced: the graph breaks at its "
     "call. Without prepare_finalize and reduce_results it is an operator"
 )
-_CHANGED = (
+_NOT_TRACED_REPLACED = (
     "a FusedMoE whose problem, prepare_finalize or experts was replaced is not traced: the graph "
     "breaks at its call"
 )
 
 
 class FusedMoE(ExpertParameters):
-    """The experts of one layer, of which this rank holds its share.
+    """The experts of one layer, or this rank's share of them.
 
-    num_experts: E of the model. intermediate_size: I of a whole expert; TP ranks hold I / TP of it.
-    layer_id: what `describe` and a checkpoint call the layer. top_k: K; the router's where there is
-    one. quant_config: a checkpoint's quantization_config, for `weight_loader`; or a scheme as
-    Problem.quant names it; None for unquantized weights.
-    router: a Router of its own, called on x; or a RouterSpec, and forward is given logits; or None,
-    and forward is given a routing. selection_bias: (E + zero experts,), where a RouterSpec has one.
-    shared_experts: called on x (T, H), and added. Where a prepare/finalize part is asynchronous it
-    runs between dispatch and combine. shared_partial: what it returns is this rank's part of a sum
-    over ranks, as the experts' is; else it is whole on every rank, and counted once.
-    parallel: this rank's place. reduce_results: all-reduce the output over the ranks that hold
-    parts of it; without, a rank returns its part.
-    prepare_finalize: None keeps tokens where they are: every EP rank is given all of them. A part
-    over ranks exchanges them over ep_group, of max_tokens at most, and its output is whole over EP.
-    placement: where experts live, None for blocks. experts: None takes TritonExperts on a GPU.
+    num_experts: E of the whole model.
+    intermediate_size: I of a whole expert. Each TP rank holds I / TP of it.
+    layer_id: number of the layer, used by `describe` and as the default of `load`.
+    top_k: K. Defaults to the router's K.
+    quant_config: the quantization_config of a checkpoint, for `weight_loader`; or the name of a
+        scheme, as in Problem.quant; or None for unquantized weights.
+    router: a Router, which the layer applies to x; or a RouterSpec, and `forward` takes logits; or
+        None, and `forward` takes a routing.
+    selection_bias: (E + zero experts,), required where a RouterSpec has a selection bias.
+    shared_experts: module applied to x (T, H); its output is added. With an asynchronous
+        prepare/finalize part it runs between dispatch and combine.
+    shared_partial: True if shared_experts returns this rank's term of a sum over ranks, as the
+        experts do. False if every rank returns the whole output, which is then added once.
+    parallel: this rank's position and its process groups.
+    reduce_results: all-reduce the output over the ranks that hold terms of it. Otherwise a rank
+        returns its own term.
+    prepare_finalize: None exchanges no tokens: every EP rank gets all of them. A prepare/finalize
+        part that spans ranks exchanges at most max_tokens per rank over ep_group, and its output is
+        complete over EP.
+    placement: the experts of each EP rank. None assigns them in contiguous blocks.
+    experts: None selects TritonExperts on a GPU.
 
-    Parameters are w13_weight (e, 2I, H), gate rows first, w2_weight (e, H, I), and by PARAMETERS
-    what the scheme and `bias` add; floats are NaN until they are loaded, and a call before that
-    raises StateError. No gradients. Moves and casts: see `ExpertParameters`.
+    The parameters are w13_weight (e, 2I, H) with the gate rows first, w2_weight (e, H, I), and
+    those that the scheme and `bias` add (see PARAMETERS). Floats are NaN until they are loaded; a
+    call before that raises StateError. Gradients are not supported. `ExpertParameters` describes
+    moves and casts.
 
-    torch.compile and torch.export take a call of a layer that exchanges nothing with other ranks as
-    two operators, the router's and `torch.ops.modular_kernel.experts`, and the shared experts as
-    the torch code that they are.
+    torch.compile and torch.export trace a layer that does not communicate with other ranks as two
+    operators, the router and `torch.ops.modular_kernel.experts`. The shared experts are traced as
+    ordinary torch code.
     """
 
     selection_bias: torch.Tensor | None
@@ -162,33 +171,33 @@ class FusedMoE(ExpertParameters):
         if experts is not None:
             load_catalog().experts(experts)
         prepare_finalize, parallel = prepare_finalize or NO_EP, parallel or LayerParallel()
-        over_ranks, (ep_rank, ep_size) = _over_ranks(prepare_finalize), parallel.ep
-        placement = placed(placement, num_experts, ep_size, over_ranks=over_ranks)
-        away = ep_size > 1 and not over_ranks
+        spans_ranks, (ep_rank, ep_size) = _over_ranks(prepare_finalize), parallel.ep
+        placement = placed(placement, num_experts, ep_size, over_ranks=spans_ranks)
+        uses_expert_map = ep_size > 1 and not spans_ranks
         act = ActivationSpec.parse(activation)
         if act.up_first:
             need = "gate rows first, or rows that alternate: weights are loaded so"
             raise ConfigurationError("activation", got=str(act), need=need)
         sizes = num_experts, hidden_size, intermediate_size
-        rows = act.gated, act.interleaved
-        held = partial(Share, *sizes, parallel.ep, parallel.tp, placement, *rows)
-        loader, quant = _loader_of(quant_config, held, bias=bias)
+        row_layout = act.gated, act.interleaved
+        make_share = partial(Share, *sizes, parallel.ep, parallel.tp, placement, *row_layout)
+        loader, quant = _make_loader(quant_config, make_share, bias=bias)
         problem = Problem(
             tokens=max_tokens or 1,
             hidden=hidden_size,
             intermediate=share_of_intermediate(intermediate_size, parallel.tp[1], quant),
             experts=num_experts,
-            local_experts=len(placement.slots[ep_rank]) if away else None,
+            local_experts=len(placement.slots[ep_rank]) if uses_expert_map else None,
             top_k=top_k_of(top_k, router, num_experts),
             dtype=parse_dtype(params_dtype or torch.get_default_dtype()),
             quant=quant,
             activation=act,
             bias=bias,
-            expert_map=away,
+            expert_map=uses_expert_map,
             apply_router_weight_on_input=apply_router_weight_on_input,
             routed_scaling_factor=1.0 if routed_scaling_factor is None else routed_scaling_factor,
             chunk_tokens=chunk_tokens,
-            parallel=Parallel(ep_size, placement, ep_rank) if over_ranks else Parallel(),
+            parallel=Parallel(ep_size, placement, ep_rank) if spans_ranks else Parallel(),
         )
         super().__init__(problem, placement, parallel, loader, device)
         self.layer_id, self.prefix = layer_id, prefix
@@ -198,33 +207,37 @@ class FusedMoE(ExpertParameters):
         self.prepare_finalize, self.experts = prepare_finalize, experts
         check_selection_bias(selection_bias, router, num_experts)
         self.register_buffer("selection_bias", selection_bias)
-        # Who else holds parts of the output; found now, so that a missing group is told now.
-        self._sums_ep = away
-        self._groups = parallel.groups(ep=away) if reduce_results else ()
-        self._usual = dict[torch.device, tuple[Problem, Experts]]()  # where experts is None
-        self._own_kernel = self._kernel_over_ranks(max_tokens) if over_ranks else None
+        # Look up the groups of the reduction now, so that a missing group raises here.
+        self._sums_ep = uses_expert_map
+        self._groups = parallel.groups(ep=uses_expert_map) if reduce_results else ()
+        # Default experts by device, used if `experts` is None.
+        self._usual = dict[torch.device, tuple[Problem, Experts]]()
+        self._own_kernel = self._kernel_over_ranks(max_tokens) if spans_ranks else None
         part = load_catalog().prepare_finalize(prepare_finalize)
         self._ids_dtype = part.requires.topk_indices_dtype or torch.int32
         self._traced_pairing = str(TracedPairing(prepare_finalize, experts, where_served=True))
         self._traced_parts = prepare_finalize, experts
-        self._bias_unloaded = False  # selection_bias may hold what it was made with
+        self._bias_unloaded = False  # True while selection_bias may hold its initial NaN
 
     @classmethod
     def from_config(
         cls, checkpoint: str | Path, layer: int | None = None, **options: Any
     ) -> "FusedMoE":
-        """Return the layer that a checkpoint describes, to be filled by `load`.
+        """Create the layer that a checkpoint describes, without its weights; `load` reads them.
 
-        checkpoint: a folder with a config.json, with or without tensors beside it, or a config.json
-        itself. layer: its number, which becomes layer_id; None is 0, without a layer_id.
-        What the checkpoint settles is taken from there: the sizes, activation, biases, scheme, the
-        router as a RouterSpec, and routed_scaling_factor, which the layer applies. options: any
-        other of the constructor's, and `router` or `top_k` to have another router than the file's
-        or none. params_dtype: None is the checkpoint's, else bfloat16. A selection bias that the
-        router has is NaN unless it is given: copy it into `layer.selection_bias`; a call before
-        that raises StateError.
-        ConfigurationError for a model_type that is not known, or, unless `router` or `top_k` is
-        given, whose router is not; and for an option that the checkpoint settles.
+        checkpoint: a config.json, or a folder that has one. Tensors are not needed.
+        layer: number of the layer, which becomes layer_id. None describes layer 0 and sets no
+            layer_id.
+        options: other arguments of the constructor. `router` or `top_k` replaces the checkpoint's
+            router. params_dtype defaults to the checkpoint's dtype, else to bfloat16.
+
+        The checkpoint determines the sizes, activation, biases, scheme, router (as a RouterSpec),
+        and routed_scaling_factor, which the layer applies. If the router has a selection bias that
+        is not passed, it is NaN: copy it into `layer.selection_bias`, since a call before that
+        raises StateError.
+
+        Raises ConfigurationError for an unknown model_type; for an unknown router, unless `router`
+        or `top_k` is given; and for an option that the checkpoint determines.
         """
         expect("checkpoint", checkpoint, str | Path)
         expect("layer", layer, int | None)
@@ -234,28 +247,28 @@ class FusedMoE(ExpertParameters):
         parallel = options.get("parallel")
         expect("parallel", parallel, LayerParallel | None)
         dtype = options.pop("params_dtype", None)
-        found = layer_config(
+        config = layer_config(
             checkpoint,
             layer or 0,
             tp=1 if parallel is None else parallel.tp[1],
             dtype=None if dtype is None else dtype_name(parse_dtype(dtype)),
         )
-        fields, is_unset = found.problem_fields, False
+        fields, bias_unset = config.problem_fields, False
         if options.keys().isdisjoint({"router", "top_k"}):
-            if found.router is None:
-                got = f"model_type {found.model_type!r}, whose router is not known here"
+            if config.router is None:
+                got = f"model_type {config.model_type!r}, whose router is not known here"
                 raise ConfigurationError("router", got=got, need="router= or top_k=")
-            options["router"] = found.router
-            is_unset = found.router.selection_bias and options.get("selection_bias") is None
-            if is_unset:
-                columns = found.router.columns(fields["experts"])
+            options["router"] = config.router
+            bias_unset = config.router.selection_bias and options.get("selection_bias") is None
+            if bias_unset:
+                columns = config.router.columns(fields["experts"])
                 options["selection_bias"] = torch.full(
                     (columns,), torch.nan, dtype=torch.float32, device=options.get("device")
                 )
-        made = cls(
+        module = cls(
             fields["experts"],
             fields["hidden"],
-            found.intermediate,
+            config.intermediate,
             layer,
             quant_config=None if fields["quant"] == "none" else fields["quant"],
             params_dtype=fields.get("dtype", "bfloat16"),
@@ -265,25 +278,27 @@ class FusedMoE(ExpertParameters):
             routed_scaling_factor=fields.get("routed_scaling_factor"),
             **options,
         )
-        made._bias_unloaded = is_unset
-        return made
+        module._bias_unloaded = bias_unset
+        return module
 
     make_expert_params_mapping = staticmethod(make_expert_params_mapping)
 
     def load(self, checkpoint: str | Path, layer: int | None = None) -> None:
         """Load this rank's share of one layer of a checkpoint, as `load_experts` does.
 
-        layer: its number, None for layer_id. What the checkpoint settles of the layer (sizes,
-        scheme, activation, biases, routed_scaling_factor, and where the layer has a router also how
-        that chooses and weighs) must be this layer's: ConfigurationError else. The router's own
-        tensors are not read. Every error of `load_experts`; nothing is taken in part.
+        layer: number of the layer; None uses layer_id.
+
+        Raises ConfigurationError if the checkpoint's sizes, scheme, activation, biases or
+        routed_scaling_factor differ from the layer's, or its router, if the layer has one, selects
+        or weights experts differently. Also raises every error of `load_experts`. On an error
+        nothing is loaded. The router's own tensors are not read.
         """
-        number = self.layer_id if layer is None else layer
-        if number is None:
+        layer_number = self.layer_id if layer is None else layer
+        if layer_number is None:
             raise ConfigurationError("layer", got=None, need="the layer's number, or a layer_id")
-        found = load_experts(
+        loaded = load_experts(
             checkpoint,
-            number,
+            layer_number,
             ep=self.parallel.ep,
             tp=self.parallel.tp,
             dtype=self.problem.dtype,
@@ -291,33 +306,33 @@ class FusedMoE(ExpertParameters):
             placement=self.placement,
             quantize_inputs=self.problem.scheme.scales_by_expert,
         )
-        told = replace(self.problem, **found.problem_fields)
-        for field in found.problem_fields:
-            got, need = getattr(told, field), getattr(self.problem, field)
+        checkpoint_problem = replace(self.problem, **loaded.problem_fields)
+        for field in loaded.problem_fields:
+            got, need = getattr(checkpoint_problem, field), getattr(self.problem, field)
             if got != need:
                 raise ConfigurationError(f"{field} of the checkpoint", got=got, need=need)
         spec = spec_of(self.router)
         if spec is not None:
-            check_router(found.router, spec)
-        self.set_weights(found.weights)
+            check_router(loaded.router, spec)
+        self.set_weights(loaded.weights)
 
     def local_expert(self, expert_id: int) -> int:
-        """Return the slot of an expert on this rank, -1 where it is elsewhere."""
+        """Return the slot of an expert on this rank, or -1 if another rank holds it."""
         expect("expert_id", expert_id, int)
         if not 0 <= expert_id < self.num_experts:
             need = f"0 to {self.num_experts - 1}"
             raise ConfigurationError("expert_id", got=expert_id, need=need)
-        held = self.placement.slots[self.parallel.ep[0]]
-        return held.index(expert_id) if expert_id in held else -1
+        local_experts = self.placement.slots[self.parallel.ep[0]]
+        return local_experts.index(expert_id) if expert_id in local_experts else -1
 
     def describe(self) -> str:
-        """Say in words what this rank holds, where every expert is, and what runs."""
+        """Return a text about this rank's share, all experts' slots, and the parts that run."""
         (ep_rank, ep_size), (tp_rank, tp_size) = self.parallel.ep, self.parallel.tp
         held = self.placement.slots[ep_rank]
         share = f"{self.problem.intermediate} of {self.intermediate_size} intermediate values"
         slots = ", ".join(f"{e} -> {self.local_expert(e)}" for e in range(self.num_experts))
         name, spec = "?" if self.layer_id is None else self.layer_id, spec_of(self.router)
-        after = "summed over ranks here" if self._groups else "not summed over ranks here"
+        reduction = "summed over ranks here" if self._groups else "not summed over ranks here"
         kernel, device = self._own_kernel, next(self.parameters()).device
         pairing = self.prepare_finalize, self.experts if kernel is None else type(kernel.experts)
         return "\n".join(
@@ -327,15 +342,15 @@ class FusedMoE(ExpertParameters):
                 f"TP rank {tp_rank} of {tp_size}: {share}",
                 f"global -> local: {slots}",
                 f"router: {'none, routing is given' if spec is None else spec}",
-                f"parts: {pairing_told(pairing, self.problem, device)}; output {after}",
+                f"parts: {pairing_told(pairing, self.problem, device)}; output {reduction}",
             ]
         )
 
     def extra_repr(self) -> str:
-        """Show where this rank stands, as torch's modules show their sizes."""
+        """Return the layer id and this rank's position, for torch's module representation."""
         return f"layer_id={self.layer_id}, ep={self.parallel.ep}, tp={self.parallel.tp}"
 
-    # --------------------------------------------------------------------------------- a call
+    # ------------------------------------------------------------------------------ execution
 
     def forward(
         self,
@@ -344,11 +359,13 @@ class FusedMoE(ExpertParameters):
         *,
         token_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the layer's output, of the shape of hidden_states: (..., H).
+        """Return the layer's output, in the shape (..., H) of hidden_states.
 
-        routing: None where the layer has a Router; logits (..., E) where it has a RouterSpec; else
-        a Routing or (weights, ids, ...), each (..., K). token_ids: where the router has a table.
-        Raises an InputError before anything is launched if a tensor does not fit.
+        routing: None if the layer has a Router; logits (..., E) if it has a RouterSpec; else a
+        Routing or (weights, ids, ...), each (..., K). token_ids: required if the router has a
+        table.
+
+        Raises an InputError before any kernel is launched if a tensor does not match.
         """
         if is_compiling() and self._untraced():
             return modes.run_untraced(
@@ -364,7 +381,7 @@ class FusedMoE(ExpertParameters):
         *,
         token_ids: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return what `forward` does, with the experts' output as `computed` makes it."""
+        """Run `forward` with `computed` in place of the method that computes the experts."""
         check_tensor("x", hidden_states)
         if hidden_states.dim() < 2 or hidden_states.shape[-1] != self.problem.hidden:
             need = f"(..., H) with H = {self.problem.hidden}"
@@ -372,8 +389,8 @@ class FusedMoE(ExpertParameters):
         x_TH = hidden_states.reshape(-1, self.problem.hidden)
         if token_ids is not None:
             check_tensor("token_ids", token_ids)
-        words = None if token_ids is None else token_ids.reshape(-1)
-        routed = self._routed(x_TH, routing, words, tuple(hidden_states.shape[:-1]))
+        token_ids_T = None if token_ids is None else token_ids.reshape(-1)
+        routed = self._routed(x_TH, routing, token_ids_T, tuple(hidden_states.shape[:-1]))
         y_TH, shared_TH = computed(x_TH, routed.routing)
         if routed.identity_T is not None and self._adds_once():
             factor = routed.identity_T[:, None] * self.problem.routed_scaling_factor
@@ -390,17 +407,20 @@ class FusedMoE(ExpertParameters):
         return y_TH.view(hidden_states.shape)
 
     def warm_up(self, *tokens: int) -> None:
-        """Make the kernels and plans of calls of so many tokens now; not for parts over ranks."""
+        """Create the kernels and plans for calls with these numbers of tokens.
+
+        Not for layers whose prepare/finalize part spans ranks.
+        """
         device = next(self.parameters()).device
         for number in tokens:
             problem = self.problem.with_tokens(number)
             _planned.warm_up(self._pairing(device), problem, device)
 
     def prepare_weights(self) -> None:
-        """Make once what the experts read of the weights beside them; after they are loaded.
+        """Precompute what the experts derive from the weights; call it after loading.
 
-        See FusedMoEModularKernel.prepare_weights. Parameters that are exchanged take it with them:
-        prepare again. StateError as `weights`.
+        See FusedMoEModularKernel.prepare_weights. Replacing a parameter drops what was prepared, so
+        prepare again afterwards. Raises StateError as `weights` does.
         """
         weights, kernel = self.plain_weights(), self._own_kernel
         device = weights.w2.device
@@ -412,7 +432,10 @@ class FusedMoE(ExpertParameters):
             use_prepared(self.weights(), self._layer_text, self._traced_pairing)
 
     def destroy(self) -> None:
-        """Close what a part over ranks holds of them: collective. The layer serves no more then."""
+        """Release the resources of a part that spans ranks.
+
+        Collective; the layer cannot run afterwards.
+        """
         if self._own_kernel is not None:
             part = self._own_kernel.prepare_finalize
             getattr(part, "destroy", lambda: None)()
@@ -446,9 +469,9 @@ class FusedMoE(ExpertParameters):
     def computed(
         self, x_TH: torch.Tensor, routing: Routing, *, adapters: Adapted | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the experts' output, a tensor of its own, and that of the shared experts.
+        """Return the experts' output, newly allocated, and that of the shared experts or None.
 
-        adapters: the problem and the weights of a layer that has some, on one rank.
+        adapters: problem and weights of a layer with LoRA adapters, on one rank.
         """
         if is_compiling():
             return self._traced(x_TH, routing)
@@ -466,7 +489,7 @@ class FusedMoE(ExpertParameters):
             shared_TH = None
             try:
                 shared_TH = None if shared is None else shared(x_TH)
-            finally:  # or other ranks wait for this one in vain
+            finally:  # else the other ranks would wait for this one forever
                 y_TH = pending.finish()
         return y_TH, shared_TH
 
@@ -481,19 +504,19 @@ class FusedMoE(ExpertParameters):
         return RouterTensors(bias)
 
     def _untraced(self) -> str:
-        """Return why torch.compile cannot take a call as an operator; "" if it can."""
+        """Return why torch.compile cannot trace a call as an operator, or "" if it can."""
         if self._own_kernel is not None or self._groups:
-            return _OVER_RANKS
+            return _NOT_TRACED_OVER_RANKS
         if self._described is not self.problem:
-            return _CHANGED
+            return _NOT_TRACED_REPLACED
         prepare_finalize, experts = self._traced_parts
         same = prepare_finalize == self.prepare_finalize and experts == self.experts
-        return "" if same else _CHANGED
+        return "" if same else _NOT_TRACED_REPLACED
 
     def _traced(
         self, x_TH: torch.Tensor, routing: Routing
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Put what `computed` returns into a graph: the experts as one operator."""
+        """Compute what `computed` returns with the traceable operator `experts`."""
         weights_TK, ids_TK = routing.topk_weights_TK, routing.topk_ids_TK
         if torch.is_grad_enabled() and (x_TH.requires_grad or weights_TK.requires_grad):
             got, need = "x or topk_weights that require grad", "torch.no_grad() or inference_mode()"
@@ -515,22 +538,25 @@ class FusedMoE(ExpertParameters):
         return y_TH, None if shared is None else shared(x_TH)
 
     def _adds_once(self) -> bool:
-        """Whether what is whole on every rank is this rank's to add, if ranks are summed later."""
+        """Return whether this rank adds a term that every rank has, given that ranks are summed."""
         return self.parallel.tp[0] == 0 and (self.parallel.ep[0] == 0 or not self._sums_ep)
 
     def _pairing(self, device: torch.device, problem: Problem | None = None) -> Pairing:
         experts = self.experts
         if experts is None:
             problem = problem or self.problem
-            known = self._usual.get(device)
-            if known is not None and known[0] is problem:
-                return self.prepare_finalize, known[1]
+            cached = self._usual.get(device)
+            if cached is not None and cached[0] is problem:
+                return self.prepare_finalize, cached[1]
             experts = usual_experts(self.prepare_finalize, problem, device)
             self._usual[device] = problem, experts
         return self.prepare_finalize, experts
 
     def _kernel_over_ranks(self, max_tokens: int | None) -> FusedMoEModularKernel:
-        """Make the kernel of a part over ranks: every rank makes it, in one order of layers."""
+        """Create the kernel of a part that spans ranks.
+
+        All ranks create their layers in the same order.
+        """
         if max_tokens is None:
             need = "the most tokens a rank passes: buffers of all ranks are sized for them"
             raise ConfigurationError("max_tokens", got=None, need=need)
@@ -556,12 +582,13 @@ class FusedMoE(ExpertParameters):
             self._bias_unloaded = True
 
 
-def _loader_of(
+def _make_loader(
     quant_config: str | Mapping[str, object] | None, held: Callable[[], Share], *, bias: bool
 ) -> tuple[ExpertLoader | None, str]:
-    """Return what loads the tensors of a checkpoint, and their scheme.
+    """Return the loader of a checkpoint's tensors, and the name of their scheme.
 
-    held: what this rank has of the layer. A scheme by its name says nothing of a checkpoint: None.
+    held: creates this rank's Share. The loader is None if quant_config is only a scheme's name,
+    which does not determine a checkpoint format.
     """
     if isinstance(quant_config, str):
         return None, quant_config

@@ -1,4 +1,4 @@
-"""Adapters around FusedMoE, by the field's names: a manager of their slots, and a layer with them.
+"""LoRA adapters of FusedMoE: a manager of adapter slots in all layers, and a layer that uses them.
 
     manager = LoRAManager(layer.problem, "adapters=8,rank=16", [layer.layer_id], device)
     manager.load("mine", {3: MoELoRALayer(load_adapter("adapter/", 3, manager.problem))})
@@ -6,8 +6,9 @@
     info = manager.prepare_moe_lora_batch(ForwardBatch(("mine", None), seg_indptr), 3)
     y_TH = adapted(x_TH, router_logits, moe_lora_info=info)
 
-Two modes that compute different things: "merged", the default, is LoRA as it is trained, inside the
-experts; "parallel_delta" is a branch of its own beside them (`modular_kernel.ops.moe_lora`).
+The two modes compute different functions. "merged", the default, applies LoRA inside the experts,
+as it is trained. "parallel_delta" adds a separate branch beside the experts
+(`modular_kernel.ops.moe_lora`).
 """
 
 import math
@@ -46,10 +47,10 @@ Mode = Literal["merged", "parallel_delta"]
 
 @dataclass(frozen=True, eq=False)
 class MoELoRALayer:
-    """One adapter of one layer: its factors, and what their product is still to be scaled by.
+    """The factors of one adapter for one layer, and the scaling to apply to their product.
 
-    scaling: 1 for what `load_adapter` returns, whose B has it. In mode "merged" it belongs to each
-    projection, in "parallel_delta" once to the branch.
+    scaling: 1 for the result of `load_adapter`, whose B is already scaled. In mode "merged" it
+    applies to each projection, in "parallel_delta" once to the branch.
     """
 
     factors: Adapter
@@ -61,11 +62,11 @@ class MoELoRALayer:
 
     @property
     def rank(self) -> int:
-        """The rank of its factors."""
+        """The rank of the factors."""
         return self.factors.lora_a2.shape[1]
 
     def folded(self) -> Adapter:
-        """Return the factors with the scaling in both B, rounded once."""
+        """Return the factors with the scaling multiplied into both B, rounded once."""
         check_tensors(vars(self.factors))
         for name, factor in vars(self.factors).items():
             if not factor.is_floating_point():
@@ -82,10 +83,13 @@ class MoELoRALayer:
 
 @dataclass(frozen=True, eq=False)
 class ForwardBatch:
-    """The sequences of a call. lora_ids: each one's adapter by name, None for none. seg_indptr:
-    (S + 1,) integers on the layers' device, where each begins, and where the last one ends.
-    ConfigurationError for other names, DtypeError for what is no tensor, ShapeError for another
-    number of places."""
+    """The sequences of one call.
+
+    lora_ids: adapter name of each sequence, or None. seg_indptr: (S + 1,) integers on the layers'
+    device: the first token of each sequence, then the end of the last one. Raises
+    ConfigurationError for invalid names, DtypeError unless seg_indptr is a tensor, ShapeError for
+    another length.
+    """
 
     lora_ids: Sequence[str | None]
     seg_indptr: torch.Tensor
@@ -99,15 +103,15 @@ class ForwardBatch:
 
 
 class LoRAManager:
-    """Adapters by name, each in one slot of every layer's pool.
+    """Named adapters, each in the same slot of every layer's pool.
 
-    problem: of one layer, as `FusedMoE.problem`; all layers are alike. lora: slots and rank, as
-    Problem.lora. layers: their ids, one at least. mode: what a layer computes; "parallel_delta" has
-    one A for gate and up, and needs a13=shared, activation silu and rows of w1 that do not
-    alternate. ConfigurationError for what is not these, DeviceError and CapacityError of
-    `AdapterPool`.
+    problem: of one layer, as `FusedMoE.problem`; all layers must be equal. lora: slots and rank, as
+    in Problem.lora. layers: ids of one or more layers. mode: what a layer computes;
+    "parallel_delta" has one A for gate and up, and requires a13=shared, activation silu, and rows
+    of w1 that are not interleaved. Raises ConfigurationError for other arguments, and the
+    DeviceError and CapacityError of `AdapterPool`.
 
-    Threads may load, evict and prepare batches at the same time: they take turns.
+    Threads may load, evict and prepare batches concurrently; a lock serializes them.
     """
 
     def __init__(
@@ -124,7 +128,12 @@ class LoRAManager:
         self.problem, self.mode = replace(problem, lora=str(AdapterSpec.parse(lora))), mode
         spec, act = self.problem.adapters, self.problem.act
         if mode == "parallel_delta" and spec is not None:
-            plain = (act.kind, act.alpha, act.limit, act.interleaved) == ("silu", None, None, False)
+            plain = (act.kind, act.alpha, act.limit, act.interleaved) == (
+                "silu",
+                None,
+                None,
+                False,
+            )
             if not spec.a13_shared or not plain:
                 got, need = f"{spec}, {problem.activation}", "a13=shared, and activation silu"
                 raise ConfigurationError("parallel_delta", got=got, need=need)
@@ -144,7 +153,7 @@ class LoRAManager:
         forks.on_fork(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what pickle and copy take: all but the lock."""
+        """Return the state to pickle or copy: everything except the lock."""
         return {name: each for name, each in vars(self).items() if name != "_turn"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -153,30 +162,30 @@ class LoRAManager:
         forks.on_fork(self)
 
     def after_fork(self) -> None:
-        """In a forked child, unlock what a thread that is not there had locked."""
+        """Renew the lock in a forked child: a thread of the parent may have held it."""
         forks.renew(self._turn)
 
     @property
     def has_moe_lora(self) -> bool:
-        """Whether an adapter is loaded."""
+        """True if an adapter is loaded."""
         return bool(self._slots)
 
     def load(self, name: str, layers: Mapping[int, MoELoRALayer]) -> int:
-        """Load an adapter into one slot of all layers, and return it; layers it has not are zero.
+        """Load an adapter into one slot of all layers, and return the slot.
 
-        Every error of `AdapterPool.load`, ConfigurationError for a layer that is not there,
-        WeightsError for a scaling that float32 cannot hold, and StateError where a pool was changed
-        beside the manager, so that layers would have different slots. After any exception,
-        KeyboardInterrupt included, no pool has changed.
+        Layers that the adapter does not have are zero. Raises every error of `AdapterPool.load`;
+        ConfigurationError for an unknown layer; WeightsError for a scaling that float32 does not
+        represent; StateError if a pool was changed without the manager, so that slots differ
+        between layers. After any exception, including KeyboardInterrupt, the pools are unchanged.
         """
         expect(f"adapter {name!r}", layers, Mapping)
-        for layer, own in layers.items():
+        for layer, adapter_layer in layers.items():
             self._pool(layer)
-            expect(f"adapter {name!r}: layer {layer}", own, MoELoRALayer)
-            if self.mode == "parallel_delta" and not _in_float32(own.scaling):
+            expect(f"adapter {name!r}: layer {layer}", adapter_layer, MoELoRALayer)
+            if self.mode == "parallel_delta" and not _in_float32(adapter_layer.scaling):
                 need = "a number that float32 holds"
                 what = f"adapter {name!r}: scaling of layer {layer}"
-                raise WeightsError(what, got=own.scaling, need=need)
+                raise WeightsError(what, got=adapter_layer.scaling, need=need)
         with self._turn:
             self._finish()
             return self._load(name, layers)
@@ -198,9 +207,9 @@ class LoRAManager:
             if others:
                 need = "one slot: adapters come and go by the manager alone"
                 raise StateError(f"adapter {name!r}: slots by layer", got=slots, need=need)
-            for layer, mine in layers.items():
-                self._ranks[layer][slot] = mine.rank
-                self._scalings[layer][slot] = 1.0 if self.mode == "merged" else mine.scaling
+            for layer, factors in layers.items():
+                self._ranks[layer][slot] = factors.rank
+                self._scalings[layer][slot] = 1.0 if self.mode == "merged" else factors.scaling
         except BaseException:
             self._finish()
             raise
@@ -209,7 +218,7 @@ class LoRAManager:
         return slot
 
     def evict(self, name: str) -> None:
-        """Free an adapter's slot in every layer; StateError for one that is not loaded."""
+        """Free an adapter's slot in every layer; raise StateError for a name that is not loaded."""
         with self._turn:
             self._finish()
             self._slot(name)
@@ -220,7 +229,7 @@ class LoRAManager:
             self._finish()
 
     def _finish(self) -> None:
-        """Take out of the pools what is there of adapters that are not loaded, or not any more."""
+        """Remove adapters from the pools whose load or evict was interrupted."""
         self._unfinished.difference_update(self._slots)
         for name in tuple(self._unfinished):
             for layer, pool in self.pools.items():
@@ -233,9 +242,9 @@ class LoRAManager:
     def prepare_moe_lora_batch(
         self, forward_batch: ForwardBatch, layer_id: int
     ) -> MoELoRABatchInfo | None:
-        """Return what a layer's call is given; None where no sequence has an adapter.
+        """Return the `moe_lora_info` of a layer's call, or None if no sequence has an adapter.
 
-        Its ranks and scalings are the manager's own tensors, which loading changes in place.
+        Its ranks and scalings are the manager's own tensors, which loading modifies in place.
         """
         self._pool(layer_id)
         expect("forward_batch", forward_batch, ForwardBatch)
@@ -258,7 +267,7 @@ class LoRAManager:
         return slots
 
     def backend(self, layer_id: int) -> "LoRABackend":
-        """Return the buffers of a layer, for the parallel branch."""
+        """Return the buffers of a layer for mode "parallel_delta"."""
         if self.mode != "parallel_delta":
             raise ConfigurationError("mode", got=self.mode, need="parallel_delta")
         return LoRABackend(self._pool(layer_id))
@@ -296,21 +305,21 @@ class LoRAManager:
 
 
 def _in_float32(number: float) -> bool:
-    """Whether float32 rounds a number neither to 0 nor beyond its range."""
+    """Return whether float32 represents a number without underflow to 0 or overflow."""
     try:
-        held = struct.unpack("f", struct.pack("f", number))[0]
+        rounded = struct.unpack("f", struct.pack("f", number))[0]
     except OverflowError:
         return False
-    return math.isfinite(held) and (held != 0 or number == 0)
+    return math.isfinite(rounded) and (rounded != 0 or number == 0)
 
 
 class LoRABackend:
-    """The four buffers of one layer's parallel branch, which are those of a pool."""
+    """The four buffers of one layer's parallel branch, as views of a pool."""
 
     def __init__(self, pool: AdapterPool) -> None:
         expect("pool", pool, AdapterPool)
-        nothing = torch.zeros(())
-        weights = pool.weights(ExpertWeights(nothing, nothing))
+        empty = torch.zeros(())
+        weights = pool.weights(ExpertWeights(empty, empty))
         a13, b13, a2, b2 = weights.lora_a13, weights.lora_b13, weights.lora_a2, weights.lora_b2
         assert a13 is not None
         assert b13 is not None
@@ -333,7 +342,7 @@ class LoRABackend:
         moe_lora_info: MoELoRABatchInfo,
         output: torch.Tensor,
     ) -> torch.Tensor:
-        """Add the branch to `output`, in place, and return it: `ops.moe_lora.run_moe_lora`."""
+        """Add the branch to `output` in place, and return it; see `ops.moe_lora.run_moe_lora`."""
         return run_moe_lora(
             hidden_states,
             topk_ids,
@@ -348,12 +357,12 @@ class LoRABackend:
 
 
 class FusedMoEWithLoRA(nn.Module):
-    """A FusedMoE whose tokens may have adapters; a call without any is the base layer's own.
+    """A FusedMoE whose tokens may have adapters. A call without adapters runs the base layer.
 
-    base_layer: with a layer_id that the manager knows, and its problem; tokens stay where they are
-    (no prepare/finalize part over ranks). What adapters add is this rank's part, as the experts'
-    output is: summed over ranks with it. In mode "parallel_delta" the branch is weighted as the
-    experts' output is, by the routing and its scaling factor.
+    base_layer: with a layer_id and problem of the manager, and without a prepare/finalize part that
+    spans ranks. The adapters' term, like the experts' output, is this rank's term of a sum over
+    ranks. In mode "parallel_delta" the branch is weighted like the experts' output, by the routing
+    and the scaling factor.
     """
 
     def __init__(self, base_layer: FusedMoE, manager: LoRAManager) -> None:
@@ -367,12 +376,12 @@ class FusedMoEWithLoRA(nn.Module):
             got, need = "a part over ranks", "tokens that stay where they are"
             raise UnsupportedError("prepare_finalize", got=got, need=need)
         spec = manager.problem.adapters
-        mine = replace(base_layer.problem, lora=str(spec))
-        if mine.with_tokens(1) != manager.problem.with_tokens(1):
+        problem = replace(base_layer.problem, lora=str(spec))
+        if problem.with_tokens(1) != manager.problem.with_tokens(1):
             need = f"the manager's, {manager.problem}"
-            raise ConfigurationError("problem of the layer", got=str(mine), need=need)
+            raise ConfigurationError("problem of the layer", got=str(problem), need=need)
         self.base_layer, self.layer_id = base_layer, base_layer.layer_id
-        self._manager, self._problem = manager, mine
+        self._manager, self._problem = manager, problem
 
     def forward(
         self,
@@ -382,11 +391,11 @@ class FusedMoEWithLoRA(nn.Module):
         moe_lora_info: MoELoRABatchInfo | None = None,
         token_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the layer's output, with what the adapters of its tokens add.
+        """Return the layer's output including the adapters of its tokens.
 
-        moe_lora_info: of the manager's `prepare_moe_lora_batch`; its T are the tokens of
-        hidden_states (..., H) one after the other. Other arguments and errors: `FusedMoE.forward`,
-        `run_moe_lora`.
+        moe_lora_info: from the manager's `prepare_moe_lora_batch`; its tokens are those of
+        hidden_states (..., H) in flattened order. For other arguments and errors see
+        `FusedMoE.forward` and `run_moe_lora`.
         """
         base = self.base_layer
         expect("moe_lora_info", moe_lora_info, MoELoRABatchInfo | None)
@@ -419,10 +428,10 @@ class FusedMoEWithLoRA(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         base = self.base_layer
         y_TH, shared_TH = base.computed(x_TH, routing)
-        ids_TK, where_E = routing.topk_ids_TK, base.expert_map
-        if where_E is not None:
-            there = (ids_TK >= 0) & (ids_TK < len(where_E))
-            ids_TK = torch.where(there, where_E[torch.where(there, ids_TK, 0).long()], -1)
+        ids_TK, expert_map_E = routing.topk_ids_TK, base.expert_map
+        if expert_map_E is not None:
+            valid = (ids_TK >= 0) & (ids_TK < len(expert_map_E))
+            ids_TK = torch.where(valid, expert_map_E[torch.where(valid, ids_TK, 0).long()], -1)
         weights_TK = routing.topk_weights_TK * base.problem.routed_scaling_factor
         backend = self._manager.backend(self.layer_id)
         backend.run_moe_lora(x_TH, ids_TK, weights_TK, info, y_TH)

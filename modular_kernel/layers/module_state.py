@@ -1,4 +1,4 @@
-"""What the modules of a layer share: tensors that are never cast, and states that were loaded."""
+"""Helpers of modules for tensors that are never cast, and for checking what a state_dict loads."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -11,13 +11,13 @@ from modular_kernel.tensors import check_loaded
 
 
 def moved_only(fn: Callable[..., torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    """Return what `fn`, which a module applies to its tensors, makes of one that is never cast."""
+    """Apply `fn`, which a module applies to its tensors, as a move without a cast."""
     probe = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
     return fn(tensor) if probe.dtype is tensor.dtype else tensor.to(probe.device)
 
 
 def holds_loaded(names: Collection[str], state_dict: Mapping[str, Any], prefix: str) -> bool:
-    """Whether a state has every one of a module's tensors, and each of them was loaded."""
+    """Return whether a state_dict has all of a module's tensors, and all of them were loaded."""
     tensors = dict[str, torch.Tensor]()
     for name in names:
         tensor = state_dict.get(prefix + name)

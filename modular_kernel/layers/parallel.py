@@ -1,4 +1,4 @@
-"""LayerParallel: where a rank stands among those that share a layer's experts, and their sum."""
+"""LayerParallel, the position and process groups of a rank in a layer; and the all-reduce."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,11 +17,11 @@ GROUPS = ("ep_group", "tp_group", "group")  # fields of LayerParallel
 
 @dataclass(frozen=True)
 class LayerParallel:
-    """EP x TP: experts are shared out over EP ranks, and each is cut along I over TP ranks.
+    """Expert and tensor parallelism: EP ranks hold different experts, TP ranks slices along I.
 
-    ep, tp: this rank and how many, (0, 1) for none. ep_group, tp_group: the process groups of those
-    ranks, which say the same; None where the caller adds up what ranks return. group: of all EP x
-    TP ranks, so that a sum over both is one all-reduce.
+    ep, tp: (rank, number of ranks), by default (0, 1). ep_group, tp_group: the process groups of
+    these ranks, from which ep and tp can be derived; None if the caller sums what the ranks return.
+    group: of all EP x TP ranks, so that a sum over both is a single all-reduce.
     """
 
     ep: Place = (0, 1)
@@ -35,52 +35,52 @@ class LayerParallel:
         for name in ("ep", "tp"):
             place = _placed(name, getattr(self, name), getattr(self, f"{name}_group"))
             object.__setattr__(self, name, place)
-        every = self.ep[1] * self.tp[1]
+        ranks = self.ep[1] * self.tp[1]
         if self.group is not None:
             _, size = _known("", self.group)
-            if size != every:
-                raise ConfigurationError("group's size", got=size, need=f"{every}, EP x TP")
+            if size != ranks:
+                raise ConfigurationError("group's size", got=size, need=f"{ranks}, EP x TP")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what pickle and copy take; UnsupportedError with a process group."""
-        held = [
+        """Return the state to pickle or copy; raise UnsupportedError with a process group."""
+        groups = [
             name for name in ("ep_group", "tp_group", "group") if getattr(self, name) is not None
         ]
-        if held:
+        if groups:
             need = "a layer made in each process with its own groups, and this one's state_dict"
-            raise UnsupportedError("pickle or copy of a layer", got=", ".join(held), need=need)
+            raise UnsupportedError("pickle or copy of a layer", got=", ".join(groups), need=need)
         return self.__dict__
 
     def check_process(self) -> None:
-        """Raise StateError in a process that was forked since the groups were given."""
+        """Raise StateError in a process that was forked after the groups were created."""
         need = "a spawned process, with groups of its own"
         forks.check_process(self._made_in, "process groups of a layer", need)
 
     @property
     def first(self) -> bool:
-        """Whether this is rank 0 of both."""
+        """True if this is rank 0 of both EP and TP."""
         return self.ep[0] == self.tp[0] == 0
 
     def groups(self, *, ep: bool) -> tuple[object, ...]:
-        """Return the groups to sum over: TP's, and EP's if asked; () where there is nobody else.
+        """Return the groups to sum over: TP's, and EP's if `ep`; () if there are no other ranks.
 
-        ConfigurationError where there are other ranks, and no group of them.
+        Raises ConfigurationError if there are other ranks but no group.
         """
-        wanted = [("tp", self.tp, self.tp_group)]
+        required = [("tp", self.tp, self.tp_group)]
         if ep:
-            wanted.append(("ep", self.ep, self.ep_group))
-        wanted = [each for each in wanted if each[1][1] > 1]
-        if self.group is not None and len(wanted) == 2:
+            required.append(("ep", self.ep, self.ep_group))
+        required = [each for each in required if each[1][1] > 1]
+        if self.group is not None and len(required) == 2:
             return (self.group,)
-        for name, (_, size), group in wanted:
+        for name, (_, size), group in required:
             if group is None:
                 need = f"{name}_group, or reduce_results=False"
                 raise ConfigurationError("reduce_results", got=f"{name} of {size} ranks", need=need)
-        return tuple(group for _, _, group in wanted)
+        return tuple(group for _, _, group in required)
 
 
 def all_reduce(tensor: torch.Tensor, groups: tuple[object, ...]) -> None:
-    """Sum over the ranks of every group, in place; CommunicationError if that fails."""
+    """Sum over the ranks of each group, in place; raise CommunicationError if that fails."""
     for group in groups:
         try:
             dist.all_reduce(tensor, group=_of(group))
@@ -99,21 +99,21 @@ def _placed(name: str, place: Place, group: object | None) -> Place:
         raise ConfigurationError(f"{name} rank", got=rank, need=f"in [0, {size})")
     if group is None:
         return place
-    there = _known(name, group)
-    if there[0] < 0:
+    group_place = _known(name, group)
+    if group_place[0] < 0:
         raise ConfigurationError(f"{name}_group", got="a group without this rank", need="its own")
-    if place not in ((0, 1), there):
-        raise ConfigurationError(name, got=place, need=f"{there}, as its group has it")
-    return there
+    if place not in ((0, 1), group_place):
+        raise ConfigurationError(name, got=place, need=f"{group_place}, as its group has it")
+    return group_place
 
 
 def _of(group: object) -> Any:
-    """Return the ProcessGroup behind a group or a manager of one."""
+    """Return the ProcessGroup of a group, or of an object that wraps one."""
     return getattr(group, "group", group) if not isinstance(group, dist.ProcessGroup) else group
 
 
 def _known(name: str, group: object) -> Place:
-    """Return this rank's place in a group; ConfigurationError for what is no process group."""
+    """Return this rank's position in a process group; ConfigurationError for another object."""
     try:
         return _rank(group), _size(group)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
@@ -131,7 +131,11 @@ def _size(group: object) -> int:
 
 
 def placed(placement: Placement | None, experts: int, ranks: int, *, over_ranks: bool) -> Placement:
-    """Return the placement, blocks for None; ConfigurationError if it is not of this layer."""
+    """Return the placement, by default contiguous blocks; check it against the layer.
+
+    Raises ConfigurationError for another number of experts or ranks, or for copies of experts
+    unless `over_ranks`.
+    """
     if placement is None:
         return Placement.linear(experts, ranks)
     if (placement.experts, placement.world_size) != (experts, ranks):

@@ -1,4 +1,4 @@
-"""The parameters of a layer's experts: what each must be, and how kernels see them."""
+"""The parameters of a layer's experts: their specs, loading, moves and casts, and kernels' view."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -21,7 +21,7 @@ from modular_kernel.tensors import ExpertWeights, check_loaded, fill_unloaded
 from modular_kernel.utils.argument_checks import available_device, expect
 from modular_kernel.utils.tensor_checks import check_local, check_tensor
 
-# Fields of ExpertWeights, and the parameters that hold them.
+# Field of ExpertWeights -> parameter that holds it.
 PARAMETERS = {
     "w1": "w13_weight",
     "w2": "w2_weight",
@@ -38,22 +38,21 @@ PARAMETERS = {
     "a2_scale": "w2_input_scale",
 }
 
-_READY = "modular_kernel_ready"  # of a state_dict's metadata
+_READY = "modular_kernel_ready"  # key in the metadata of a state_dict
 
 
 class ExpertParameters(nn.Module):
-    """The share of a layer's experts that one rank holds, as parameters by PARAMETERS.
+    """One rank's share of a layer's experts, as the parameters that PARAMETERS lists.
 
-    problem: of this rank. placement: where experts live over EP ranks. device: where parameters are
-    made; floats are NaN until they are loaded. loader: of a checkpoint's format; if that is a
-    quantized one, parameters are as the checkpoint has them until
-    `process_weights_after_loading`.
+    problem: of this rank. placement: the experts of each EP rank. device: of the parameters; floats
+    are NaN until they are loaded. loader: of the checkpoint's format. If that is quantized, the
+    parameters have the checkpoint's layout until `process_weights_after_loading`.
 
-    Moves and casts (`to`, `cuda`, `half`, `bfloat16`, `float`): what a scheme stores (codes,
-    scales, zero points, orders) moves and is never cast. Unquantized weights and biases are cast,
-    and problem.dtype becomes their dtype; of a quantized layer it becomes the dtype that the cast
-    asks for. Prepared weights of parameters that moved are dropped. DtypeError, before anything
-    changes, for a dtype that no layer computes in.
+    Moves and casts (`to`, `cuda`, `half`, `bfloat16`, `float`): the quantized tensors of a scheme
+    (codes, scales, zero points, orders) are moved but never cast. Unquantized weights and biases
+    are cast, and problem.dtype becomes their dtype. For a quantized layer, problem.dtype becomes
+    the dtype of the cast. If parameters moved, their prepared weights are dropped. A dtype in which
+    no layer computes raises DtypeError before anything changes.
     """
 
     expert_map: torch.Tensor | None
@@ -84,15 +83,15 @@ class ExpertParameters(nn.Module):
                 self.register_parameter(PARAMETERS[field], nn.Parameter(empty, False))
         if self._ready:
             self._fill_unloaded()
-        where = placement.expert_map(parallel.ep[0], device) if problem.expert_map else None
-        self.register_buffer("expert_map", where, persistent=False)
-        # b2 is not cut over TP ranks: one of them adds it.
+        expert_map = placement.expert_map(parallel.ep[0], device) if problem.expert_map else None
+        self.register_buffer("expert_map", expert_map, persistent=False)
+        # b2 is not split over TP ranks: rank 0 adds it, the others use zeros.
         zeros = None
         if problem.bias and parallel.tp[0] > 0:
             zeros = torch.zeros(self.specs()["b2"].shape, dtype=problem.dtype, device=device)
         self.register_buffer("_no_bias", zeros, persistent=False)
         self._bound: tuple[tuple[object, ...], ExpertWeights] | None = None
-        self._unloaded = True  # as far as is known: the first call looks, see `weights`
+        self._unloaded = True  # until the first call has checked, see `weights`
         self._describe()
 
     def weight_loader(
@@ -105,8 +104,8 @@ class ExpertParameters(nn.Module):
     ) -> None:
         """Copy this rank's share of one tensor of a checkpoint, as `ExpertLoader` does.
 
-        Every parameter has it as an attribute, too. UnsupportedError for a layer that was made for
-        a scheme by its name, not for a checkpoint.
+        Every parameter also has it as an attribute. Raises UnsupportedError if the layer was
+        created with the name of a scheme instead of a checkpoint's quantization_config.
         """
         self._of_checkpoint("weight_loader").weight_loader(
             param, loaded_weight, weight_name, shard_id, expert_id
@@ -114,9 +113,9 @@ class ExpertParameters(nn.Module):
 
     @modes.kept()
     def process_weights_after_loading(self) -> None:
-        """Make what kernels take of what `weight_loader` has loaded, in place of it.
+        """Replace what `weight_loader` has loaded by the tensors that kernels take.
 
-        WeightsError, and nothing is changed, if a tensor of this rank is missing.
+        Raises WeightsError, and changes nothing, if a tensor of this rank is missing.
         """
         self.set_weights(self._of_checkpoint("process_weights_after_loading").expert_weights(self))
 
@@ -127,21 +126,22 @@ class ExpertParameters(nn.Module):
         return self._loader
 
     def specs(self) -> dict[str, TensorSpec]:
-        """Return what each parameter must be, by its field of ExpertWeights."""
+        """Return the shape and dtypes of each parameter, by its field of ExpertWeights."""
         problem = self.problem
-        found = dict(weight_specs(problem))
+        specs = dict(weight_specs(problem))
         if problem.bias:
             dtypes = (problem.dtype, torch.float32)
             rows, e = problem.w1_rows, problem.e
-            found["b1"] = TensorSpec((e, rows), dtypes, "(e, N)")
-            found["b2"] = TensorSpec((e, problem.hidden), dtypes, "(e, H)")
-        return found
+            specs["b1"] = TensorSpec((e, rows), dtypes, "(e, N)")
+            specs["b2"] = TensorSpec((e, problem.hidden), dtypes, "(e, H)")
+        return specs
 
     def set_weights(self, weights: ExpertWeights) -> None:
-        """Take tensors of this rank's share as parameters, without copying them.
+        """Use tensors of this rank's share as parameters, without a copy.
 
-        As `load_experts` returns them: of the experts here, cut along I. WeightsError, and nothing
-        is taken, if one is missing, is not the layer's, or has another shape or dtype.
+        weights: as `load_experts` returns them, that is, of this rank's experts and split along I.
+        Raises WeightsError, and changes nothing, if a tensor is missing, superfluous, or of another
+        shape or dtype.
         """
         expect("weights", weights, ExpertWeights)
         specs, tensors = self.specs(), vars(weights)
@@ -162,15 +162,16 @@ class ExpertParameters(nn.Module):
         for field in specs:
             parameter = nn.Parameter(tensors[field].detach(), requires_grad=False)
             if self._loader is not None and not self.problem.scheme.quantized:
-                self._loader.mark(parameter, self.weight_loader)  # a checkpoint's shape still
+                # Unquantized parameters keep the checkpoint's shape and can be loaded again.
+                self._loader.mark(parameter, self.weight_loader)
             self.register_parameter(PARAMETERS[field], parameter)
         self._ready, self._bound, self._unloaded = True, None, False
 
     def mark_loaded(self) -> None:
-        """Have calls run whatever the parameters hold.
+        """Skip the check for unloaded parameters.
 
-        A layer whose parameters were all copied into needs no mark. It is for weights that really
-        hold NaN in the first or last value of an expert, which look like those of a new layer.
+        Not needed if all parameters were written. It is for weights that really contain NaN in the
+        first or last value of an expert, which the check cannot distinguish from a new layer.
         """
         self._unloaded = False
 
@@ -190,10 +191,10 @@ class ExpertParameters(nn.Module):
         local_metadata: dict[str, Any],
         *others: Any,
     ) -> None:
-        """Load what a layer like this one had, whether a checkpoint's tensors or kernels' own.
+        """Load the state of a layer like this one, in the checkpoint's layout or in the kernels'.
 
-        Those of kernels make this layer ready, as `set_weights` does. Where both look alike, what
-        the layer that was saved says of itself decides.
+        Tensors in the kernels' layout make this layer ready, as `set_weights` does. If both layouts
+        have equal shapes and dtypes, the metadata of the state decides.
         """
         if not self._ready:
             self._take_ready(state_dict, prefix, bool(local_metadata.get(_READY, False)))
@@ -206,121 +207,122 @@ class ExpertParameters(nn.Module):
             self._unloaded = not holds_loaded(names, state_dict, prefix)
 
     def _take_ready(self, state_dict: dict[str, Any], prefix: str, said: bool) -> None:
-        """Take the state's tensors if they are as kernels want them; leave them else."""
-        device, found = next(self.parameters()).device, {}
+        """Use the state's tensors as weights if they have the kernels' layout, else leave them."""
+        device, tensors = next(self.parameters()).device, {}
         for field, spec in self.specs().items():
             tensor = state_dict.get(prefix + PARAMETERS[field])
             if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != spec.shape:
                 return
             if tensor.dtype not in spec.dtypes:
                 return
-            found[field] = tensor
+            tensors[field] = tensor
         own = {name: (tuple(p.shape), p.dtype) for name, p in self.named_parameters(recurse=False)}
-        theirs = {PARAMETERS[name]: (tuple(t.shape), t.dtype) for name, t in found.items()}
-        if said or own != theirs:
-            copies = {name: tensor.detach().clone().to(device) for name, tensor in found.items()}
+        loaded = {PARAMETERS[name]: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+        if said or own != loaded:
+            copies = {name: tensor.detach().clone().to(device) for name, tensor in tensors.items()}
             self.set_weights(ExpertWeights(**copies))
 
     def _make_room(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Give scales of 16 bits the dtype of those that come: they might not hold their values."""
+        """Give 16-bit scales the dtype of the state's: the current one might not represent them."""
         for field, spec in self.specs().items():
             name, tensor = PARAMETERS[field], state_dict.get(prefix + PARAMETERS[field])
-            own = getattr(self, name)
-            if not field.endswith("_scale") or own.itemsize != 2:
+            current = getattr(self, name)
+            if not field.endswith("_scale") or current.itemsize != 2:
                 continue
-            if not isinstance(tensor, torch.Tensor) or tensor.shape != own.shape:
+            if not isinstance(tensor, torch.Tensor) or tensor.shape != current.shape:
                 continue
-            if tensor.dtype in {*spec.dtypes} - {own.dtype}:
-                empty = torch.empty_like(own, dtype=tensor.dtype)
+            if tensor.dtype in {*spec.dtypes} - {current.dtype}:
+                empty = torch.empty_like(current, dtype=tensor.dtype)
                 self.register_parameter(name, nn.Parameter(empty, False))
 
     def weights(self) -> ExpertWeights:
-        """Return the parameters as kernels take them; the same object until one is exchanged.
+        """Return the parameters as kernels take them.
 
-        StateError while they are as a checkpoint has them, or as the layer was made. A layer whose
-        parameters were written by hand is looked at once, which synchronizes; loading methods and
-        `load_state_dict` leave nothing to look at. LayoutError for a DTensor.
+        The same object is returned until a parameter is replaced. Raises StateError while the
+        parameters have the checkpoint's layout or were not loaded, LayoutError for a DTensor. The
+        values of a layer whose parameters were written by hand are checked once, which
+        synchronizes; after the loading methods and `load_state_dict` there is nothing to check.
         """
         if not self._ready:
-            raise _not_ready()
-        found = self._found()
-        places = _places(found)
-        if self._bound is None or self._bound[0] != places:
-            self._check(found)
-            self._bound = places, ExpertWeights(**found)
+            raise _not_ready_error()
+        tensors = self._found()
+        identity = _places(tensors)
+        if self._bound is None or self._bound[0] != identity:
+            self._check(tensors)
+            self._bound = identity, ExpertWeights(**tensors)
         return self._bound[1]
 
     def _check(self, found: Mapping[str, torch.Tensor]) -> None:
-        """Check that nothing is a DTensor, and that all was loaded."""
+        """Check that no tensor is a DTensor, and that all were loaded."""
         named = {PARAMETERS.get(field, field): tensor for field, tensor in found.items()}
         for name, tensor in named.items():
             check_local(name, tensor)
         if self._unloaded:
-            named.pop("expert_map", None)  # is not loaded, and is -1 for experts elsewhere
+            named.pop("expert_map", None)  # not loaded, and -1 for experts of other ranks
             check_loaded(named)
             self._unloaded = next(iter(named.values())).is_meta
 
     def operands(self) -> tuple[list[torch.Tensor], str]:
-        """Return params and fields of the operator `experts`, as torch.compile traces them.
+        """Return the `params` and `fields` of the operator `experts`, as torch.compile traces them.
 
-        Errors of `weights`; where it would have to look at values, the operator does.
+        Raises the errors of `weights`. Checks that need values are left to the operator.
         """
         if not self._ready:
-            raise _not_ready()
-        found = [getattr(self, name) for name in self._operand_names]
-        for name, tensor in zip(self._operand_names, found, strict=True):
+            raise _not_ready_error()
+        operands = [getattr(self, name) for name in self._operand_names]
+        for name, tensor in zip(self._operand_names, operands, strict=True):
             check_local(name, tensor)
-        plain, looked_at = self._operand_fields
-        return found, looked_at if self._unloaded else plain
+        plain, checked = self._operand_fields
+        return operands, checked if self._unloaded else plain
 
     def _describe(self) -> None:
-        """Write down what the operator `experts` is given of the layer, for torch.compile."""
+        """Store the layer's constant arguments of the operator `experts`, for torch.compile."""
         names = {field: PARAMETERS[field] for field in self.specs()}
         if self._no_bias is not None:
             names["b2"] = "_no_bias"
         if self.expert_map is not None:
             names["expert_map"] = "expert_map"
         self._operand_names = tuple(names.values())
-        looked_at = [field if field == "expert_map" else f"{field}:loaded" for field in names]
-        self._operand_fields = ",".join(names), ",".join(looked_at)
+        checked = [field if field == "expert_map" else f"{field}:loaded" for field in names]
+        self._operand_fields = ",".join(names), ",".join(checked)
         self._described = self.problem
         try:
             self._layer_text = layer_text(self.problem)
-        except UnsupportedError:  # over ranks: no operator
+        except UnsupportedError:  # a problem over several ranks has no operator
             self._layer_text = ""
 
     def plain_weights(self) -> ExpertWeights:
-        """Return `weights` without what was prepared of them, and let that go."""
+        """Drop what was prepared of the weights, and return `weights` without it."""
         self.keep_prepared(prepared.plain(self.weights()))
         return self.weights()
 
     def keep_prepared(self, weights: ExpertWeights) -> None:
-        """Have `weights` return these, the same parameters with what was prepared of them."""
+        """Let `weights` return these: the same parameters with what was prepared of them."""
         assert self._bound is not None
         self._bound = self._bound[0], weights
 
     def _found(self) -> dict[str, torch.Tensor]:
-        found = {field: getattr(self, PARAMETERS[field]) for field in self.specs()}
+        tensors = {field: getattr(self, PARAMETERS[field]) for field in self.specs()}
         if self._no_bias is not None:
-            found["b2"] = self._no_bias
+            tensors["b2"] = self._no_bias
         if self.expert_map is not None:
-            found["expert_map"] = self.expert_map
-        return found
+            tensors["expert_map"] = self.expert_map
+        return tensors
 
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Self:
-        """Move or cast the layer, as the class says."""
+        """Move or cast the layer; see the class."""
         dtype = self._dtype_after(fn)
-        kept = [tensor for name, tensor in self._own_tensors() if not self._is_cast(name)]
+        moved_tensors = [tensor for name, tensor in self._own_tensors() if not self._is_cast(name)]
         was_meta = next(self.parameters(recurse=False)).is_meta
 
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            if any(tensor is each for each in kept):
+        def apply_or_move(tensor: torch.Tensor) -> torch.Tensor:
+            if any(tensor is each for each in moved_tensors):
                 return moved_only(fn, tensor)
             return fn(tensor)
 
-        before = {name: vars(each) for name, each in self._parameters.items() if each is not None}
-        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
-        for name, attributes in before.items():  # of a parameter that torch made anew
+        saved = {name: vars(each) for name, each in self._parameters.items() if each is not None}
+        super()._apply(apply_or_move, recurse)  # type: ignore[no-untyped-call]
+        for name, attributes in saved.items():  # torch may have created a new Parameter
             vars(self._parameters[name]).update(attributes)
         if dtype is not self.problem.dtype:
             self.problem = replace(self.problem, dtype=dtype)
@@ -332,19 +334,19 @@ class ExpertParameters(nn.Module):
         return self
 
     def _own_tensors(self) -> list[tuple[str, torch.Tensor]]:
-        own = [*self._parameters.items(), *self._buffers.items()]
-        return [(name, tensor) for name, tensor in own if tensor is not None]
+        tensors = [*self._parameters.items(), *self._buffers.items()]
+        return [(name, tensor) for name, tensor in tensors if tensor is not None]
 
     def _is_cast(self, name: str) -> bool:
-        """Whether a cast reaches a parameter or buffer: unquantized weights, and biases."""
+        """Return whether a cast applies to a tensor: to unquantized weights and to biases."""
         if not self._ready and self._loader is not None:
-            own = self._loader.shapes().get(name)
-            return own is not None and own[1] is None
+            shape_dtype = self._loader.shapes().get(name)
+            return shape_dtype is not None and shape_dtype[1] is None
         plain = () if self.problem.scheme.quantized else ("w13_weight", "w2_weight")
         return name in (*plain, "w13_bias", "w2_bias", "_no_bias")
 
     def _dtype_after(self, fn: Callable[..., torch.Tensor]) -> torch.dtype:
-        """Return the layer's dtype after `fn`; DtypeError if no layer computes in it."""
+        """Return the layer's dtype after `fn`; raise DtypeError if no layer computes in it."""
         device = next(self.parameters(recurse=False)).device
         dtype = fn(torch.empty(0, dtype=self.problem.dtype, device=device)).dtype
         if dtype is not self.problem.dtype and dtype not in DTYPES.values():
@@ -353,27 +355,24 @@ class ExpertParameters(nn.Module):
         return dtype
 
     def _widen_scales(self) -> None:
-        """Store scales of 16 bits that the layer's new dtype does not go with as float32.
+        """Convert 16-bit scales that are not allowed with the layer's new dtype to float32.
 
-        That loses nothing, as a cast to the new dtype might.
+        This is exact, unlike a cast to the new dtype.
         """
         for field, spec in self.specs().items() if self._ready else ():
-            own = getattr(self, PARAMETERS[field])
-            if field.endswith("_scale") and own.dtype not in spec.dtypes:
+            parameter = getattr(self, PARAMETERS[field])
+            if field.endswith("_scale") and parameter.dtype not in spec.dtypes:
                 assert torch.float32 in spec.dtypes
-                own.data = own.data.float()
+                parameter.data = parameter.data.float()
 
     def _fill_unloaded(self) -> None:
-        """Give parameters the values that tell that nothing was loaded."""
+        """Fill parameters with the values that mark them as not loaded."""
         for name, parameter in self._parameters.items():
             if parameter is not None:
                 fill_unloaded(name, parameter.data)
 
     def _fill_made(self) -> None:
-        """Give parameters that have memory for the first time the values that they are made with.
-
-        They come from the meta device, by `to_empty`.
-        """
+        """Set the initial values of parameters that `to_empty` has moved from the meta device."""
         if self._ready:
             self._fill_unloaded()
             self._unloaded = True
@@ -387,9 +386,9 @@ class ExpertParameters(nn.Module):
             self._bound = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has: its parameters lie elsewhere, so nothing is prepared of them.
+        """Return the state of a copy, without prepared weights, which belong to these parameters.
 
-        UnsupportedError for a layer with process groups, which belong to one process.
+        Raises UnsupportedError for a layer with process groups, which belong to one process.
         """
         held = [name for name in GROUPS if getattr(self.parallel, name) is not None]
         if held:
@@ -400,7 +399,7 @@ class ExpertParameters(nn.Module):
         return self.__dict__ | {"_bound": None}
 
 
-def _not_ready() -> StateError:
+def _not_ready_error() -> StateError:
     need = "process_weights_after_loading, or set_weights, before a call"
     return StateError("weights", got="parameters as a checkpoint has them", need=need)
 

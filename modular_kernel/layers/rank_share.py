@@ -1,4 +1,4 @@
-"""Say which part of a layer's experts one rank holds, and where each projection goes there."""
+"""The share of a layer's experts on one rank, and the destination of each projection."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,10 +16,10 @@ FUSED = "w13"  # gate and up
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank holds of a layer's experts.
+    """The experts, and the part of each expert, that one rank holds.
 
-    experts, hidden, intermediate: of the whole layer. ep, tp: (rank, ranks). placement: which
-    experts a rank of ep holds. gated: w1 has gate and up rows. interleaved: they alternate.
+    experts, hidden, intermediate: sizes of the whole layer. ep, tp: (rank, ranks). placement: the
+    experts of each EP rank. gated: w1 has gate and up rows. interleaved: these rows alternate.
     """
 
     experts: Experts
@@ -39,17 +39,17 @@ class Share:
         if self.intermediate % world:
             need = f"a multiple of the {world} tensor-parallel ranks"
             raise ConfigurationError("intermediate", got=self.intermediate, need=need)
-        _ = self.slots  # raises where there is no such placement
+        _ = self.slots  # raises ConfigurationError for an invalid placement
 
     @cached_property
     def slots(self) -> tuple[int, ...]:
-        """The experts of this rank, in the order of its rows."""
+        """The global ids of this rank's experts, in the order of the parameters' rows."""
         parallel = Parallel(self.ep[1], self.placement, self.ep[0])
         return parallel.place(self.experts).slots[self.ep[0]]
 
     @property
     def shards(self) -> tuple[str, ...]:
-        """What an expert consists of."""
+        """The shard ids of one expert's projections."""
         if self.interleaved:
             return (FUSED, "w2")
         return SHARDS if self.gated else SHARDS[1:]
@@ -60,7 +60,7 @@ class Share:
         return self.intermediate // self.tp[1]
 
     def local_expert(self, expert: int) -> int:
-        """Return the row of a global expert id, -1 where another rank has it."""
+        """Return the row of a global expert id, or -1 if another rank holds it."""
         if type(expert) is not int or not 0 <= expert < self.experts:
             raise ConfigurationError("expert_id", got=expert, need=f"in [0, {self.experts})")
         return self.slots.index(expert) if expert in self.slots else -1
@@ -68,10 +68,10 @@ class Share:
 
 @dataclass(frozen=True)
 class Move:
-    """Where one tensor of one projection goes.
+    """The destination of one projection, and the part of it that is copied.
 
-    slot: the expert's row of the parameter. rows, columns: of the matrix that lies there.
-    of_rows, of_columns: of the loaded matrix, what is copied there.
+    slot: the expert's row of the parameter. rows, columns: destination within that expert's matrix.
+    of_rows, of_columns: source within the loaded matrix.
     """
 
     slot: int
@@ -82,11 +82,11 @@ class Move:
 
 
 def destination(expert: int, shard: str, share: Share) -> Move | None:
-    """Return where a projection of an expert goes, None where another rank has it.
+    """Return the destination of one projection of an expert, or None if another rank holds it.
 
-    shard: "w1" (gate) goes to rows [0, I) of w13 and "w3" (up) to rows [I, 2I), I being this
-    rank's; "w2" (down) is cut along its columns. Where rows alternate, gate and up come as one
-    matrix, "w13". ConfigurationError for any other.
+    shard: "w1" (gate) goes to rows [0, I) of w13 and "w3" (up) to rows [I, 2I), where I is this
+    rank's; "w2" (down) is split along its columns. With interleaved rows, gate and up are loaded as
+    one matrix, "w13". Raises ConfigurationError for any other shard.
     """
     expect("share", share, Share)
     expect("shard_id", shard, str)
@@ -97,17 +97,17 @@ def destination(expert: int, shard: str, share: Share) -> Move | None:
     if slot < 0:
         return None
     width, hidden = share.width, (0, share.hidden)
-    of = (share.tp[0] * width, (share.tp[0] + 1) * width)
+    source = (share.tp[0] * width, (share.tp[0] + 1) * width)
     if shard == FUSED:
-        return Move(slot, (0, 2 * width), hidden, (2 * of[0], 2 * of[1]), hidden)
+        return Move(slot, (0, 2 * width), hidden, (2 * source[0], 2 * source[1]), hidden)
     if shard == "w2":
-        return Move(slot, hidden, (0, width), hidden, of)
+        return Move(slot, hidden, (0, width), hidden, source)
     begin = width if shard == "w3" and share.gated else 0
-    return Move(slot, (begin, begin + width), hidden, of, hidden)
+    return Move(slot, (begin, begin + width), hidden, source, hidden)
 
 
 def share_of_intermediate(intermediate: int, ranks: int, quant: str) -> int:
-    """Return the I of one TP rank; ConfigurationError if a share cuts a group of one scale."""
+    """Return I of one TP rank; raise ConfigurationError if that splits a quantization group."""
     share, rest = divmod(intermediate, ranks)
     if rest:
         need = f"a multiple of {ranks}, the TP ranks"

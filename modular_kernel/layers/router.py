@@ -1,4 +1,4 @@
-"""Router: a gate and a RouterSpec in one module; and `select_experts`, for logits that are there.
+"""Router, a gate with a RouterSpec, and `select_experts`, the selection from given logits.
 
 router = Router(RouterSpec(8, renormalize=True), hidden_size=2048, num_experts=128)
 weights, ids, logits = router(x_TH)
@@ -34,9 +34,10 @@ def select_experts(
     token_ids: torch.Tensor | None = None,
     ids_dtype: torch.dtype = torch.int32,
 ) -> StandardTopKOutput:
-    """Return what `route` chooses, as the field's tuple; ConfigurationError for zero experts.
+    """Select experts as `route` does, and return (weights, ids, logits) as a StandardTopKOutput.
 
-    router_logits: (T, E), and all else as `route` takes it.
+    router_logits: (T, E). Other arguments: see `route`. Raises ConfigurationError for a spec with
+    zero experts.
     """
     expect("router", spec, RouterSpec)
     if spec.zero_experts:
@@ -48,11 +49,12 @@ def select_experts(
 
 
 class Router(nn.Module):
-    """x (T, H) to logits by a gate, and to K experts of each token as `spec` says.
+    """A linear gate from x (T, H) to logits, and the selection of K experts per token by `spec`.
 
-    weight: (E + zero experts, H), bias beside it if asked for. e_score_correction_bias: float32,
-    where the spec has a selection bias. tid2eid: (vocabulary, K) int64, where it has a table.
-    dtype: of the gate, which x is brought to. Floats are NaN and the table is -1 until loaded.
+    The parameters are weight (E + zero experts, H); bias, if requested; e_score_correction_bias,
+    float32, if the spec has a selection bias; and the buffer tid2eid (vocabulary, K) int64, if the
+    spec has a table. dtype: of the gate; x is cast to it. Until they are loaded floats are NaN and
+    the table is -1.
     """
 
     weight: nn.Parameter
@@ -87,30 +89,30 @@ class Router(nn.Module):
         self.spec, self.num_experts = spec, num_experts
         columns, of = spec.columns(num_experts), parse_dtype(dtype)
 
-        def made(*shape: int, of: torch.dtype = of) -> nn.Parameter:
+        def make_parameter(*shape: int, of: torch.dtype = of) -> nn.Parameter:
             empty = torch.full(shape, torch.nan, dtype=of, device=device)
             return nn.Parameter(empty, requires_grad=False)
 
-        self.weight = made(columns, hidden_size)
-        self.bias = made(columns) if bias else None
-        corrected = spec.selection_bias
-        self.e_score_correction_bias = made(columns, of=torch.float32) if corrected else None
+        self.weight = make_parameter(columns, hidden_size)
+        self.bias = make_parameter(columns) if bias else None
+        biased = spec.selection_bias
+        self.e_score_correction_bias = make_parameter(columns, of=torch.float32) if biased else None
         table = None
         if vocabulary is not None:
             table = torch.full((vocabulary, spec.top_k), -1, dtype=torch.int64, device=device)
         self.register_buffer("tid2eid", table)
-        self._unloaded = True  # as far as is known: the first call looks
+        self._unloaded = True  # until the first call has checked
 
     def mark_loaded(self) -> None:
-        """Have calls run whatever the parameters hold: for a gate that really holds NaN."""
+        """Skip the check for unloaded parameters, for a gate that really contains NaN."""
         self._unloaded = False
 
     def extra_repr(self) -> str:
-        """Show the spec, as torch's modules show their sizes."""
+        """Return the spec and the number of experts, for torch's module representation."""
         return f"{self.spec}, num_experts={self.num_experts}"
 
     def logits(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """Return (T, E + zero experts) in the gate's dtype, within autocast too."""
+        """Return logits (T, E + zero experts) in the gate's dtype, also under autocast."""
         check_tensor("x of the router", x_TH)
         if not x_TH.is_floating_point():
             raise DtypeError("x of the router", got=dtype_name(x_TH.dtype), need="floats")
@@ -126,7 +128,7 @@ class Router(nn.Module):
             return linear(x_TH.to(self.weight.dtype), self.weight, self.bias)
 
     def tensors(self) -> RouterTensors:
-        """Return what `route` wants beside logits."""
+        """Return the tensors that `route` takes beside the logits."""
         unloaded = tuple(self._own().values()) if self._unloaded and is_compiling() else ()
         return RouterTensors(self.e_score_correction_bias, self.tid2eid, unloaded)
 
@@ -140,14 +142,14 @@ class Router(nn.Module):
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Self:
-        """Move or cast the gate; the selection bias moves only."""
-        kept, was_meta = self.e_score_correction_bias, self.weight.is_meta
+        """Move or cast the gate. The selection bias is moved but not cast."""
+        selection_bias, was_meta = self.e_score_correction_bias, self.weight.is_meta
 
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            return moved_only(fn, tensor) if tensor is kept else fn(tensor)
+        def apply_or_move(tensor: torch.Tensor) -> torch.Tensor:
+            return moved_only(fn, tensor) if tensor is selection_bias else fn(tensor)
 
-        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
-        if was_meta and not self.weight.is_meta:  # by `to_empty`
+        super()._apply(apply_or_move, recurse)  # type: ignore[no-untyped-call]
+        if was_meta and not self.weight.is_meta:  # after `to_empty`
             for name, tensor in self._own().items():
                 fill_unloaded(name, tensor.data)
             self._unloaded = True
@@ -171,7 +173,7 @@ class Router(nn.Module):
         *,
         ids_dtype: torch.dtype = torch.int32,
     ) -> Routed:
-        """Return the routing of x, and what zero experts weigh."""
+        """Return the routing of x, with the weight of the zero experts."""
         return route(
             self.logits(x_TH),
             self.spec,
@@ -183,5 +185,5 @@ class Router(nn.Module):
     def forward(
         self, x_TH: torch.Tensor, token_ids: torch.Tensor | None = None
     ) -> StandardTopKOutput:
-        """Return (weights, ids, logits). token_ids: (T,), where the spec has a table."""
+        """Return (weights, ids, logits). token_ids: (T,), required if the spec has a table."""
         return select_experts(self.logits(x_TH), self.spec, self.tensors(), token_ids=token_ids)

@@ -1,4 +1,4 @@
-"""What a caller of a layer gives as routing, checked and brought into one form."""
+"""Checks of the routing, logits and router that are passed to a layer."""
 
 import torch
 
@@ -12,16 +12,19 @@ from modular_kernel.utils.tensor_checks import check_tensor
 
 
 def spec_of(router: Router | RouterSpec | None) -> RouterSpec | None:
-    """Return the router's spec, if there is one."""
+    """Return the RouterSpec of a router, or None without a router."""
     return router.spec if isinstance(router, Router) else router
 
 
 def check_selection_bias(
     selection_bias: torch.Tensor | None, router: Router | RouterSpec | None, experts: int
 ) -> None:
-    """Check that a bias of every column is given exactly where a RouterSpec has one."""
-    wanted = isinstance(router, RouterSpec) and router.selection_bias
-    if (selection_bias is not None) != wanted:
+    """Check that a bias (E + zero experts,) is given if and only if a RouterSpec has one.
+
+    Raises ConfigurationError for a missing or extra bias, ShapeError for another shape.
+    """
+    required = isinstance(router, RouterSpec) and router.selection_bias
+    if (selection_bias is not None) != required:
         got = "None" if selection_bias is None else "a tensor"
         need = "a tensor exactly where a RouterSpec has selection_bias"
         raise ConfigurationError("selection_bias", got=got, need=need)
@@ -33,16 +36,16 @@ def check_selection_bias(
 
 
 def check_router(of_checkpoint: RouterSpec | None, own: RouterSpec) -> None:
-    """Raise ConfigurationError where a checkpoint's router chooses or weighs unlike the layer's.
+    """Raise ConfigurationError if a checkpoint's router selects or weights unlike the layer's.
 
-    of_checkpoint: None where its router is not known, which is not compared.
+    of_checkpoint: None if its router is not known; then nothing is compared.
     """
     if of_checkpoint is None:
         return
     names = router_differences(of_checkpoint, own)
     if names:
         if "groups" in names and "topk_groups" not in names:
-            names = (*names, "topk_groups")  # neither says alone which experts take part
+            names = (*names, "topk_groups")  # only both together define the candidates
         got, need = (
             ", ".join(f"{name}={getattr(spec, name)!r}" for name in names)
             for spec in (of_checkpoint, own)
@@ -51,7 +54,10 @@ def check_router(of_checkpoint: RouterSpec | None, own: RouterSpec) -> None:
 
 
 def top_k_of(top_k: int | None, router: Router | RouterSpec | None, experts: int) -> int:
-    """Return K, which the router says where there is one, and that it fits the experts."""
+    """Return K, taken from the router if there is one, and check it against the number of experts.
+
+    Raises ConfigurationError for a K or a router that does not match.
+    """
     spec = spec_of(router)
     if spec is None:
         if top_k is None:
@@ -70,7 +76,11 @@ def top_k_of(top_k: int | None, router: Router | RouterSpec | None, experts: int
 
 
 def flat_logits(given: object, columns: int, lead: tuple[int, ...]) -> torch.Tensor:
-    """Return logits (..., E) as (T, E). lead: dimensions of x before H."""
+    """Return logits (..., E) as (T, E).
+
+    lead: the dimensions of x before H. Raises ConfigurationError unless `given` is a tensor,
+    ShapeError for another shape.
+    """
     if not isinstance(given, torch.Tensor):
         need = "the router's logits (..., E)"
         raise ConfigurationError("routing", got=type(given).__name__, need=need)
@@ -83,9 +93,10 @@ def flat_logits(given: object, columns: int, lead: tuple[int, ...]) -> torch.Ten
 
 
 def given_routing(given: object, lead: tuple[int, ...]) -> Routing:
-    """Return what a caller's router chose as (T, K) tensors that lie in memory in one piece.
+    """Return a caller's routing as contiguous (T, K) tensors; 16-bit weights become float32.
 
-    lead: dimensions of x before H; those of the routing are the same, or T alone.
+    lead: the dimensions of x before H. The routing has the same ones, or T alone. Raises
+    ConfigurationError for an unknown type, ShapeError for shapes that do not match.
     """
     if isinstance(given, Routing):
         weights, ids = given.topk_weights_TK, given.topk_ids_TK

@@ -1,15 +1,15 @@
-"""Loading as engines do it: parameters first, then one call for each tensor of a checkpoint.
+"""Weight loading for engines: create the parameters, then call a loader per checkpoint tensor.
 
     loader = ExpertLoader(Share(experts=8, hidden=64, intermediate=128, ep=(0, 2)))
     loader.create_weights(layer, torch.bfloat16)            # layer.w13_weight, layer.w2_weight, ...
     for parameter, weight, expert, shard in make_expert_params_mapping("w1", "w2", "w3", 8):
-        ...                                                 # as the engine's load_weights does
+        ...                                                 # as in the engine's load_weights
         loader.weight_loader(param, loaded, name, shard, expert)
-    weights = loader.expert_weights(layer)                  # of every format as a kernel takes it
+    weights = loader.expert_weights(layer)                  # as a kernel takes them
 
-Parameters have the shapes that the checkpoint's format has, so any format of
-`modular_kernel.checkpoints` can be loaded. Where a tensor goes is decided by `share.destination`,
-which touches none.
+Parameters have the shapes of the checkpoint's format, so every format of
+`modular_kernel.checkpoints` can be loaded. `rank_share.destination`, which is pure, computes where
+a tensor goes.
 """
 
 from collections.abc import Callable
@@ -31,9 +31,9 @@ Mapping = list[tuple[str, str, int, str]]
 WeightLoader = Callable[[torch.nn.Parameter, torch.Tensor, str, str, int], None]
 
 _BIAS = Stored("bias", "bias", (Dim("N"),), FLOATS)
-_SAME = 1e-5  # that input scales of an expert's gate and up may differ by
-_OF_MATRIX = ("scale", "global_scale")
-_SCALES, _UNSET = ("scale", "global_scale", "a_scale"), 1.0  # what they are before they are loaded
+_TOLERANCE = 1e-5  # allowed difference between the input scales of an expert's gate and up
+_MATRIX_SCALES = ("scale", "global_scale")
+_SCALES, _UNSET = ("scale", "global_scale", "a_scale"), 1.0  # _UNSET: value before loading
 
 
 def make_expert_params_mapping(
@@ -41,7 +41,8 @@ def make_expert_params_mapping(
 ) -> Mapping:
     """Return (parameter's prefix, checkpoint's prefix, expert, shard) of every projection.
 
-    An engine replaces the second by the first in a tensor's name, and finds the parameter so.
+    To find the parameter of a tensor, an engine replaces the checkpoint's prefix in the tensor's
+    name by the parameter's prefix.
     """
     expect("num_experts", num_experts, Count)
     names = (ckpt_gate_proj_name, ckpt_down_proj_name, ckpt_up_proj_name)
@@ -53,11 +54,11 @@ def make_expert_params_mapping(
 
 
 class ExpertLoader:
-    """Parameters of one layer's experts, and what has been loaded into them.
+    """Loader of the parameters of one layer's experts.
 
-    format: of the checkpoint, as `format_of` names it; None is unquantized. bias: projections have
-    one; b2 is loaded on the first tensor-parallel rank, the others keep zeros. transposed: of
-    unquantized weights, parameters are (e, H, 2I) and (e, I, H).
+    format: of the checkpoint, from `format_of`; None for unquantized. bias: projections have a
+    bias; b2 is loaded on the first TP rank, and is zero on the others. transposed: unquantized
+    parameters are stored as (e, H, 2I) and (e, I, H).
     """
 
     def __init__(
@@ -75,8 +76,10 @@ class ExpertLoader:
         self.share = share
         self.format = format_of(None) if format is None else format
         self.bias, self.transposed = bias, transposed
-        numbers = [each for each in self.format.stored if each.role in _OF_MATRIX and not each.dims]
-        if share.interleaved and numbers:
+        matrix_scales = [
+            each for each in self.format.stored if each.role in _MATRIX_SCALES and not each.dims
+        ]
+        if share.interleaved and matrix_scales:
             need = "gate rows first: one scale of each projection is merged by rows"
             raise ConfigurationError("interleaved", got=str(self.format), need=need)
         if transposed and self.format.scheme.quantized:
@@ -91,12 +94,12 @@ class ExpertLoader:
         self._stored: tuple[Stored, ...] = (*self.format.stored, *biases)
         self._kept = {each.name: each for each in (*self._fine.stored, *biases)}
         self._loaded: set[tuple[str, str, int]] = set()
-        # Of all experts, here or not; and which of them since the last `expert_weights`.
+        # Input scales of the experts of all ranks, and which were set since `expert_weights`.
         self._input_scales: dict[tuple[str, int, str], float] = {}
         self._new_scales: set[tuple[str, int, str]] = set()
 
     def _check_halves(self) -> None:
-        """Raise the ConfigurationError of gate and up rows that would share a packed word."""
+        """Raise ConfigurationError if gate and up rows would share a packed word."""
         dims = [(each, dim) for each in self.format.stored for dim in each.dims if dim.whole]
         for stored, dim in dims if self.share.gated else ():
             if dim.axis == "N" and self.share.width % dim.step:
@@ -104,23 +107,23 @@ class ExpertLoader:
                 raise ConfigurationError("intermediate", got=self.share.width, need=need)
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
-        """Return shape and dtype of every parameter by its name; None is the layer's dtype."""
-        share, found = self.share, {}
+        """Return the shape and dtype of every parameter by name; dtype None is the layer's."""
+        share, shapes = self.share, {}
         halves = 2 if share.gated else 1
         sizes = {"w13": (halves * share.width, share.hidden), "w2": (share.hidden, share.width)}
         for name, matrix in sizes.items():
-            for kept in self._kept.values():
-                shape = kept.shape(*matrix)
-                of_each = kept.role in _OF_MATRIX and not kept.dims
-                if of_each and name == "w13" and share.gated:
-                    shape = (2,)  # one of each projection, until they are merged
-                if kept.role == "w" and self.transposed:
+            for tensor in self._kept.values():
+                shape = tensor.shape(*matrix)
+                per_projection = tensor.role in _MATRIX_SCALES and not tensor.dims
+                if per_projection and name == "w13" and share.gated:
+                    shape = (2,)  # one per projection, until they are fused
+                if tensor.role == "w" and self.transposed:
                     shape = shape[::-1]
-                # float32 holds every scale as it is.
-                plain = kept.role == "bias" or not self.scheme.quantized
-                dtype = None if plain else kept.dtypes[0]
-                found[f"{name}_{kept.name}"] = ((len(share.slots), *shape), dtype)
-        return found
+                # Of several dtypes of a scale, the first is float32, which is exact for all.
+                layer_dtype = tensor.role == "bias" or not self.scheme.quantized
+                dtype = None if layer_dtype else tensor.dtypes[0]
+                shapes[f"{name}_{tensor.name}"] = ((len(share.slots), *shape), dtype)
+        return shapes
 
     @modes.kept()
     def create_weights(
@@ -133,9 +136,9 @@ class ExpertLoader:
     ) -> None:
         """Register the parameters on `layer`: w13_weight, w2_weight, and those of the format.
 
-        Each has the attributes `weight_loader` (this loader's, unless another is given) and
-        `quant_method`, of a scale "tensor", "channel", "block" or "group", of others "". dtype: of
-        unquantized weights and biases. Scales are 1 until they are loaded, all else is 0.
+        Each has the attributes `weight_loader` (by default this loader's) and `quant_method`, which
+        is "tensor", "channel", "block" or "group" for a scale and "" otherwise. dtype: of
+        unquantized weights and biases. Scales are initialized to 1, all else to 0.
         """
         expect("layer", layer, torch.nn.Module)
         expect("dtype", dtype, torch.dtype)
@@ -144,10 +147,10 @@ class ExpertLoader:
             torch.get_default_device() if device is None else device, meta=True
         )
         roles = {
-            f"{m}_{name}": kept.role for m in ("w13", "w2") for name, kept in self._kept.items()
+            f"{m}_{name}": tensor.role for m in ("w13", "w2") for name, tensor in self._kept.items()
         }
-        for name, (shape, own) in self.shapes().items():
-            data = torch.zeros(shape, dtype=own or dtype, device=device)
+        for name, (shape, fixed_dtype) in self.shapes().items():
+            data = torch.zeros(shape, dtype=fixed_dtype or dtype, device=device)
             if roles[name] in _SCALES and data.is_floating_point():
                 data.fill_(_UNSET)
             parameter = torch.nn.Parameter(data, requires_grad=False)
@@ -157,7 +160,7 @@ class ExpertLoader:
 
     @staticmethod
     def mark(parameter: torch.nn.Parameter, loader: WeightLoader, kind: str = "") -> None:
-        """Give a parameter the attributes that engines ask for."""
+        """Set the attributes that engines read from a parameter."""
         parameter.quant_method = kind  # type: ignore[attr-defined]
         parameter.weight_loader = loader  # type: ignore[attr-defined]
 
@@ -169,14 +172,16 @@ class ExpertLoader:
         shard_id: str,
         expert_id: int,
     ) -> None:
-        """Copy this rank's share of one tensor of a checkpoint to its place in a parameter.
+        """Copy this rank's share of one checkpoint tensor to its destination in a parameter.
 
-        param: as `create_weights` made it. loaded_weight: the whole tensor of one projection of one
-        expert; of shard "w13", of gate and up: gate rows first, or in turns where the layer's are.
-        weight_name: ends with the parameter's or the tensor's own name, such as "w13_weight_scale".
-        An expert of another rank is skipped. Raises ConfigurationError for an unknown shard, name
-        or expert, ShapeError and DtypeError for a tensor that is not as the format has it,
-        WeightsError for input scales of gate and up that differ.
+        param: from `create_weights`. loaded_weight: the whole tensor of one projection of one
+        expert; for shard "w13" that of gate and up, with the gate rows first, or alternating if the
+        layer's are. weight_name: ends with the name of the parameter or of the tensor, such as
+        "w13_weight_scale". A tensor of an expert on another rank is skipped.
+
+        Raises ConfigurationError for an unknown shard, name or expert, ShapeError and DtypeError
+        for a tensor that does not match the format, WeightsError if the input scales of gate and up
+        differ.
         """
         expect("weight_name", weight_name, str)
         stored = self._named(weight_name)
@@ -203,7 +208,7 @@ class ExpertLoader:
         loaded_weight = loaded_weight.reshape(need)
         with torch.no_grad():
             if stored.role == "bias" and shard_id == "w2" and self.share.tp[0]:
-                pass  # a sum over tensor-parallel ranks has b2 once
+                pass  # only TP rank 0 adds b2 to the sum over ranks
             elif self._kept[stored.name].dims:
                 self._copy_box(param.data[move.slot], loaded_weight, stored, move, sizes)
             else:
@@ -211,47 +216,50 @@ class ExpertLoader:
         self._loaded.add((stored.name, shard_id, move.slot))
 
     def _sizes(self, shard: str) -> tuple[int, int]:
-        """Return (N, K) of the whole matrix of a shard."""
+        """Return (N, K) of a shard's whole matrix."""
         width, hidden = self.share.intermediate, self.share.hidden
         return {"w2": (hidden, width), FUSED: (2 * width, hidden)}.get(shard, (width, hidden))
 
     def _halves(
         self, name: str, stored: Stored, loaded: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what is stored of gate and of up: halves of its rows, or the same twice.
+        """Return the tensors of gate and of up: halves along the rows, or the same tensor twice.
 
-        Scales of tiles that lie in both cannot be divided.
+        Raises ConfigurationError if a scale covers rows of both.
         """
         need, width = stored.shape(*self._sizes(FUSED)), self.share.intermediate
         stored.check(name, tuple(loaded.shape), loaded.dtype, need)
-        along = next((place for place, dim in enumerate(stored.dims) if dim.axis == "N"), None)
-        if along is None:
+        dim = next((place for place, dim in enumerate(stored.dims) if dim.axis == "N"), None)
+        if dim is None:
             return loaded, loaded
-        if width % stored.dims[along].step:
-            rows = f"multiples of {stored.dims[along].step}: {stored.name} has one for so many rows"
+        if width % stored.dims[dim].step:
+            rows = f"multiples of {stored.dims[dim].step}: {stored.name} has one for so many rows"
             raise ConfigurationError(f"{name}: gate rows", got=width, need=rows)
-        first, second = loaded.reshape(need).chunk(2, along)
+        first, second = loaded.reshape(need).chunk(2, dim)
         return first, second
 
     def expert_weights(self, layer: torch.nn.Module) -> ExpertWeights:
-        """Return what a kernel takes, made of the parameters of `layer`.
+        """Create the kernel's weights from the parameters of `layer`.
 
-        Packed integers stay packed; a tensor's scales of gate and up become one, and the rows of
-        the smaller are rounded again. WeightsError names what has not been loaded.
+        Packed integers stay packed. The per-tensor scales of gate and up become one, and the rows
+        of the smaller scale are rounded again. Raises WeightsError with the name of a tensor that
+        was not loaded.
         """
         expect("layer", layer, torch.nn.Module)
         self._check_whole()
         self._new_scales.clear()
         fields: dict[str, torch.Tensor | None] = {}
-        for matrix, short in (("w13", "1"), ("w2", "2")):
-            made = self._merged(layer, matrix)
+        for matrix, number in (("w13", "1"), ("w2", "2")):
+            merged = self._merged(layer, matrix)
             for end in ("w", "scale", "zero_point", "global_scale"):
-                fields[f"w{short}" if end == "w" else f"w{short}_{end}"] = getattr(made, end)
+                fields[f"w{number}" if end == "w" else f"w{number}_{end}"] = getattr(merged, end)
             if self.scheme.static:
-                found = [v for (of, *_), v in self._input_scales.items() if of == matrix]
-                fields[f"a{short}_scale"] = static_scale(torch.tensor(found, device=made.w.device))
+                scales = [v for (of, *_), v in self._input_scales.items() if of == matrix]
+                fields[f"a{number}_scale"] = static_scale(
+                    torch.tensor(scales, device=merged.w.device)
+                )
             if self.bias:
-                fields[f"b{short}"] = _parameter(layer, f"{matrix}_bias")
+                fields[f"b{number}"] = _parameter(layer, f"{matrix}_bias")
         return ExpertWeights(**fields)  # type: ignore[arg-type]
 
     def _named(self, weight_name: str) -> Stored:
@@ -271,12 +279,12 @@ class ExpertLoader:
         move: Move,
         sizes: tuple[int, int],
     ) -> None:
-        """Copy rows and columns of this rank, in the tiles that this rank has."""
+        """Copy this rank's rows and columns, in the tiles of this rank's scheme."""
         stored.check_cut(stored.name, move.of_rows, move.of_columns, sizes)
         part = cut([stored], {stored.name: loaded}, move.of_rows, move.of_columns)
         fine = piece(self.format, self._fine, part, move.of_rows, move.of_columns)
         if stored.role == "order":
-            fine = {stored.name: target}  # checked, and the same for every expert
+            fine = {stored.name: target}  # checked only: without act-order it is k // group
         if stored.role == "w" and self.transposed:
             target = target.mT
         target[self._kept[stored.name].box(move.rows, move.columns)] = fine[stored.name].to(
@@ -286,28 +294,28 @@ class ExpertLoader:
     def _copy_number(
         self, target: torch.Tensor, loaded: torch.Tensor, stored: Stored, shard: str
     ) -> None:
-        both = stored.role in _OF_MATRIX and target.dim()
-        (target[0 if shard == "w1" else 1] if both else target).copy_(loaded)
+        per_projection = stored.role in _MATRIX_SCALES and target.dim()
+        (target[0 if shard == "w1" else 1] if per_projection else target).copy_(loaded)
 
     def _put_input_scale(
         self, stored: Stored, matrix: str, expert: int, shard: str, value: float
     ) -> None:
-        """Keep one; WeightsError if it differs from that of the expert's other projection."""
+        """Store one scale; raise WeightsError if the expert's other projection has another one."""
         other = (matrix, expert, {"w1": "w3", "w3": "w1"}.get(shard, ""))
-        if other in self._new_scales and not abs(self._input_scales[other] - value) <= _SAME:
+        if other in self._new_scales and not abs(self._input_scales[other] - value) <= _TOLERANCE:
             need = f"{self._input_scales[other]}, as the other projection has it"
             raise WeightsError(stored.name, got=value, need=need)
         self._new_scales.add((matrix, expert, shard))
         self._input_scales[matrix, expert, shard] = value
 
     def _merged(self, layer: torch.nn.Module, matrix: str) -> Matrix:
-        kept = [
+        tensors_kept = [
             each for each in self._fine.stored if each.role not in (*UNREAD, "order", "a_scale")
         ]
-        tensors = {each.name: _parameter(layer, f"{matrix}_{each.name}") for each in kept}
+        tensors = {each.name: _parameter(layer, f"{matrix}_{each.name}") for each in tensors_kept}
         if self.transposed:
             tensors = {name: tensor.mT for name, tensor in tensors.items()}
-        plain = tensors["weight"].dtype if not self.scheme.quantized else torch.float32
+        dtype = tensors["weight"].dtype if not self.scheme.quantized else torch.float32
         parts = [tensors]
         if self.scheme.granularity == "tensor" and matrix == "w13" and self.share.gated:
             parts = [
@@ -317,7 +325,7 @@ class ExpertLoader:
                 }
                 for half in (0, 1)
             ]
-        return stack(self._fine, parts, plain)
+        return stack(self._fine, parts, dtype)
 
     def _check_whole(self) -> None:
         missing = [
@@ -335,12 +343,12 @@ class ExpertLoader:
 
 
 def _parameter(layer: torch.nn.Module, name: str) -> torch.Tensor:
-    """Return the values of a parameter that `create_weights` made, if they can be read."""
+    """Return the values of a parameter that `create_weights` registered."""
     return check_tensor(name, getattr(layer, name, None), meta=True).data
 
 
 class UnquantizedEPMoEMethod:
-    """Create the parameters of experts in the layer's own dtype."""
+    """Create the parameters of experts in the layer's dtype."""
 
     format: Format | None = None
 
@@ -353,18 +361,18 @@ class UnquantizedEPMoEMethod:
         params_dtype: torch.dtype,
         weight_loader: WeightLoader,
     ) -> None:
-        """Register w13_weight (e, 2I, H), w2_weight (e, H, I), and scales of the format."""
+        """Register w13_weight (e, 2I, H), w2_weight (e, H, I), and the scales of the format."""
         share = Share(num_experts_per_partition, hidden_size, intermediate_size)
         create = ExpertLoader(share, self.format).create_weights
         create(layer, params_dtype, weight_loader=weight_loader)
 
 
 class Fp8EPMoEMethod(UnquantizedEPMoEMethod):
-    """Create the parameters of float8 experts: one scale of each matrix, or blocks.
+    """Create the parameters of float8 experts, with one scale per matrix or per block.
 
-    quant_config: the quantization_config of a checkpoint. With one scale, w13_weight_scale is
-    (e, 2), of gate and up; w13_input_scale and w2_input_scale are (e,) where activations are
-    static, and 1 until they are loaded.
+    quant_config: the quantization_config of a checkpoint. With one scale per matrix,
+    w13_weight_scale is (e, 2), for gate and up. With static activation scales, w13_input_scale and
+    w2_input_scale are (e,), initialized to 1.
     """
 
     def __init__(self, quant_config: object) -> None:

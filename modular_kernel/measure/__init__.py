@@ -1,1 +1,1 @@
-"""Timing, roofline, checks and records: what select, tune, profile and bench share."""
+"""Timing, roofline, correctness checks and records, shared by select, tune, profile and bench."""

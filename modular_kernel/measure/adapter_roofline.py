@@ -1,11 +1,17 @@
-"""What adapters cost: the least bytes and flops of their products, by rank and pairs.
+"""Minimum bytes and flops of the adapters' products, by rank and number of pairs.
 
-Tokens name the L slots evenly. An expert with n pairs reads the matrices of
-L (1 - (1 - 1/L)^n) of them: as many as n such draws meet. A (r H + R I) and B (N R + H R) values of
-each are read once, where experts share one once for each slot that is met at all; u = A x and A h
-need not leave the chip. r is 2 R, or R where gate and up have one A, or without a gate. Beside the
-layer's 2 P (N H + I H) the products have 2 P (r H + N R + R I + H R) flops: R (1/H + 1/I) of them,
-or R (2/(3 I) + 1/H) with one A.
+Tokens are distributed evenly over the L slots. An expert with n pairs reads the matrices of
+
+    L (1 - (1 - 1/L)^n)
+
+slots, the expected number of distinct ones. Each of these has r H + R I values in A and N R + H R
+in B, which are read once; matrices that experts share are read once per slot in use; u = A x and A
+h can stay on chip. r is 2 R, or R if gate and up share one A, or without a gate. The flops are
+
+    layer       2 P (N H + I H)
+    adapters    2 P (r H + N R + R I + H R)
+
+which is a fraction of R (1/H + 1/I), or R (2/(3 I) + 1/H) with a shared A.
 """
 
 from dataclasses import dataclass
@@ -16,7 +22,7 @@ from modular_kernel.spec.problem import Problem
 
 @dataclass(frozen=True)
 class AdapterWork:
-    """Of one product's A, or B, over a call: flops, and bytes of matrices."""
+    """The work with one A, or one B, in a call: flops, and bytes of matrices."""
 
     flops: float = 0.0
     bytes: float = 0.0
@@ -26,7 +32,7 @@ class AdapterWork:
 
 
 NO_WORK = AdapterWork()
-# Of ExpertWeights, without the word before it.
+# Fields of ExpertWeights, without the prefix "lora_".
 MATRICES = ("a13", "b13", "a2", "b2")
 
 
@@ -40,27 +46,27 @@ def adapter_bytes(problem: Problem) -> int:
 
 
 def adapter_work(problem: Problem, pairs: float, touched: float) -> dict[str, AdapterWork]:
-    """Return the work of each of MATRICES. pairs: of the call here. touched: experts with one."""
+    """Return the work with each of MATRICES. pairs: computed here. touched: experts with a pair."""
     spec = problem.adapters
     if spec is None or not pairs:
         return dict.fromkeys(MATRICES, NO_WORK)
     shapes = spec.shapes(1, problem.w1_rows, problem.hidden, problem.intermediate)
-    by_expert = touched * _met(spec.adapters, pairs / touched)
-    once = _met(spec.adapters, pairs / problem.top_k)
-    found = {}
+    matrices_read = touched * _met(spec.adapters, pairs / touched)
+    slots_in_use = _met(spec.adapters, pairs / problem.top_k)
+    work = {}
     for name in MATRICES:
-        numbers = prod(shapes[f"lora_{name}"][2:])
+        values = prod(shapes[f"lora_{name}"][2:])
         shared = spec.outer_shared and name in ("a13", "b2")
-        read = numbers * (once if shared else by_expert) * problem.dtype.itemsize
-        found[name] = AdapterWork(2.0 * pairs * numbers, read)
-    return found
+        read = values * (slots_in_use if shared else matrices_read) * problem.dtype.itemsize
+        work[name] = AdapterWork(2.0 * pairs * values, read)
+    return work
 
 
 def whole_work(problem: Problem, pairs: float, touched: float) -> AdapterWork:
-    """Return the work of all of them."""
+    """Return the work with all matrices."""
     return sum(adapter_work(problem, pairs, touched).values(), NO_WORK)
 
 
 def _met(slots: int, draws: float) -> float:
-    """Return how many of as many slots that many even draws meet, on average."""
+    """Return the expected number of distinct slots in `draws` uniform draws."""
     return float(slots * (1.0 - (1.0 - 1.0 / slots) ** draws))

@@ -1,4 +1,4 @@
-"""The cells of a benchmark's table, and their weights and inputs."""
+"""Benchmark cells, with their weights and inputs."""
 
 from dataclasses import dataclass, replace
 
@@ -20,14 +20,14 @@ _SHORT = {
     "uint4": "int4",
     "float4_e2m1": "fp4",
 }
-_LARGEST = (6.5, 24.0)  # of x and of the activation, for normal x and the weights below
+_LARGEST = (6.5, 24.0)  # maximum of x and of the activation, for normal x and these weights
 
 
 @dataclass(frozen=True)
 class LayerCase:
-    """One row of the table before it has a layer: a shape by name, its problem, a routing.
+    """One benchmark cell: a named shape, its problem, and a routing.
 
-    The problem is unquantized: a layer brings its own quantization.
+    The problem is unquantized: each layer has its own quantization.
     """
 
     shape: str
@@ -38,7 +38,7 @@ class LayerCase:
         p = self.problem
         if p.tokens < 1:
             raise ConfigurationError("tokens of a benchmark", got=p.tokens, need=">= 1")
-        if p.inplace:  # x would shrink from replay to replay
+        if p.inplace:  # each replay would overwrite x
             raise ConfigurationError("inplace of a benchmark", got=True, need="False")
         if p.parallel.world_size > 1:
             got = p.parallel.world_size
@@ -48,9 +48,9 @@ class LayerCase:
 
 
 def operands(problem: Problem, scheme: QuantScheme) -> str:
-    """Name what the products multiply, weights first: "bfloat16", "fp8/fp8", "int4/bfloat16".
+    """Return the operands' types, weights first: "bfloat16", "fp8/fp8", "int4/bfloat16".
 
-    Layers compete if they are alike in this, whatever their scales cover.
+    Layers with equal operands compete, whatever the granularity of their scales.
     """
     plain = dtype_name(problem.dtype)
     if not scheme.quantized:
@@ -67,11 +67,10 @@ class Input:
 
 
 def make_weights(problem: Problem, device: torch.device, index: int = 0) -> ExpertWeights:
-    """Draw normal values over the root of the fan-in.
+    """Draw normal weights with standard deviation fan_in ** -0.5.
 
-    index: of the set; every set is another.
-
-    Drawn expert by expert: a float32 copy of all experts need not fit.
+    index: of the set; each set has other values. Experts are drawn one by one, since a float32 copy
+    of all of them may not fit into memory.
     """
     generator = torch.Generator(device).manual_seed(_SEED + index)
     e, n, h, i = problem.e, problem.w1_rows, problem.hidden, problem.intermediate
@@ -93,22 +92,22 @@ def make_weights(problem: Problem, device: torch.device, index: int = 0) -> Expe
 
 
 def _adapters(problem: Problem, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Draw every slot's matrices of the full rank; none without adapters."""
+    """Draw the matrices of every adapter slot, with full rank; {} without adapters."""
     spec = problem.adapters
     if spec is None:
         return {}
     sizes = problem.e, problem.w1_rows, problem.hidden, problem.intermediate
-    made = {}
+    matrices = {}
     for name, shape in spec.shapes(*sizes).items():
-        made[name] = torch.empty(shape, dtype=problem.dtype, device=generator.device)
+        matrices[name] = torch.empty(shape, dtype=problem.dtype, device=generator.device)
         for slot in range(spec.adapters):
             drawn = torch.randn(shape[1:], device=generator.device, generator=generator)
-            made[name][slot] = drawn * (shape[-1] ** -0.5 / 2)
-    return made
+            matrices[name][slot] = drawn * (shape[-1] ** -0.5 / 2)
+    return matrices
 
 
 def slots_in_turn(problem: Problem, device: torch.device) -> torch.Tensor | None:
-    """Name the slots that a benchmark's tokens have, each its own in turn; None without any."""
+    """Assign tokens to adapter slots in rotation, (T,) int32; None without adapters."""
     if problem.adapters is None:
         return None
     slots_T = torch.arange(problem.tokens, device=device) % problem.adapters.adapters
@@ -116,7 +115,7 @@ def slots_in_turn(problem: Problem, device: torch.device) -> torch.Tensor | None
 
 
 def first_here(problem: Problem, device: torch.device) -> torch.Tensor | None:
-    """Map experts [0, e) here and the others elsewhere, if there is to be an expert_map."""
+    """Return an expert_map with experts [0, e) on this rank, or None if the problem has none."""
     if not problem.expert_map:
         return None
     ids = torch.arange(problem.experts, device=device, dtype=torch.int32)
@@ -126,7 +125,7 @@ def first_here(problem: Problem, device: torch.device) -> torch.Tensor | None:
 def make_input(cell: LayerCase, device: torch.device, index: int) -> Input:
     """Draw normal x and the cell's routing.
 
-    index: of the input; every input is another.
+    index: of the input; each input has other values.
     """
     problem = cell.problem
     generator = torch.Generator(device).manual_seed(1000 * problem.tokens + index)
@@ -137,15 +136,15 @@ def make_input(cell: LayerCase, device: torch.device, index: int) -> Input:
 
 
 def quantized(weights: ExpertWeights, problem: Problem) -> ExpertWeights:
-    """`weights` as the problem's scheme stores them."""
+    """Return the weights quantized by the problem's scheme."""
     if not problem.scheme.quantized:
         return weights
     return quantize_weights(_with_static_scales(weights, problem), problem)
 
 
 def _with_static_scales(weights: ExpertWeights, problem: Problem) -> ExpertWeights:
-    """Scales for activations that are as large as a benchmark's inputs make them."""
+    """Add static activation scales for the maxima of a benchmark's inputs."""
     if not problem.scheme.static:
         return weights
-    a1, a2 = (static_scale(problem, most, weights.w1.device) for most in _LARGEST)
+    a1, a2 = (static_scale(problem, maximum, weights.w1.device) for maximum in _LARGEST)
     return replace(weights, a1_scale=a1, a2_scale=a2)

@@ -1,9 +1,9 @@
-"""Right before fast: some rows of an output against the float64 oracle.
+"""Correctness check before timing: some rows of an output against the float64 oracle.
 
-The reference has unquantized weights, whatever the layer does with them. The bound is a rule: a
-layer may be twice as far from it as plain torch that follows the same scheme (`reference.recipe`).
-Both distances are root mean squares over at least 512 values, those of several calls where one has
-fewer: over 32 values plain torch itself is off by anything from half to twice its usual error.
+The oracle has unquantized weights, even for quantized layers. A layer's error may be twice that of
+a plain torch implementation of the same scheme (`reference.recipe`). Both errors are root mean
+squares over at least 512 values, of several calls if one has fewer: over 32 values the error of
+plain torch itself varies from half to twice its usual value.
 """
 
 import math
@@ -20,16 +20,16 @@ from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights, Routing
 
 FACTOR = 2.0
-EPS = 1e-6  # float32 sums in another order
+EPS = 1e-6  # for float32 sums in another order
 _ROWS = 8
-_LEAST_VALUES = 512  # one layer's errors on so many scatter by a tenth
+_LEAST_VALUES = 512  # with this number, the error of one layer varies by 10 %
 
 
 @dataclass(frozen=True)
 class Answer:
-    """rows: which of an output's rows are compared. exact: what they are, float64.
+    """Expected output. rows: rows that are compared. exact: their values, float64.
 
-    fair: how far from them plain torch is, as a norm.
+    fair: the norm of the error of plain torch.
     """
 
     rows: torch.Tensor
@@ -39,9 +39,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Finding:
-    """error: relative root mean square, None if there is none; bound: what it may be.
+    """Result of a check.
 
-    wrong: why it is wrong, or nothing.
+    error: relative root mean square, or None. bound: the allowed error. wrong: the reason of a
+    failure, or "".
     """
 
     error: float | None
@@ -51,40 +52,40 @@ class Finding:
 
 @dataclass(frozen=True)
 class Checked:
-    """A layer's calls, judged together. last: the rows compared of the last one, float64."""
+    """Result of a layer's calls together. last: the compared rows of the last call, float64."""
 
     finding: Finding
     last: torch.Tensor
 
 
 def inputs_to_check(problem: Problem) -> int:
-    """How many different calls are needed for enough values."""
+    """Return the number of calls needed for a sufficient number of values."""
     return math.ceil(_LEAST_VALUES / (min(problem.tokens, _ROWS) * problem.hidden))
 
 
 def answer_to(cell: LayerCase, given: Input, weights: ExpertWeights, scheme: QuantScheme) -> Answer:
-    """Compute what a layer of `scheme` must return for `given`, on a few rows, first to last."""
+    """Compute the expected output of a layer with `scheme` on some rows, from first to last."""
     tokens, device = cell.problem.tokens, given.x_TH.device
     rows = torch.linspace(0, tokens - 1, min(tokens, _ROWS), device=device).long()
     x_TH = given.x_TH[rows]
     routing = given.routing.of(rows)
-    few, problem = _touched(weights, routing, cell.problem.with_tokens(len(rows)))
-    exact = oracle(x_TH, few, routing, problem)
+    touched_weights, problem = _touched(weights, routing, cell.problem.with_tokens(len(rows)))
+    exact = oracle(x_TH, touched_weights, routing, problem)
     problem = replace(problem, quant=str(scheme))
-    fair = recipe(x_TH, quantized(few, problem), routing, problem)
+    fair = recipe(x_TH, quantized(touched_weights, problem), routing, problem)
     return Answer(rows, exact, float((fair - exact).norm()))
 
 
 def check_calls(checks: Sequence[tuple[Call, Answer]], problem: Problem) -> Checked:
-    """Every call's shape, dtype and finite values, and the error of all answers' rows together.
+    """Check shape, dtype and finite values of every call, and the common error of all answers.
 
-    Each output is filled with NaN before the next call: what a call does not write cannot pass by
-    what was there.
+    Each output is filled with NaN before the next call, so that values that are not written do not
+    pass.
     """
     answers = [answer for _, answer in checks]
-    size = math.hypot(*(float(answer.exact.norm()) for answer in answers)) or 1.0
-    bound = FACTOR * math.hypot(*(answer.fair for answer in answers)) / size + EPS
-    misses, last = [], answers[-1].exact
+    norm = math.hypot(*(float(answer.exact.norm()) for answer in answers)) or 1.0
+    bound = FACTOR * math.hypot(*(answer.fair for answer in answers)) / norm + EPS
+    errors, last = [], answers[-1].exact
     out = checks[0][0]()
     for call, answer in checks:
         out.fill_(math.nan)
@@ -93,27 +94,27 @@ def check_calls(checks: Sequence[tuple[Call, Answer]], problem: Problem) -> Chec
         if wrong:
             return Checked(Finding(None, bound, wrong), last)
         last = out[answer.rows].double()
-        misses.append(float((last - answer.exact).norm()))
-    error = math.hypot(*misses) / size
+        errors.append(float((last - answer.exact).norm()))
+    error = math.hypot(*errors) / norm
     wrong = "" if error <= bound else f"relative error {error:.2e} > {bound:.2e}"
     return Checked(Finding(error, bound, wrong), last)
 
 
 def check_again(out: torch.Tensor, answer: Answer, before: Checked, problem: Problem) -> Finding:
-    """Compare what the last call of `before` returned with what the same tensor holds now."""
+    """Compare the current values of the last call's output with those it had in `before`."""
     bound = before.finding.bound
     wrong = _wrong_form(out, problem)
     if wrong:
         return Finding(None, bound, wrong)
-    size = float(before.last.norm()) or 1.0
-    change = float((out[answer.rows].double() - before.last).norm()) / size
+    norm = float(before.last.norm()) or 1.0
+    change = float((out[answer.rows].double() - before.last).norm()) / norm
     if not change <= bound:
         return Finding(change, bound, f"{change:.2e} away from before, more than {bound:.2e}")
     return before.finding
 
 
 def _wrong_form(out: torch.Tensor, problem: Problem) -> str:
-    """Say what no tolerance makes up for; "" if there is nothing."""
+    """Return the error in shape, dtype or non-finite values, or ""."""
     if tuple(out.shape) != problem.output_shape or out.dtype != problem.dtype:
         got = f"{tuple(out.shape)} {out.dtype}"
         return f"output is {got}, should be {problem.output_shape} {problem.dtype}"
@@ -129,14 +130,14 @@ _ADAPTERS = ("lora_a13", "lora_b13", "lora_a2", "lora_b2")
 def _touched(
     weights: ExpertWeights, routing: Routing, problem: Problem
 ) -> tuple[ExpertWeights, Problem]:
-    """Return the weights of the experts that the routing names, and the problem of only those."""
+    """Return the weights of the experts that the routing uses, and the problem of only those."""
     ids: torch.Tensor = torch.unique(routing.topk_ids_TK.long())
     ids = ids[(ids >= 0) & (ids < problem.experts)]
     local = ids if weights.expert_map is None else weights.expert_map.long()[ids]
     ids, local = ids[local >= 0], local[local >= 0]
     expert_map = torch.full((problem.experts,), -1, dtype=torch.int32, device=ids.device)
     expert_map[ids] = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
-    few = ExpertWeights(
+    selected = ExpertWeights(
         w1=weights.w1[local],
         w2=weights.w2[local],
         b1=None if weights.b1 is None else weights.b1[local],
@@ -144,11 +145,11 @@ def _touched(
         expert_map=expert_map,
         **{name: _of_experts(getattr(weights, name), local) for name in _ADAPTERS},
     )
-    return few, replace(problem, expert_map=True, local_experts=max(1, len(ids)))
+    return selected, replace(problem, expert_map=True, local_experts=max(1, len(ids)))
 
 
 def _of_experts(matrices: torch.Tensor | None, local: torch.Tensor) -> torch.Tensor | None:
-    """Return an adapter's matrices (L, e or 1, ...) of some experts; what all share stays."""
+    """Select experts of an adapter's matrices (L, e or 1, ...); shared ones are unchanged."""
     if matrices is None or matrices.shape[1] == 1:
         return matrices
     return matrices[:, local]

@@ -1,4 +1,4 @@
-"""Where and with what a benchmark ran."""
+"""Device and software versions of a benchmark."""
 
 import platform
 import shutil
@@ -13,8 +13,8 @@ Environment = dict[str, str | int | None]
 
 
 def environment(device: torch.device, command: str) -> Environment:
-    """Names and versions; None for what is not there."""
-    found: Environment = {
+    """Return names and versions; None for what is not available."""
+    facts: Environment = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
         "version": version_of("modular-kernel"),
@@ -27,9 +27,9 @@ def environment(device: torch.device, command: str) -> Environment:
         "driver": None,
     }
     if device.type != "cuda":
-        return found
+        return facts
     properties = torch.cuda.get_device_properties(device)
-    return found | {
+    return facts | {
         "device": properties.name,
         "driver": driver_version(),
         "sms": properties.multi_processor_count,
@@ -39,20 +39,20 @@ def environment(device: torch.device, command: str) -> Environment:
 
 
 def driver_version() -> str | None:
-    """Return the version of the GPU's driver; None where there is none, or it does not answer."""
+    """Return the version of the GPU driver, or None if it is not available."""
     answer = nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
     return answer.splitlines()[0].strip() if answer else None
 
 
 def nvidia_smi(*words: str) -> str | None:
-    """Return what nvidia-smi prints; None where it is absent or fails."""
+    """Return the output of nvidia-smi; None if it is missing or fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             [program, *words], capture_output=True, text=True, timeout=20, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.rstrip() if done.returncode == 0 else None
+    return result.stdout.rstrip() if result.returncode == 0 else None

@@ -1,4 +1,4 @@
-"""What `kernel.prepare_weights` adds to a layer's weights, by what its experts declare."""
+"""Sizes of the tensors that `kernel.prepare_weights` adds, as declared by the experts."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -13,11 +13,11 @@ from modular_kernel.workspace import BufferSpec
 def declared_specs(
     experts: str, problem: Problem, described: Machine | None = None
 ) -> Mapping[str, BufferSpec]:
-    """Return what these experts prepare of one rank's weights, by fields of ExpertWeights.
+    """Return the specs of the prepared tensors of one rank, by field of ExpertWeights.
 
-    {} of experts that prepare nothing of such weights. described: as on that machine; None means
-    this one. Experts that may prepare something are made: ConfigurationError where their packages
-    are not here.
+    {} if the experts prepare nothing for such weights. described: evaluate for that machine; None
+    means this one. Experts that may prepare something are created, which raises ConfigurationError
+    if their packages are missing.
     """
     part = load_catalog().experts(experts)
     if part.prepared_specs is PermuteExpertsUnpermute.prepared_specs:

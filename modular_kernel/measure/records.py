@@ -1,4 +1,4 @@
-"""The record of a run: one row for each layer in each cell, and where it was measured."""
+"""Benchmark records: one row per layer and cell, and the environment of the measurement."""
 
 import json
 from collections.abc import Iterable
@@ -11,23 +11,28 @@ from modular_kernel.utils import json_files
 SCHEMA = "mk-bench/1"
 
 OK, WRONG, FAILED, REFUSED, SKIPPED = "ok", "wrong", "failed", "refused", "skipped"
-INTERPRETER = "interpreter"  # the mode of a row whose kernels were interpreted
+INTERPRETER = "interpreter"  # mode of rows whose kernels ran in Triton's interpreter
 OURS, BASELINE, PEER = "ours", "baseline", "peer"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One layer in one cell. Only a row whose status is ok has a time.
+    """One layer in one cell. Only a row with status ok has a time.
 
-    status: ok; wrong (its error is beyond error_bound, so it was not timed); failed (it raised);
-    refused (it cannot run this problem); skipped (the deadline had passed). note: why.
-    origin: ours, baseline or peer. prepared: its weights were, once, before. operands: what its
-    products multiply; rows of one cell and one kind of operands compete.
-    us, us_min, spread: of one call, see method.Timing. over_floor, over_best_peer: us divided by
-    the floor, and by the fastest ok row of its kind that is not ours.
-    touched, skew: experts with a token, and the fullest one's pairs over the mean; averages.
-    eager_us: as us, of calls that are launched one by one. launches, host_us, allocations: of one
-    eager call. None where not measured.
+    status: ok; wrong (error beyond error_bound, not timed); failed (raised an exception); refused
+        (not supported); skipped (after the deadline). note: the reason.
+    origin: ours, baseline or peer.
+    prepared: weights were prepared before.
+    operands: the operands' types; rows of one cell with equal operands compete.
+    us, us_min, spread: of one call, see measure.timing.Timing.
+    over_floor, over_best_peer: us divided by the roofline, and by the fastest ok row with these
+        operands that is not ours.
+    touched, skew: experts with a token, and the pairs of the fullest expert over the mean;
+        averages.
+    eager_us: like us, for calls that are launched one by one.
+    launches, host_us, allocations: of one eager call.
+
+    None for values that were not measured.
     """
 
     shape: str
@@ -74,20 +79,21 @@ class Row:
 
     @property
     def competes(self) -> bool:
-        """Whether its time can be compared: Triton's interpreter computes, and tells no time."""
+        """True if the time is comparable, that is, not from Triton's interpreter."""
         return self.timed and self.mode != INTERPRETER
 
     @property
     def group(self) -> tuple[str, int, str, str]:
-        """Rows of one group compete."""
+        """Key of the rows that compete."""
         return self.shape, self.tokens, self.routing, self.operands
 
 
 @dataclass(frozen=True)
 class Report:
-    """A whole run. environment, peaks: what was measured on, see run.environment and floor.Peaks.
+    """A whole run.
 
-    stopped: why the run ended early, if it did.
+    environment, peaks: of the measurement, see measure.environment and measure.roofline.Peaks.
+    stopped: the reason why the run ended early, or "".
     """
 
     environment: dict[str, Any]
@@ -101,33 +107,33 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> "Report":
-        """Read what `to_json` wrote; raise ConfigurationError for anything else."""
+        """Parse the output of `to_json`; raise ConfigurationError for anything else."""
         record = json_files.record(text, SCHEMA, "benchmark record")
-        known = {f.name for f in fields(Row)}
-        rows = [Row(**{k: v for k, v in row.items() if k in known}) for row in record["rows"]]
+        field_names = {f.name for f in fields(Row)}
+        rows = [Row(**{k: v for k, v in row.items() if k in field_names}) for row in record["rows"]]
         return cls(record["environment"], record["peaks"], tuple(rows), record["stopped"])
 
     def write(self, path: Path) -> None:
-        """Through a file beside it: a run that is killed leaves the last whole record."""
+        """Write the file atomically, so that an interrupted run leaves a complete record."""
         json_files.write(path, self.to_json() + "\n")
 
 
 def best(rows: Iterable[Row], *, ours: bool) -> float | None:
-    """Return the least time among the rows that compete and are ours, or are not."""
+    """Return the minimum time of the competing rows that are ours, or are not."""
     times = [row.us for row in rows if row.competes and (row.origin == OURS) is ours]
     return min((us for us in times if us is not None), default=None)
 
 
 def ranked(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Fill in each row's distance from the best peer of its group."""
+    """Return the rows with their time relative to the best peer of the group."""
     rows = tuple(rows)
     groups: dict[tuple[str, int, str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault(row.group, []).append(row)
-    least = {group: best(members, ours=False) for group, members in groups.items()}
+    best_peers = {group: best(members, ours=False) for group, members in groups.items()}
 
     def over(row: Row) -> float | None:
-        peer = least[row.group]
+        peer = best_peers[row.group]
         return row.us / peer if row.competes and row.us is not None and peer else None
 
     return tuple(replace(row, over_best_peer=over(row)) for row in rows)

@@ -1,8 +1,9 @@
-"""The time that no layer can beat: max(flops / peak rate, bytes / bandwidth).
+"""Roofline of a layer: max(flops / peak rate, bytes / bandwidth).
 
-flops are those of the routed pairs; bytes are the weights of the touched experts, and of adapters
-(`measure.adapter_work`), x and y, each once. The rates are measured in the same run: the fastest of
-repeated 8192^3 products, and the faster of a copy and a read of 2 GiB, unless a bandwidth is given.
+flops are those of the routed pairs. bytes are x, y, and the weights of touched experts and of
+adapters (`measure.adapter_roofline`), each counted once. The rates are measured in the same run:
+the fastest of repeated 8192^3 matrix products, and the faster of a copy and a read of 2 GiB, unless
+a bandwidth is given.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +22,7 @@ _GPU_SIZE, _CPU_SIZE = 8192, 512
 _GPU_BYTES, _CPU_BYTES = 1 << 31, 1 << 26
 _FP8, _INT8 = "float8_e4m3fn", "int8"
 _WEIGHT_BITS = {_FP8: 8, _INT8: 8, "uint8": 8, "uint4": 4, "float4_e2m1": 4}
-# Scales of groups are worth counting: one byte for 16 or 32 values, two for an integer group.
+# Bits of a group's scale: 8 for 16 or 32 float4 values, 16 for a group of integers.
 _SCALE_BITS = {"uint8": 16, "uint4": 16, "float4_e2m1": 8}
 _MEASURED_MS = 60.0
 _LINK_MS = 20.0
@@ -29,7 +30,7 @@ _LINK_MS = 20.0
 
 @dataclass(frozen=True)
 class Work:
-    """What one call has to do, averaged over inputs. touched: experts with at least one pair."""
+    """The work of one call, averaged over inputs. touched: experts with at least one pair."""
 
     flops: float
     bytes: float
@@ -38,10 +39,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Peaks:
-    """Measured rates. flops: per second, by the operands' type ("tf32" for such float32).
+    """Measured rates.
 
-    copy, read: bytes per second, a copy counting both ways. bandwidth: what the floor uses;
-    source: "measured" or "given".
+    flops: per second, by the operands' type ("tf32" for float32 with that precision). copy, read:
+    bytes per second, where a copy counts both directions. bandwidth: used for the roofline. source:
+    "measured" or "given".
     """
 
     flops: dict[str, float]
@@ -53,22 +55,22 @@ class Peaks:
 
 @dataclass(frozen=True)
 class Floor:
-    """Microseconds; bound: "compute" or "memory", whichever takes longer."""
+    """The roofline in microseconds, and what limits it: "compute" or "memory"."""
 
     us: float
     bound: str
 
 
 def expert_bytes(problem: Problem, scheme: QuantScheme) -> float:
-    """Of one expert's two matrices, their groups' scales and its biases.
+    """Return the bytes of one expert's matrices, group scales and biases.
 
-    Scales of a tensor, a channel or a block are left out: less than one part in a hundred.
+    Per-tensor, per-channel and per-block scales, less than 1 % of the bytes, are not counted.
     """
     return sum(matrix_bytes(problem, scheme))
 
 
 def matrix_bytes(problem: Problem, scheme: QuantScheme) -> tuple[float, float]:
-    """`expert_bytes` of w1 and of w2."""
+    """Return the `expert_bytes` of w1 and of w2."""
     if scheme.quantized:
         bits = float(_WEIGHT_BITS[scheme.weight])
         if scheme.granularity == "group":
@@ -84,9 +86,9 @@ def matrix_bytes(problem: Problem, scheme: QuantScheme) -> tuple[float, float]:
 
 
 def work_of(problem: Problem, scheme: QuantScheme, loads: Sequence[Load]) -> Work:
-    """Of one call for `problem.tokens` tokens, averaged over the inputs' loads.
+    """Return the work of one call with `problem.tokens` tokens, averaged over loads.
 
-    Every token has an adapter where the problem has some: `measure.adapter_work`.
+    If the problem has adapters, every token uses one; see `measure.adapter_roofline`.
     """
     touched = sum(load.touched for load in loads) / len(loads)
     pairs = sum(load.pairs for load in loads) / len(loads)
@@ -95,15 +97,15 @@ def work_of(problem: Problem, scheme: QuantScheme, loads: Sequence[Load]) -> Wor
     for size in problem.output_shape:
         outputs *= size
     values = problem.tokens * problem.hidden + outputs
-    moved = touched * expert_bytes(problem, scheme) + values * problem.dtype.itemsize
-    added = whole_work(problem, pairs, touched)
-    return Work(2 * pairs * elements + added.flops, moved + added.bytes, touched)
+    bytes_moved = touched * expert_bytes(problem, scheme) + values * problem.dtype.itemsize
+    adapters = whole_work(problem, pairs, touched)
+    return Work(2 * pairs * elements + adapters.flops, bytes_moved + adapters.bytes, touched)
 
 
 def operand_type(problem: Problem, scheme: QuantScheme) -> str:
-    """Name what the products multiply: the type whose peak bounds them.
+    """Return the operands' type, whose peak limits the matrix products.
 
-    4-bit activations count at the fp8 rate, the highest that is measured.
+    4-bit activations count at the fp8 rate, which is the highest one measured.
     """
     if scheme.activation == "none":
         name = dtype_name(problem.dtype)
@@ -112,14 +114,17 @@ def operand_type(problem: Problem, scheme: QuantScheme) -> str:
 
 
 def floor_of(work: Work, problem: Problem, scheme: QuantScheme, peaks: Peaks) -> Floor:
-    """Of one call. A type whose rate could not be measured counts at the problem's dtype's."""
+    """Return the roofline of one call.
+
+    A type whose rate could not be measured counts at that of the problem's dtype.
+    """
     compute = work.flops / rate_of(problem, scheme, peaks) * 1e6
     memory = work.bytes / peaks.bandwidth * 1e6
     return Floor(max(compute, memory), "compute" if compute > memory else "memory")
 
 
 def rate_of(problem: Problem, scheme: QuantScheme, peaks: Peaks) -> float:
-    """Flops per second that the products of a layer could reach."""
+    """Return the peak flops per second of a layer's matrix products."""
     return peaks.flops.get(operand_type(problem, scheme)) or peaks.flops[dtype_name(problem.dtype)]
 
 
@@ -131,10 +136,11 @@ def measure_peaks(
     size: int | None = None,
     nbytes: int | None = None,
 ) -> Peaks:
-    """Measure this device. types: of `operand_type`; one it cannot multiply is left out.
+    """Measure the peaks of this device.
 
-    bandwidth: bytes per second for the floor; None takes the measured one. size, nbytes: of the
-    product and of the copy; None takes what fills a GPU (or, on a CPU, what it does at once).
+    types: names from `operand_type`; unsupported ones are omitted. bandwidth: bytes per second for
+    the roofline; None uses the measured one. size, nbytes: of the matrix product and of the copy;
+    by default they fill a GPU, and are small on a CPU.
     """
     on_gpu = device.type == "cuda"
     size = size or (_GPU_SIZE if on_gpu else _CPU_SIZE)
@@ -145,15 +151,15 @@ def measure_peaks(
         if rate is not None:
             rates[name] = rate
     copy, read = _memory_rates(device, nbytes)
-    used = bandwidth or max(copy, read)
-    return Peaks(rates, copy, read, used, "given" if bandwidth else "measured")
+    bandwidth_used = bandwidth or max(copy, read)
+    return Peaks(rates, copy, read, bandwidth_used, "given" if bandwidth else "measured")
 
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def _product_rate(name: str, device: torch.device, size: int) -> float | None:
-    """Flops per second of the fastest replay of a (size, size) product; None if there is none."""
+    """Return the flops per second of the fastest (size, size) product; None if unsupported."""
     precision = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
@@ -179,15 +185,15 @@ def _operand(name: str, device: torch.device, size: int) -> torch.Tensor:
 
 
 def _product(name: str, device: torch.device) -> Product:
-    """Return the product a (M, K) and b (N, K) -> a b^T (M, N)."""
+    """Return a function that computes a (M, K), b (N, K) -> a b^T (M, N)."""
     if name == _FP8:
         one = torch.ones((), device=device)
 
         def scaled(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = torch._scaled_mm(
+            product: torch.Tensor = torch._scaled_mm(
                 a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
             )
-            return out
+            return product
 
         return scaled
     if name == _INT8:
@@ -196,7 +202,7 @@ def _product(name: str, device: torch.device) -> Product:
 
 
 def measure_link(device: torch.device, peer: torch.device, nbytes: int = 1 << 28) -> float | None:
-    """Bytes per second of a copy from one GPU to another; None where there is no way."""
+    """Return the bytes per second of a copy between two GPUs; None if that is not possible."""
     try:
         source = torch.ones(nbytes, dtype=torch.uint8, device=device)
         target = torch.empty(nbytes, dtype=torch.uint8, device=peer)
@@ -212,7 +218,7 @@ def measure_link(device: torch.device, peer: torch.device, nbytes: int = 1 << 28
 
 
 def _memory_rates(device: torch.device, nbytes: int) -> tuple[float, float]:
-    """Bytes per second of a copy, both ways counted, and of a read."""
+    """Return the bytes per second of a copy (both directions) and of a read."""
     source = torch.rand(nbytes // 4, device=device)
     target = torch.empty_like(source)
     copy = time_calls([lambda: target.copy_(source)], device, graph=False, target_ms=30.0)

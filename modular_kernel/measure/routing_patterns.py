@@ -1,11 +1,11 @@
-"""Which experts the tokens of a benchmark go to.
+"""Random routings of benchmarks.
 
 uniform   every set of K experts is equally likely
 zipfA     K draws without replacement, an expert as likely as 1 / place ** A; zipf means zipf1.2
 hotN      N experts (at most K) are among every token's K, the others are uniform; hot1 is
           "all to one"
 
-Which experts are in front is drawn anew for every input.
+The popular experts are drawn anew for every input.
 """
 
 import re
@@ -23,7 +23,7 @@ _ZIPF = 1.2
 
 @dataclass(frozen=True)
 class RoutingKind:
-    """kind: uniform, zipf or hot. value: the exponent A, or the number N of hot experts."""
+    """A distribution. kind: uniform, zipf or hot. value: exponent A, or number N of hot experts."""
 
     kind: str
     value: float = 0.0
@@ -45,21 +45,21 @@ class RoutingKind:
 
 
 def check_distinct(problem: Problem) -> None:
-    """Raise ConfigurationError where a token cannot have K distinct experts."""
+    """Raise ConfigurationError if a token cannot have K distinct experts."""
     if problem.top_k > problem.experts:
         raise ConfigurationError("top_k", got=problem.top_k, need=f"<= experts = {problem.experts}")
 
 
 def draw(problem: Problem, kind: RoutingKind, generator: torch.Generator) -> Routing:
-    """Routing of `problem.tokens` tokens, K distinct experts each, on the generator's device.
+    """Draw the routing of `problem.tokens` tokens, with K distinct experts each.
 
-    Weights are positive and sum to 1 over a token's K.
+    The result is on the generator's device. The weights of a token are positive and sum to 1.
     """
     check_distinct(problem)
     tokens, top_k, experts = problem.tokens, problem.top_k, problem.experts
     device = generator.device
     scores_TE = torch.rand(tokens, experts, device=device, generator=generator)
-    if kind.kind == "zipf":  # the largest of log-odds plus Gumbel noise are such draws
+    if kind.kind == "zipf":  # Gumbel-top-k: draws without replacement from log-odds plus noise
         place_E = torch.randperm(experts, device=device, generator=generator) + 1
         noise_TE = -scores_TE.clamp(min=1e-20).log().neg().clamp(min=1e-20).log()
         scores_TE = noise_TE - kind.value * place_E.float().log()
@@ -75,10 +75,10 @@ def draw(problem: Problem, kind: RoutingKind, generator: torch.Generator) -> Rou
 
 @dataclass(frozen=True)
 class Load:
-    """What a routing asks of the experts here.
+    """The load of this rank's experts by a routing.
 
-    pairs: (token, expert) products. touched: experts with at least one. skew: the fullest
-    expert's pairs over the mean of all.
+    pairs: (token, expert) pairs. touched: experts with at least one. skew: pairs of the fullest
+    expert over the mean of all experts.
     """
 
     pairs: int
@@ -87,7 +87,7 @@ class Load:
 
 
 def load_of(routing: Routing, problem: Problem, expert_map: torch.Tensor | None = None) -> Load:
-    """Count the load of a routing on the host."""
+    """Count the load of a routing; synchronizes."""
     ids = routing.topk_ids_TK.flatten().long()
     ids = ids[(ids >= 0) & (ids < problem.experts)]
     if expert_map is not None:

@@ -1,8 +1,8 @@
-"""The floor, stage by stage: what each must compute and move, and the time that cannot be beaten.
+"""Roofline of each stage: the required flops and bytes, and the resulting minimum time.
 
-Per call and rank. T tokens of the rank, R rows that reach it, P pairs computed here, e experts
-touched here; s bytes of a value in the problem's dtype; a bytes of a value of x as the experts get
-it, and b of h as GEMM 2 gets it: s, or where it was quantized 1 and its share of a scale.
+Per call and rank: T tokens of the rank, R rows that reach it, P pairs computed here, e experts
+touched here. s: bytes of a value in the problem's dtype. a: bytes of a value of x as the experts
+get it, and b: of h as GEMM 2 gets it, which is s, or if quantized 1 plus its share of a scale.
 
     stage                flops   read       weights        written       over links
     quantize_input       -       T H s      -              T H a         -
@@ -17,12 +17,13 @@ it, and b of h as GEMM 2 gets it: s, or where it was quantized 1 and its share o
     weight_and_reduce    -       P H s      -              R H s         -
     combine              -       R H s      -              T H s         rows to or from others, H s
 
-"rows" of GEMM 1 are the P permuted ones where a stage before it permutes, else R. A fused stage
-reads what its first part reads and writes what its last part writes: nothing in between need leave
-the chip. Between two stages rows are counted as if memory held them: where the L2 cache does, a
-stage that moves them can beat its floor. flops are those of products; links count one way, the
-busier one. Without ranks R = T. Of adapters of rank R' the products have B, and u to read:
-2 P N R' flops and P r s, 2 P H R' and P R' s (`measure.adapter_work`: r, and which A and B).
+"rows" of GEMM 1 are the P permuted ones if an earlier stage permutes, else R. A fused stage reads
+what its first part reads and writes what its last part writes, since intermediates can stay on
+chip. Between two stages, rows are counted as if they were in memory: where the L2 cache holds them,
+a stage can be faster than its roofline. flops are those of matrix products; links count the busier
+direction. With a single rank R = T. With adapters of rank R', the GEMMs also include the products
+with B, which read u: 2 P N R' flops and P r s bytes, 2 P H R' flops and P R' s bytes (see
+`measure.adapter_roofline` for r, and for the matrices that are read).
 
     floor = max(flops / rate, (read + weights + written) / bandwidth, over links / link rate)
 """
@@ -36,15 +37,15 @@ from modular_kernel.replay import stages
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
 
-_SCALE = 4.0  # bytes: float32
+_SCALE = 4.0  # bytes of a float32 scale
 _INDEX = 4.0
 
 
 @dataclass(frozen=True)
 class RankLoad:
-    """What one call asks of one rank.
+    """The load of one rank in one call.
 
-    tokens: T, its own. rows: R, tokens of all ranks with an expert here. pairs: P. touched:
+    tokens: T, this rank's own. rows: R, tokens of all ranks with an expert here. pairs: P. touched:
     experts here with a pair. out, back: rows that cross a link to and from other ranks.
     """
 
@@ -57,13 +58,13 @@ class RankLoad:
 
     @property
     def crossing(self) -> int:
-        """Rows on the busier way."""
+        """Rows in the busier direction."""
         return max(self.out, self.back)
 
 
 @dataclass(frozen=True)
 class StageWork:
-    """Least work of a stage. flops: of products. The others: bytes, see the table above."""
+    """Minimum work of a stage. flops: of matrix products. Others: bytes, see the table above."""
 
     flops: float = 0.0
     read: float = 0.0
@@ -73,23 +74,23 @@ class StageWork:
 
     @property
     def bytes(self) -> float:
-        """Read from and written to the device's memory."""
+        """Bytes read from and written to device memory."""
         return self.read + self.weights + self.written
 
 
 def stage_works(
     names: Sequence[str], problem: Problem, scheme: QuantScheme, load: RankLoad
 ) -> dict[str, StageWork]:
-    """Return the work of every stage of a call that the table knows; `names`: all its stages."""
+    """Return the work of every stage in the table. names: all stages of the call."""
     table = _table(names, problem, scheme, load)
-    known = [name for name in names if all(part in table for part in stages.parts(name))]
-    return {name: _joined([table[part] for part in stages.parts(name)]) for name in known}
+    in_table = [name for name in names if all(part in table for part in stages.parts(name))]
+    return {name: _joined([table[part] for part in stages.parts(name)]) for name in in_table}
 
 
 def stage_floor(
     work: StageWork, problem: Problem, scheme: QuantScheme, peaks: Peaks, link: float | None = None
 ) -> Floor:
-    """Microseconds that the stage cannot beat. link: bytes per second to other ranks, if known."""
+    """Return the minimum time of a stage. link: bytes per second to other ranks, if known."""
     times = {
         "memory": work.bytes / peaks.bandwidth,
         "compute": work.flops / rate_of(problem, scheme, peaks),
@@ -100,7 +101,7 @@ def stage_floor(
 
 
 def _joined(works: Sequence[StageWork]) -> StageWork:
-    """Of one kernel that does all of these."""
+    """Return the work of one kernel that fuses these stages."""
     return StageWork(
         sum(work.flops for work in works),
         works[0].read,
@@ -113,18 +114,18 @@ def _joined(works: Sequence[StageWork]) -> StageWork:
 def _table(
     names: Sequence[str], problem: Problem, scheme: QuantScheme, load: RankLoad
 ) -> dict[str, StageWork]:
-    hidden, inner, plain = problem.hidden, problem.intermediate, problem.dtype.itemsize
-    together = [stages.parts(name) for name in names]
-    # Where the kernel of a product quantizes or permutes, its operand comes as it was before.
-    x_quantized = _apart(stages.QUANTIZE_INPUT, stages.GEMM1, together)
-    h_quantized = _apart(stages.QUANTIZE, stages.GEMM2, together)
-    x_row = hidden * (_quantized_bytes(scheme, hidden) if x_quantized else plain)
-    h_row = inner * (_quantized_bytes(scheme, inner) if h_quantized else plain)
-    y_row, raw_row = hidden * plain, inner * plain
-    rows = load.pairs if _apart(stages.PERMUTE, stages.GEMM1, together) else load.rows
+    hidden, inner, value_bytes = problem.hidden, problem.intermediate, problem.dtype.itemsize
+    fused_stages = [stages.parts(name) for name in names]
+    # If a GEMM kernel itself quantizes or permutes, its operand is not yet quantized or permuted.
+    x_quantized = _apart(stages.QUANTIZE_INPUT, stages.GEMM1, fused_stages)
+    h_quantized = _apart(stages.QUANTIZE, stages.GEMM2, fused_stages)
+    x_row = hidden * (_quantized_bytes(scheme, hidden) if x_quantized else value_bytes)
+    h_row = inner * (_quantized_bytes(scheme, inner) if h_quantized else value_bytes)
+    y_row, raw_row = hidden * value_bytes, inner * value_bytes
+    rows = load.pairs if _apart(stages.PERMUTE, stages.GEMM1, fused_stages) else load.rows
     w1, w2 = (load.touched * each for each in matrix_bytes(problem, scheme))
     a13, b13, a2, b2 = adapter_work(problem, load.pairs, load.touched).values()
-    u13, u2 = _values_of_u(problem)
+    u13, u2 = _u_values_per_pair(problem)
     ids = load.tokens * problem.top_k * (problem.ids_dtype.itemsize if problem.ids_dtype else 4.0)
     p, tokens = load.pairs, load.tokens
     return {
@@ -138,18 +139,18 @@ def _table(
             a13.flops + a2.flops,
             load.rows * y_row + p * raw_row if u2 else 0.0,
             a13.bytes + a2.bytes,
-            p * (u13 + u2) * plain,
+            p * (u13 + u2) * value_bytes,
         ),
         stages.GEMM1: StageWork(
             2.0 * p * problem.w1_rows * hidden + b13.flops,
-            rows * x_row + p * u13 * plain,
+            rows * x_row + p * u13 * value_bytes,
             w1 + b13.bytes,
             p * raw_row,
         ),
         stages.QUANTIZE: StageWork(0.0, p * raw_row, 0.0, p * h_row),
         stages.GEMM2: StageWork(
             2.0 * p * inner * hidden + b2.flops,
-            p * h_row + p * u2 * plain,
+            p * h_row + p * u2 * value_bytes,
             w2 + b2.bytes,
             p * y_row,
         ),
@@ -161,8 +162,8 @@ def _table(
     }
 
 
-def _values_of_u(problem: Problem) -> tuple[int, int]:
-    """Return how many values A x of a pair has in each product; 0 without adapters."""
+def _u_values_per_pair(problem: Problem) -> tuple[int, int]:
+    """Return the number of values of u = A x per pair in each GEMM; 0 without adapters."""
     spec = problem.adapters
     if spec is None:
         return 0, 0
@@ -171,12 +172,15 @@ def _values_of_u(problem: Problem) -> tuple[int, int]:
 
 
 def _apart(work: str, product: str, together: Sequence[Sequence[str]]) -> bool:
-    """Whether a stage does `work` that is not the product's own."""
+    """Return whether `work` is done by another stage than the GEMM `product`."""
     return any(work in names and product not in names for names in together)
 
 
 def _quantized_bytes(scheme: QuantScheme, depth: int) -> float:
-    """Of a value of a row of `depth` 8-bit values, with its share of the row's scales."""
+    """Return the bytes of an 8-bit value, including its share of the scales of its row.
+
+    depth: number of values in the row.
+    """
     granularity = scheme.activation_granularity
     if granularity == "token":
         return 1.0 + _SCALE / depth

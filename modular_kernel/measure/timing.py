@@ -1,10 +1,9 @@
-"""How a call is timed: on a GPU by events around replays of a CUDA graph, on a CPU by the clock.
+"""Timing of calls: with events around CUDA graph replays on a GPU, with the host's clock on a CPU.
 
-One graph holds several calls, each on an input of its own (and, where the weights of one call are
-small, on weights of its own), so that what a call reads has left the L2 cache since it was last
-read. Where even that would not do, the cache is overwritten before every call. The figure is the
-median over replays, divided by the calls of one replay. Some replays before are not timed: see
-`EventClock`.
+A graph contains several calls, each with its own input (and its own weights, if those of one call
+are small), so that the data of a call has left the L2 cache before it is read again. Where that
+does not suffice, the cache is overwritten before every call. The result is the median over replays,
+divided by the number of calls per replay. The first replays are not timed: see `EventClock`.
 """
 
 import math
@@ -20,19 +19,20 @@ import torch
 
 Call = Callable[[], torch.Tensor]
 
-_FEWEST, _MOST = 5, 100  # replays
+_FEWEST, _MOST = 5, 100  # number of replays
 _FEWEST_ON_CPU = 3
-_MOST_SETTLING = 1000  # replays before any is timed
+_MOST_SETTLING = 1000  # maximum of untimed replays
 _HOST_REPEATS = 16
-_MOST_SETS = 8  # of weights, before the cache is overwritten instead
-_COLD = 2  # times the cache: bytes that are read between two uses of the same
+_MOST_SETS = 8  # maximum sets of weights; beyond that the cache is overwritten
+_COLD = 2  # bytes read between two uses of the same data, relative to the cache size
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """calls: in one replay, each with its own input. sets: of weights, used in turn.
+    """A schedule of calls that keeps the L2 cache cold.
 
-    flush: every call is timed alone, after the cache was overwritten.
+    calls: per replay, each with its own input. sets: of weights, used in rotation. flush: overwrite
+    the cache before each call, and time each alone.
     """
 
     calls: int
@@ -43,9 +43,9 @@ class Rotation:
 def rotation(
     call_bytes: float, weight_bytes: float, tokens: int, *, l2: int, memory: int
 ) -> Rotation:
-    """How to keep the cache cold for calls that touch `call_bytes` each.
+    """Return the schedule for calls that read and write `call_bytes` each.
 
-    weight_bytes: of one whole set.  l2, memory: the device's; l2 = 0 stands for a CPU.
+    weight_bytes: of one set of weights. l2, memory: bytes of the device; l2 = 0 means a CPU.
     """
     if not l2:
         return Rotation(1)
@@ -60,10 +60,10 @@ def rotation(
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds of one call: the median, the least, and the middle half over the median.
+    """Microseconds of one call: median, minimum, and interquartile range over the median.
 
-    mode: graph, eager or cpu, with "+flush" where the cache was overwritten. last: the output of
-    the last call, and in a graph of a replay into poisoned memory.
+    mode: graph, eager or cpu, with "+flush" if the cache was overwritten. last: output of the last
+    call; with a graph, of an additional replay into poisoned memory.
     """
 
     us: float
@@ -82,10 +82,10 @@ def time_calls(
     flush: bool = False,
     target_ms: float = 20.0,
 ) -> Timing:
-    """Time `calls`, all of them in turn, for about `target_ms` of the device.
+    """Time `calls`, each in turn, for about `target_ms` of device time.
 
-    Each is called once before, eagerly, and a GPU then settles. graph: replay a CUDA graph; where
-    capture fails (and on a CPU) calls are eager, and `mode` says so.
+    Each is first called once eagerly, and a GPU then runs untimed replays. graph: replay a CUDA
+    graph. If capture fails, and on a CPU, calls are eager, as `mode` states.
     """
     for call in calls:
         call()
@@ -98,22 +98,22 @@ def time_calls(
     if captured is not None:
         runs, mode = captured, "graph"
     wipe = wiper_of(device) if flush else None
-    per_run = len(groups[0])
+    calls_per_run = len(groups[0])
     _settle(runs, clock, wipe)
     once = sum(_sample(runs, clock, wipe)) or 1e-3
-    fewest = _FEWEST if device.type == "cuda" else _FEWEST_ON_CPU
-    replays = int(min(max(target_ms / once, fewest), _MOST))
-    times = [ms / per_run * 1e3 for ms in _samples(runs, clock, wipe, replays)]
+    min_replays = _FEWEST if device.type == "cuda" else _FEWEST_ON_CPU
+    replays = int(min(max(target_ms / once, min_replays), _MOST))
+    times = [ms / calls_per_run * 1e3 for ms in _samples(runs, clock, wipe, replays)]
     last = runs[-1]()
     if mode == "graph":
         last.fill_(math.nan)
         last = runs[-1]()
     clock.wait()
-    quarters = quantiles(times, n=4)
-    middle = median(times)
-    spread = (quarters[2] - quarters[0]) / middle if middle else 0.0
+    quartiles = quantiles(times, n=4)
+    median_us = median(times)
+    spread = (quartiles[2] - quartiles[0]) / median_us if median_us else 0.0
     suffix = "+flush" if flush else ""
-    return Timing(middle, min(times), spread, mode + suffix, replays, last.clone())
+    return Timing(median_us, min(times), spread, mode + suffix, replays, last.clone())
 
 
 def _all(calls: Sequence[Call]) -> torch.Tensor:
@@ -126,7 +126,7 @@ def _all(calls: Sequence[Call]) -> torch.Tensor:
 def capture(groups: Sequence[Sequence[Call]]) -> list[Call] | None:
     """Capture a CUDA graph for each group of calls; return None if one cannot be captured.
 
-    A graph keeps its calls: what they hold, such as a plan's buffers, is where it reads and writes.
+    A graph keeps references to its calls, and so to the buffers that it uses.
     """
     runs: list[Call] = []
     stream = torch.cuda.current_stream()
@@ -139,8 +139,8 @@ def capture(groups: Sequence[Sequence[Call]]) -> list[Call] | None:
                 last = _all(group)
             runs.append(partial(_replay, graph, last, group))
     except RuntimeError:
-        # A capture that fails may leave its stream behind, and the generator waiting for its end:
-        # whatever draws next would be refused.
+        # A failed capture can leave its stream current, and the generator in capture mode, in which
+        # it refuses to draw.
         torch.cuda.synchronize()
         torch.cuda.set_stream(stream)
         generator.graphsafe_set_state(state)
@@ -149,7 +149,7 @@ def capture(groups: Sequence[Sequence[Call]]) -> list[Call] | None:
 
 
 def _generator() -> torch.Generator:
-    """Return what `torch.rand` draws from on the current GPU; a capture takes hold of it."""
+    """Return the default generator of the current GPU, whose state a capture changes."""
     return torch.cuda.default_generators[torch.cuda.current_device()]
 
 
@@ -159,24 +159,24 @@ def _replay(graph: torch.cuda.CUDAGraph, last: torch.Tensor, _kept: Sequence[Cal
 
 
 def wiper_of(device: torch.device) -> Callable[[], object] | None:
-    """Return what overwrites the L2 cache; None where there is none to overwrite."""
+    """Return a function that overwrites the L2 cache, or None for a CPU."""
     size = _COLD * l2_bytes(device)
     return torch.empty(size, dtype=torch.uint8, device=device).zero_ if size else None
 
 
 def l2_bytes(device: torch.device) -> int:
-    """Of the GPU's L2 cache; 0 for a CPU, whose caches are left alone."""
+    """Return the size of the GPU's L2 cache, or 0 for a CPU, whose caches are not considered."""
     if device.type != "cuda":
         return 0
     return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
 class EventClock:
-    """The GPU's own clock; a mark is an event in its stream.
+    """The GPU's clock, with marks as events in the current stream.
 
-    settle_ms: work of the device before anything is timed. After gigabytes went back to the driver,
-    as what torch's cache holds does at the start of a capture, an H200 took 10 % longer for the
-    first 13 ms of fp8 layers of one token on Mixtral, and then no more (2026-11-22).
+    settle_ms: device time of untimed work before timing. After gigabytes of memory were returned to
+    the driver, as torch's cached memory is at the start of a capture, an H200 took 10 % longer for
+    the first 13 ms of one-token fp8 layers of Mixtral, and no longer afterwards (2026-11-22).
     """
 
     settle_ms = 25.0
@@ -194,7 +194,7 @@ class EventClock:
 
 
 class WallClock:
-    """The host's clock, for calls that are done when they return."""
+    """The host's clock, for calls that are synchronous."""
 
     settle_ms = 0.0
 
@@ -219,7 +219,7 @@ Wiper = Callable[[], object] | None
 
 
 def samples_ms(runs: Iterable[Callable[[], object]], clock: Clock, wipe: Wiper) -> list[float]:
-    """Return the milliseconds of every run, each behind a wipe; the host never waits in between."""
+    """Return the milliseconds of every run, each after a wipe, without host synchronization."""
     marks = []
     for run in runs:
         if wipe is not None:
@@ -236,7 +236,7 @@ def _samples(runs: Sequence[Call], clock: Clock, wipe: Wiper, replays: int) -> l
 
 
 def _settle(runs: Sequence[Call], clock: Clock, wipe: Wiper) -> None:
-    """Replay until about clock.settle_ms of the device have gone by."""
+    """Replay for about clock.settle_ms of device time."""
     if clock.settle_ms:
         once = sum(_sample(runs, clock, wipe)) or 1e-3
         _samples(runs, clock, wipe, min(math.ceil(clock.settle_ms / once), _MOST_SETTLING))
@@ -248,16 +248,16 @@ def _sample(runs: Sequence[Call], clock: Clock, wipe: Wiper) -> list[float]:
 
 @dataclass(frozen=True)
 class HostCost:
-    """Of one eager call: microseconds until it returns, and allocations of device memory."""
+    """Cost of one eager call: microseconds until it returns, and device memory allocations."""
 
     us: float
     allocations: float
 
 
 def host_cost(call: Call, device: torch.device) -> HostCost | None:
-    """Measure what an eager call costs the host, the GPU being idle.
+    """Measure the host's cost of an eager call with an idle GPU.
 
-    Return None on a CPU, which computes too.
+    Returns None on a CPU, where the call also computes.
     """
     if device.type != "cuda":
         return None
@@ -274,5 +274,5 @@ def host_cost(call: Call, device: torch.device) -> HostCost | None:
 
 
 def _allocations(device: torch.device) -> int:
-    """How many blocks torch's allocator has handed out so far."""
+    """Return the number of blocks that torch's allocator has allocated so far."""
     return int(torch.cuda.memory_stats(device).get("allocation.all.allocated", 0))

@@ -1,1 +1,1 @@
-"""Which MoE layer a model has: read from its config.json, or looked up by its name."""
+"""The MoE layer of a model: sizes, router and quantization, by config.json or by model name."""

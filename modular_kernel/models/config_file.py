@@ -1,8 +1,8 @@
-"""The MoE layer of a Hugging Face config.json, read as data: nothing of it is run or followed.
+"""The MoE layer of a Hugging Face config.json, which is read as data: no code of it is executed.
 
-What is read is what `families` says of the file's model_type; nothing is guessed. A type, a method,
-a key or a value that is not known, and a size that is missing, is a ConfigurationError that names
-the file, the entry, what it has and what is needed.
+`families` lists which keys are read for each model_type; nothing is guessed. An unknown type,
+method, key or value, and a missing size, raises a ConfigurationError with the file, the entry, its
+value, and what is needed.
 """
 
 import difflib
@@ -16,13 +16,13 @@ from modular_kernel.models.quantization_config import scheme_of
 from modular_kernel.utils import json_files
 
 _MOST_BYTES = 1 << 20
-_MOST = 1 << 20  # of any size
-_DEEPEST = 3  # an object in an object in the file, as a model of several kinds of input has them
+_MOST = 1 << 20  # upper bound of any size
+_DEEPEST = 3  # maximum nesting of configs, as in multimodal models
 
-# Where a model of several kinds of input keeps its language model, one of them in one object.
+# Keys of a multimodal model's language model. A config has at most one of them.
 _INSIDE = ("text_config", "thinker_config", "language_config", "llm_config")
 _INHERITED = ("quantization_config", "compression_config", "dtype", "torch_dtype")
-# transformers' names of the functions that this toolkit has, and ours.
+# Activations by transformers' name.
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -31,32 +31,34 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 _UNGATED = {"relu2": "relu2"}
-_ALPHA = 1.702  # gpt-oss's published files leave it out
+_ALPHA = 1.702  # default, since gpt-oss's published files omit it
 _DTYPES = ("float32", "float16", "bfloat16")
 
 Config = dict[str, Any]
 
 
 def is_file(model: str) -> bool:
-    """Tell whether `--model` means a file or a folder, not a name."""
+    """Return whether the value of `--model` is a path rather than a name."""
     return os.sep in model or model.endswith(".json") or model in (".", "..")
 
 
 def facts_of_file(model: str) -> dict[str, object]:
-    """Read the fields of `Problem` that a config.json, or the one in the folder `model`, settles.
+    """Return the fields of `Problem` that a config.json, or that of the folder `model`, determines.
 
-    experts, top_k, hidden, intermediate, activation, bias, apply_router_weight_on_input; also
-    routed_scaling_factor, dtype and quant where the file states them. ConfigurationError if it
-    cannot be read, or describes no layer of this toolkit.
+    These are experts, top_k, hidden, intermediate, activation, bias and
+    apply_router_weight_on_input, and, if the file states them, routed_scaling_factor, dtype and
+    quant. Raises ConfigurationError if the file cannot be read, or describes a layer that is not
+    supported.
     """
     return facts_of_config(*config_of_file(model))
 
 
 def config_of_file(model: str) -> tuple[Path, Config]:
-    """Read the object of a known model_type in a config.json, or in that of the folder `model`.
+    """Return the path of a config.json and its object with a known model_type.
 
-    It has its parents' quantization_config and dtype, unless it states its own. Returns the file
-    too, for messages. ConfigurationError if it cannot be read, or holds no such object.
+    model: the file or its folder. The object inherits quantization_config and dtype from the
+    objects that contain it. Raises ConfigurationError if the file cannot be read or has no such
+    object.
     """
     path = Path(model)
     try:
@@ -69,16 +71,16 @@ def config_of_file(model: str) -> tuple[Path, Config]:
     except ValueError as error:
         raise _bad(path, str(error), "a config.json") from None
     try:
-        config = json_files.parse(content, constants=True)  # Mamba's limits are infinite
+        config = json_files.parse(content, constants=True)  # Mamba configs have infinite limits
     except ValueError as error:
         raise _bad(path, f"no JSON: {str(error)[:100]}", "a config.json") from None
     return path, _of_layers(path, config)
 
 
 def _of_layers(path: Path, config: Any) -> Config:
-    """Return the object of a known model_type: the whole, or that of the language model inside.
+    """Return the object with a known model_type: the whole file, or its language model.
 
-    One inside has its parents' quantization_config and dtype, unless it states its own.
+    A nested object inherits quantization_config and dtype from the objects that contain it.
     """
     where, above = "", Config()
     for _ in range(_DEEPEST):
@@ -96,27 +98,27 @@ def _of_layers(path: Path, config: Any) -> Config:
 
 
 def _inherited(path: Path, config: Config, above: Config) -> Config:
-    given = {name: above[name] for name in _INHERITED if above.get(name) is not None}
-    own = {name: value for name, value in config.items() if value is not None}
-    if any(name in own for name in ("dtype", "torch_dtype")):
-        given = {k: v for k, v in given.items() if k not in ("dtype", "torch_dtype")}
+    inherited = {name: above[name] for name in _INHERITED if above.get(name) is not None}
+    stated = {name: value for name, value in config.items() if value is not None}
+    if any(name in stated for name in ("dtype", "torch_dtype")):
+        inherited = {k: v for k, v in inherited.items() if k not in ("dtype", "torch_dtype")}
     for name in ("quantization_config", "compression_config"):
-        if name in given and name in own and given[name] != own[name]:
+        if name in inherited and name in stated and inherited[name] != stated[name]:
             raise _bad(path, f"two {name} that differ", "one, or the same twice")
-    return given | own
+    return inherited | stated
 
 
 def _unknown(path: Path, where: str, kind: Any, inside: list[str]) -> ConfigurationError:
     if len(inside) > 1:
         return _bad(path, f"{where}{' and '.join(inside)}", "one of them")
     got = f"{where}model_type = {str(kind)[:80]!r}" if kind is not None else f"no {where}model_type"
-    near = difflib.get_close_matches(kind, FAMILIES, n=3) if isinstance(kind, str) else []
-    known = f"such as {' or '.join(near)}" if near else f"one of {len(FAMILIES)}"
+    similar = difflib.get_close_matches(kind, FAMILIES, n=3) if isinstance(kind, str) else []
+    known = f"such as {' or '.join(similar)}" if similar else f"one of {len(FAMILIES)}"
     return _bad(path, got, f"one with experts that is known here, {known} (mk models --types)")
 
 
 def facts_of_config(path: Path, config: Config) -> dict[str, object]:
-    """Return what the object of a known model_type says of its layer, as `facts_of_file` does."""
+    """Return the fields of Problem for an object with a known model_type; see `facts_of_file`."""
     kind = config["model_type"]
     family = FAMILIES[kind]
     if family.refused:
@@ -138,14 +140,14 @@ def facts_of_config(path: Path, config: Config) -> dict[str, object]:
     }
     if sizes["top_k"] > sizes["experts"]:
         raise _bad(path, f"top_k {sizes['top_k']}", f"<= experts = {sizes['experts']}")
-    found: dict[str, object] = {**sizes, "activation": _activation(path, inner, family)}
-    found |= {"bias": family.bias, "apply_router_weight_on_input": family.on_input}
+    fields: dict[str, object] = {**sizes, "activation": _activation(path, inner, family)}
+    fields |= {"bias": family.bias, "apply_router_weight_on_input": family.on_input}
     if family.scaling:
-        found["routed_scaling_factor"] = _scaling(path, config, family.scaling)
-    found |= _dtype(path, config)
+        fields["routed_scaling_factor"] = _scaling(path, config, family.scaling)
+    fields |= _dtype(path, config)
     depth = max(sizes["hidden"], sizes["intermediate"])
     quant = scheme_of(str(path), config, depth=depth)
-    return found if quant is None else found | {"quant": quant}
+    return fields if quant is None else fields | {"quant": quant}
 
 
 def _check_only(path: Path, config: Config, key: str, allowed: tuple[object, ...]) -> None:
@@ -158,10 +160,7 @@ def _check_only(path: Path, config: Config, key: str, allowed: tuple[object, ...
 
 
 def _hidden_key(config: Config, family: Family) -> str:
-    """Return the key of what experts read and write.
-
-    It is that of a latent space's width, where the model has one.
-    """
+    """Return the key of the experts' input width: the latent width, if the model has one."""
     return family.latent if config.get(family.latent) is not None else family.hidden
 
 
@@ -171,15 +170,15 @@ def _intermediate_key(config: Config, family: Family) -> str:
 
 
 def _size(path: Path, config: Config, names: str) -> int:
-    """Return the whole number under one of `names`.
+    """Return the integer under one of the keys `names`.
 
-    A list, one number a layer, counts if all are one.
+    A list, one number per layer, is accepted if all are equal.
     """
-    given = [name for name in names.split() if config.get(name) is not None]
-    if not given:
+    present = [name for name in names.split() if config.get(name) is not None]
+    if not present:
         raise _bad(path, f"no {names.replace(' ', ' or ')}", f"a whole number from 1 to {_MOST}")
     values = set[int]()
-    for name in given:
+    for name in present:
         value = config[name]
         for one in value if isinstance(value, list) and value else [value]:
             if type(one) is not int or not 1 <= one <= _MOST:
@@ -187,7 +186,7 @@ def _size(path: Path, config: Config, names: str) -> int:
                 raise _bad(path, f"{name} = {str(value)[:80]}", need)
             values.add(one)
     if len(values) > 1:
-        got = ", ".join(f"{name} = {str(config[name])[:60]}" for name in given)
+        got = ", ".join(f"{name} = {str(config[name])[:60]}" for name in present)
         raise _bad(path, got, "one size for every layer")
     return values.pop()
 
@@ -206,7 +205,7 @@ def _scaling(path: Path, config: Config, key: str) -> float:
 
 
 def _activation(path: Path, config: Config, family: Family) -> str:
-    """Return the activation as ActivationSpec.parse() takes it."""
+    """Return the activation, as for ActivationSpec.parse()."""
     if family.gate == "oai":
         alpha = _number(path, "swiglu_alpha", config.get("swiglu_alpha", _ALPHA))
         limit = _number(path, "swiglu_limit", config.get("swiglu_limit"))
@@ -224,7 +223,7 @@ def _activation(path: Path, config: Config, family: Family) -> str:
 
 
 def _named(path: Path, config: Config, family: Family) -> str:
-    key, known = family.activation, _UNGATED if family.gate == "ungated" else _ACTIVATIONS
+    key, names = family.activation, _UNGATED if family.gate == "ungated" else _ACTIVATIONS
     if key.startswith("="):
         return key[1:]
     name = config.get(key)
@@ -232,34 +231,34 @@ def _named(path: Path, config: Config, family: Family) -> str:
         name = name.get("name")
     if name is None and family.unsaid:
         return family.unsaid
-    if not isinstance(name, str) or name not in known:
+    if not isinstance(name, str) or name not in names:
         got = f"{key} = {str(name)[:80]!r}" if key in config else f"no {key}"
-        raise _bad(path, got, f"one of {', '.join(known)}")
-    return known[name]
+        raise _bad(path, got, f"one of {', '.join(names)}")
+    return names[name]
 
 
 def _limit(path: Path, config: Config, gate: str) -> float | None:
-    """Return the bound of gate and up values: one for the model, or one that all layers share."""
+    """Return the limit of gate and up values: one for the model, or a common one of all layers."""
     if gate == "clamp_before":
         return _number(path, "swiglu_limit", config.get("swiglu_limit"))
     limits = config.get("swiglu_limits") or [None]
     if not isinstance(limits, list):
         raise _bad(path, f"swiglu_limits = {str(limits)[:80]}", "a list")
-    first = limits[0] or None  # 0 and null: none
+    first = limits[0] or None  # 0 and null mean no limit
     if any((limit or None) != first for limit in limits):
         raise _bad(path, f"swiglu_limits = {str(limits)[:80]}", "one limit for every layer")
     return None if first is None else _number(path, "swiglu_limits", first)
 
 
 def _dtype(path: Path, config: Config) -> dict[str, object]:
-    """Return the dtype of what is not quantized; nothing where the file does not say it."""
-    given = [config[name] for name in ("dtype", "torch_dtype") if config.get(name) is not None]
-    if not given:
+    """Return {"dtype": ...} of unquantized tensors, or {} if the file does not state it."""
+    stated = [config[name] for name in ("dtype", "torch_dtype") if config.get(name) is not None]
+    if not stated:
         return {}
-    if given[0] not in _DTYPES or given[0] != given[-1]:
-        got = " and ".join(f"{str(one)[:60]!r}" for one in given)
+    if stated[0] not in _DTYPES or stated[0] != stated[-1]:
+        got = " and ".join(f"{str(one)[:60]!r}" for one in stated)
         raise _bad(path, f"dtype {got}", f"one of {', '.join(_DTYPES)}")
-    return {"dtype": given[0]}
+    return {"dtype": stated[0]}
 
 
 def _bad(path: Path, got: str, need: str) -> ConfigurationError:

@@ -1,7 +1,7 @@
-"""What each `model_type` of a config.json says of its MoE layer, and what only its code says.
+"""MoE configuration keys by `model_type`, and the properties that only the model's code determines.
 
-One line for one type. `source` is where transformers computes the layer: a folder of its `models`
-and the classes there that show what the line states. A type that is not here is refused.
+One line per type. `source` names where transformers implements the layer: a folder of its `models`,
+and the classes in it that the line describes. Other types are refused.
 """
 
 from dataclasses import dataclass
@@ -12,24 +12,25 @@ Gate = Literal["plain", "ungated", "oai", "clamp_before", "clamp_after"]
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How the files of one model_type describe their MoE layer.
+    """Keys and properties of the MoE layer in the config.json of one model_type.
 
-    experts, top_k, intermediate, hidden: keys of the four sizes, separated by spaces: other names
-        of one value, of which a file has one or several that agree.
-    latent: key of a size that replaces `hidden` where a file has it.
+    experts, top_k, intermediate, hidden: keys of the four sizes. Several keys, separated by spaces,
+        are alternative names; a file has one or more of them, with equal values.
+    latent: key of a size that replaces `hidden` if the file has it.
     inside: key of the object that holds experts, top_k, intermediate and activation.
-    activation: key of the activation's name, or "=name" where the code fixes it.
-    unsaid: the activation of a file without that key, where published files leave it out.
-    gate: how gate and up values meet. plain: act(g) * u. ungated: act(v). oai: gpt-oss's, with
-        swiglu_alpha and swiglu_limit. clamp_before, clamp_after: with swiglu_limit(s).
+    activation: key of the activation's name, or "=name" if the code fixes it.
+    unsaid: activation of a file without that key, if published files omit it.
+    gate: combination of gate g and up u. plain: act(g) * u. ungated: act(v). oai: gpt-oss's, with
+        swiglu_alpha and swiglu_limit. clamp_before, clamp_after: with swiglu_limit or
+        swiglu_limits.
     interleaved: gate and up rows of w1 alternate.
-    bias: both products have a bias.
+    bias: both GEMMs have a bias.
     on_input: the router weight multiplies the layer's input.
-    scaling: key of the factor on the routed output; "" where the code has none. One that ends
-        with "?" may be null, and is 1 then.
-    dense: key that, where a file has it, says that `intermediate_size` is the experts' own.
-    only: a key, and the values with which the layer is one this toolkit computes.
-    refused: why no file of this type describes such a layer; "" if one can.
+    scaling: key of the factor on the routed output; "" if there is none. With a trailing "?" the
+        value may be null, which means 1.
+    dense: if a file has this key, `intermediate_size` is the size of the experts.
+    only: a key, and its values for which the layer is supported.
+    refused: the reason why no layer of this type is supported; "" if it is.
     """
 
     source: str

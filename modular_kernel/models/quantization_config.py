@@ -1,8 +1,8 @@
-"""The scheme that a config.json's quantization_config means for the experts' weights.
+"""The quantization scheme of the experts, from a config.json's quantization_config.
 
-Every value that decides the scheme must be stated and known; a method, an algorithm or a layout
-that no scheme of this toolkit is, is a ConfigurationError, and so are experts left unquantized and
-keys that could change numbers and that nothing here reads (`quantization_keys`).
+Every value that determines the scheme must be present and known. Raises ConfigurationError for a
+method, algorithm or layout that no scheme implements, for experts that are left unquantized, and
+for unknown keys that could change values (`quantization_keys`).
 """
 
 import re
@@ -22,17 +22,18 @@ from modular_kernel.models.quantization_keys import (
 _MOST = 1 << 20
 _METHODS = ("fp8", "mxfp4", "gptq", "awq", "compressed-tensors", "modelopt")
 _LEFT_OUT = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
-# Modules that hold experts' weights in one family or another, of a layer far beyond any model.
+# Names of expert modules in the model families, used to test patterns. Layer 77777 exists in no
+# model.
 _BLOCKS = ("mlp", "block_sparse_moe", "feed_forward", "mixer", "moe", "ffn")
 _LEAVES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 _FUSED = ("gate_up_proj", "down_proj")
 _MODELS = ("model", "model.language_model", "language_model.model")
 _PREFIXES = tuple(f"{model}.layers.77777" for model in _MODELS)
-# Patterns in files are compared only if they are of these pieces: no pattern takes long then.
+# Patterns are matched only if they consist of these pieces, which bounds the matching time.
 _PIECE = r"[\w\-/: ]|\\[.\-_]|\.\*|\.|\$|\^|\\d\+|\[0-9\]\+|\((?:\?:)?[\w\-]+(?:\|[\w\-]+)*\)"
 _PATTERN, _MOST_STARS = re.compile(f"(?:{_PIECE})*", re.ASCII), 4
 
-# compressed-tensors' names of how files hold what a scheme is.
+# compressed-tensors' `format` values of each scheme.
 _WHOLE = ("float-quantized", "int-quantized", "naive-quantized")
 _PACKINGS = {
     "fp8_w8a8_tensor": _WHOLE,
@@ -55,26 +56,26 @@ Given = dict[str, Any]
 
 
 def scheme_of(path: str, config: Given, *, depth: int | None = None) -> str | None:
-    """Name the scheme of `config`, an object of a config.json; None for an unquantized model.
+    """Return the scheme of `config`, an object of a config.json; None for an unquantized model.
 
-    path: of the file, for messages. depth: the most columns of a matrix, which a group of -1 or a
-    channel of 4 bits spans. ConfigurationError if no scheme of this toolkit is meant.
+    path: of the file, for messages. depth: the maximum number of columns of a matrix, which a group
+    size of -1 or a 4-bit channel spans. Raises ConfigurationError if no scheme implements it.
     """
-    given = config.get("quantization_config", config.get("compression_config"))
-    if given is None:
+    quantization = config.get("quantization_config", config.get("compression_config"))
+    if quantization is None:
         if config.get("expert_dtype") is not None:
             raise _bad(path, f"expert_dtype = {_short(config['expert_dtype'])}", "no such key")
         return None
-    if not isinstance(given, dict):
-        raise _bad(path, _short(given), "an object")
-    method = given.get("quant_method")
+    if not isinstance(quantization, dict):
+        raise _bad(path, _short(quantization), "an object")
+    method = quantization.get("quant_method")
     if method not in (*_METHODS, "modelopt_fp4"):
         need = f"one of {', '.join(_METHODS)}; for others give sizes and --quant by hand"
         raise _bad(path, f"quant_method = {_short(method)}", need)
-    _check_left_out(path, given)
-    _refuse_first(path, unknown_keys(method.removesuffix("_fp4"), given))
-    _check_overrides(path, given)
-    read = {
+    _check_unquantized(path, quantization)
+    _raise_first(path, unknown_keys(method.removesuffix("_fp4"), quantization))
+    _check_overrides(path, quantization)
+    parse = {
         "fp8": _fp8,
         "mxfp4": lambda *_: "mxfp4_w4a16",
         "gptq": _gptq,
@@ -83,14 +84,16 @@ def scheme_of(path: str, config: Given, *, depth: int | None = None) -> str | No
         "modelopt": _modelopt,
         "modelopt_fp4": _modelopt,
     }[method]
-    given = {"expert_dtype": config.get("expert_dtype")} | given
-    return read(path, given if depth is None else _with_depth(given, depth + depth % 2))
+    quantization = {"expert_dtype": config.get("expert_dtype")} | quantization
+    return parse(
+        path, quantization if depth is None else _with_depth(quantization, depth + depth % 2)
+    )
 
 
 def _with_depth(given: Given, depth: int) -> Given:
-    """State the columns of groups that span a whole row: a scheme has one size for all matrices.
+    """Replace group sizes that span a row by `depth`, since a scheme has one size for all matrices.
 
-    A scale covers the columns there are, so a size above a matrix's own means one group too.
+    A scale covers the existing columns, so a size above a matrix's width also means one group.
     """
 
     def spelled(one: Any) -> Any:
@@ -101,15 +104,15 @@ def _with_depth(given: Given, depth: int) -> Given:
             return one | {"strategy": "group", "group_size": depth}
         return one
 
-    found: Given = spelled(given)
+    with_sizes: Given = spelled(given)
     groups = given.get("config_groups")
     if isinstance(groups, dict):
-        whole = {
+        with_group_sizes = {
             name: one | {"weights": spelled(one.get("weights"))} if isinstance(one, dict) else one
             for name, one in groups.items()
         }
-        found = found | {"config_groups": whole}
-    return found
+        with_sizes = with_sizes | {"config_groups": with_group_sizes}
+    return with_sizes
 
 
 def _is_minus_one(value: object) -> bool:
@@ -117,34 +120,34 @@ def _is_minus_one(value: object) -> bool:
 
 
 def quantizes_inputs(given: Mapping[str, Any]) -> bool:
-    """Tell whether a quantization_config that `scheme_of` knows rounds experts' inputs too."""
+    """Return whether a quantization_config accepted by `scheme_of` also rounds experts' inputs."""
     if given["quant_method"] != "compressed-tensors":
         return str(given.get("quant_algo")) == "NVFP4"
     groups = given["config_groups"].values()
-    mine = (one for one in groups if _targets_experts("config.json", one["targets"]))
-    return any(one.get("input_activations") for one in mine)
+    expert_groups = (one for one in groups if _targets_experts("config.json", one["targets"]))
+    return any(one.get("input_activations") for one in expert_groups)
 
 
 def _fp8(path: str, given: Given) -> str:
-    """Block or tensor scales; activations are scaled per call, or by stored scales of a tensor."""
+    """Return the scheme of fp8: block or tensor scales, dynamic or static activation scales."""
     _one_of(path, given, "fmt", ("e4m3", "float8_e4m3fn", None))
     _one_of(path, given, "expert_dtype", ("fp8", None))
     _one_of(path, given, "scale_fmt", ("ue8m0", "float", None))
-    how = _one_of(path, given, "activation_scheme", ("dynamic", "static", None))
+    activation_scheme = _one_of(path, given, "activation_scheme", ("dynamic", "static", None))
     block = given.get("weight_block_size")
     for key in ("weight_per_tensor", "act_per_tensor"):
         _one_of(path, given, key, (block is None, None))
     if block is None:
         _one_of(path, given, "activation_scheme", ("dynamic", "static"))
-        return "fp8_w8a8_tensor:static=true" if how == "static" else "fp8_w8a8_tensor"
-    if how == "static":
+        return "fp8_w8a8_tensor:static=true" if activation_scheme == "static" else "fp8_w8a8_tensor"
+    if activation_scheme == "static":
         raise _bad(path, "activation_scheme = 'static' and blocks", "dynamic, or no blocks")
     return _blocks(path, "weight_block_size", block)
 
 
 def _blocks(path: str, name: str, block: Any, scheme: str = "fp8_w8a8_block") -> str:
-    whole = isinstance(block, list) and len(block) == 2
-    if not whole or not all(type(n) is int and 1 <= n <= _MOST for n in block):
+    is_pair = isinstance(block, list) and len(block) == 2
+    if not is_pair or not all(type(n) is int and 1 <= n <= _MOST for n in block):
         raise _bad(path, f"{name} = {_short(block)}", "two whole numbers")
     return f"{scheme}:block={block[0]}x{block[1]}"
 
@@ -152,15 +155,15 @@ def _blocks(path: str, name: str, block: Any, scheme: str = "fp8_w8a8_block") ->
 def _gptq(path: str, given: Given) -> str:
     gptq_version(path, given)
     symmetric = _one_of(path, given, "sym", (True, False))
-    found = _integers(path, given, ("bits",), ("group_size",), zero_points=symmetric is False)
+    scheme = _integers(path, given, ("bits",), ("group_size",), zero_points=symmetric is False)
     act_order = _one_of(path, given, "desc_act", (False, True, None))
-    return _act_order(found) if act_order else found
+    return _act_order(scheme) if act_order else scheme
 
 
 def gptq_version(path: str, given: Mapping[str, Any]) -> int:
-    """Return 2 where zero points are stored as they are, 1 where they are stored less one.
+    """Return 1 if zero points are stored minus one, 2 if they are stored unchanged.
 
-    Newer packers name it `format`, older ones `checkpoint_format`, and some write both.
+    Newer quantizers write `format`, older ones `checkpoint_format`, and some both.
     """
     stated = {
         _one_of(path, dict(given), key, ("gptq", "gptq_v2", None))
@@ -176,7 +179,7 @@ def _act_order(scheme: str) -> str:
 
 
 def _awq(path: str, given: Given) -> str:
-    _one_of(path, given, "version", ("gemm", "GEMM", None))  # "gemv" packs along the other side
+    _one_of(path, given, "version", ("gemm", "GEMM", None))  # "gemv" packs along the other axis
     _one_of(path, given, "format", ("gemm", "GEMM", None))
     points = _one_of(path, given, "zero_point", (True, False))
     bits, group = ("bits", "w_bit"), ("group_size", "q_group_size")
@@ -186,11 +189,11 @@ def _awq(path: str, given: Given) -> str:
 def _integers(
     path: str, given: Given, bits: Sequence[str], group: Sequence[str], *, zero_points: bool
 ) -> str:
-    wide = next((given[name] for name in bits if name in given), None)
+    width = next((given[name] for name in bits if name in given), None)
     columns = next((given[name] for name in group if name in given), None)
-    if type(wide) is not int or wide not in (4, 8):
-        raise _bad(path, f"{bits[0]} = {_short(wide)}", "4 or 8")
-    return _grouped(path, wide, columns, zero_points=zero_points)
+    if type(width) is not int or width not in (4, 8):
+        raise _bad(path, f"{bits[0]} = {_short(width)}", "4 or 8")
+    return _grouped(path, width, columns, zero_points=zero_points)
 
 
 def _grouped(path: str, bits: int, group: Any, *, zero_points: bool) -> str:
@@ -215,38 +218,38 @@ def _modelopt(path: str, given: Given) -> str:
         raise _bad(path, f"config_groups = {_short(groups)}", "an object of objects")
     for name, group in groups.items():
         if isinstance(group, dict) and _targets_experts(path, group.get("targets", ["Linear"])):
-            _refuse_first(path, unknown_group_keys(name, group))
+            _raise_first(path, unknown_group_keys(name, group))
     return schemes[algorithm]
 
 
 def _compressed(path: str, given: Given) -> str:
-    """Return the scheme that the one group of config_groups with the experts states."""
+    """Return the scheme of the only entry of config_groups that targets the experts."""
     groups = given.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(one, dict) for one in groups.values()):
         raise _bad(path, f"config_groups = {_short(groups)}", "an object of objects")
     names = [name for name, one in groups.items() if _targets_experts(path, one.get("targets"))]
     if len(names) != 1:
         raise _bad(path, f"config_groups: {len(names)} with the experts", "one of them")
-    mine = groups[names[0]]
-    weights, inputs = mine.get("weights"), mine.get("input_activations")
+    group = groups[names[0]]
+    weights, inputs = group.get("weights"), group.get("input_activations")
     if not isinstance(weights, dict) or not isinstance(inputs, dict | None):
-        raise _bad(path, f"config_groups: {_short(mine)}", "weights and input_activations")
-    _refuse_first(path, unknown_group_keys(names[0], mine))
-    known = _float_scheme if weights.get("type") == "float" else _int_scheme
-    found = known(path, weights, inputs)
-    if found is None:
+        raise _bad(path, f"config_groups: {_short(group)}", "weights and input_activations")
+    _raise_first(path, unknown_group_keys(names[0], group))
+    parse = _float_scheme if weights.get("type") == "float" else _int_scheme
+    scheme = parse(path, weights, inputs)
+    if scheme is None:
         need = "fp8 by tensor, channel or block, int8, int4 by group, mxfp4 or nvfp4"
         raise _bad(path, f"weights {_short(weights)}, input_activations {_short(inputs)}", need)
-    _check_packing(path, given, mine, found)
-    return _act_order(found) if weights.get("actorder") == "group" else found
+    _check_packing(path, given, group, scheme)
+    return _act_order(scheme) if weights.get("actorder") == "group" else scheme
 
 
 def _check_packing(path: str, given: Given, group: Given, scheme: str) -> None:
-    """Raise the error of a layout in files that is none of the scheme's."""
+    """Raise ConfigurationError if the layout in the files is not one of the scheme's."""
     stated = group if group.get("format") is not None else given
     name = scheme.partition(":")[0]
     _one_of(path, stated, "format", (*_PACKINGS[name], None))
-    orders: tuple[object, ...] = ("static", "weight", False, None)  # columns lie in their order
+    orders: tuple[object, ...] = ("static", "weight", False, None)  # columns keep their order
     if name in ("int4_w4a16_group", "int8_w8a16_group"):
         orders = ("group", *orders)
     _one_of(path, group["weights"], "actorder", orders)
@@ -270,12 +273,12 @@ def _float_scheme(path: str, weights: Given, inputs: Given | None) -> str | None
     if _is(weights, num_bits=4) and weights.get("strategy") in ("group", "tensor_group"):
         if _is(weights, group_size=32) and inputs is None:
             return "mxfp4_w4a16"
-        known = inputs is None or _is(inputs, num_bits=4, type="float", group_size=16)
-        return "nvfp4_w4a16" if _is(weights, group_size=16) and known else None
+        inputs_known = inputs is None or _is(inputs, num_bits=4, type="float", group_size=16)
+        return "nvfp4_w4a16" if _is(weights, group_size=16) and inputs_known else None
     if not _is(weights, num_bits=8):
         return None
     if inputs is None:
-        return _fp8_alone(path, weights)
+        return _weight_only_fp8(path, weights)
     if not _is(inputs, num_bits=8, type="float"):
         return None
     strategy = (weights.get("strategy"), inputs.get("strategy"))
@@ -291,8 +294,8 @@ def _float_scheme(path: str, weights: Given, inputs: Given | None) -> str | None
     return None
 
 
-def _fp8_alone(path: str, weights: Given) -> str | None:
-    """Return the scheme of float8 weights whose activations stay as they are."""
+def _weight_only_fp8(path: str, weights: Given) -> str | None:
+    """Return the scheme of weight-only float8."""
     strategy = weights.get("strategy")
     if strategy == "block":
         block = weights.get("block_structure")
@@ -321,7 +324,7 @@ def _targets_experts(path: str, targets: Any) -> bool:
     return any(one == "Linear" or _names_experts(path, one) for one in targets)
 
 
-def _check_left_out(path: str, given: Given) -> None:
+def _check_unquantized(path: str, given: Given) -> None:
     for key in _LEFT_OUT:
         names = given.get(key)
         if not isinstance(names, list | None):
@@ -332,16 +335,16 @@ def _check_left_out(path: str, given: Given) -> None:
                 raise _bad(path, f"{key} has {_short(name)}", need)
 
 
-def _refuse_first(path: str, mismatches: Iterator[Mismatch]) -> None:
+def _raise_first(path: str, mismatches: Iterator[Mismatch]) -> None:
     for got, need in mismatches:
         raise _bad(path, re.sub(r"\s+", " ", got)[:200], need)
 
 
 def _check_overrides(path: str, given: Given) -> None:
-    """Raise the error of options of single modules that are experts of some layer.
+    """Raise ConfigurationError for per-module options that apply to experts of some layer.
 
-    GPTQModel's `dynamic` has patterns: "-:" before those that are not quantized, "+:" or nothing
-    before those with other options. auto-round's `extra_config` has names of modules.
+    GPTQModel's `dynamic` maps patterns to options: with prefix "-:" the modules are not quantized,
+    with "+:" or none they have other options. auto-round's `extra_config` maps module names.
     """
     for key in ("dynamic", "extra_config"):
         entries = given.get(key)
@@ -356,13 +359,13 @@ def _check_overrides(path: str, given: Given) -> None:
             pattern = name[2:] if key == "dynamic" and name[:2] in ("-:", "+:") else name
             is_pattern = key == "dynamic" or ".*" in name or "\\" in name
             text = f"re:{pattern}" if is_pattern else pattern
-            if _names_experts(path, text if left_out else _of_any_layer(text)):
+            if _names_experts(path, text if left_out else _with_any_number(text)):
                 need = "the same options for all experts; otherwise give sizes and --quant by hand"
                 raise _bad(path, f"{key} has {_short(name)}", need)
 
 
-def _of_any_layer(name: str) -> str:
-    """Return the name or pattern with any number in the place of each that it has."""
+def _with_any_number(name: str) -> str:
+    """Return the name or pattern with every number replaced by a wildcard."""
     if name.startswith("re:"):
         return re.sub(r"\[0-9\]\+|\d+", r"\\d+", name)
     return re.sub(r"\d+", "*", name)
@@ -379,10 +382,10 @@ _EXPERT_MODULES = tuple(_expert_modules())
 
 
 def _names_experts(path: str, name: Any) -> bool:
-    """Whether an entry means modules with experts' weights in every layer.
+    """Return whether an entry refers to expert modules in every layer.
 
-    A regular expression ("re:...") meets a name from its start; anything else is whole parts of a
-    name between dots, `*` standing for any text.
+    A regular expression ("re:...") is matched from the start of a name. Any other entry matches
+    whole parts of a name between dots, with `*` for any text.
     """
     if not isinstance(name, str) or len(name) > 500:
         raise _bad(path, _short(name), "names of modules")

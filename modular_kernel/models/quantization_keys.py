@@ -1,18 +1,18 @@
-"""The keys that a quantization_config may have, by format.
+"""Accepted keys of a quantization_config, by format.
 
-A key that no reader uses must not change what the experts' weights stand for, or how a layer rounds
-activations. Those that are known not to are listed here with the reason; some of them only with
-certain values. Every other key that states something is refused by name.
+A key that is not read must not affect the values of the experts' weights or the rounding of
+activations. Keys that are known not to are listed here by reason, some only with certain values.
+Every other key with a nonempty value is refused.
 """
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-Mismatch = tuple[str, str]  # what was found, and what is needed
+Mismatch = tuple[str, str]  # (got, need)
 
 # Keys that `modular_kernel.models.quantization_config` and `modular_kernel.checkpoints.formats`
 # read.
-_READ_OF_ALL = (
+_USED_BY_ALL = (
     "quant_method",
     "modules_to_not_convert",
     "ignored_layers",
@@ -37,8 +37,8 @@ _READ: dict[str, tuple[str, ...]] = {
     "compressed-tensors": ("config_groups", "format", "sparsity_config"),
     "modelopt": ("quant_algo", "group_size", "config_groups", "weights", "input_activations"),
 }
-_READ_OF_GROUP = ("targets", "weights", "input_activations", "format")
-_READ_OF_ARGS = (
+_USED_IN_GROUPS = ("targets", "weights", "input_activations", "format")
+_USED_IN_ARGS = (
     "num_bits",
     "type",
     "strategy",
@@ -54,12 +54,11 @@ _HARMLESS = frozenset(
         # Provenance.
         *("version", "producer", "meta", "provider", "quantizer", "uri", "autoround_version"),
         *("model_name_or_path", "model_file_base_name", "model_free"),
-        # The cache of attention. Experts have none.
+        # The KV cache, which experts do not use.
         *("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_method"),
-        # The packer's progress and statistics. Dtypes and shapes of the tensors are checked.
+        # Progress and statistics of the quantizer. Dtypes and shapes of tensors are checked.
         *("quantization_status", "global_compression_ratio", "is_checkpoint_fp8_serialized"),
-        # Which modules were packed. Loading fails where experts are not among them, for their
-        # tensors are missing then.
+        # Quantized modules. If experts are not among them, loading fails on their missing tensors.
         *("modules_in_block_to_quantize", "block_name_to_quantize", "to_quant_block_names"),
         *("module_name_preceding_first_block", "modules_to_fuse", "packed_modules_mapping"),
         *("lm_head", "targets"),
@@ -67,7 +66,7 @@ _HARMLESS = frozenset(
         *("run_compressed", "use_optimized_inference", "backend", "use_exllama"),
         *("disable_exllama", "exllama_config", "use_cuda_fp16", "max_input_length"),
         *("model_seqlen", "seqlen", "do_fuse", "fuse_max_seq_len", "device"),
-        # How a packer searched for codes and scales. The files hold the result.
+        # The quantizer's search for codes and scales. The files contain the result.
         *("damp_percent", "damp_auto_increment", "true_sequential", "static_groups"),
         *("act_group_aware", "hyb_act", "mse", "v2", "v2_alpha", "v2_memory_device"),
         *("gptaq", "gptaq_alpha", "gptaq_memory_device", "foem", "fail_safe", "failsafe"),
@@ -82,20 +81,20 @@ _HARMLESS = frozenset(
         *("dense_vram_strategy_devices", "moe_vram_strategy_devices", "fused_forward"),
         *("wait_for_submodule_finalizers", "auto_forward_data_parallel"),
         *("compute_device_filter", "weight_only_quant_threads"),
-        # A dtype that the stored scales have, which is checked.
+        # The dtype of the stored scales, which is checked.
         "scale_dtype",
-        # Details of rounded activations. `act_bits` below says that there are none.
+        # Details of activation rounding, which the allowed values of `act_bits` below exclude.
         *("act_data_type", "act_group_size", "act_sym", "act_dynamic"),
     }
 )
 _HARMLESS_OF_ARGS = frozenset(
     {
-        # How scales were searched for, and dtypes that the stored tensors have.
+        # The search for scales, and dtypes of the stored tensors.
         *("observer", "observer_kwargs", "scale_dtype", "zp_dtype"),
     }
 )
 
-# Keys that are harmless with these values alone. Null and empty values are harmless for any key.
+# Keys that are harmless only with these values. Null and empty values are always harmless.
 _ONLY: dict[str, tuple[object, ...]] = {
     "act_bits": (16, 32),
     "data_type": ("int",),
@@ -106,14 +105,14 @@ _ONLY: dict[str, tuple[object, ...]] = {
     "pre_quant_scale": (False,),
     "rotation": (False,),
 }
-_ONLY_OF: dict[str, dict[str, tuple[object, ...]]] = {
-    # With true, transformers rounds no activations; the schemes of these formats round them.
+_ONLY_BY_METHOD: dict[str, dict[str, tuple[object, ...]]] = {
+    # With true, transformers does not round activations, but the schemes of these formats do.
     "fp8": {"dequantize": (False,)},
     "compressed-tensors": {"dequantize": (False,)},
     # Activations stay in 16 bits in either case.
     "mxfp4": {"dequantize": (False, True)},
-    # GPTQModel and transformers write GPTQ's keys for AWQ too. Zero points are `zero_point`'s, and
-    # "llm-awq" packs in another order.
+    # GPTQModel and transformers also write GPTQ's keys for AWQ. `zero_point` states the zero
+    # points; the backend "llm-awq" packs in another order.
     "awq": {
         "backend": (
             *("autoawq", "auto", "auto_trainable", "machete", "marlin", "exllama_v1"),
@@ -128,20 +127,20 @@ _ONLY_OF: dict[str, dict[str, tuple[object, ...]]] = {
 
 
 def unknown_keys(method: str, given: Mapping[str, Any]) -> Iterator[Mismatch]:
-    """Yield every key of a quantization_config that could change numbers and that nothing reads.
+    """Yield every key of a quantization_config that is not read and could change values.
 
-    method: one of the formats of `_READ`. Keys inside config_groups: see `unknown_group_keys`.
+    method: one of the formats of `_READ`. For keys inside config_groups see `unknown_group_keys`.
     """
-    only = _ONLY | _ONLY_OF.get(method, {})
-    yield from _unknown(given, (*_READ_OF_ALL, *_READ[method]), _HARMLESS, only)
+    only = _ONLY | _ONLY_BY_METHOD.get(method, {})
+    yield from _unknown(given, (*_USED_BY_ALL, *_READ[method]), _HARMLESS, only)
     if method == "modelopt":
         yield from _unknown_args(given)
 
 
 def unknown_group_keys(name: str, group: Mapping[str, Any]) -> Iterator[Mismatch]:
-    """Yield the same of one of config_groups and its arguments of weights and activations."""
+    """Yield such keys of one of config_groups and of its arguments for weights and activations."""
     where = f"config_groups.{name}."
-    yield from _unknown(group, _READ_OF_GROUP, (), {}, where)
+    yield from _unknown(group, _USED_IN_GROUPS, (), {}, where)
     yield from _unknown_args(group, where)
 
 
@@ -149,7 +148,7 @@ def _unknown_args(given: Mapping[str, Any], where: str = "") -> Iterator[Mismatc
     for key in ("weights", "input_activations"):
         args = given.get(key)
         if isinstance(args, Mapping):
-            yield from _unknown(args, _READ_OF_ARGS, _HARMLESS_OF_ARGS, {}, f"{where}{key}.")
+            yield from _unknown(args, _USED_IN_ARGS, _HARMLESS_OF_ARGS, {}, f"{where}{key}.")
 
 
 def _unknown(
@@ -172,7 +171,7 @@ def _unknown(
 
 
 def states_nothing(value: object) -> bool:
-    """Return whether a value is null or empty, or an object of such values."""
+    """Return whether a value is null or empty, or an object of only such values."""
     if isinstance(value, Mapping):
         return all(states_nothing(one) for one in value.values())
     return value is None or value in ("", [], ())

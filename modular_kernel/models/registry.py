@@ -1,7 +1,7 @@
-"""Published MoE models by name: the sizes of their layer, as in the config.json of `source`.
+"""Published MoE models by name, with the sizes of their layers from the config.json of `source`.
 
-Numbers are those of the routed experts; a factor is that on their output. What is quantized is the
-file's matter: a name stands for the layer without a scheme.
+Sizes are those of the routed experts; the factor is that on their output. Quantization is not
+included: it depends on the checkpoint.
 """
 
 from dataclasses import dataclass
@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Model:
-    """One published model's layer. source: the repository on the Hugging Face hub.
+    """The MoE layer of one published model.
 
-    activation: as ActivationSpec.parse() takes it. scaling: factor on the routed output.
-    model_type: of transformers' class for a model of text alone; "" where it has none or several.
+    source: repository on the Hugging Face hub. activation: as for ActivationSpec.parse(). scaling:
+    factor on the routed output. model_type: of transformers' class for the text-only model; "" if
+    there is none, or several.
     """
 
     source: str
@@ -27,8 +28,8 @@ class Model:
     model_type: str = ""
 
     def facts(self) -> dict[str, object]:
-        """Name the fields of `Problem` that the model settles."""
-        found: dict[str, object] = {
+        """Return the fields of `Problem` that the model determines."""
+        fields: dict[str, object] = {
             "experts": self.experts,
             "top_k": self.top_k,
             "hidden": self.hidden,
@@ -37,8 +38,8 @@ class Model:
             "bias": self.bias,
         }
         if self.scaling != 1.0:
-            found["routed_scaling_factor"] = self.scaling
-        return found | ({"apply_router_weight_on_input": True} if self.on_input else {})
+            fields["routed_scaling_factor"] = self.scaling
+        return fields | ({"apply_router_weight_on_input": True} if self.on_input else {})
 
 
 def _oai(source: str, experts: int) -> Model:
@@ -97,7 +98,7 @@ ALIASES = {
 
 
 def model_named(name: str) -> Model | None:
-    """Find a model by its name, an alias or its `source`, whatever the case; None if unknown."""
+    """Look up a model by name, alias or `source`, case-insensitively; None if unknown."""
     key = name.lower()
     by_source = {model.source.lower(): model for model in MODELS.values()}
     return MODELS.get(ALIASES.get(key, key)) or by_source.get(key)

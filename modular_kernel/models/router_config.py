@@ -1,6 +1,6 @@
-"""The router of a Hugging Face config.json as a RouterSpec, for model types whose code is known.
+"""The RouterSpec of a Hugging Face config.json, for model types whose routing code is known.
 
-A line for each model_type says what only its code says; what is left is read from the file.
+A rule per model_type states what only its code determines; the rest is read from the file.
 """
 
 from dataclasses import dataclass, replace
@@ -11,22 +11,21 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.router import RouterSpec
 
 Config = dict[str, Any]
-_FLOOR = 1e-12  # where the file does not say it
-_TINY = 1e-9  # a difference of eps that no sum of weights shows
+_FLOOR = 1e-12  # default of floor_key
+_EPS_TOLERANCE = 1e-9  # a difference of eps that does not change a sum of weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """How the code of one model_type routes.
+    """The routing code of one model_type.
 
-    score, order, group_score, bias, eps: as RouterSpec's (bias: its selection_bias), or keys of the
-        file: `score_key` names the score, `bias_key` says whether there is a bias, `floor_key` is
-        RouterSpec's floor.
-    renormalize: None where the file's norm_topk_prob says it, `unsaid` where it does not.
-    groups: (n_group, topk_group) of a file that does not say them; None where the code has none.
-    method_key: the file's topk_method is "greedy" (no groups, also where unsaid) or
-        "group_limited_greedy".
-    only: keys whose value, where it is stated, must be this one, or the router is another.
+    score, order, group_score, bias, eps: as in RouterSpec, where `bias` is its selection_bias.
+    score_key, bias_key, floor_key: keys of the file for the score, for whether there is a bias, and
+        for RouterSpec's floor.
+    renormalize: None reads the file's norm_topk_prob, with default `unsaid`.
+    groups: default (n_group, topk_group); None if the code has no groups.
+    method_key: key of the topk_method, "greedy" (no groups, the default) or "group_limited_greedy".
+    only: keys that must have these values if they are present; other routers are not supported.
     """
 
     score: str = "softmax"
@@ -122,10 +121,10 @@ RULES: dict[str, Rule] = {
 
 
 def router_of_config(path: Path, config: Config, top_k: int) -> RouterSpec | None:
-    """Return the router that a config.json's object of a known model_type describes.
+    """Return the router of a config.json's object, or None if RULES does not have its model_type.
 
-    top_k: K, as the file's layer has it. None for a model_type whose router is not in RULES.
-    ConfigurationError for a value that the type's code does not have, or that RouterSpec refuses.
+    top_k: K of the layer. Raises ConfigurationError for a value that neither the code of the type
+    nor RouterSpec supports.
     """
     rule = RULES.get(config["model_type"])
     if rule is None:
@@ -142,7 +141,7 @@ def router_of_config(path: Path, config: Config, top_k: int) -> RouterSpec | Non
     if renormalize is None:
         renormalize = _flag(path, config, "norm_topk_prob", unsaid=rule.unsaid)
     if score == "softmax" and rule.order == "topk_first":
-        renormalize = False  # the weights of a token sum to 1 as they are
+        renormalize = False  # the weights of a token already sum to 1
     groups, topk_groups = _groups(path, config, rule)
     return RouterSpec(
         top_k,
@@ -185,14 +184,14 @@ def _groups(path: Path, config: Config, rule: Rule) -> tuple[int, int]:
             return 1, 1
         if method != "group_limited_greedy":
             raise _bad(path, rule.method_key, method, "greedy or group_limited_greedy")
-    found = []
+    sizes = []
     for key, unsaid in zip(("n_group", "topk_group"), rule.groups, strict=True):
         value = config.get(key)
         value = unsaid if value is None else value
         if type(value) is not int or value < 1:
             raise _bad(path, key, value, "a whole number from 1")
-        found.append(value)
-    return found[0], found[1]
+        sizes.append(value)
+    return sizes[0], sizes[1]
 
 
 def _flag(path: Path, config: Config, key: str, *, unsaid: bool) -> bool:
@@ -205,13 +204,13 @@ def _flag(path: Path, config: Config, key: str, *, unsaid: bool) -> bool:
 
 
 def router_differences(spec: RouterSpec, other: RouterSpec) -> tuple[str, ...]:
-    """Return the fields of two routers that differ where it changes what is computed."""
+    """Return the names of fields in which two routers differ with an effect on the result."""
     one, two = vars(_effective(spec)), vars(_effective(other))
     return tuple(name for name, value in one.items() if not _same(value, two[name]))
 
 
 def _effective(spec: RouterSpec) -> RouterSpec:
-    """Return a spec that computes the same, with what it does not use at its defaults."""
+    """Return an equivalent spec with unused fields at their defaults."""
     if spec.groups == spec.topk_groups:
         spec = replace(spec, groups=1, topk_groups=1, group_score="top2")
     if spec.order == "topk_first" and spec.score == "softmax":
@@ -221,7 +220,7 @@ def _effective(spec: RouterSpec) -> RouterSpec:
 
 def _same(one: object, two: object) -> bool:
     if isinstance(one, float) and isinstance(two, float):
-        return abs(one - two) <= _TINY
+        return abs(one - two) <= _EPS_TOLERANCE
     return one == two
 
 

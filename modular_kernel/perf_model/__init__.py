@@ -1,1 +1,1 @@
-"""Sizing: an analytic model of a layer's time, for worlds larger than this machine."""
+"""Analytic performance model of a layer, for more ranks than this machine has."""

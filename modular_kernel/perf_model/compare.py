@@ -1,9 +1,9 @@
-"""The model beside what was measured: an error for every measured row that it can predict.
+"""Comparison of the performance model with measurements that it can predict.
 
-Rows come from the files of docs/benchmarks: whole layers on one GPU (`mk bench --json`, or the
-older form with `peer`), exchanges between GPUs (`mk exchange --json`, or h200-exchange.json with a
-report for each world), and what others published (mk-published/1). Of a measured exchange the pair
-counts: a dispatch or a combine alone lies between two events, which take longer than short ones.
+Rows are read from files of docs/benchmarks: whole layers on one GPU (`mk bench --json`, or the
+older format with `peer`), exchanges between GPUs (`mk exchange --json`, or h200-exchange.json with
+a report per world size), and published results (mk-published/1). For measured exchanges the sum of
+dispatch and combine is used: a short one alone is dominated by the events around it.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ _MOST_BYTES = 1 << 24
 _LATER = "symm_mem_as_shipped_from_1024_tokens"
 _LAYER, _PAIR = "layer", "pair"
 _WHATS = ("dispatch", "combine", _PAIR, _LAYER)
-# Sizes of the rows of h200-exchange.json, which name none (h200-exchange.md).
+# Sizes of the rows in h200-exchange.json, which does not contain them (h200-exchange.md).
 _SIZES = {"hidden": 7168, "experts": 256, "top_k": 8}
 _TRANSPORTS = {"DeepEP V1 low latency": DEEPEP}
 _PEERS = {
@@ -48,9 +48,12 @@ _PEERS = {
 
 @dataclass(frozen=True)
 class ComparedTime:
-    """One measured number, in microseconds. part: whose exchange; PART alone on one GPU. fitted:
-    whether the model's numbers were fitted to it. eager: it holds the host's time, which scatters
-    from run to run by more than what is predicted: it is shown, and asks nothing of the model."""
+    """One measured time in microseconds.
+
+    part: the prepare/finalize part, or PART for experts on one GPU. fitted: the model's parameters
+    were fitted to it. eager: it includes host time, which varies more between runs than the
+    predicted time; it is reported, but does not count as missed.
+    """
 
     label: str
     problem: Problem
@@ -65,7 +68,7 @@ class ComparedTime:
 
 @dataclass(frozen=True)
 class Compared:
-    """error: predicted over measured, less one."""
+    """A measured time with its prediction. error: predicted / measured - 1."""
 
     cell: ComparedTime
     predicted_us: float
@@ -80,13 +83,13 @@ class Compared:
 
     @property
     def missed(self) -> bool:
-        """Whether the model had to predict it, and did not."""
+        """True if the model was not fitted to the time, and its prediction is wrong."""
         return not (self.good or self.cell.fitted or self.cell.eager)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Of some cells: how many, how many within WITHIN, the mean and the largest |error|."""
+    """Number of cells, number within WITHIN, mean and maximum of |error|."""
 
     what: str
     count: int
@@ -96,7 +99,7 @@ class Summary:
 
 
 def compare(cells: Sequence[ComparedTime]) -> tuple[Compared, ...]:
-    """Return each cell with what the model says."""
+    """Return each cell with its predicted time."""
     return tuple(Compared(cell, _predicted(cell) * 1e6) for cell in cells)
 
 
@@ -123,13 +126,13 @@ def _predicted(cell: ComparedTime) -> float:
 
 
 def summaries(found: Sequence[Compared]) -> list[Summary]:
-    """Return summaries by number of GPUs, fitted cells apart from predicted ones."""
+    """Return summaries by number of GPUs, with fitted and predicted cells separate."""
     groups: dict[str, list[Compared]] = {}
-    for one in found:
-        world = one.cell.problem.parallel.world_size
-        kind = "fitted" if one.cell.fitted else "predicted"
-        mode = ", eager" if one.cell.eager else ""
-        groups.setdefault(f"{world:3} {plural('GPU', world)}, {kind}{mode}", []).append(one)
+    for compared in found:
+        world = compared.cell.problem.parallel.world_size
+        kind = "fitted" if compared.cell.fitted else "predicted"
+        mode = ", eager" if compared.cell.eager else ""
+        groups.setdefault(f"{world:3} {plural('GPU', world)}, {kind}{mode}", []).append(compared)
     return [_summary(what, groups[what]) for what in sorted(groups)]
 
 
@@ -139,13 +142,13 @@ def _summary(what: str, group: Sequence[Compared]) -> Summary:
 
 
 def cells_of(path: Path) -> list[ComparedTime]:
-    """Read the rows of a file that the model has numbers for.
+    """Read the rows of a file that the model can predict.
 
-    ConfigurationError for another file.
+    Raises ConfigurationError for another file.
     """
     try:
-        found = json_files.parse(json_files.content(path, _MOST_BYTES), constants=True)
-        return _reader(found)(found)
+        record = json_files.parse(json_files.content(path, _MOST_BYTES), constants=True)
+        return _reader(record)(record)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         got = _wrong(error)
         need = f"rows of mk bench, of mk exchange, or {PUBLISHED}"
@@ -153,7 +156,7 @@ def cells_of(path: Path) -> list[ComparedTime]:
 
 
 def _wrong(error: Exception) -> str:
-    """Say what is wrong with a file, by the exception that reading it raised."""
+    """Return the reason why a file is invalid, from the exception that was raised."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     if isinstance(error, ValueError):
@@ -163,31 +166,35 @@ def _wrong(error: Exception) -> str:
 
 def _reader(found: Any) -> Callable[[Any], list[ComparedTime]]:
     if found.get("schema") == PUBLISHED:
-        return lambda given: [_published(row) for row in given["rows"]]
+        return lambda given: [_read_published(row) for row in given["rows"]]
     if found.get("schema") == EXCHANGES:
         return lambda given: _exchanges(given["rows"])
     if found and all(world.isdecimal() for world in found):
-        return _of_worlds
+        return _read_worlds
     if found.get("schema") == SCHEMA:
-        return lambda given: [cell for row in given["rows"] if (cell := _benchmark(row))]
+        return lambda given: [cell for row in given["rows"] if (cell := _read_benchmark(row))]
     return lambda given: [
-        _older(row, given["shapes"][row["shape"]]) for row in given["rows"] if row["peer"] in _PEERS
+        _read_older(row, given["shapes"][row["shape"]])
+        for row in given["rows"]
+        if row["peer"] in _PEERS
     ]
 
 
-def _of_worlds(given: Any) -> list[ComparedTime]:
-    return [cell for report in given.values() for cell in _of_world(report)]
+def _read_worlds(given: Any) -> list[ComparedTime]:
+    return [cell for report in given.values() for cell in _read_world(report)]
 
 
-def _of_world(report: Any) -> list[ComparedTime]:
-    """One world of h200-exchange.json, whose later rows stand for those of the same transport."""
-    later = report.get(_LATER, {"rows": []})["rows"]
-    latest = {(r["transport"], r["quant"], r["tokens"]): r for r in [*report["rows"], *later]}
+def _read_world(report: Any) -> list[ComparedTime]:
+    """Read one world size of h200-exchange.json; later rows replace those of the same transport."""
+    replacements = report.get(_LATER, {"rows": []})["rows"]
+    latest = {
+        (r["transport"], r["quant"], r["tokens"]): r for r in [*report["rows"], *replacements]
+    }
     return _exchanges(list(latest.values()))
 
 
 def _exchanges(rows: list[Any]) -> list[ComparedTime]:
-    """Pairs of a dispatch and a combine that were timed, of transports the model knows."""
+    """Read the times of a dispatch and its combine, for transports that the model supports."""
     named = [(_TRANSPORTS.get(row["transport"], row["transport"]), row) for row in rows]
     return [
         _exchange(part, _PAIR, _SIZES | row, row["pair_us"])
@@ -196,7 +203,7 @@ def _exchanges(rows: list[Any]) -> list[ComparedTime]:
     ]
 
 
-def _published(row: Any) -> ComparedTime:
+def _read_published(row: Any) -> ComparedTime:
     what, part = row["what"], row["part"]
     if what not in _WHATS or part not in TRAFFIC | OTHERS:
         raise ValueError(f"{part} {what}")
@@ -224,7 +231,7 @@ def _exchange(part: str, what: str, row: Any, us: Any) -> ComparedTime:
 
 
 def _fitted(cell: ComparedTime) -> bool:
-    """Which exchanges the numbers of exchange_time were fitted to."""
+    """Return whether the parameters of exchange_time were fitted to this exchange."""
     tokens, world = cell.problem.tokens, cell.problem.parallel.world_size
     if cell.part == DEEPEP:
         return (world == 4 and tokens in (1, 128)) or world in (16, 256)
@@ -233,16 +240,18 @@ def _fitted(cell: ComparedTime) -> bool:
     return cell.what == _PAIR and world == 2 and tokens in (1, 4096)
 
 
-def _benchmark(row: Any) -> ComparedTime | None:
-    """Read a row of `mk bench`; None for other layers, and for what has no time."""
-    mine = row["layer"].split("+")[-1] == PART and row["status"] == OK and row["mode"] == "graph"
-    if not mine or row["quant"] not in MEASURED or row["routing"] != "uniform":
+def _read_benchmark(row: Any) -> ComparedTime | None:
+    """Read a row of `mk bench`; None for other layers, and for rows without a time."""
+    is_timed_part = (
+        row["layer"].split("+")[-1] == PART and row["status"] == OK and row["mode"] == "graph"
+    )
+    if not is_timed_part or row["quant"] not in MEASURED or row["routing"] != "uniform":
         return None
     sizes = row["experts"], row["top_k"], row["hidden"], row["intermediate"]
     return _one_gpu(row["shape"], sizes, row["tokens"], row["quant"], row["us"])
 
 
-def _older(row: Any, shape: Any) -> ComparedTime:
+def _read_older(row: Any, shape: Any) -> ComparedTime:
     sizes = shape["E"], shape["k"], shape["H"], shape["I"]
     return _one_gpu(row["shape"], sizes, row["tokens"], _PEERS[row["peer"]], row["us"])
 

@@ -1,4 +1,4 @@
-"""A whole layer's time in a world of ranks, for each pairing that can serve it there."""
+"""Estimated time of a layer over several ranks, for each pairing that is valid there."""
 
 from dataclasses import dataclass, replace
 
@@ -27,10 +27,13 @@ _HOPPER = (9, 0)
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of one layer. weights: bytes of one rank's experts. prepared: bytes that are kept
-    beside these where weights are prepared. network_rows: of a token, that leave the host in a
-    dispatch. ours: whether it is a pairing of installed parts; otherwise a
-    library's exchange with our experts. caveat: what that library is not made for."""
+    """Estimated time of one layer with one pairing, in seconds.
+
+    weights: bytes of one rank's experts. prepared: bytes of prepared weights, which are kept in
+    addition. network_rows: rows per token that leave the host in a dispatch. ours: True for a
+    pairing of installed parts, False for a library's exchange with our experts. caveat: limits of
+    that library.
+    """
 
     pairing: str
     problem: Problem
@@ -45,17 +48,17 @@ class Estimate:
 
     @property
     def held(self) -> float:
-        """Bytes of one rank's experts with what was prepared of them: it replaces nothing."""
+        """Bytes of one rank's experts, including prepared weights."""
         return self.weights + self.prepared
 
     @property
     def seconds(self) -> float:
-        """dispatch, experts and combine one after the other: nothing overlaps."""
+        """Sum of dispatch, experts and combine, without overlap."""
         return self.exchange.dispatch + self.experts.seconds + self.exchange.combine
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks, through this one layer; of one where all have the same tokens."""
+        """Tokens per second through this layer, summed over ranks with different tokens."""
         return self.problem.tokens * self._distinct / self.seconds
 
     @property
@@ -65,21 +68,23 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Sized:
-    """estimates: fastest first. without: pairings that are valid there and have no model, or that
-    are refused, each with a reason."""
+    """Result of `size`. estimates: fastest first.
+
+    without: (pairing, reason) of those that are refused, or valid but without a model.
+    """
 
     estimates: tuple[Estimate, ...]
     without: tuple[tuple[str, str], ...]
 
 
 def in_world(problem: Problem, world_size: int, per_host: int | None = None) -> Problem:
-    """Return the same layer with its experts in blocks over so many ranks.
+    """Return the layer with its experts in contiguous blocks over `world_size` ranks.
 
-    per_host: of each host, where whole hosts are that many; a last host with fewer is not told of.
+    per_host: ranks of each host. It is ignored unless all hosts have that many.
     """
-    whole = per_host is not None and world_size > per_host and world_size % per_host == 0
+    full_hosts = per_host is not None and world_size > per_host and world_size % per_host == 0
     return replace(
-        problem, parallel=Parallel(world_size, ranks_per_host=per_host if whole else None)
+        problem, parallel=Parallel(world_size, ranks_per_host=per_host if full_hosts else None)
     )
 
 
@@ -94,57 +99,62 @@ def size(
 ) -> Sized:
     """Estimate every pairing for problem.tokens tokens on each of its ranks.
 
-    others: exchanges of libraries by themselves, too. groups: of group-limited routing. prepared:
-    count what the experts prepare of weights; the time is that without, see experts_time.
+    others: include the exchanges of libraries. groups: of group-limited routing. prepared: include
+    the bytes of prepared weights; the time is that without them, see `experts_time`.
     """
     machine = _described(cluster)
-    kind, found, without = RoutingKind.parse(routing), list[Estimate](), list[tuple[str, str]]()
-    kept = declared_bytes(PART, problem, machine) if prepared else 0
-    asked = Asked(problem, cluster, kind, groups, kept)
+    kind, estimates, without = RoutingKind.parse(routing), list[Estimate](), list[tuple[str, str]]()
+    prepared_bytes = declared_bytes(PART, problem, machine) if prepared else 0
+    request = Asked(problem, cluster, kind, groups, prepared_bytes)
     for verdict in check_all(problem, machine):
         traffic = traffic_of(verdict.prepare_finalize)
         if not verdict.ok:
             if len({r.rule for r in verdict.rejections} & {"format", "reduce"}) == 0:
                 without.append((verdict.pairing, str(verdict.rejections[0])))
         elif traffic is None or verdict.experts != PART:
-            whose = verdict.prepare_finalize if traffic is None else verdict.experts
-            without.append((verdict.pairing, f"no measured efficiency of {whose}"))
+            unmodeled = verdict.prepare_finalize if traffic is None else verdict.experts
+            without.append((verdict.pairing, f"no measured efficiency of {unmodeled}"))
         else:
-            found.append(asked.estimate(verdict.pairing, traffic))
+            estimates.append(request.estimate(verdict.pairing, traffic))
     if others and problem.parallel.world_size > 1:
         for name, traffic in OTHERS.items():
             pairing = f"{name} x {PART}"
             if traffic.rows == "host" and problem.parallel.hosts == 1:
-                continue  # its numbers are of several hosts
+                continue  # its parameters apply to several hosts
             refused = _refused(PARTS_OVER[name], problem, machine)
             if refused:
                 without.append((pairing, refused))
                 continue
-            made = asked.estimate(pairing, traffic)
-            found.append(replace(made, ours=False, caveat=caveat(name, problem)))
-    return Sized(tuple(sorted(found, key=lambda e: e.seconds)), tuple(without))
+            estimate = request.estimate(pairing, traffic)
+            estimates.append(replace(estimate, ours=False, caveat=caveat(name, problem)))
+    return Sized(tuple(sorted(estimates, key=lambda e: e.seconds)), tuple(without))
 
 
 def traffic_of(prepare_finalize: str) -> Traffic | None:
-    """Return what is known of a part's exchange: by itself, or by name."""
+    """Return the exchange model of a part, from its attribute `traffic` or from TRAFFIC."""
     declared = getattr(load_catalog().prepare_finalize(prepare_finalize), "traffic", None)
     return declared if isinstance(declared, Traffic) else TRAFFIC.get(prepare_finalize)
 
 
 def _refused(part: str, problem: Problem, machine: Machine) -> str:
-    """Say why a library cannot serve ranks so, by the part over it: "" where it can, in a format
-    of its own, in the dtypes that it has."""
+    """Return the reason why a library does not support these ranks, or "".
+
+    The part that uses the library is judged, by rules about ranks, experts, top_k and the hidden
+    size, not by formats and dtypes.
+    """
     rules = {"world_size", "hosts", "max_experts", "top_k", "hidden"}
-    found = load_catalog().prepare_finalize(part)
-    pairing = next(v for v in check_all(problem, machine) if v.prepare_finalize == found.__name__)
+    part_class = load_catalog().prepare_finalize(part)
+    verdict = next(
+        v for v in check_all(problem, machine) if v.prepare_finalize == part_class.__name__
+    )
     return "; ".join(
-        str(r) for r in pairing.rejections if r.rule in rules and found.__name__ in r.parties
+        str(r) for r in verdict.rejections if r.rule in rules and part_class.__name__ in r.parties
     )
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What all estimates of one call of `size` have in common."""
+    """The arguments that all estimates of one `size` call share."""
 
     problem: Problem
     cluster: Cluster
@@ -155,7 +165,7 @@ class Asked:
     def estimate(self, pairing: str, traffic: Traffic) -> Estimate:
         problem, cluster = self.problem, self.cluster
         world = problem.parallel.world_size
-        # Where all ranks have the same tokens, the world's tokens are one rank's.
+        # With "sum" all ranks have the same tokens: problem.tokens is the total over ranks.
         tokens = problem.tokens if traffic.rows != "sum" else max(1, round(problem.tokens / world))
         load = rank_load(
             experts=problem.experts,
@@ -166,14 +176,14 @@ class Asked:
             per_host=cluster.per_host,
             groups=self.groups,
         )
-        held = -(-problem.experts // world)
+        local_experts = -(-problem.experts // world)
         slots = 0 if problem.adapters is None else problem.adapters.adapters
         return Estimate(
             pairing,
             problem,
             exchange_time(problem, traffic, load, cluster),
             experts_time(problem, load, cluster.gpu),
-            held * expert_bytes(problem, problem.scheme) + slots * adapter_bytes(problem),
+            local_experts * expert_bytes(problem, problem.scheme) + slots * adapter_bytes(problem),
             traffic.source,
             network_rows(problem, traffic, load, cluster),
             prepared=self.prepared,
@@ -181,6 +191,6 @@ class Asked:
 
 
 def _described(cluster: Cluster) -> Machine:
-    """Describe a Hopper GPU with every package that some part asks for."""
+    """Return a Hopper GPU's Machine, with all optional packages."""
     packages = packages_of(load_catalog()) | {"triton", "ml_dtypes"}
     return Machine("cuda", _HOPPER, packages, name=cluster.gpu.name)

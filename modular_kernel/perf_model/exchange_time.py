@@ -1,18 +1,18 @@
-"""Microseconds of a dispatch and of a combine between ranks.
+"""Time model of a dispatch and of a combine between ranks.
 
     t = start + latency + max over links of  bytes / (bandwidth * reached)
 
-bytes: what the busier of sender and receiver has on that link. A token's row goes
+bytes: of the busier of sender and receiver on that link. The rows of a token are sent
     "rank"   once to each other rank that holds one of its experts:  T * sum of meets(r)
-    "pair"   once for each of its K experts that is elsewhere:       T * K * (W - 1) / W
-    "host"   once to each other host that holds one of its experts: T * sum of meets_host(h) there,
-             and on from there to its ranks, as many rows inside as "rank" has everywhere
+    "pair"   once for each of its K experts on another rank:         T * K * (W - 1) / W
+    "host"   once to each other host that holds one of its experts: T * sum of meets_host(h), and
+             from there to its ranks, with as many rows inside the host as "rank" has in total
     "all"    to every other rank:                                    T * (W - 1)
-    "sum"    not at all, but ranks agree first; (T, H) float32 is all-reduced: 2 * (W - 1) / W of it
+    "sum"    not at all, but ranks synchronize; (T, H) float32 is all-reduced: 2 * (W - 1) / W of it
 
-meets(r): the chance that a token has an expert on rank r (sizing.load); with skew the fullest rank
-receives most. Links inside and between hosts carry at the same time. latency: of the network, for
-exchanges that leave the host.
+meets(r): probability that a token has an expert on rank r (`perf_model.load`); with skew the
+fullest rank receives most. Links inside and between hosts transfer concurrently. latency: of the
+network, for exchanges that leave the host.
 """
 
 from dataclasses import dataclass
@@ -26,12 +26,15 @@ from modular_kernel.spec.quantization import QuantScheme
 _SCALE_BYTES = 4
 _FLOAT32 = 4
 KINDS = ("rank", "pair", "all", "sum", "host")
-_CHUNK_TOKENS = 1024  # at least, in a piece of a part whose hops overlap piece by piece
+_CHUNK_TOKENS = 1024  # minimum tokens per piece of a part that overlaps its hops
 
 
 @dataclass(frozen=True)
 class Way:
-    """One direction. start: seconds before the first byte. reached: of a link's bandwidth."""
+    """One direction.
+
+    start: seconds before the first byte. reached: fraction of a link's bandwidth.
+    """
 
     start: float
     reached: float
@@ -39,10 +42,12 @@ class Way:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a part exchanges. rows: see the module. quantized: activations travel as the scheme
-    stores them. between: of the network's bandwidth. source: where the numbers are from.
+    """Exchange model of a prepare/finalize part.
 
-    A part of somebody else's is known by a class attribute `traffic` of this type.
+    rows: see the module. quantized: activations are sent as the scheme stores them. between:
+    fraction of the network's bandwidth. source: of the parameters.
+
+    A part outside this package can define a class attribute `traffic` of this type.
     """
 
     rows: str
@@ -50,9 +55,9 @@ class Traffic:
     combine: Way
     source: str
     quantized: bool = True
-    quantizing: float = 0.0  # seconds that it adds to a dispatch
+    quantizing: float = 0.0  # seconds added to a dispatch with quantization
     between: float = 0.9
-    pieces: int | None = None  # "host": in which the two hops overlap, at most; None: row by row
+    pieces: int | None = None  # "host": maximum pieces in which hops overlap; None: row by row
 
     def __post_init__(self) -> None:
         if self.rows not in KINDS:
@@ -63,7 +68,7 @@ class Traffic:
 _NCCL = "fitted at 1 and 4096 tokens on two GPUs; eager, and mostly the host's time"
 DEEPEP, DEEPEP_HT, DEEPEP_2 = "DeepEP low latency", "DeepEP high throughput", "DeepEP 2"
 
-# By the name of a PrepareAndFinalize; sizing.compare says which cells they were fitted to.
+# By the name of a PrepareAndFinalize. For the measurements of the fit see perf_model.compare.
 TRAFFIC = {
     "MoEPrepareAndFinalizeNoEP": Traffic("rank", Way(0, 1), Way(0, 1), "nothing travels"),
     "SymmMemPrepareAndFinalize": Traffic(
@@ -76,7 +81,7 @@ TRAFFIC = {
     "TorchAll2AllPrepareAndFinalize": Traffic(
         "rank", Way(1200e-6, 0.37), Way(280e-6, 0.21), _NCCL, quantizing=700e-6
     ),
-    # Its outer hop begins as TorchAll2All's does, its inner one reaches what SymmMem's does.
+    # The outer hop starts like TorchAll2All, the inner one has the bandwidth of SymmMem.
     "HostThenRankPrepareAndFinalize": Traffic(
         "host",
         Way(1205e-6, 0.92),
@@ -90,7 +95,7 @@ TRAFFIC = {
     ),
     "ReplicatedEPPrepareAndFinalize": Traffic("sum", Way(645e-6, 1), Way(180e-6, 0.60), _NCCL),
 }
-# Libraries by themselves: what a user who sizes for many hosts would otherwise ask for.
+# Exchange libraries, as alternatives for many hosts.
 OTHERS = {
     DEEPEP: Traffic(
         "pair",
@@ -108,7 +113,7 @@ OTHERS = {
         "host", Way(17e-6, 0.80), Way(18e-6, 0.80), "start as on four GPUs, links as DeepEP's first"
     ),
 }
-# Where a library serves a part's problem, it serves the part's users; and what it is not made for.
+# Library -> part that uses it, whose compatibility rules apply.
 PARTS_OVER = {
     DEEPEP: "DeepEPLLPrepareAndFinalize",
     DEEPEP_HT: "DeepEPHTPrepareAndFinalize",
@@ -118,7 +123,7 @@ _FEW_TOKENS = 256
 
 
 def caveat(name: str, problem: Problem) -> str:
-    """Say what a library's users should know of such a problem; "" for nothing."""
+    """Return the limits of a library for such a problem, or ""."""
     if name != DEEPEP or problem.tokens <= _FEW_TOKENS:
         return ""
     row = problem.hidden * problem.dtype.itemsize
@@ -131,7 +136,7 @@ def caveat(name: str, problem: Problem) -> str:
 
 @dataclass(frozen=True)
 class ExchangeTime:
-    """Seconds; bytes: that a rank sends or gets in the dispatch and in the combine."""
+    """Seconds of a dispatch and a combine, and the bytes that a rank sends or receives in each."""
 
     dispatch: float
     combine: float
@@ -142,7 +147,7 @@ class ExchangeTime:
 def row_bytes(problem: Problem, traffic: Traffic) -> float:
     """Return the bytes of one dispatched row.
 
-    Activations and their scales count; ids and weights are left out.
+    Activations and their scales are counted; ids and weights are not.
     """
     scheme: QuantScheme = problem.scheme
     if not traffic.quantized or not scheme.travels_quantized:
@@ -158,33 +163,35 @@ def exchange_time(
     world = problem.parallel.world_size
     if world == 1:
         return ExchangeTime(0.0, 0.0, 0.0, 0.0)
-    back = problem.hidden * problem.dtype.itemsize
+    combine_row = problem.hidden * problem.dtype.itemsize
     if traffic.rows == "sum":
-        whole = 2 * (world - 1) / world * problem.tokens * problem.hidden * _FLOAT32
-        combine = _ring(whole, traffic, cluster, world)
-        return ExchangeTime(traffic.dispatch.start, combine, 0.0, whole)
+        reduced_bytes = 2 * (world - 1) / world * problem.tokens * problem.hidden * _FLOAT32
+        combine = _ring(reduced_bytes, traffic, cluster, world)
+        return ExchangeTime(traffic.dispatch.start, combine, 0.0, reduced_bytes)
     if traffic.rows == "host" and world > cluster.per_host:
         return _by_host(problem, traffic, load, cluster)
     rows = _rows(problem, traffic, load)
-    there = row_bytes(problem, traffic)
-    quantizing = traffic.quantizing if there != back else 0.0
-    dispatch = _seconds(rows * there, traffic.dispatch, traffic, cluster, world) + quantizing
-    combine = _seconds(rows * back, traffic.combine, traffic, cluster, world)
-    return ExchangeTime(dispatch, combine, rows * there, rows * back)
+    dispatch_row = row_bytes(problem, traffic)
+    quantizing = traffic.quantizing if dispatch_row != combine_row else 0.0
+    dispatch = _seconds(rows * dispatch_row, traffic.dispatch, traffic, cluster, world) + quantizing
+    combine = _seconds(rows * combine_row, traffic.combine, traffic, cluster, world)
+    return ExchangeTime(dispatch, combine, rows * dispatch_row, rows * combine_row)
 
 
 def _by_host(
     problem: Problem, traffic: Traffic, load: EstimatedLoad, cluster: Cluster
 ) -> ExchangeTime:
-    """Rows cross the network once for each host; as many as ranks need go on inside.
+    """Return the times if rows cross the network once per host, and go on to its ranks.
 
-    What is passed on in pieces overlaps but for one of them.
+    With pieces, the two hops overlap except for one piece.
     """
-    world, here = problem.parallel.world_size, cluster.per_host
-    outside = problem.tokens * (-(-world // here) - 1) * load.meets_host
-    inside = problem.tokens * world * max(load.meets, load.meets_fullest) * (here - 1) / here
-    back, there = problem.hidden * problem.dtype.itemsize, row_bytes(problem, traffic)
-    pieces = traffic.pieces and min(traffic.pieces, here, -(-problem.tokens // _CHUNK_TOKENS))
+    world, host_ranks = problem.parallel.world_size, cluster.per_host
+    outside = problem.tokens * (-(-world // host_ranks) - 1) * load.meets_host
+    inside = (
+        problem.tokens * world * max(load.meets, load.meets_fullest) * (host_ranks - 1) / host_ranks
+    )
+    combine_row, dispatch_row = problem.hidden * problem.dtype.itemsize, row_bytes(problem, traffic)
+    pieces = traffic.pieces and min(traffic.pieces, host_ranks, -(-problem.tokens // _CHUNK_TOKENS))
 
     def seconds(each: float, way: Way) -> float:
         network = outside * each / (cluster.between.bandwidth * traffic.between)
@@ -192,15 +199,20 @@ def _by_host(
         hops = max(network, links) + (min(network, links) / pieces if pieces else 0.0)
         return way.start + _latency(cluster.inside, cluster.between) + hops
 
-    quantizing = traffic.quantizing if there != back else 0.0
-    dispatch = seconds(there, traffic.dispatch) + quantizing
-    return ExchangeTime(dispatch, seconds(back, traffic.combine), outside * there, outside * back)
+    quantizing = traffic.quantizing if dispatch_row != combine_row else 0.0
+    dispatch = seconds(dispatch_row, traffic.dispatch) + quantizing
+    return ExchangeTime(
+        dispatch,
+        seconds(combine_row, traffic.combine),
+        outside * dispatch_row,
+        outside * combine_row,
+    )
 
 
 def network_rows(
     problem: Problem, traffic: Traffic, load: EstimatedLoad, cluster: Cluster
 ) -> float:
-    """Return the rows of a token that leave the host in a dispatch, an expected number."""
+    """Return the expected number of rows per token that leave the host in a dispatch."""
     near, far = cluster.peers(problem.parallel.world_size)
     if not far or traffic.rows == "sum":
         return 0.0
@@ -210,7 +222,7 @@ def network_rows(
 
 
 def _rows(problem: Problem, traffic: Traffic, load: EstimatedLoad) -> float:
-    """Return the rows that the busiest rank sends or gets, to and from all others."""
+    """Return the rows that the busiest rank sends or receives."""
     tokens, world = problem.tokens, problem.parallel.world_size
     if traffic.rows == "all":
         return float(tokens * (world - 1))
@@ -220,7 +232,7 @@ def _rows(problem: Problem, traffic: Traffic, load: EstimatedLoad) -> float:
 
 
 def _seconds(nbytes: float, way: Way, traffic: Traffic, cluster: Cluster, world: int) -> float:
-    """Rows go to all ranks alike, so each link has its ranks' part."""
+    """Return the time of an exchange with equal rows to all ranks, over both kinds of links."""
     near, far = cluster.peers(world)
     inside = nbytes * near / (near + far) / (cluster.inside.bandwidth * way.reached)
     if not far:
@@ -230,7 +242,7 @@ def _seconds(nbytes: float, way: Way, traffic: Traffic, cluster: Cluster, world:
 
 
 def _ring(nbytes: float, traffic: Traffic, cluster: Cluster, world: int) -> float:
-    """Return the time of an all-reduce, which is as fast as its slowest link."""
+    """Return the time of an all-reduce, limited by the slowest link."""
     _, far = cluster.peers(world)
     link = cluster.between if far else cluster.inside
     reached = traffic.between if far else traffic.combine.reached

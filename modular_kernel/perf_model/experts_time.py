@@ -1,21 +1,20 @@
-"""Microseconds of the experts on one GPU: from what must be computed and moved, and three measured
-numbers for each number format.
+"""Time model of the experts on one GPU, with three fitted parameters per number format.
 
     t = a + ((m / em) ** p + (c / ec) ** p) ** (1 / p),  p = 2.5
 
     m   bytes / bandwidth: weights of the touched experts once; the activations between the
-        products and the experts' rows, each written and read; x and y
+        GEMMs and the experts' rows, each written and read; x and y
     c   2 * rows * elements / peak: rows are the pairs and, for each touched expert, half a tile
-        computed in vain; tile = rows of an expert, rounded up to a power of two, 16 to 128
-    a   microseconds of launches and of their first bytes, whatever is computed
-    em, ec   the parts of the bandwidth and of the peak that are reached
+        of padding; tile = rows of an expert, rounded up to a power of two, 16 to 128
+    a   time of launches and of their first bytes, independent of the work
+    em, ec   fractions of the bandwidth and of the peak that are reached
 
-No launch that unpacks or orders weights of 4 bits in each call is in it, so that prepared weights
-change nothing here.
+Launches that unpack or reorder 4-bit weights in each call are not included, so prepared weights do
+not change the time.
 
-p lies between a sum (nothing overlaps) and a maximum (all does). a, em and ec were fitted to 12
-cells of each format (FITTED shapes, 1 to 16384 tokens, one H200, planned kernels in CUDA graphs;
-docs/benchmarks/h200-layers.json); p is the one of 2, 2.5 and 3 that fits all formats best.
+p is between a sum (no overlap) and a maximum (full overlap). a, em and ec were fitted to 12 cells
+of each format (FITTED shapes, 1 to 16384 tokens, one H200, planned kernels in CUDA graphs;
+docs/benchmarks/h200-layers.json). p is the one of 2, 2.5 and 3 with the best fit over all formats.
 """
 
 import math
@@ -35,14 +34,14 @@ _LEAST_TILE, _MOST_TILE = 16, 128
 
 @dataclass(frozen=True)
 class Efficiency:
-    """a: seconds. memory, compute: of the bandwidth and of the peak."""
+    """Fitted parameters. start: a in seconds. memory, compute: em and ec."""
 
     start: float
     memory: float
     compute: float
 
 
-# Of TritonExperts. By the operands: a scheme without numbers of its own takes those beside it.
+# TritonExperts by scheme. Other schemes use the entry with similar operands.
 MEASURED = {
     "none": Efficiency(4.0e-6, 0.91, 0.82),
     "fp8_w8a8_channel": Efficiency(10.0e-6, 0.84, 0.73),
@@ -53,7 +52,7 @@ PART = "TritonExperts"
 
 @dataclass(frozen=True)
 class ExpertsTime:
-    """seconds: in all. memory, compute: what each alone would take. source: whose efficiency."""
+    """Seconds in total; memory, compute: of each alone. source: of the parameters."""
 
     seconds: float
     memory: float
@@ -66,7 +65,7 @@ class ExpertsTime:
 
 
 def efficiency(scheme: QuantScheme) -> tuple[Efficiency, str]:
-    """Return the efficiency of a scheme, and whether it was measured or is that of the nearest."""
+    """Return the parameters for a scheme, and whether they were measured or are the nearest."""
     if scheme.name in MEASURED:
         return MEASURED[scheme.name], f"measured, of scheme {scheme.name}"
     nearest = "fp8_w8a8_channel" if scheme.activation != "none" else "none"
@@ -74,9 +73,9 @@ def efficiency(scheme: QuantScheme) -> tuple[Efficiency, str]:
 
 
 def experts_time(problem: Problem, load: EstimatedLoad, gpu: Gpu) -> ExpertsTime:
-    """Return the time of the rank with that load. problem.tokens: of one rank."""
+    """Return the time of the rank with this load. problem.tokens: of one rank."""
     scheme = problem.scheme
-    used, source = efficiency(scheme)
+    parameters, source = efficiency(scheme)
     elements = (problem.w1_rows + problem.intermediate) * problem.hidden
     per_expert = load.pairs / max(load.touched, 1e-9)
     power = math.ceil(math.log2(max(per_expert, 1.0)))
@@ -84,17 +83,17 @@ def experts_time(problem: Problem, load: EstimatedLoad, gpu: Gpu) -> ExpertsTime
     rows = load.pairs + load.touched * tile / 2
     rate = gpu.flops.get(operand_type(problem, scheme)) or min(gpu.flops.values())
     flops = 2 * rows * elements + whole_work(problem, rows, load.touched).flops
-    compute = flops / rate / used.compute
-    memory = _bytes(problem, load) / gpu.bandwidth / used.memory
-    seconds = used.start + (memory**_P + compute**_P) ** (1 / _P)
+    compute = flops / rate / parameters.compute
+    memory = _bytes(problem, load) / gpu.bandwidth / parameters.memory
+    seconds = parameters.start + (memory**_P + compute**_P) ** (1 / _P)
     return ExpertsTime(seconds, memory, compute, source)
 
 
 def _bytes(problem: Problem, load: EstimatedLoad) -> float:
-    """Return the bytes moved to and from the GPU's memory."""
+    """Return the bytes read from and written to the GPU's memory."""
     size, scheme = problem.dtype.itemsize, problem.scheme
-    between = size if scheme.activation == "none" else 1
+    activation_bytes = size if scheme.activation == "none" else 1
     weights = load.touched * expert_bytes(problem, scheme)
     weights += whole_work(problem, load.pairs, load.touched).bytes
-    each = 2 * problem.intermediate * between + 2 * problem.hidden * size
-    return weights + load.pairs * each + 2 * load.tokens * problem.hidden * size
+    bytes_per_pair = 2 * problem.intermediate * activation_bytes + 2 * problem.hidden * size
+    return weights + load.pairs * bytes_per_pair + 2 * load.tokens * problem.hidden * size

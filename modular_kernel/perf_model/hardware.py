@@ -1,8 +1,8 @@
-"""The machine that is sized for, as numbers: one GPU, and the links between GPUs.
+"""Hardware parameters of the performance model: one GPU, and the links between GPUs.
 
-Defaults are of an H200 host (docs/benchmarks/h200-layers.json for the GPU, docs/benchmarks/
-h200-exchange.md for the link inside a host); the network between hosts is a given 400 Gb/s for
-each GPU, with what published tables of DeepEP imply for its efficiency and latency.
+Defaults are those of an H200 host (docs/benchmarks/h200-layers.json for the GPU, docs/benchmarks/
+h200-exchange.md for the link inside a host). The network between hosts is assumed to have 400 Gb/s
+per GPU, with the efficiency and latency that DeepEP's published tables imply.
 """
 
 from dataclasses import dataclass, field
@@ -14,8 +14,11 @@ _GIGA, _TERA = 1e9, 1e12
 
 @dataclass(frozen=True)
 class Gpu:
-    """flops: per second, by the operands' type as bench.floor.operand_type names it. bandwidth:
-    bytes per second of its memory. memory: bytes."""
+    """One GPU.
+
+    flops: per second, by the operands' type, see measure.roofline.operand_type. bandwidth: bytes
+    per second of its memory. memory: bytes.
+    """
 
     name: str = "NVIDIA H200"
     flops: dict[str, float] = field(
@@ -37,8 +40,11 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Link:
-    """bandwidth: bytes per second out of one GPU, and as many into it. latency: seconds that it
-    adds to an exchange, beyond those of the part that makes it."""
+    """A link of one GPU.
+
+    bandwidth: bytes per second in each direction. latency: seconds added to an exchange, in
+    addition to those of the part.
+    """
 
     bandwidth: float
     latency: float = 0.0
@@ -51,8 +57,11 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts of `per_host` GPUs. inside: the link between GPUs of a host. between: each GPU's share
-    of the network; both carry at the same time."""
+    """Hosts of `per_host` GPUs each.
+
+    inside: the link between GPUs of a host. between: each GPU's share of the network. Both transfer
+    concurrently.
+    """
 
     gpu: Gpu = field(default_factory=Gpu)
     inside: Link = field(default_factory=lambda: Link(393 * _GIGA))
@@ -64,9 +73,9 @@ class Cluster:
             raise ConfigurationError("ranks of a host", got=self.per_host, need="1 to 1024")
 
     def peers(self, world_size: int) -> tuple[int, int]:
-        """Count the other ranks in this host, and the ranks in other hosts."""
-        here = min(self.per_host, world_size)
-        return here - 1, world_size - here
+        """Return the numbers of other ranks on this host, and on other hosts."""
+        host_ranks = min(self.per_host, world_size)
+        return host_ranks - 1, world_size - host_ranks
 
 
 def _positive(what: str, value: float) -> None:

@@ -1,15 +1,16 @@
-"""What a routing asks of one rank: expected values, no random draws but of which experts are hot.
+"""Expected load of one rank by a routing. Only the placement of popular experts is sampled.
 
-Letters as in modular_kernel.tensors; W ranks, e = E / W experts each, T tokens of each rank, and
-pi_i the chance that a token has expert i among its K (sum over i: K).
+Letters as in modular_kernel.tensors; W ranks with e = E / W experts each, T tokens per rank, and
+pi_i the probability that a token has expert i among its K (they sum to K).
 
 uniform   pi_i = K / E
-zipfA     K draws without replacement with odds 1 / place ** A: an expert is drawn by the time its
-          exponential clock rings before lambda, pi_i = 1 - exp(-lambda / place ** A), lambda such
-          that they sum to K
-hotN      pi = 1 for min(N, K) experts, the others share what is left of K
+zipfA     K draws without replacement with odds 1 / place ** A: an expert is drawn if its
+          exponential clock rings before lambda, pi_i = 1 - exp(-lambda / place ** A), with lambda
+          such that they sum to K
+hotN      pi = 1 for min(N, K) experts; the others share the rest of K
 
-Of group-limited routing, uniform alone: M of G equal blocks of experts are drawn, then K of theirs.
+Group-limited routing is supported for uniform only: M of G equal blocks of experts are drawn, then
+K experts of those.
 """
 
 import math
@@ -22,17 +23,17 @@ from statistics import NormalDist, fmean
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.measure.routing_patterns import RoutingKind
 
-_SHUFFLES = 64  # of experts over ranks, where experts are unlike
+_SHUFFLES = 64  # random placements of experts with different probabilities
 _HALVINGS = 100
 
 
 @dataclass(frozen=True)
 class EstimatedLoad:
-    """Of the rank with the most work. pairs: (token, expert) products. touched: of its experts.
+    """Load of the rank with the most work.
 
-    tokens: of all ranks, that have an expert there.
-    meets: the chance that a token has an expert on a given other rank, mean and on this rank.
-    meets_host: on a given other host, mean.
+    pairs: (token, expert) pairs. touched: its experts with a pair. tokens: those of all ranks with
+    an expert there. meets: probability that a token has an expert on a given other rank, mean over
+    ranks. meets_fullest: the same for this rank. meets_host: the same for a given other host, mean.
     """
 
     pairs: float
@@ -51,7 +52,7 @@ class Groups:
     kept: int = 1
 
     def check(self, experts: int, top_k: int) -> None:
-        """ConfigurationError where that many experts have no such groups."""
+        """Raise ConfigurationError if the experts cannot be divided into such groups."""
         fits = 1 <= self.kept <= self.count and experts % self.count == 0
         if not fits or experts // self.count * self.kept < top_k:
             got = f"{self.kept} of {self.count} groups"
@@ -72,9 +73,9 @@ def rank_load(
     per_host: int | None = None,
     groups: Groups = ONE_GROUP,
 ) -> EstimatedLoad:
-    """For `tokens` tokens of each of `world_size` ranks that hold blocks of the experts.
+    """Return the load for `tokens` tokens on each of `world_size` ranks with blocks of experts.
 
-    per_host: ranks of a host; None: all of them.
+    per_host: ranks of a host; None means all of them.
     """
     if not 1 <= top_k <= experts or not 1 <= world_size <= experts:
         need = f"1 to experts = {experts}, both"
@@ -93,7 +94,7 @@ def rank_load(
 
 @cache
 def inclusion(experts: int, top_k: int, kind: RoutingKind) -> tuple[float, ...]:
-    """pi_i, the likeliest first."""
+    """Return pi_i, in descending order."""
     if kind.kind == "uniform":
         return (top_k / experts,) * experts
     if kind.kind == "hot":
@@ -115,42 +116,53 @@ def _total(odds: list[float], rate: float) -> float:
 
 
 def _touched(chances: list[float], tokens: int) -> float:
-    """Experts with one of so many tokens: the sum of 1 - (1 - pi) ** tokens."""
+    """Return the expected experts with a token: the sum of 1 - (1 - pi) ** tokens."""
     return sum(1 - (1 - chance) ** tokens for chance in chances)
 
 
 def _uniform(
     chances: tuple[float, ...], top_k: int, world: int, tokens: int, hosts: int, groups: Groups
 ) -> EstimatedLoad:
-    """Ranks are alike; the fullest of W has Phi^-1((W - 3/8) / (W + 1/4)) standard deviations more
-    than the mean (Blom), of a hypergeometric number of pairs for each token."""
-    experts, everyone = len(chances), tokens * world
-    held = experts / world
-    share = held / experts
+    """Return the load of equally likely experts.
+
+    The fullest of W ranks has Phi^-1((W - 3/8) / (W + 1/4)) standard deviations more pairs than the
+    mean (Blom). The number of pairs per token is hypergeometric.
+    """
+    experts, all_tokens = len(chances), tokens * world
+    local_experts = experts / world
+    share = local_experts / experts
     variance = top_k * share * (1 - share) * (experts - top_k) / max(experts - 1, 1)
-    more = NormalDist().inv_cdf((world - 0.375) / (world + 0.25)) * math.sqrt(everyone * variance)
-    pairs = everyone * top_k * share + more
-    touched = held * (1 - (1 - top_k / experts) ** everyone)
-    meets = 1 - _misses_in_groups(experts, top_k, held, groups)
-    host = 1 - _misses_in_groups(experts, top_k, experts / hosts, groups)
-    return EstimatedLoad(pairs, min(touched, pairs), everyone * meets, meets, meets, host)
+    excess = NormalDist().inv_cdf((world - 0.375) / (world + 0.25)) * math.sqrt(
+        all_tokens * variance
+    )
+    pairs = all_tokens * top_k * share + excess
+    touched = local_experts * (1 - (1 - top_k / experts) ** all_tokens)
+    meets = 1 - _misses_in_groups(experts, top_k, local_experts, groups)
+    meets_host = 1 - _misses_in_groups(experts, top_k, experts / hosts, groups)
+    return EstimatedLoad(pairs, min(touched, pairs), all_tokens * meets, meets, meets, meets_host)
 
 
 def _misses_in_groups(experts: int, top_k: int, held: float, groups: Groups) -> float:
-    """Return the chance that none of a token's experts is among `held` in a row: the mean over how
-    many of the groups there are kept."""
+    """Return the probability that none of a token's experts is among `held` adjacent ones.
+
+    This is the mean over the number of these groups that are kept.
+    """
     size, kept = experts / groups.count, groups.kept
-    there = max(1, round(held / size))  # groups that a rank or host has, or has a part of
-    whole = math.comb(groups.count, kept)
-    found = 0.0
-    for both in range(max(0, kept - (groups.count - there)), min(there, kept) + 1):
-        ways = math.comb(there, both) * math.comb(groups.count - there, kept - both)
-        found += ways / whole * _misses(round(kept * size), top_k, held * both / there)
-    return found
+    groups_here = max(1, round(held / size))  # groups that a rank or host holds, at least in part
+    combinations = math.comb(groups.count, kept)
+    probability = 0.0
+    for kept_here in range(max(0, kept - (groups.count - groups_here)), min(groups_here, kept) + 1):
+        ways = math.comb(groups_here, kept_here) * math.comb(
+            groups.count - groups_here, kept - kept_here
+        )
+        probability += (
+            ways / combinations * _misses(round(kept * size), top_k, held * kept_here / groups_here)
+        )
+    return probability
 
 
 def _misses(experts: int, top_k: int, held: float) -> float:
-    """Return the chance that none of K distinct experts is in `held`: C(E - e, K) / C(E, K)."""
+    """Return the probability that none of K experts is among `held`: C(E - e, K) / C(E, K)."""
     left = experts - held
     if left < top_k:
         return 0.0
@@ -162,10 +174,9 @@ def _log_choose(n: float, k: float) -> float:
 
 
 def _skewed(chances: tuple[float, ...], world: int, tokens: int, hosts: int) -> EstimatedLoad:
-    """Which rank has which of the unlike experts is drawn anew each time: means over shuffles with
-    a fixed seed of what the fullest rank gets."""
-    generator, everyone = random.Random(0), tokens * world
-    found: list[EstimatedLoad] = []
+    """Return the mean load over random placements (fixed seed) of experts that differ."""
+    generator, all_tokens = random.Random(0), tokens * world
+    loads: list[EstimatedLoad] = []
     for _ in range(_SHUFFLES if world > 1 else 1):
         order = list(chances)
         generator.shuffle(order)
@@ -173,20 +184,24 @@ def _skewed(chances: tuple[float, ...], world: int, tokens: int, hosts: int) -> 
         fullest = max(ranks, key=sum)
         meets, on_hosts = ([_met(block) for block in blocks]
                            for blocks in (ranks, _shared(order, hosts)))  # fmt: skip
-        most = _met(fullest)
-        pairs, touched = everyone * sum(fullest), _touched(fullest, everyone)
-        host = fmean(on_hosts)
-        found.append(EstimatedLoad(pairs, touched, everyone * most, fmean(meets), most, host))
+        meets_fullest = _met(fullest)
+        pairs, touched = all_tokens * sum(fullest), _touched(fullest, all_tokens)
+        meets_host = fmean(on_hosts)
+        loads.append(
+            EstimatedLoad(
+                pairs, touched, all_tokens * meets_fullest, fmean(meets), meets_fullest, meets_host
+            )
+        )
     names = EstimatedLoad.__dataclass_fields__
-    return EstimatedLoad(*(fmean(getattr(load, name) for load in found) for name in names))
+    return EstimatedLoad(*(fmean(getattr(load, name) for load in loads) for name in names))
 
 
 def _shared(chances: list[float], among: int) -> list[list[float]]:
-    """Cut into blocks of one size, or one more."""
+    """Split into contiguous blocks whose sizes differ by at most one."""
     ends = [len(chances) * each // among for each in range(among + 1)]
     return [chances[start:stop] for start, stop in pairwise(ends)]
 
 
 def _met(chances: list[float]) -> float:
-    """Return the chance that a token has one of these experts."""
+    """Return the probability that a token has one of these experts."""
     return 1 - math.prod(1 - chance for chance in chances)

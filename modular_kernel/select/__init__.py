@@ -1,1 +1,1 @@
-"""Choosing a pairing by measurement: candidates, timing, cache, and the composed layer."""
+"""Selection of a pairing by measurement: candidates, timing, cache, and the composed layer."""

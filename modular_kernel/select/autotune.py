@@ -1,13 +1,13 @@
-"""compose: at every number of tokens the default pairing, or one that is known to be faster.
+"""`compose`: the default pairing, or a faster one, for each number of tokens.
 
-    kernel = compose(problem)            # times what the cache does not have, within the budget
+    kernel = compose(problem)            # times what is not cached, within the budget
     kernel = compose(problem, terms=Terms(budget=0))    # times nothing
     plan = kernel.plan()
-    plan.warm_up(weights)                # compiles; from here on a call only launches
+    plan.warm_up(weights)                # compiles; afterwards a call only launches
 
-With the same cache the same choice is made. Over ranks (problem.parallel.world_size > 1) every rank
-calls it, with the process group; all of them get the same choice, whose times are the slowest
-rank's.
+The same cache leads to the same choice. With several ranks (problem.parallel.world_size > 1) every
+rank calls it with the process group, and all ranks get the same choice, based on the times of the
+slowest rank.
 """
 
 import logging
@@ -35,28 +35,28 @@ from modular_kernel.utils.argument_checks import check_fields, expect
 _LOG = logging.getLogger("modular_kernel.select")
 _MOST_BUCKETS = 48
 BUDGET_S = 20.0
-# What building, compiling and timing the first pairing is expected to take.
+# Estimated seconds to build, compile and time the first pairing.
 _FIRST_STEP_S = {"cuda": 2.0, "cpu": 0.1}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What may be timed, and for how long.
+    """The measurements that `compose` may make, and their time limit.
 
-    tokens: the numbers of tokens at which pairings are compared; None takes powers of two up to
-        problem.tokens, and that. Any other number of tokens runs on the default pairing, unless
-        both of its neighbors here chose another one.
-    budget: seconds for all of it, making weights and compiling included. A pairing is not begun
-        where the longest one so far would not end in time; small numbers of tokens come first.
-        What is not reached has the pairing that the shipped record is sure of, else the default;
-        a later call continues. 0 times nothing.
-    routing: how tokens are spread over experts, as measure.routing.RoutingKind parses.
-    replicated: with several ranks, each passes the same tokens.
-    folder: of the cache; None takes the one of the settings.
-    fresh: time again what the cache has.
-    tell: called with each Bucket when it was timed.
+    tokens: the token counts at which pairings are compared. None uses the powers of two below
+        problem.tokens, and problem.tokens. Between two of them the default pairing is used, unless
+        both selected the same other pairing.
+    budget: seconds for all measurements, including the creation of weights and compilation. A
+        pairing is skipped if the longest one so far would not finish in time. Small token counts
+        are timed first. Where nothing was timed, the pairing that the shipped record trusts is
+        used, else the default; a later call continues. 0 times nothing.
+    routing: distribution of tokens over experts, in the syntax of RoutingKind.parse.
+    replicated: all ranks pass the same tokens.
+    folder: of the cache. None uses the one in the settings.
+    fresh: ignore cached times.
+    tell: called with each Bucket after it was timed.
 
-    ConfigurationError for a value out of range.
+    Raises ConfigurationError for a value out of range.
     """
 
     tokens: tuple[int, ...] | None = None
@@ -72,13 +72,13 @@ class Terms:
         if not 0 <= self.budget < float("inf"):
             raise ConfigurationError("budget", got=self.budget, need="seconds >= 0")
         RoutingKind.parse(self.routing)
-        given = self.tokens
-        if given is not None and (not 1 <= len(given) <= _MOST_BUCKETS or min(given) < 1):
+        tokens = self.tokens
+        if tokens is not None and (not 1 <= len(tokens) <= _MOST_BUCKETS or min(tokens) < 1):
             need = f"1 to {_MOST_BUCKETS} numbers >= 1"
-            raise ConfigurationError("tokens to measure", got=given, need=need)
+            raise ConfigurationError("tokens to measure", got=tokens, need=need)
 
     def buckets(self, problem: Problem) -> tuple[int, ...]:
-        """Return the numbers of tokens at which pairings are compared, ascending."""
+        """Return the token counts at which pairings are compared, ascending."""
         if self.tokens is None:
             return bucket_tokens(problem.tokens)
         if max(self.tokens) > problem.tokens:
@@ -94,16 +94,15 @@ def compose(
     group: object | None = None,
     terms: Terms | None = None,
 ) -> ComposedKernel:
-    """Build one kernel that runs, at every number of tokens, the default pairing or a faster one.
+    """Build a kernel that runs the default pairing, or a faster one, for each number of tokens.
 
-    Another pairing than the default serves where it was measured to be faster by more than the
-    noise, or where the shipped record leaves no doubt. A line of what was timed, and what was not,
-    goes to the log as INFO (logger "modular_kernel.select").
+    Another pairing than the default is used if it was measured to be faster by more than the noise,
+    or if the shipped record is unambiguous. A line about what was and was not timed is logged as
+    INFO (logger "modular_kernel.select").
 
-    machine: None means this one. group: the process group where ranks take part; None means the
-    default one. terms: None means Terms().
-
-    IncompatibleError with every reason if no pairing is valid.
+    machine: None means this one. group: process group of several ranks; None means the default
+    group. terms: None means Terms(). Raises IncompatibleError with every reason if no pairing is
+    valid.
     """
     machine = this_machine() if machine is None else machine
     choice = choose(problem, machine, group=group, terms=terms)
@@ -123,28 +122,28 @@ def choose(
     group: object | None = None,
     terms: Terms | None = None,
 ) -> Choice:
-    """Return what `compose` would build, and why. Collective over ranks."""
+    """Return the Choice that `compose` builds. Collective over ranks."""
     expect("problem", problem, Problem)
     expect("machine", machine, Machine | None)
     expect("terms", terms, Terms | None)
     machine, terms = machine or this_machine(), terms or Terms()
-    team, tokens = team_of(problem, group), terms.buckets(problem)
-    budget = Budget(terms.budget, team, first_step=_FIRST_STEP_S[machine.device])
-    # Calls of more tokens than the largest bucket are served too, up to the problem's tokens.
-    asked = tuple(dict.fromkeys((*tokens, problem.tokens)))
-    candidates = find(problem, machine, asked, replicated=terms.replicated)
+    ranks, tokens = team_of(problem, group), terms.buckets(problem)
+    budget = Budget(terms.budget, ranks, first_step=_FIRST_STEP_S[machine.device])
+    # Calls with more tokens than the largest bucket, up to the problem's, also need a pairing.
+    token_counts = tuple(dict.fromkeys((*tokens, problem.tokens)))
+    candidates = find(problem, machine, token_counts, replicated=terms.replicated)
     options = _options(problem, machine, terms, tokens, candidates)
     identity = cache_keys.identity(
         problem, machine, routing=terms.routing, replicated=terms.replicated
     )
     versions = cache_keys.versions(machine)
     facts = identity | versions
-    _alike(team, facts | {"tokens": str(asked), "fresh": str(terms.fresh)})
+    _alike(ranks, facts | {"tokens": str(token_counts), "fresh": str(terms.fresh)})
     cache = Cache(terms.folder or read_settings().cache_dir, identity, versions)
     search = Search(
         problem,
         machine,
-        team,
+        ranks,
         candidates,
         options,
         cache,
@@ -154,19 +153,19 @@ def choose(
         fresh=terms.fresh,
         tell=terms.tell,
     )
-    found = search.run()
+    result = search.run()
     return Choice(
         problem,
         machine,
         terms.replicated,
         candidates,
         options,
-        found.buckets,
+        result.buckets,
         facts,
-        found.timed_now,
-        found.seconds,
-        found.left,
-        found.notes,
+        result.timed_now,
+        result.seconds,
+        result.left,
+        result.notes,
     )
 
 
@@ -177,7 +176,7 @@ def _options(
     tokens: tuple[int, ...],
     candidates: Candidates,
 ) -> Options:
-    """Return what can be chosen, with what the shipped record expects of it."""
+    """Return the valid pairings, with the estimates of the shipped record."""
     options = Options(
         tokens, problem.tokens, candidates.order, candidates.valid, frozenset(candidates.silent)
     )
@@ -194,7 +193,10 @@ def _options(
 
 
 def _alike(team: Team, facts: cache_keys.Facts) -> None:
-    """Ranks of unlike machines, versions or terms cannot share one choice, nor time in step."""
+    """Raise ConfigurationError if machines, versions or terms differ between ranks.
+
+    Such ranks could not share one choice, nor measure in step.
+    """
     first, *others = team.all(facts)
     for rank, other in enumerate(others, 1):
         unlike = {n: other.get(n) for n in first if other.get(n) != first[n]}

@@ -1,4 +1,4 @@
-"""The seconds that choosing may take, so that what is begun also ends within them."""
+"""Time budget of a measurement, which also limits what is started."""
 
 import time
 from collections.abc import Iterator
@@ -8,12 +8,12 @@ from modular_kernel.select.process_group import Team
 
 
 class Budget:
-    """Counts down from when it is made; over ranks rank 0's clock counts, and all ranks must ask.
+    """A countdown in seconds from its creation.
 
-    A step is what cannot be interrupted: one pairing's build, compilation and timing, or drawing
-    the inputs and the truth of one number of tokens. Any step may take as long as the longest one
-    so far, and is not begun with less time left.
-    first_step: seconds that the first one is expected to take.
+    With several ranks rank 0's clock is used, and `over` and `allows` are collective. A step cannot
+    be interrupted: the build, compilation and timing of one pairing, or the creation of the inputs
+    and expected outputs of one token count. A step is started only if the remaining time is at
+    least that of the longest step so far. first_step: estimated seconds of the first step.
     """
 
     def __init__(self, seconds: float, team: Team, *, first_step: float) -> None:
@@ -25,12 +25,12 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Seconds left by this rank's own clock, never negative."""
+        """Remaining seconds by this rank's clock, at least 0."""
         return max(self.seconds - self.spent, 0.0)
 
     @property
     def spent(self) -> float:
-        """Seconds since the start by this rank's own clock."""
+        """Seconds since the start by this rank's clock."""
         return time.monotonic() - self._start
 
     def over(self) -> bool:
@@ -38,13 +38,13 @@ class Budget:
         return self._team.leader(self.left <= 0)
 
     def allows(self, steps: int = 1) -> bool:
-        """Return whether so many more steps are expected to end in time; the same on all ranks."""
+        """Return whether this many steps are expected to finish in time; the same on all ranks."""
         longest = self._longest or self._expected
         return self._team.leader(self.left > 0 and self.left >= steps * longest)
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Run one step within it, and remember how long it took."""
+        """Measure the duration of one step."""
         start = time.monotonic()
         try:
             yield

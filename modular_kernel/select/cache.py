@@ -1,8 +1,8 @@
-"""The folder of choices: one file for each identity, shared by processes.
+"""The cache folder of choices: one file per identity, shared by processes.
 
-Writers read what is there, add their own under a lock and replace the file in one step, so a reader
-never sees half a file and no writer loses another's records. Where there is no lock to be had the
-last writer wins; its file is whole all the same.
+Writers take a lock, read the file, add their records, and replace the file atomically, so that
+readers see complete files and no records are lost. Without locks the last writer wins, and its file
+is still complete.
 """
 
 import errno
@@ -24,7 +24,7 @@ from modular_kernel.utils import json_files
 
 try:
     import fcntl as _fcntl
-except ImportError:  # not on this system: the last writer wins
+except ImportError:  # not available on this system: the last writer wins
     fcntl: Any = None
 else:
     fcntl = _fcntl
@@ -36,9 +36,9 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Found:
-    """What the cache has for an identity and versions. record: None if nothing of use.
+    """The cached record of an identity and versions, or None.
 
-    notes: what a reader should know: a file that was refused, versions that have changed.
+    notes: messages for the user, about a refused file or changed versions.
     """
 
     record: StoredChoice | None
@@ -47,9 +47,10 @@ class Found:
 
 @dataclass(frozen=True)
 class Cache:
-    """folder: made when something is first kept; None: nothing is. identity, versions: see keys.
+    """The cache of one identity. folder: created on first use; None disables the cache.
 
-    Files have the mode that the umask gives, so that users who share a folder can share choices.
+    identity, versions: see `cache_keys`. Files have the mode of the umask, so that users who share
+    a folder can share choices.
     """
 
     folder: Path | None
@@ -62,7 +63,7 @@ class Cache:
         return self.folder / FOLDER / f"{digest(self.identity)}.json"
 
     def load(self) -> Found:
-        """Return what is kept; never raise for what is in the folder."""
+        """Return the cached record; never raise for the contents of the folder."""
         if self.folder is None:
             return Found(None, (NOT_KEPT,))
         try:
@@ -73,15 +74,15 @@ class Cache:
             )
         except OSError as error:
             return Found(None, (f"{self.path} is not used: {error.strerror or error}",))
-        mine = next((r for r in records if r.versions == self.versions), None)
-        if mine is not None or not records:
-            return Found(mine)
+        current = next((r for r in records if r.versions == self.versions), None)
+        if current is not None or not records:
+            return Found(current)
         return Found(None, (f"ignoring cached timings: {self._changes(records[0])}",))
 
     def keep(self, buckets: Sequence[Bucket]) -> tuple[str, ...]:
-        """Add times taken just now to what is there; notes if that was not possible."""
+        """Add new times to the file; return notes if that fails."""
         if self.folder is None:
-            return ()  # as said when it was to be loaded
+            return ()  # `load` has returned the note
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.locked(wait_s=10.0):
@@ -92,11 +93,11 @@ class Cache:
 
     @contextmanager
     def locked(self, *, wait_s: float, of: str = "lock") -> Iterator[bool]:
-        """Hold this identity's lock; yields False if it was not to be had within wait_s seconds.
+        """Hold this identity's lock; yield False if it is not available within wait_s seconds.
 
-        of: which lock. A process that ends lets go of its locks, however it ends.
+        of: name of the lock. The system releases a process's locks when it ends.
         """
-        if self.folder is None:  # nobody to share with
+        if self.folder is None:  # not shared with other processes
             yield True
             return
         if fcntl is None:
@@ -108,7 +109,7 @@ class Cache:
         try:
             yield _taken(handle, time.monotonic() + wait_s)
         finally:
-            # A process forked meanwhile has the handle too: closing it alone leaves the lock there.
+            # A process forked in between shares the handle, so closing it would not unlock.
             with suppress(OSError):
                 fcntl.flock(handle, fcntl.LOCK_UN)
             os.close(handle)
@@ -118,14 +119,14 @@ class Cache:
             records = self._read()
         except (ConfigurationError, OSError):
             records = ()
-        mine = next((r for r in records if r.versions == self.versions), None)
-        mine = (mine or StoredChoice(self.versions, 0.0)).with_buckets(buckets)
+        current = next((r for r in records if r.versions == self.versions), None)
+        current = (current or StoredChoice(self.versions, 0.0)).with_buckets(buckets)
         others = [r for r in records if r.versions != self.versions]
-        fresh = StoredChoice(mine.versions, time.time(), mine.buckets)
+        fresh = StoredChoice(current.versions, time.time(), current.buckets)
         _replace(self.path, saved_choices.to_text(self.identity, [fresh, *others]) + "\n")
 
     def _read(self) -> tuple[StoredChoice, ...]:
-        """() if there is no file; ConfigurationError for one that cannot be used."""
+        """Return the records of the file, () without one; ConfigurationError if it is invalid."""
         try:
             content = json_files.content(self.path, saved_choices.MOST_BYTES, links=False)
         except FileNotFoundError:
@@ -163,7 +164,7 @@ def _taken(handle: int, deadline: float) -> bool:
 
 
 def _replace(path: Path, text: str) -> None:
-    """In one step: whoever reads sees the old file or the new one."""
+    """Replace a file atomically."""
     part = path.with_name(f"{path.stem}{uuid4().hex}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     handle = os.open(part, flags, 0o666)  # less the umask

@@ -1,4 +1,4 @@
-"""What a choice depends on besides its times: where, with what and for what they were taken."""
+"""Cache keys of a choice: identity (device, problem, input) and versions."""
 
 import hashlib
 import platform
@@ -19,13 +19,13 @@ Facts = dict[str, str]
 
 
 def identity(problem: Problem, machine: Machine, *, routing: str, replicated: bool) -> Facts:
-    """For what: one file of the cache each. Neither the tokens nor the rank are part of it."""
+    """Return what a cache file is for. It excludes the number of tokens and the rank."""
     parallel = problem.parallel
-    plain = replace(problem, tokens=0, parallel=replace(parallel, rank=0))
+    tokenless = replace(problem, tokens=0, parallel=replace(parallel, rank=0))
     facts = {
         "device": machine.name or platform.processor() or platform.machine(),
         "arch": f"{machine.arch[0]}.{machine.arch[1]}" if machine.arch else machine.device,
-        "problem": str(plain),
+        "problem": str(tokenless),
         "world_size": str(parallel.world_size),
         "placement": _digest(repr(problem.placement.slots)),
         "routing": routing,
@@ -35,10 +35,10 @@ def identity(problem: Problem, machine: Machine, *, routing: str, replicated: bo
 
 
 def versions(machine: Machine) -> Facts:
-    """With what: times taken with anything else say nothing about now.
+    """Return the versions that must match for cached times to be valid.
 
-    tuned: the files of the configuration folder, by name, size and date, because `mk tune` changes
-    what is launched. threads: on a CPU, how many compute.
+    tuned: name, size and date of the files in the configuration folder, since `mk tune` changes the
+    launches. threads: of a CPU.
     """
     facts = {
         "modular-kernel": _version("modular-kernel"),
@@ -55,21 +55,21 @@ def versions(machine: Machine) -> Facts:
 
 
 def digest(facts: Facts) -> str:
-    """Name a file; the facts themselves are in it and are compared."""
+    """Return a file name for facts; the file also contains them, for comparison."""
     return _digest(repr(sorted(facts.items())))
 
 
 @cache
 def _parts() -> tuple[tuple[str, str, str], ...]:
-    """Every part with its origin and the version of the package that brought it."""
+    """Return every part with its origin and the version of that package."""
     catalog = load_catalog()
     return tuple((p.name, p.origin, _version(p.origin.split(" ")[0])) for p in catalog.parts)
 
 
 @cache
 def _version(name: str) -> str:
-    """Of the distribution, or of that which has the import package; "none" if there is none."""
-    for provider in providers_of(load_catalog()):  # a copy that another package carries, say
+    """Return the version of a distribution or import package, or "none"."""
+    for provider in providers_of(load_catalog()):  # may be a copy inside another package
         if provider.name == name and (stated := find(provider).version):
             return stated
     spellings = (name, name.replace("_", "-"), name.replace("_", ""))
@@ -77,15 +77,15 @@ def _version(name: str) -> str:
 
 
 def _files(folder: Path | None) -> str:
-    """Of every file below `folder`; "none" if there are none."""
+    """Return a digest of the files below `folder`, or "none"."""
     if folder is None:
         return "none"
     try:
         stats = [(path, path.stat()) for path in sorted(folder.rglob("*.json"))]
     except OSError:
         return "unreadable"
-    found = [(str(p.relative_to(folder)), stat.st_size, stat.st_mtime_ns) for p, stat in stats]
-    return _digest(repr(found)) if found else "none"
+    facts = [(str(p.relative_to(folder)), stat.st_size, stat.st_mtime_ns) for p, stat in stats]
+    return _digest(repr(facts)) if facts else "none"
 
 
 def _digest(text: str) -> str:

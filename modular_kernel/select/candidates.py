@@ -1,4 +1,4 @@
-"""Which pairings can serve a problem at all, judged before anything is built."""
+"""Candidate pairings for a problem, judged before anything is built."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,19 +10,18 @@ from modular_kernel.operators.kernel_cache import NO_EP
 from modular_kernel.select.record import Pair
 from modular_kernel.spec.problem import Machine, Problem
 
-# As modular_kernel.operators.kernel_cache.usual_experts has them.
+# Must match modular_kernel.operators.kernel_cache.usual_experts.
 _USUAL_EXPERTS = {"cuda": ("TritonExperts", "TorchExperts"), "cpu": ("TorchExperts",)}
 _INTERPRETED = "Triton's interpreter is on in this process, so that no time would say anything"
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Every pairing, judged for every number of tokens asked for.
+    """Every pairing, judged for each requested number of tokens.
 
-    order: the valid ones; the untuned default first, which serves whatever no other pairing is
-    known to be faster at. valid: by tokens. refused: with every reason, at the most tokens that
-    were asked for. silent: pairings that can run here and whose time would say nothing, and why.
-    graph: those that can be captured in a CUDA graph.
+    order: the valid pairings, the default first. valid: by number of tokens. refused: with all
+    reasons, at the largest number of tokens. silent: pairings that can run here but whose times are
+    not meaningful, with the reason. graph: pairings that can be captured in a CUDA graph.
     """
 
     order: tuple[Pair, ...]
@@ -37,26 +36,28 @@ def find(
 ) -> Candidates:
     """Judge every pairing.
 
-    replicated: every rank passes the same tokens (with several ranks only); parts of the other kind
+    replicated: with several ranks, all pass the same tokens. Parts for the other kind of input
     compute another layer and are refused.
     """
     verdicts = {t: _verdicts(problem.with_tokens(t), machine, replicated) for t in tokens}
     valid = {t: tuple(_pair(v) for v in found if v.ok) for t, found in verdicts.items()}
-    ever = dict.fromkeys(pair for t in sorted(valid, reverse=True) for pair in valid[t])
-    graph = frozenset(pair for pair in ever if _captures(pair))
-    # Plain parts too: operations that they share with others are interpreted as well.
-    silent = dict.fromkeys(ever, _INTERPRETED) if machine.interpreter else {}
-    slow = {pair for pair in silent if _triton(pair)}
-    order = sorted(ever, key=lambda pair: (pair in slow, pair not in graph, _batched(pair)))
+    valid_somewhere = dict.fromkeys(pair for t in sorted(valid, reverse=True) for pair in valid[t])
+    graph = frozenset(pair for pair in valid_somewhere if _is_capturable(pair))
+    # This includes parts without Triton, because operations that they share are interpreted.
+    silent = dict.fromkeys(valid_somewhere, _INTERPRETED) if machine.interpreter else {}
+    slow = {pair for pair in silent if _uses_triton(pair)}
+    order = sorted(
+        valid_somewhere, key=lambda pair: (pair in slow, pair not in graph, _batched(pair))
+    )
     order = _default_first(order, problem, machine)
-    refused = [v for v in verdicts[max(verdicts)] if _pair(v) not in ever]
+    refused = [v for v in verdicts[max(verdicts)] if _pair(v) not in valid_somewhere]
     return Candidates(tuple(order), valid, tuple(refused), silent, graph)
 
 
 def _default_first(order: list[Pair], problem: Problem, machine: Machine) -> list[Pair]:
-    """Move what runs without any choice to the front: the usual experts.
+    """Move the default pairing, with the experts that run without a choice, to the front.
 
-    One rank has them behind MoEPrepareAndFinalizeNoEP, several behind the first exchange.
+    A single rank uses them with MoEPrepareAndFinalizeNoEP, several ranks with the first exchange.
     """
     if not order:
         return order
@@ -67,29 +68,29 @@ def _default_first(order: list[Pair], problem: Problem, machine: Machine) -> lis
 
 
 def _verdicts(problem: Problem, machine: Machine, replicated: bool) -> list[Verdict]:
-    """One for each pairing; of several ranks the first that is refused, or rank 0's."""
+    """Return a verdict for each pairing: the first rank's that refuses it, else rank 0's."""
     catalog = load_catalog()
     catalog.require_pairs()
     world = problem.parallel.world_size
     problems = [replace(problem, parallel=replace(problem.parallel, rank=r)) for r in range(world)]
-    found = []
+    result = []
     for pf_name in catalog.names("prepare_finalize"):
         pf = catalog.prepare_finalize(pf_name)
-        other = world > 1 and pf.requires.replicated_input is not replicated
+        wrong_input = world > 1 and pf.requires.replicated_input is not replicated
         for name in catalog.names("experts"):
             verdicts = [judge(pf, catalog.experts(name), of_rank, machine) for of_rank in problems]
             verdict = next((v for v in verdicts if not v.ok), verdicts[0])
-            if other:
+            if wrong_input:
                 verdict = replace(
                     verdict, rejections=(*verdict.rejections, _input(pf_name, replicated))
                 )
-            found.append(verdict)
-    return found
+            result.append(verdict)
+    return result
 
 
 def _input(name: str, replicated: bool) -> Rejection:
-    same, own = "the same tokens on every rank", "its own tokens on every rank"
-    got, need = (own, same) if replicated else (same, own)
+    same, different = "the same tokens on every rank", "its own tokens on every rank"
+    got, need = (different, same) if replicated else (same, different)
     hint = "" if replicated else "replicated=True (--replicated) asks for such parts"
     return Rejection("replicated_input", (name, "problem"), got, need, hint)
 
@@ -98,18 +99,18 @@ def _pair(verdict: Verdict) -> Pair:
     return verdict.prepare_finalize, verdict.experts
 
 
-def _captures(pair: Pair) -> bool:
+def _is_capturable(pair: Pair) -> bool:
     catalog = load_catalog()
     parts = catalog.prepare_finalize(pair[0]), catalog.experts(pair[1])
     return all(part.requires.graph_capturable for part in parts)
 
 
-def _triton(pair: Pair) -> bool:
+def _uses_triton(pair: Pair) -> bool:
     catalog = load_catalog()
     parts = catalog.prepare_finalize(pair[0]), catalog.experts(pair[1])
     return any(part.requires.triton for part in parts)
 
 
 def _batched(pair: Pair) -> bool:
-    """Rows for every expert, filled or not: a last resort where nothing was measured."""
+    """Return whether the experts take rows for every expert, which may be empty: a last choice."""
     return load_catalog().experts(pair[1]).requires.activation_format.value == "batched_experts"

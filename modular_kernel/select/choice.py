@@ -1,4 +1,4 @@
-"""A choice: what was considered, what it took, and which pairing serves which numbers of tokens."""
+"""Choice: the candidates, their measurements, and the pairing of each range of tokens."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,10 +22,11 @@ from modular_kernel.text import counted
 
 @dataclass(frozen=True)
 class Choice:
-    """options: what could be chosen, and the shipped record's estimates. buckets: what was timed,
-    now or earlier. timed_now: the tokens of those that were timed now. seconds: how long that took.
-    left: why something that may be faster than the default was not timed; "" if all of it was.
-    notes: what a reader should know about how this came to be.
+    """The result of `choose`.
+
+    options: the valid pairings, with the shipped record's estimates. buckets: measurements, new or
+    cached. timed_now: token counts that were timed by this call, which took `seconds`. left: the
+    reason why candidates were not timed, or "". notes: messages for the user.
     """
 
     problem: Problem
@@ -42,22 +43,22 @@ class Choice:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The buckets, ascending."""
+        """Token counts of the buckets, ascending."""
         return self.options.tokens
 
     @property
     def timed(self) -> int:
-        """At how many numbers of tokens something was timed now."""
+        """Number of token counts at which something was timed by this call."""
         return len(self.timed_now)
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """From 0 to problem.tokens; () if no pairing is valid."""
+        """Ranges of tokens from 0 to problem.tokens; () if no pairing is valid."""
         return segments(self.options, self.buckets)
 
     @cached_property
     def decided(self) -> dict[int, Pick]:
-        """The pairing at each bucket, and why."""
+        """The pairing at each bucket, and its source."""
         return picks(self.options, self.buckets)
 
     @property
@@ -67,18 +68,18 @@ class Choice:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Buckets at which something that may be faster than the default was not timed."""
+        """Token counts at which a pairing that may be faster than the default was not timed."""
         return tuple(t for t, pick in self.decided.items() if pick.source is Source.DEFAULT)
 
     @property
     def measured(self) -> bool:
-        """Whether any pairing has a time."""
+        """True if any pairing has a time."""
         return any(bucket.times for bucket in self.buckets)
 
     def outcomes(self, tokens: int) -> tuple[TimedOutcome, ...]:
-        """Return what became of every valid pairing at a bucket, the default first.
+        """Return the outcome of every valid pairing at a bucket, the default first.
 
-        Of one that was not timed, `why` says why not.
+        For a pairing without a time, `why` has the reason.
         """
         bucket = next((b for b in self.buckets if b.tokens == tokens), None)
         known = {} if bucket is None else {o.pair: o for o in bucket.outcomes}
@@ -94,15 +95,15 @@ class Choice:
         if estimate is not None and pair not in self.options.challengers(tokens):
             expected = f"{estimate.optimistic:.2f}x the default's time"
             return f"not timed: the shipped record expects {expected}"
-        wanted = bool(self.options.challengers(tokens))
-        return f"not timed: {self.left if wanted and self.left else 'nothing to compare with'}"
+        timeable = bool(self.options.challengers(tokens))
+        return f"not timed: {self.left if timeable and self.left else 'nothing to compare with'}"
 
     @property
     def summary(self) -> str:
-        """One line: at how many token counts the pairing was timed, and why the others have theirs.
+        """One line with the number of token counts by source of their pairing.
 
-        Such as "13 token counts: 3 timed (4.1 s), 8 from the shipped record, 2 default (budget of
-        5 s spent)".
+        For example: "13 token counts: 3 timed (4.1 s), 8 from the shipped record, 2 default (budget
+        of 5 s spent)".
         """
         sources = [pick.source for pick in self.decided.values()]
         count = {source: sources.count(source) for source in Source}
@@ -114,5 +115,5 @@ class Choice:
             (count[Source.ONLY], "with one valid pairing"),
             (count[Source.DEFAULT], f"default ({self.left})" if self.left else "default"),
         ]
-        shown = ", ".join(f"{number} {words}" for number, words in parts if number)
+        shown = ", ".join(f"{number} {text}" for number, text in parts if number)
         return f"{counted(len(sources), 'token count')}: {shown or 'no valid pairing'}"

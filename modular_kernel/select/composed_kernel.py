@@ -1,7 +1,7 @@
-"""A layer that runs one of several pairings, by the number of tokens of a call.
+"""ComposedKernel, a layer that selects one of several kernels by the number of tokens.
 
-All kernels are built when the layer is, and a plan makes all their plans: a call looks up where its
-number of tokens lies, and nothing else is decided.
+All kernels are built with the layer, and a plan contains all their plans. A call only looks up its
+number of tokens.
 """
 
 from bisect import bisect_left
@@ -27,18 +27,18 @@ _SEED = 5
 
 @dataclass(frozen=True)
 class Stretch:
-    """Calls of up to `last` tokens, more than the stretch before, run on `kernel`."""
+    """A kernel for calls of up to `last` tokens, and more than the previous stretch."""
 
     last: int
     kernel: FusedMoEModularKernel
 
 
 class ComposedKernel:
-    """Kernels by the number of tokens, as `choice` says; made by `compose`.
+    """Kernels by number of tokens, according to `choice`; created by `compose`.
 
-    Over ranks all of them must run the same pairing, and each knows its own tokens only: calls run
-    what was chosen for problem.tokens, unless every rank passes the same `most_tokens`, the most
-    that any of them has in this call. With replicated input the ranks' tokens are alike anyway.
+    With several ranks all must run the same pairing, but each has only its own number of tokens. So
+    a call uses the pairing for problem.tokens, unless all ranks pass the same `most_tokens`, the
+    maximum over ranks in this call. With replicated input the numbers are equal anyway.
     """
 
     def __init__(self, choice: Choice, stretches: Sequence[Stretch]) -> None:
@@ -50,7 +50,7 @@ class ComposedKernel:
         return f"<composed of {self.pairing}, {self.problem} on {self.choice.machine}>"
 
     def _repr_html_(self) -> str:
-        """Return which pairing serves which calls, for notebooks."""
+        """Return a table of the pairings by number of tokens, for notebooks."""
         rows, first = [], 0
         for stretch in self.stretches:
             rows.append((f"{first} to {stretch.last}", *stretch.kernel.pairing.split(" x ")))
@@ -64,7 +64,7 @@ class ComposedKernel:
         return ", ".join(dict.fromkeys(stretch.kernel.pairing for stretch in self.stretches))
 
     def kernel(self, tokens: int) -> FusedMoEModularKernel:
-        """Return what serves calls of so many tokens; CapacityError beyond the problem's."""
+        """Return the kernel for this number of tokens; CapacityError beyond the problem's."""
         return self.stretches[self._switch.place(tokens, tokens)].kernel
 
     def __call__(
@@ -76,12 +76,12 @@ class ComposedKernel:
         out: torch.Tensor | None = None,
         most_tokens: int | None = None,
     ) -> torch.Tensor:
-        """Run a call as FusedMoEModularKernel.__call__ does."""
+        """Run the kernel for x's number of tokens, with the arguments of FusedMoEModularKernel."""
         stretch = self.stretches[self._switch.place(rows_of(x_TH), most_tokens)]
         return stretch.kernel(x_TH, weights, routing, out=out)
 
     def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
-        """Return the weights with what the pairings' experts make of them, made once.
+        """Return the weights with what the experts of all pairings precompute from them.
 
         See FusedMoEModularKernel.prepare_weights.
         """
@@ -93,7 +93,7 @@ class ComposedKernel:
         return weights
 
     def plan(self) -> "ComposedPlan":
-        """Allocate what every pairing in use needs, once."""
+        """Allocate the buffers of all pairings in use."""
         plans: dict[int, Plan] = {}
         for stretch in self.stretches:
             if id(stretch.kernel) not in plans:
@@ -101,7 +101,7 @@ class ComposedKernel:
         return ComposedPlan(self, [plans[id(stretch.kernel)] for stretch in self.stretches])
 
     def destroy(self) -> None:
-        """Close what parts hold of other ranks."""
+        """Release the resources of parts that span ranks."""
         for kernel in {id(s.kernel): s.kernel for s in self.stretches}.values():
             destroy = getattr(kernel.prepare_finalize, "destroy", None)
             if destroy is not None:
@@ -109,9 +109,10 @@ class ComposedKernel:
 
 
 class ComposedPlan:
-    """Plans of all pairings in use: a call allocates nothing and can be captured where theirs can.
+    """The plans of all pairings in use.
 
-    The tensor returned is the plan's own until the next call, as with Plan.
+    A call allocates nothing, and can be captured if theirs can. As with Plan, the returned tensor
+    is overwritten by the next call.
     """
 
     def __init__(self, kernel: ComposedKernel, plans: Sequence[Plan]) -> None:
@@ -124,7 +125,7 @@ class ComposedPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of workspace held by all of them, outputs apart."""
+        """Bytes of workspace of all plans, without outputs."""
         return sum(plan.nbytes for plan in {id(p): p for p in self.plans}.values())
 
     def __call__(
@@ -136,17 +137,15 @@ class ComposedPlan:
         out: torch.Tensor | None = None,
         most_tokens: int | None = None,
     ) -> torch.Tensor:
-        """Run a call as Plan.__call__ does. most_tokens: see ComposedKernel."""
+        """Run a call like Plan.__call__. most_tokens: see ComposedKernel."""
         plan = self.plans[self._switch.place(rows_of(x_TH), most_tokens)]
         return plan(x_TH, weights, routing, out=out)
 
     def warm_up(self, weights: ExpertWeights, tokens: Iterable[int] | None = None) -> int:
-        """Call the plan once for each number of tokens, so that serving compiles nothing.
+        """Call the plan once for each number of tokens, so that later calls compile nothing.
 
-        Returns how many calls that were.
-
-        tokens: None takes numbers at which kernels are chosen, specialized or sized differently, at
-        every scale. Collective over ranks.
+        tokens: None uses numbers of every magnitude that lead to different kernels, specializations
+        or sizes. Returns the number of calls. Collective over ranks.
         """
         if not isinstance(weights, ExpertWeights):
             raise WeightsError("weights", got=type(weights).__name__, need="ExpertWeights")
@@ -165,7 +164,7 @@ class ComposedPlan:
 
 
 class Switch:
-    """Finds the stretch of a call. lasts: of every stretch, ascending."""
+    """Lookup of a call's stretch. lasts: `last` of every stretch, ascending."""
 
     def __init__(self, choice: Choice, lasts: Sequence[int]) -> None:
         self._lasts = list(lasts)
@@ -173,7 +172,7 @@ class Switch:
         self._alike = choice.problem.parallel.world_size == 1 or choice.replicated
 
     def place(self, tokens: int, most_tokens: int | None) -> int:
-        """Its number; CapacityError beyond the problem's tokens."""
+        """Return the index of the stretch; raise CapacityError beyond the problem's tokens."""
         if most_tokens is None:
             most_tokens = tokens if self._alike else self._most
         elif type(most_tokens) is not int or most_tokens < tokens:
@@ -184,57 +183,57 @@ class Switch:
 
 
 def warm_tokens(most: int) -> tuple[int, ...]:
-    """Return powers of two, one and a half times those, and one more than each.
+    """Return powers of two, 1.5 times those, and one more than each, up to `most`.
 
-    These are multiples of 16 and odd numbers of every magnitude.
+    These include multiples of 16 and odd numbers of every magnitude.
     """
-    found = {most}
+    numbers = {most}
     power = 1
     while power <= most:
-        found |= {n for n in (power, power + 1, power * 3 // 2, power * 3 // 2 + 1) if n <= most}
+        numbers |= {n for n in (power, power + 1, power * 3 // 2, power * 3 // 2 + 1) if n <= most}
         power *= 2
-    return tuple(sorted(found - {0}))
+    return tuple(sorted(numbers - {0}))
 
 
 def build(choice: Choice, machine: Machine, group: object | None) -> ComposedKernel:
-    """Build every kernel that the choice names, each for as many tokens as it has to serve.
+    """Build all kernels of the choice, each for the maximum number of tokens that it runs.
 
-    One kernel a pairing, except where a part's work follows its problem's tokens, not the call's
-    (rows in fixed places): then one for each bucket. Collective over ranks.
+    There is one kernel per pairing, unless the work of a part depends on its problem's tokens
+    instead of the call's (rows in fixed positions): then one per bucket. Collective over ranks.
     """
-    problem, made = choice.problem, dict[tuple[Pair, int], FusedMoEModularKernel]()
+    problem, kernels = choice.problem, dict[tuple[Pair, int], FusedMoEModularKernel]()
     managers: dict[str, object] = {}
 
     def kernel(pair: Pair, tokens: int) -> FusedMoEModularKernel:
         key = pair, tokens
-        if key not in made:
-            sized, with_whom = problem.with_tokens(tokens), managers.get(pair[0], group)
-            made[key] = make_kernel(*pair, sized, group=with_whom, machine=machine)
-            manager = getattr(made[key].prepare_finalize, "manager", None)
-            if manager is not None:  # one for all kernels of a part
+        if key not in kernels:
+            sized_problem, part_group = problem.with_tokens(tokens), managers.get(pair[0], group)
+            kernels[key] = make_kernel(*pair, sized_problem, group=part_group, machine=machine)
+            manager = getattr(kernels[key].prepare_finalize, "manager", None)
+            if manager is not None:  # shared by all kernels of a part
                 managers[pair[0]] = manager
-        return made[key]
+        return kernels[key]
 
-    most: dict[Pair, int] = {}
+    max_tokens: dict[Pair, int] = {}
     for segment in choice.segments:
-        most[segment.pair] = max(most.get(segment.pair, 0), segment.last)
+        max_tokens[segment.pair] = max(max_tokens.get(segment.pair, 0), segment.last)
     stretches = []
     for segment in choice.segments:
-        if _fixed(kernel(segment.pair, most[segment.pair])):
+        if _fixed(kernel(segment.pair, max_tokens[segment.pair])):
             steps = _steps(segment, choice.tokens)
             stretches += [Stretch(last, kernel(segment.pair, last)) for last in steps]
         else:
-            stretches.append(Stretch(segment.last, kernel(segment.pair, most[segment.pair])))
+            stretches.append(Stretch(segment.last, kernel(segment.pair, max_tokens[segment.pair])))
     return ComposedKernel(choice, stretches)
 
 
 def _fixed(kernel: FusedMoEModularKernel) -> bool:
-    """Whether calls of one token give the experts as much to look at as the largest."""
+    """Return whether the dispatched shape does not depend on a call's number of tokens."""
     tokens = kernel.problem.tokens
     part = kernel.prepare_finalize
     return tokens > 1 and part.dispatch_shape(1) == part.dispatch_shape(tokens)
 
 
 def _steps(segment: Segment, tokens: Sequence[int]) -> list[int]:
-    """Return the buckets' numbers inside a segment, and its last."""
+    """Return the token counts of the buckets inside a segment, and the segment's last."""
     return [*(t for t in tokens if segment.first <= t < segment.last), segment.last]

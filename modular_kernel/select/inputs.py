@@ -1,7 +1,7 @@
-"""What candidates are timed on, and what they must return: the same for every rank and candidate.
+"""Inputs, weights and expected outputs for timing candidates, the same for all of them.
 
-Every expert's weights come from a seed of its own, so a rank can make its own experts for the layer
-and any others for the reference, whatever the world's size.
+Every expert's weights have their own seed, so a rank can create its own experts for the layer and
+any others for the reference, whatever the number of ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,10 +20,10 @@ from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights, Routing
 
 _SEED = 11
-_ROWS = 8  # of one output that are compared
-_LEAST_VALUES = 512  # errors of plain torch itself scatter over fewer
-_MOST_CHECKED = 8  # calls
-_FEW_TOKENS = 256  # up to here a call is short: more of them are timed
+_ROWS = 8  # rows of an output that are compared
+_LEAST_VALUES = 512  # minimum values to compare: with fewer, the error of plain torch varies
+_MOST_CHECKED = 8  # maximum calls that are checked
+_FEW_TOKENS = 256  # up to this number calls are short, and more of them are timed
 _CALLS, _CALLS_OF_MANY = 4, 2
 _EPS = 1e-6
 
@@ -31,12 +31,12 @@ Input = tuple[torch.Tensor, Routing]
 
 
 def plain(problem: Problem) -> Problem:
-    """Return the layer as it is timed: not in place, because inputs serve many calls."""
+    """Return the problem as it is timed: not in place, because inputs are used by many calls."""
     return replace(problem, inplace=False)
 
 
 def weight_bytes(problem: Problem) -> float:
-    """Return the bytes of this rank's experts, as drawn and as quantized beside that."""
+    """Return the bytes of this rank's experts, unquantized and, if applicable, also quantized."""
     drawn = problem.e * expert_bytes(problem, QuantScheme.parse("none"))
     if not problem.scheme.quantized:
         return drawn
@@ -46,13 +46,15 @@ def weight_bytes(problem: Problem) -> float:
 def make_weights(
     problem: Problem, device: torch.device, late: Callable[[], bool] | None = None
 ) -> ExpertWeights:
-    """Draw this rank's experts, in the order of its slots, as the problem's scheme stores them.
+    """Create random weights of this rank's experts, in slot order, quantized by the scheme.
 
-    late: asked after each expert; TimeoutError once it says so.
+    late: called after each expert; TimeoutError is raised once it returns True.
     """
     world = problem.parallel.world_size
-    held = problem.placement.slots[problem.parallel.rank] if world > 1 else range(problem.e)
-    drawn = _drawn(problem, tuple(held), device, late)
+    local_experts = (
+        problem.placement.slots[problem.parallel.rank] if world > 1 else range(problem.e)
+    )
+    drawn = _drawn(problem, tuple(local_experts), device, late)
     expert_map = first_here(problem, device)
     if world > 1 and problem.expert_map:
         expert_map = problem.placement.expert_map(problem.parallel.rank).to(device)
@@ -65,7 +67,7 @@ def _drawn(
     device: torch.device,
     late: Callable[[], bool] | None = None,
 ) -> ExpertWeights:
-    """Draw normal values over the root of the fan-in, unquantized."""
+    """Draw unquantized weights, normal with standard deviation fan_in ** -0.5."""
     n, h, i, dtype = problem.w1_rows, problem.hidden, problem.intermediate, problem.dtype
     count = len(experts)
     w1 = torch.empty(count, n, h, dtype=dtype, device=device)
@@ -86,8 +88,7 @@ def _drawn(
 
 @dataclass(frozen=True)
 class SelectTruth:
-    """Some rows of what a call for `given` must return, in float64, and how far from them plain
-    torch may be, as a norm."""
+    """Some rows of the float64 output for `given`, and the error norm of plain torch."""
 
     given: Input
     rows: torch.Tensor
@@ -97,8 +98,11 @@ class SelectTruth:
 
 @dataclass(frozen=True)
 class SelectSituation:
-    """One number of tokens. timed: an input for each call of a run. flush: the cache is overwritten
-    before each call, because it could keep what the call before has read."""
+    """The workload of one number of tokens.
+
+    timed: the inputs of the calls of one run. flush: overwrite the L2 cache before each call,
+    because it could hold data that the previous call has read.
+    """
 
     problem: Problem
     weights: ExpertWeights
@@ -107,15 +111,17 @@ class SelectSituation:
     flush: bool
 
     def wrong(self, outputs: Sequence[torch.Tensor]) -> str:
-        """Say what is wrong with the outputs for the truths' inputs; "" if nothing is."""
-        miss = size = bound = 0.0
+        """Return the error of the outputs for the truths' inputs, or ""."""
+        squared_error = squared_norm = bound = 0.0
         for out, truth in zip(outputs, self.truths, strict=True):
             if tuple(out.shape) != self.problem.output_shape or not bool(out.isfinite().all()):
                 return "an output of another shape, or values that are not finite"
-            miss += float((out[truth.rows].double() - truth.exact).norm()) ** 2
-            size += float(truth.exact.norm()) ** 2
+            squared_error += float((out[truth.rows].double() - truth.exact).norm()) ** 2
+            squared_norm += float(truth.exact.norm()) ** 2
             bound += truth.fair**2
-        error, allowed = ((x / size) ** 0.5 if size else x for x in (miss, bound))
+        error, allowed = (
+            (x / squared_norm) ** 0.5 if squared_norm else x for x in (squared_error, bound)
+        )
         allowed = FACTOR * allowed + _EPS
         return "" if error <= allowed else f"wrong: relative error {error:.2e} > {allowed:.2e}"
 
@@ -127,24 +133,24 @@ def situation(
     *,
     replicated: bool,
 ) -> SelectSituation:
-    """Draw inputs of `problem.tokens` tokens for this rank; of all ranks alike where replicated."""
+    """Draw inputs of `problem.tokens` tokens for this rank; the same on all ranks if replicated."""
     device = weights.w1.device
     rank = 0 if replicated else problem.parallel.rank
     calls = _CALLS if problem.tokens <= _FEW_TOKENS else _CALLS_OF_MANY
-    few = min(problem.tokens, _ROWS) * problem.hidden
-    checked = min(max(1, -(-_LEAST_VALUES // few)), _MOST_CHECKED)
+    values_per_call = min(problem.tokens, _ROWS) * problem.hidden
+    checked = min(max(1, -(-_LEAST_VALUES // values_per_call)), _MOST_CHECKED)
     inputs = [_input(problem, kind, device, rank, n) for n in range(max(calls, checked))]
     truths = tuple(_truth(problem, given) for given in inputs[:checked])
     timed = tuple(inputs[:calls])
     load = load_of(timed[0][1], _as_one_rank(problem), weights.expert_map)
-    moved = work_of(problem, problem.scheme, [load]).bytes
-    # Never several sets of weights: memory is needed for candidates' buffers.
-    flush = rotation(moved, float("inf"), problem.tokens, l2=l2_bytes(device), memory=0).flush
+    bytes_moved = work_of(problem, problem.scheme, [load]).bytes
+    # Use a single set of weights, because the candidates' buffers need memory.
+    flush = rotation(bytes_moved, float("inf"), problem.tokens, l2=l2_bytes(device), memory=0).flush
     return SelectSituation(problem, weights, timed, truths, flush)
 
 
 def _as_one_rank(problem: Problem) -> Problem:
-    """All experts in one place, so that every pair counts."""
+    """Return the problem with all experts on one rank, so that every pair counts."""
     if problem.parallel.world_size == 1:
         return problem
     single = type(problem.parallel)()
@@ -160,21 +166,21 @@ def _input(
 
 
 def _truth(problem: Problem, given: Input) -> SelectTruth:
-    """Of a few rows, by the experts that these rows name alone."""
+    """Compute the expected output of a few rows, with only the experts that they use."""
     x_TH, routing = given
     device = x_TH.device
     rows = torch.linspace(0, len(x_TH) - 1, min(len(x_TH), _ROWS), device=device).long()
-    some = routing.of(rows)
-    ids = sorted(set(some.topk_ids_TK.flatten().tolist()))
-    one = _as_one_rank(problem)
-    if one.expert_map:  # the other experts are elsewhere, and their pairs no affair of ours
+    row_routing = routing.of(rows)
+    ids = sorted(set(row_routing.topk_ids_TK.flatten().tolist()))
+    single_rank = _as_one_rank(problem)
+    if single_rank.expert_map:  # pairs of experts on other ranks do not count
         ids = [i for i in ids if i < problem.e] or [0]
     expert_map = torch.full((problem.experts,), -1, dtype=torch.int32, device=device)
     expert_map[torch.tensor(ids, device=device)] = torch.arange(
         len(ids), dtype=torch.int32, device=device
     )
-    few = replace(one, tokens=len(rows), expert_map=True, local_experts=len(ids))
+    row_problem = replace(single_rank, tokens=len(rows), expert_map=True, local_experts=len(ids))
     drawn = replace(_drawn(problem, ids, device), expert_map=expert_map)
-    exact = oracle(x_TH[rows], drawn, some, replace(few, quant="none"))
-    fair = recipe(x_TH[rows], quantized(drawn, few), some, few)
-    return SelectTruth(given, rows, exact, float((fair - exact).norm()))
+    exact = oracle(x_TH[rows], drawn, row_routing, replace(row_problem, quant="none"))
+    reference = recipe(x_TH[rows], quantized(drawn, row_problem), row_routing, row_problem)
+    return SelectTruth(given, rows, exact, float((reference - exact).norm()))

@@ -1,4 +1,4 @@
-"""How much memory there is, before something is made that would not fit."""
+"""Free memory of a device, checked before large allocations."""
 
 import os
 from pathlib import Path
@@ -9,15 +9,15 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the free bytes of the device; None if unknown.
+    """Return the free bytes of a device, or None if unknown.
 
-    Of a CPU's, what the system and the control group leave.
+    For a CPU it is the minimum of the system's and the control group's.
     """
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + int(cached)
-    found = [n for n in (_system(), _group()) if n is not None]
-    return min(found, default=None)
+    limits = [n for n in (_system(), _group()) if n is not None]
+    return min(limits, default=None)
 
 
 def _system() -> int | None:
@@ -34,15 +34,15 @@ def _system() -> int | None:
 
 
 def _group() -> int | None:
-    """Return the bytes that a container may still take; None if it has no limit."""
+    """Return the bytes left in this process's control group, or None without a limit."""
     try:
-        most = (_CGROUP / "memory.max").read_text(encoding="ascii").strip()
+        limit = (_CGROUP / "memory.max").read_text(encoding="ascii").strip()
         used = (_CGROUP / "memory.current").read_text(encoding="ascii").strip()
-        return max(int(most) - int(used), 0)
+        return max(int(limit) - int(used), 0)
     except (OSError, ValueError):  # no such limit, or "max"
         return None
 
 
 def gigabytes(count: float) -> str:
-    """Show bytes in a message."""
+    """Format bytes for a message."""
     return f"{count / 1e9:.1f} GB"

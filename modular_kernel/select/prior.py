@@ -1,18 +1,17 @@
-"""The shipped record: how fast each pairing was beside the default, on layers that were measured.
+"""The shipped record: measured times of pairings relative to the default, on known layers.
 
-prior.json (made by tools/build_prior.py from docs/benchmarks/h200-choice*.json) holds
+prior.json (created by tools/build_prior.py from docs/benchmarks/h200-choice*.json) contains
 
     {"schema": "mk-prior/1", "device": "NVIDIA H200", "arch": [9, 0],
      "pairs": [["MoEPrepareAndFinalizeNoEP", "TritonExperts"], ...],
      "cells": [[scheme, rows, size, [ratio or null, ...]], ...]}
 
-A cell is one measured layer at one number of tokens. scheme: the name of its QuantScheme.
-rows: tokens * top_k / experts. size: hidden * intermediate. ratios: for each entry of `pairs` its
-time over that of the cell's default pairing, whose ratio is 1; null if it has no time.
+A cell is one measured layer at one number of tokens. scheme: the name of its QuantScheme. rows:
+tokens * top_k / experts. size: hidden * intermediate. ratios: for each entry of `pairs` its time
+divided by that of the cell's default pairing, whose ratio is 1; null if it has no time.
 
-The estimate for another layer comes from the three nearest cells of the same scheme in
-(log2 rows, log2 size): the least of their ratios is the optimistic one, the largest the
-pessimistic one.
+The estimate for another layer uses the three nearest cells of the same scheme in (log2 rows, log2
+size). Their smallest ratio is the optimistic estimate, the largest the pessimistic one.
 """
 
 import logging
@@ -36,16 +35,16 @@ FILE = Path(__file__).with_name("prior.json")
 
 _LOG = logging.getLogger("modular_kernel.select")
 _NEAREST = 3
-_REACH = 3.0  # octaves: cells farther away say what is hopeless, but choose nothing
+_REACH = 3.0  # octaves; estimates from cells farther away can exclude a pairing, but not select it
 _MOST_BYTES = 1 << 20
-_MOST_CELLS, _MOST_PAIRS = 4096, 64
+_MAX_CELLS, _MOST_PAIRS = 4096, 64
 _RATIOS = (1e-4, 1e4)
-_PLAIN = ActivationSpec.parse("silu")  # of every recorded layer
+_PLAIN = ActivationSpec.parse("silu")  # the activation of all recorded layers
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One measured layer at one number of tokens; `ratios` are relative to one another."""
+    """One measured layer at one number of tokens. ratios: times relative to one another."""
 
     scheme: str
     rows: float
@@ -55,13 +54,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Prior:
-    """The cells of one kind of GPU."""
+    """The cells of one GPU architecture."""
 
     arch: tuple[int, int]
     cells: tuple[Cell, ...]
 
     def covers(self, problem: Problem, machine: Machine, *, routing: str) -> bool:
-        """Return whether the recorded ratios say anything about this kind of problem."""
+        """Return whether the record applies to this kind of problem."""
         return (
             machine.arch == self.arch
             and problem.parallel.world_size == 1
@@ -75,50 +74,54 @@ class Prior:
     def estimates(
         self, problem: Problem, pairs: Sequence[Pair], default: Pair
     ) -> dict[Pair, Estimate]:
-        """Return the expected time of `pairs` over that of `default`, at problem.tokens tokens.
+        """Return the estimated time of `pairs` relative to `default`, at problem.tokens tokens.
 
-        Pairings without data are left out.
+        Pairings without data are omitted.
         """
-        exact = problem.act == _PLAIN and not problem.bias and problem.tokens > 0
+        same_layer_kind = problem.act == _PLAIN and not problem.bias and problem.tokens > 0
         rows = max(problem.tokens, 1) * problem.top_k / problem.experts
         size = float(problem.hidden * problem.intermediate)
-        found = {}
+        estimates = {}
         for pair in pairs:
-            cells, same = self._cells(problem, pair, default)
-            nearest = sorted(cells, key=lambda cell: _octaves(cell, rows, size))[:_NEAREST]
+            cells, same_scheme = self._cells(problem, pair, default)
+            nearest = sorted(cells, key=lambda cell: _distance_octaves(cell, rows, size))[:_NEAREST]
             if not nearest:
                 continue
             ratios = [cell.ratios[pair] / cell.ratios[default] for cell in nearest]
-            near = len(nearest) == _NEAREST and _octaves(nearest[-1], rows, size) <= _REACH
-            found[pair] = Estimate(min(ratios), max(ratios), exact and same and near)
-        return found
+            in_reach = (
+                len(nearest) == _NEAREST and _distance_octaves(nearest[-1], rows, size) <= _REACH
+            )
+            estimates[pair] = Estimate(
+                min(ratios), max(ratios), same_layer_kind and same_scheme and in_reach
+            )
+        return estimates
 
     def _cells(self, problem: Problem, pair: Pair, default: Pair) -> tuple[list[Cell], bool]:
-        """Return the cells with both pairings: of the scheme, else of its family.
+        """Return the cells with both pairings, of the same scheme or else of its family.
 
-        The second value tells whether they are of just this scheme.
+        The second value is True for exactly the same scheme.
         """
         both = [cell for cell in self.cells if pair in cell.ratios and default in cell.ratios]
         for scheme in dict.fromkeys((problem.quant, problem.scheme.name)):
-            if alike := [cell for cell in both if cell.scheme == scheme]:
-                return alike, scheme == problem.quant
+            if cells := [cell for cell in both if cell.scheme == scheme]:
+                return cells, scheme == problem.quant
         family = _family(problem.scheme.name)
         return [cell for cell in both if _family(cell.scheme) == family], False
 
 
-def _octaves(cell: Cell, rows: float, size: float) -> float:
+def _distance_octaves(cell: Cell, rows: float, size: float) -> float:
     return math.hypot(math.log2(cell.rows / rows), math.log2(cell.size / size))
 
 
 def _family(scheme: str) -> tuple[str, str]:
-    """Return the element types that are multiplied: schemes that share them run alike."""
-    found = QUANT_SCHEMES[scheme]
-    return found.weight, found.activation
+    """Return the element types of the operands: schemes that share them have similar speed."""
+    scheme_info = QUANT_SCHEMES[scheme]
+    return scheme_info.weight, scheme_info.activation
 
 
 @cache
 def shipped() -> Prior | None:
-    """Return the record of this package; None, with a line in the log, if it cannot be read."""
+    """Return the record of this package; None, with a log message, if it cannot be read."""
     try:
         return parse(json_files.content(FILE, _MOST_BYTES))
     except (ConfigurationError, OSError, ValueError) as error:
@@ -127,20 +130,20 @@ def shipped() -> Prior | None:
 
 
 def parse(text: str | bytes) -> Prior:
-    """Read a record; ConfigurationError says what is wrong with it."""
+    """Parse a record; raise ConfigurationError with the reason if it is invalid."""
     try:
-        found = json_files.parse(text)
+        record = json_files.parse(text)
     except ValueError as error:
         raise _bad(f"no JSON: {str(error)[:100]}") from None
-    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
         raise _bad(f"no {SCHEMA}")
-    arch = found.get("arch")
+    arch = record.get("arch")
     if not (isinstance(arch, list) and len(arch) == 2 and all(type(n) is int for n in arch)):
         raise _bad("arch that is not two numbers")
-    pairs = [_pair(value) for value in _list(found.get("pairs"), "pairs", _MOST_PAIRS)]
+    pairs = [_pair(value) for value in _list(record.get("pairs"), "pairs", _MOST_PAIRS)]
     if len(set(pairs)) != len(pairs):
         raise _bad("a pairing twice")
-    cells = _list(found.get("cells"), "cells", _MOST_CELLS)
+    cells = _list(record.get("cells"), "cells", _MAX_CELLS)
     return Prior((arch[0], arch[1]), tuple(_cell(value, pairs) for value in cells))
 
 
@@ -159,12 +162,12 @@ def _cell(value: Any, pairs: Sequence[Pair]) -> Cell:
     ratios = _list(ratios, "ratios", len(pairs))
     if len(ratios) != len(pairs):
         raise _bad(f"{len(ratios)} ratios for {len(pairs)} pairings")
-    known = {
+    ratio_of = {
         pair: _number(ratio, "a ratio", *_RATIOS)
         for pair, ratio in zip(pairs, ratios, strict=True)
         if ratio is not None
     }
-    return Cell(scheme, _number(rows, "rows", 1e-9, 1e9), _number(size, "size", 1, 1e15), known)
+    return Cell(scheme, _number(rows, "rows", 1e-9, 1e9), _number(size, "size", 1, 1e15), ratio_of)
 
 
 def _number(value: Any, name: str, least: float, most: float) -> float:

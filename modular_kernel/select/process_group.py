@@ -1,7 +1,7 @@
-"""Who measures: this process alone, or the ranks of a process group, in step.
+"""The processes of a measurement: this one alone, or the ranks of a process group in step.
 
-Over ranks every decision (what is timed next, whether there is time left, what was too slow) is
-made from what all of them know, so that all of them do the same.
+With several ranks every decision (the next candidate, whether time is left, what is too slow) is
+made from data that all ranks have, so that they act alike.
 """
 
 from collections.abc import Sequence
@@ -16,21 +16,24 @@ T = TypeVar("T")
 
 
 class Team(Protocol):
-    """rank, size: of this process among those that measure. group: for parts that exchange."""
+    """The ranks that measure.
+
+    rank, size: of this process. group: for parts that exchange tokens.
+    """
 
     rank: int
     size: int
     group: Any
 
     def all(self, value: T) -> list[T]:
-        """Every rank's value, by rank; returns when all have come here."""
+        """Return every rank's value, by rank; a barrier."""
 
     def leader(self, value: T) -> T:
-        """Rank 0's value."""
+        """Return rank 0's value."""
 
 
 class Alone:
-    """One process, one rank."""
+    """A single process."""
 
     rank, size, group = 0, 1, None
 
@@ -42,23 +45,23 @@ class Alone:
 
 
 class RankTeam:
-    """The ranks of a process group; every method is collective."""
+    """The ranks of a process group. Every method is collective."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def all(self, value: T) -> list[T]:
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.group)
-        return found
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def leader(self, value: T) -> T:
         return self.all(value if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
 
 def team_of(problem: Problem, group: object | None) -> Team:
-    """For the problem's ranks; ConfigurationError if the group is not theirs."""
+    """Return the ranks of the problem; raise ConfigurationError for a group with others."""
     parallel = problem.parallel
     if parallel.world_size == 1:
         if group is not None:
@@ -76,12 +79,12 @@ def team_of(problem: Problem, group: object | None) -> Team:
 
 
 def slowest(team: Team, values: Sequence[float]) -> list[float]:
-    """Each value's largest over ranks."""
+    """Return the maximum of each value over ranks."""
     return [max(column) for column in zip(*team.all(list(values)), strict=True)]
 
 
 def any_failure(team: Team, own: str) -> str:
-    """ "" if no rank has one; else the first, with its rank where there are several."""
+    """Return the first failure of any rank, or "". With several ranks it names the rank."""
     texts = team.all(own)
     rank = next((r for r, text in enumerate(texts) if text), None)
     if rank is None:

@@ -1,35 +1,36 @@
-"""What was measured and what follows from it, as data. Nothing here reads a clock or a file.
+"""Measurements of pairings, and the rules that select one from them. Pure data and functions.
 
-A bucket is a number of tokens that is decided on its own. The default pairing serves it unless
-another one was measured to be faster by more than the noise, or, where nothing was measured, the
-shipped record leaves no doubt. Between two buckets another pairing than the default serves only
-where both have chosen it. So no choice is known to be slower than the default anywhere.
+A bucket is a number of tokens for which a pairing is selected independently. It is the default
+pairing, unless another one was measured to be faster by more than the noise or, if nothing was
+measured, the shipped record is unambiguous. Between two buckets, another pairing than the default
+is used only if both selected it. So no selected pairing is known to be slower than the default.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-FASTER = 0.98  # of the default's time: what is not expected to be as fast is not timed
-LEAST_GAIN = 0.02  # by which a pairing must be faster than the default
-SURE = 0.95  # of the default's time, at worst: what the record may choose without any timing
-ALIKE = 1.01  # times the best: the smaller bucket's pairing stays where it is so close
-_NOISES = 2.0  # a gain must be larger than so many times its noise
+# Ratios are times relative to that of the default pairing.
+FASTER = 0.98  # pairings with a larger optimistic ratio are not timed
+LEAST_GAIN = 0.02  # minimum of 1 - ratio to replace the default
+SURE = 0.95  # maximum pessimistic ratio for a choice from the record without timing
+ALIKE = 1.01  # keep the smaller bucket's pairing up to this multiple of the best ratio
+_MIN_GAIN_PER_NOISE = 2.0  # minimum of (1 - ratio) / noise to replace the default
 _FEWEST_TOKENS = 1
 
 Pair = tuple[str, str]  # names of a PrepareAndFinalize and of an experts part
 
 
 def named(pair: Pair) -> str:
-    """Name a pairing as every verb prints it."""
+    """Return the name of a pairing, as the command line prints it."""
     return f"{pair[0]} x {pair[1]}"
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The time expected of a pairing over the default's: the least and the most of it.
+    """The expected ratio of a pairing's time to the default's, as a range.
 
-    trusted: from layers so much alike that the pairing may be chosen without timing it.
+    trusted: the estimate comes from similar layers, so the pairing may be selected without timing.
     """
 
     optimistic: float
@@ -39,12 +40,12 @@ class Estimate:
 
 @dataclass(frozen=True)
 class TimedOutcome:
-    """What became of one pairing that was built and timed at one number of tokens.
+    """The result of building and timing one pairing at one number of tokens.
 
-    us: microseconds of a planned call, the slowest rank's; None if it has no time, and `why` says
-    so. ratio: the median, over rounds, of its time over the default's in the same round; 1 for the
-    default itself. noise: the uncertainty of that median. rough: so far behind that it was timed
-    only once or twice. mode: "graph" (replays of a CUDA graph), "eager" or "cpu".
+    us: microseconds of a planned call on the slowest rank; None if it failed, for the reason in
+    `why`. ratio: median over rounds of its time divided by the default's in the same round; 1 for
+    the default. noise: uncertainty of that median. rough: so slow that it was timed only once or
+    twice. mode: "graph" (replays of a CUDA graph), "eager" or "cpu".
     """
 
     pair: Pair
@@ -57,17 +58,17 @@ class TimedOutcome:
 
     @property
     def faster(self) -> bool:
-        """Whether it is faster than the default by more than the noise."""
+        """True if it is faster than the default by more than the noise."""
         gain = 1 - self.ratio if self.ratio is not None else 0.0
-        return not self.rough and gain >= max(LEAST_GAIN, _NOISES * self.noise)
+        return not self.rough and gain >= max(LEAST_GAIN, _MIN_GAIN_PER_NOISE * self.noise)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """What was timed at one number of tokens. default: the pairing that ratios refer to.
+    """The measurements at one number of tokens. default: the pairing that ratios refer to.
 
-    That is the first pairing of the order that is valid and gave right numbers; `outcomes` has
-    it, and why each one before it failed.
+    The default is the first valid pairing of the order with correct results; `outcomes` has it, and
+    the failures of those before it.
     """
 
     tokens: int
@@ -76,24 +77,24 @@ class Bucket:
 
     @property
     def times(self) -> dict[Pair, float]:
-        """Microseconds of those that have a time."""
+        """Microseconds of the pairings that have a time."""
         return {o.pair: o.us for o in self.outcomes if o.us is not None}
 
     @property
     def failed(self) -> frozenset[Pair]:
-        """Pairings that were tried and have no time."""
+        """Pairings that were tried and failed."""
         return frozenset(o.pair for o in self.outcomes if o.us is None)
 
     def outcome(self, pair: Pair) -> TimedOutcome | None:
-        """Return what became of a pairing; None if it was not tried."""
+        """Return the outcome of a pairing, or None if it was not tried."""
         return next((o for o in self.outcomes if o.pair == pair), None)
 
 
 class Source(Enum):
-    """Why a bucket's pairing serves it.
+    """The source of a bucket's pairing.
 
-    TIMED: everything that could be faster was timed. RECORD: by the shipped record. ONLY: no other
-    pairing is valid. DEFAULT: something could be faster, and was not timed.
+    TIMED: every candidate was timed. RECORD: the shipped record. ONLY: no other pairing is valid.
+    DEFAULT: a candidate that may be faster was not timed.
     """
 
     TIMED = "timed"
@@ -104,7 +105,7 @@ class Source(Enum):
 
 @dataclass(frozen=True)
 class Pick:
-    """The pairing that serves a bucket, and why."""
+    """The pairing of a bucket, and its source."""
 
     pair: Pair
     source: Source
@@ -112,7 +113,7 @@ class Pick:
 
 @dataclass(frozen=True)
 class Segment:
-    """Calls of first to last tokens run on `pair`."""
+    """A range of token counts, first to last, and its pairing."""
 
     first: int
     last: int
@@ -121,12 +122,15 @@ class Segment:
 
 @dataclass(frozen=True)
 class Options:
-    """What can be chosen, and what is known of it before anything is timed.
+    """The valid pairings, and what is known of them before timing.
 
-    tokens: the buckets, ascending. most: the most tokens of a call. order: the pairings that are
-    valid anywhere, the default first. valid: those valid at each bucket and at `most`. silent:
-    pairings whose time would say nothing. expected: the shipped record's estimates at each bucket,
-    over the time of the first valid pairing of the order.
+    tokens: of the buckets, ascending.
+    most: maximum tokens of a call.
+    order: all pairings that are valid for some number of tokens, the default first.
+    valid: the pairings that are valid at each bucket and at `most`.
+    silent: pairings whose times are not meaningful here.
+    expected: the shipped record's estimates at each bucket, relative to the first valid pairing of
+        the order.
     """
 
     tokens: tuple[int, ...]
@@ -142,48 +146,52 @@ class Options:
         return tuple(pair for pair in self.order if pair in valid)
 
     def challengers(self, tokens: int) -> tuple[Pair, ...]:
-        """Return what may be faster than the default: the most promising first, unknown ones last.
+        """Return pairings that may be faster than the default, the most promising first.
 
-        What cannot be timed here is left out.
+        Those without an estimate come last. Pairings that cannot be timed here are excluded.
         """
         expected = self.expected.get(tokens, {})
-        loud = [pair for pair in self.ordered(tokens)[1:] if pair not in self.silent]
-        known = [pair for pair in loud if pair in expected]
-        promising = [pair for pair in known if expected[pair].optimistic <= FASTER]
-        unknown = [pair for pair in loud if pair not in expected]
+        timeable = [pair for pair in self.ordered(tokens)[1:] if pair not in self.silent]
+        estimated = [pair for pair in timeable if pair in expected]
+        promising = [pair for pair in estimated if expected[pair].optimistic <= FASTER]
+        unknown = [pair for pair in timeable if pair not in expected]
         return (*sorted(promising, key=lambda pair: expected[pair].optimistic), *unknown)
 
     def whole(self, bucket: Bucket) -> bool:
-        """Return whether everything was timed that may be faster."""
+        """Return whether all candidates of a bucket were timed."""
         tried = {outcome.pair for outcome in bucket.outcomes}
         return tried >= {bucket.default, *self.challengers(bucket.tokens)}
 
 
 def bucket_tokens(most: int) -> tuple[int, ...]:
-    """Powers of two up to `most`, and `most`: where time changes its slope is not known."""
+    """Return the powers of two below `most`, and `most`."""
     powers = [1 << power for power in range(most.bit_length()) if 1 << power < most]
     return (*powers, max(most, _FEWEST_TOKENS))
 
 
 def picks(options: Options, buckets: Sequence[Bucket]) -> dict[int, Pick]:
-    """Decide every bucket at which a pairing is valid, ascending. buckets: those with outcomes."""
-    found: dict[int, Pick] = {}
-    at = {bucket.tokens: bucket for bucket in buckets}
-    before: Pair | None = None
+    """Select the pairing of every bucket with a valid one, ascending.
+
+    buckets: those with measurements.
+    """
+    decided: dict[int, Pick] = {}
+    by_tokens = {bucket.tokens: bucket for bucket in buckets}
+    previous: Pair | None = None
     for tokens in options.tokens:
         if not options.ordered(tokens):
             continue
-        bucket = at.get(tokens)
-        pick = bucket and _timed(options, bucket, before)
+        bucket = by_tokens.get(tokens)
+        pick = bucket and _pick_timed(options, bucket, previous)
         pick = pick or _recorded(options, tokens, buckets) or _untimed(options, tokens, buckets)
-        found[tokens], before = pick, pick.pair
-    return found
+        decided[tokens], previous = pick, pick.pair
+    return decided
 
 
-def _timed(options: Options, bucket: Bucket, before: Pair | None) -> Pick | None:
-    """Return the fastest that is faster than the default; the default if all were timed.
+def _pick_timed(options: Options, bucket: Bucket, before: Pair | None) -> Pick | None:
+    """Return the fastest pairing if it beats the default, else the default if all were timed.
 
-    `before`, which serves the bucket before, stays where it is as fast.
+    None if some were not timed. `before`, the pairing of the previous bucket, is kept if it is
+    about as fast as the best one.
     """
     ratios = {o.pair: o.ratio for o in bucket.outcomes if o.faster and o.ratio is not None}
     if ratios:
@@ -195,9 +203,9 @@ def _timed(options: Options, bucket: Bucket, before: Pair | None) -> Pick | None
 
 
 def _recorded(options: Options, tokens: int, buckets: Sequence[Bucket]) -> Pick | None:
-    """Return what the shipped record chooses where that is beyond doubt.
+    """Return the pairing that the shipped record selects, if it is unambiguous.
 
-    What was tried here, or failed anywhere, is not chosen so.
+    A pairing that was tried here, or failed anywhere, is not selected.
     """
     tried = {o.pair for bucket in buckets if bucket.tokens == tokens for o in bucket.outcomes}
     tried.update(*(bucket.failed for bucket in buckets))
@@ -206,9 +214,9 @@ def _recorded(options: Options, tokens: int, buckets: Sequence[Bucket]) -> Pick 
         for pair, estimate in options.expected.get(tokens, {}).items()
         if estimate.trusted and estimate.pessimistic <= SURE and pair not in tried
     }
-    open_ones = [pair for pair in options.ordered(tokens)[1:] if pair in sure]
-    if open_ones and default_at(options, tokens, buckets) == options.ordered(tokens)[0]:
-        return Pick(min(open_ones, key=sure.__getitem__), Source.RECORD)
+    eligible = [pair for pair in options.ordered(tokens)[1:] if pair in sure]
+    if eligible and default_at(options, tokens, buckets) == options.ordered(tokens)[0]:
+        return Pick(min(eligible, key=sure.__getitem__), Source.RECORD)
     return None
 
 
@@ -224,45 +232,49 @@ def _untimed(options: Options, tokens: int, buckets: Sequence[Bucket]) -> Pick:
 def default_at(
     options: Options, tokens: int, buckets: Sequence[Bucket], *, above: int | None = None
 ) -> Pair:
-    """Return the default at `tokens` or, with `above`, between `above` and `tokens`.
+    """Return the default at `tokens`, or between `above` and `tokens`.
 
-    That is the first valid pairing of the order that has not failed in the nearest buckets; where
-    all have, the first valid one. tokens: one of those that `options.valid` has.
+    It is the first valid pairing of the order that has not failed in the nearest buckets, or the
+    first valid one if all have. tokens: a key of `options.valid`.
     """
-    low = tokens if above is None else above
-    below = max((b for b in buckets if b.tokens <= low), key=lambda b: b.tokens, default=None)
-    beyond = min((b for b in buckets if b.tokens >= tokens), key=lambda b: b.tokens, default=None)
-    failed = {pair for bucket in (below, beyond) if bucket for pair in bucket.failed}
+    lower = tokens if above is None else above
+    below_bucket = max(
+        (b for b in buckets if b.tokens <= lower), key=lambda b: b.tokens, default=None
+    )
+    above_bucket = min(
+        (b for b in buckets if b.tokens >= tokens), key=lambda b: b.tokens, default=None
+    )
+    failed = {pair for bucket in (below_bucket, above_bucket) if bucket for pair in bucket.failed}
     valid = options.ordered(tokens)
     return next((pair for pair in valid if pair not in failed), valid[0])
 
 
 def segments(options: Options, buckets: Sequence[Bucket]) -> tuple[Segment, ...]:
-    """Which pairing serves which numbers of tokens, from 0 to options.most without a gap.
+    """Return the pairing of each range of tokens, from 0 to options.most without a gap.
 
-    () if no pairing is valid. Above the last number at which one is valid nothing is served.
+    () if no pairing is valid. The last range ends at the last number of tokens with a valid one.
     """
     chosen = picks(options, buckets)
-    found: list[Segment] = []
-    before: int | None = None
+    ranges: list[Segment] = []
+    previous: int | None = None
     for tokens in sorted({*options.tokens, options.most}):
         if not options.ordered(tokens):
             continue
         pick = chosen.get(tokens)
-        here = pick.pair if pick else default_at(options, tokens, buckets)
-        smallest = before is None and tokens <= _FEWEST_TOKENS
-        if smallest or (found and found[-1].pair == here):  # no token at all runs as one does
-            between = here
+        pair = pick.pair if pick else default_at(options, tokens, buckets)
+        smallest = previous is None and tokens <= _FEWEST_TOKENS
+        if smallest or (ranges and ranges[-1].pair == pair):  # 0 tokens are run like 1
+            between = pair
         else:
-            between = default_at(options, tokens, buckets, above=before)
-        first = 0 if before is None else before + 1
-        _extend(found, first, tokens - 1, between)
-        _extend(found, tokens, tokens, here)
-        before = tokens
-    return tuple(found)
+            between = default_at(options, tokens, buckets, above=previous)
+        first = 0 if previous is None else previous + 1
+        _append_range(ranges, first, tokens - 1, between)
+        _append_range(ranges, tokens, tokens, pair)
+        previous = tokens
+    return tuple(ranges)
 
 
-def _extend(found: list[Segment], first: int, last: int, pair: Pair) -> None:
+def _append_range(found: list[Segment], first: int, last: int, pair: Pair) -> None:
     if last < first:
         return
     if found and found[-1].pair == pair:

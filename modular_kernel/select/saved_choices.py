@@ -1,9 +1,8 @@
-"""A record of the cache as JSON, and back: nothing of a file is believed before it was checked.
+"""Serialization of cached choices as JSON, with validation of untrusted files.
 
-A file holds the records of one identity (see keys): one for each set of versions, newest first. It
-can name pairings and give times, nothing else. Names are looked up among the parts that are
-installed and judged again, so the worst that a forged file can do is to have a slower valid pairing
-chosen.
+A file has the records of one identity (see `cache_keys`), one per set of versions, newest first. It
+contains names of pairings and times, nothing else. Names are looked up among the installed parts
+and judged again, so that a forged file can at worst select a slower valid pairing.
 """
 
 import json
@@ -19,62 +18,59 @@ from modular_kernel.utils import json_files
 
 SCHEMA = "mk-choices/2"
 MOST_BYTES = 1 << 20
-_MOST_RECORDS = 8  # of one identity; the oldest go
+_MOST_RECORDS = 8  # maximum per identity; the oldest are dropped
 _MOST_BUCKETS = 128
 _MOST_OUTCOMES = 256
 _MOST_TOKENS = 1 << 24
 _MOST_US = 1e12
 _MOST_RATIO = 1e9
-_LONGEST = 400  # characters of a text
+_LONGEST = 400  # maximum characters of a text
 _MODES = ("graph", "eager", "cpu", "")
 
 
 @dataclass(frozen=True)
 class StoredChoice:
-    """Times taken with one set of versions. made: seconds since 1970, of the last time."""
+    """Measurements with one set of versions. made: time of the last one, in seconds since 1970."""
 
     versions: Facts
     made: float
     buckets: tuple[Bucket, ...] = ()
 
     def at(self, tokens: int) -> Bucket | None:
-        """Return the bucket of that many tokens; None if there is none."""
+        """Return the bucket of this number of tokens, or None."""
         return next((b for b in self.buckets if b.tokens == tokens), None)
 
     def with_buckets(self, new: Sequence[Bucket]) -> "StoredChoice":
-        """Return a record where new buckets replace those of the same numbers of tokens."""
+        """Return a copy in which new buckets replace those of the same token counts."""
         merged = {b.tokens: b for b in (*self.buckets, *new)}
         return replace(self, buckets=tuple(merged[t] for t in sorted(merged)))
 
 
 def to_text(identity: Facts, records: Sequence[StoredChoice]) -> str:
-    """Return what a file holds: the newest of the records given."""
+    """Return a file's content with the newest of the records, within the size limit."""
     newest = sorted(records, key=lambda r: -r.made)[:_MOST_RECORDS]
     while True:
-        plain = [_plain(record) for record in newest]
-        whole = {"schema": SCHEMA, "identity": identity, "records": plain}
-        text = json.dumps(whole, indent=1, allow_nan=False)
-        if len(text) < MOST_BYTES:  # all of it is ASCII
+        record_objects = [_plain(record) for record in newest]
+        content = {"schema": SCHEMA, "identity": identity, "records": record_objects}
+        text = json.dumps(content, indent=1, allow_nan=False)
+        if len(text) < MOST_BYTES:  # the text is ASCII
             return text
-        last = newest.pop()  # what no reader would take is no use: the oldest go
+        last = newest.pop()  # readers refuse larger files, so drop the oldest
         if not newest:
             newest = [replace(last, buckets=last.buckets[len(last.buckets) // 2 + 1 :])]
 
 
 def from_text(text: str | bytes, identity: Facts) -> tuple[StoredChoice, ...]:
-    """Read the records of a file's text.
-
-    ConfigurationError says what is wrong with it.
-    """
+    """Parse the records of a file; raise ConfigurationError with the reason if invalid."""
     try:
-        found = json_files.parse(text)
+        content = json_files.parse(text)
     except ValueError as error:
         raise _bad(f"no JSON: {str(error)[:100]}") from None
-    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise _bad(f"no {SCHEMA}")
-    if found.get("identity") != identity:
+    if content.get("identity") != identity:
         raise _bad("choices for something else")
-    return tuple(_record(one) for one in _list(found, "records", _MOST_RECORDS))
+    return tuple(_record(one) for one in _list(content, "records", _MOST_RECORDS))
 
 
 def _plain(record: StoredChoice) -> dict[str, Any]:
@@ -101,7 +97,7 @@ def _plain(record: StoredChoice) -> dict[str, Any]:
 
 
 def _line(text: str) -> str:
-    """Return the text as a line that `_text` takes."""
+    """Return the text as a line that `_text` accepts."""
     return "".join(c if c.isprintable() else " " for c in text)[:_LONGEST]
 
 
@@ -148,24 +144,24 @@ def _pair(value: Any, name: str) -> Pair:
 
 
 def _text(value: Any) -> bool:
-    """Tell whether it is a line that can be shown: nothing in it moves a terminal's cursor."""
+    """Return whether a value is a printable line, without terminal control characters."""
     return isinstance(value, str) and len(value) <= _LONGEST and value.isprintable()
 
 
 def _number(value: Any, name: str, most: float) -> float:
-    found = value.get(name) if isinstance(value, dict) else None
-    if isinstance(found, bool) or not isinstance(found, int | float):
+    number = value.get(name) if isinstance(value, dict) else None
+    if isinstance(number, bool) or not isinstance(number, int | float):
         raise _bad(f"{name} that is no number")
-    if not (0 < found <= most and math.isfinite(found)):
+    if not (0 < number <= most and math.isfinite(number)):
         raise _bad(f"{name} out of range")
-    return float(found)
+    return float(number)
 
 
 def _list(value: Any, name: str, most: int) -> list[Any]:
-    found = value.get(name) if isinstance(value, Mapping) else None
-    if not isinstance(found, list) or len(found) > most:
+    values = value.get(name) if isinstance(value, Mapping) else None
+    if not isinstance(values, list) or len(values) > most:
         raise _bad(f"{name} that are no list of at most {most}")
-    return found
+    return values
 
 
 def _bad(got: str) -> ConfigurationError:

@@ -1,4 +1,4 @@
-"""What is timed for a choice, in which order, and within which seconds."""
+"""Timing of the candidates of a choice, in order of tokens and within a budget."""
 
 import gc
 import logging
@@ -22,17 +22,20 @@ from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import ExpertWeights
 
 _LOG = logging.getLogger("modular_kernel.select")
-_SILENT_S = 5.0  # how long a caller waits without a word
-_OF_FREE = 0.8  # of the free memory may be weights
+_SILENT_S = 5.0  # seconds until a waiting caller gets a log message
+_OF_FREE = 0.8  # maximum fraction of free memory for weights
 
 Tell = Callable[[Bucket], object]
 
 
 @dataclass(frozen=True)
 class Found:
-    """buckets: with outcomes, ascending. timed_now: the tokens of those that were timed now, in so
-    many seconds. left: why what may be faster was not timed; "" if it was. notes: what a reader
-    should know."""
+    """The result of a search.
+
+    buckets: with outcomes, ascending. timed_now: token counts that were timed in this search, which
+    took `seconds`. left: the reason why candidates were not timed, or "". notes: messages for the
+    user.
+    """
 
     buckets: tuple[Bucket, ...]
     timed_now: tuple[int, ...] = ()
@@ -43,10 +46,10 @@ class Found:
 
 @dataclass
 class Search:
-    """Finds outcomes of the pairings that may be faster than the default.
+    """Search for pairings that are faster than the default. Collective over ranks.
 
-    routing: as RoutingKind parses. fresh: time again what the cache has. tell: called on rank 0
-    with each bucket when it was timed. Collective over ranks.
+    routing: in the syntax of RoutingKind.parse. fresh: ignore cached times. tell: called on rank 0
+    with each bucket after it was timed.
     """
 
     problem: Problem
@@ -62,48 +65,48 @@ class Search:
     tell: Tell | None = None
 
     def run(self) -> Found:
-        """Take what the cache has, and time the rest, few tokens first, within the budget."""
+        """Load the cached buckets, and time the others within the budget, few tokens first."""
         if not self._wanted:
             return Found((), left=self._reason())
         cached, notes = self._cached()
-        usable = () if self.fresh else cached
-        if not self._missing(usable):
-            return Found(usable, notes=notes)
+        valid = () if self.fresh else cached
+        if not self._missing(valid):
+            return Found(valid, notes=notes)
         if not self.budget.allows():
-            return Found(usable, left=self._reason(), notes=notes)
+            return Found(valid, left=self._reason(), notes=notes)
         with ExitStack() as stack:
             notes += self._in_turn(stack)
-            if not self.fresh:  # another process may have measured while this one waited
-                usable = self._cached()[0]
-            whole = {bucket.tokens for bucket in cached if self.options.whole(bucket)}
+            if not self.fresh:  # another process may have measured during the wait
+                valid = self._cached()[0]
+            complete = {bucket.tokens for bucket in cached if self.options.whole(bucket)}
             with self._announced():
-                new, left, more = self._measure(usable, whole)
-        made = {bucket.tokens: bucket for bucket in (*usable, *new)}
-        buckets = tuple(made[tokens] for tokens in sorted(made))
+                new, left, new_notes = self._measure(valid, complete)
+        by_tokens = {bucket.tokens: bucket for bucket in (*valid, *new)}
+        buckets = tuple(by_tokens[tokens] for tokens in sorted(by_tokens))
         seconds = self.team.leader(self.budget.spent)
-        return Found(buckets, tuple(b.tokens for b in new), seconds, left, notes + more)
+        return Found(buckets, tuple(b.tokens for b in new), seconds, left, notes + new_notes)
 
     @property
     def _wanted(self) -> tuple[int, ...]:
-        """The buckets at which something may be faster than the default, ascending."""
+        """Token counts with a pairing that may be faster than the default, ascending."""
         return tuple(t for t in self.options.tokens if self.options.challengers(t))
 
     def _reason(self) -> str:
-        """Say why something may stay untimed; "" if there is nothing to time."""
+        """Return the reason why candidates stay untimed, or "" if there are none."""
         if self.candidates.silent:
             return next(iter(self.candidates.silent.values()))
         return f"budget of {self.budget.seconds:g} s spent" if self._wanted else ""
 
     @contextmanager
     def _announced(self) -> Iterator[None]:
-        """Say once what a caller waits for who is not told of each bucket."""
-        quiet = self.team.rank or self.tell is not None
-        words = "timing %d pairings for at most %g s, this once: the cache keeps their times"
+        """Log a message, once, if a caller without `tell` waits for long."""
+        no_message = self.team.rank or self.tell is not None
+        message = "timing %d pairings for at most %g s, this once: the cache keeps their times"
         challengers = {pair for t in self._wanted for pair in self.options.challengers(t)}
-        facts = (len(challengers) + 1, self.budget.seconds)
-        timer = threading.Timer(_SILENT_S, _LOG.warning, (words, *facts))
+        message_args = (len(challengers) + 1, self.budget.seconds)
+        timer = threading.Timer(_SILENT_S, _LOG.warning, (message, *message_args))
         timer.daemon = True
-        if not quiet:
+        if not no_message:
             timer.start()
         try:
             yield
@@ -111,48 +114,49 @@ class Search:
             timer.cancel()
 
     def _cached(self) -> tuple[tuple[Bucket, ...], tuple[str, ...]]:
-        """Rank 0's view, for all: only what is asked for, and only what can be trusted."""
-        found = self.team.leader(self.cache.load() if self.team.rank == 0 else None)
-        assert found is not None
-        if found.record is None:
-            return (), found.notes
-        have = (found.record.at(tokens) for tokens in self._wanted)
-        trusted = [self._trusted(bucket) for bucket in have if bucket is not None]
-        return tuple(bucket for bucket in trusted if bucket is not None), found.notes
+        """Return rank 0's cached buckets that are requested and valid, and the notes."""
+        stored = self.team.leader(self.cache.load() if self.team.rank == 0 else None)
+        assert stored is not None
+        if stored.record is None:
+            return (), stored.notes
+        buckets = (stored.record.at(tokens) for tokens in self._wanted)
+        trusted = [self._trusted(bucket) for bucket in buckets if bucket is not None]
+        return tuple(bucket for bucket in trusted if bucket is not None), stored.notes
 
     def _trusted(self, bucket: Bucket) -> Bucket | None:
-        """Without pairings that are not valid now; None if ratios are to another default."""
+        """Return a bucket without pairings that are not valid now; None for another default."""
         valid = self.options.ordered(bucket.tokens)
-        kept = tuple(outcome for outcome in bucket.outcomes if outcome.pair in valid)
-        found = Bucket(bucket.tokens, bucket.default, kept)
-        default = next((pair for pair in valid if pair not in found.failed), valid[0])
-        return found if kept and found.default == default else None
+        outcomes = tuple(outcome for outcome in bucket.outcomes if outcome.pair in valid)
+        trusted = Bucket(bucket.tokens, bucket.default, outcomes)
+        default = next((pair for pair in valid if pair not in trusted.failed), valid[0])
+        return trusted if outcomes and trusted.default == default else None
 
     def _missing(self, buckets: Sequence[Bucket]) -> tuple[int, ...]:
-        whole = {bucket.tokens for bucket in buckets if self.options.whole(bucket)}
-        return tuple(tokens for tokens in self._wanted if tokens not in whole)
+        complete = {bucket.tokens for bucket in buckets if self.options.whole(bucket)}
+        return tuple(tokens for tokens in self._wanted if tokens not in complete)
 
     def _in_turn(self, stack: ExitStack) -> tuple[str, ...]:
-        """Wait for a process that measures the same: two at once would spoil each other's times."""
-        mine = True
+        """Wait for a process that measures the same, since the two would disturb each other."""
+        locked = True
         if self.team.rank == 0:
             try:
                 lock = self.cache.locked(wait_s=self.budget.left, of="timing")
-                mine = stack.enter_context(lock)
+                locked = stack.enter_context(lock)
             except OSError:
-                mine = True  # nowhere to keep a lock, so nobody to wait for
-        if self.team.leader(mine):
+                locked = True  # without a lock file there is no other process to wait for
+        if self.team.leader(locked):
             return ()
         return ("another process may be timing the same: these times may be disturbed",)
 
     def _measure(
         self, found: Sequence[Bucket], whole: set[int]
     ) -> tuple[list[Bucket], str, tuple[str, ...]]:
-        """Time what `found` lacks; returns that, why something is left, and notes.
+        """Time what `found` lacks; return the new buckets, why some are left, and notes.
 
-        whole: where the cache has all, which a bucket that was only begun must not replace.
+        whole: token counts that are complete in the cache, which an incomplete bucket must not
+        replace.
         """
-        missing, begun = self._missing(found), {b.tokens: b for b in found}
+        missing, incomplete = self._missing(found), {b.tokens: b for b in found}
         new, notes = list[Bucket](), list[str]()
         if not missing:
             return new, "", ()
@@ -162,18 +166,18 @@ class Search:
             return new, why, ()
         left = ""
         for tokens in missing:
-            if not self.budget.allows(2):  # the default, and one to compare it with
+            if not self.budget.allows(2):  # the default and one candidate
                 left = self._reason()
                 break
-            bucket = self._bucket(problem.with_tokens(tokens), weights, begun.get(tokens))
-            done = self.options.whole(bucket)
-            if done or (bucket.outcomes and tokens not in whole):
+            bucket = self._bucket(problem.with_tokens(tokens), weights, incomplete.get(tokens))
+            complete = self.options.whole(bucket)
+            if complete or (bucket.outcomes and tokens not in whole):
                 new.append(bucket)
                 if self.team.rank == 0:
                     notes += [n for n in self.cache.keep([bucket]) if n not in notes]
                     if self.tell is not None:
                         self.tell(bucket)
-            if not done:
+            if not complete:
                 left = self._reason()
                 break
         del weights
@@ -184,9 +188,9 @@ class Search:
         kind, options = RoutingKind.parse(self.routing), self.options
         with torch.no_grad():
             with self.budget.step():
-                given = situation(problem, weights, kind, replicated=self.replicated)
+                workload = situation(problem, weights, kind, replicated=self.replicated)
             watch = Stopwatch(
-                given,
+                workload,
                 options.ordered(problem.tokens),
                 self.candidates.graph,
                 self.machine,
@@ -198,16 +202,17 @@ class Search:
             return watch.bucket(options.challengers(problem.tokens))
 
     def _weights(self, problem: Problem) -> tuple[ExpertWeights | None, str]:
-        """None, and why, where they do not fit on some rank, or take all of the budget."""
+        """Return the weights; or None and the reason if memory or the budget does not suffice."""
         device = _device(self.machine)
         free, need = free_bytes(device), weight_bytes(problem)
         fits = all(self.team.all(free is None or need <= _OF_FREE * free))
         if not fits:
-            left = gigabytes(min(f for f in self.team.all(free) if f is not None))
-            return None, f"weights take {gigabytes(need)}, {left} are free"
+            available = gigabytes(min(f for f in self.team.all(free) if f is not None))
+            return None, f"weights take {gigabytes(need)}, {available} are free"
         late = self.budget.over if self.team.size == 1 else None
         try:
-            with torch.no_grad():  # ranks may hold unlike numbers of experts, and ask in step only
+            # `late` is collective, but ranks may have different numbers of experts.
+            with torch.no_grad():
                 return make_weights(problem, device, late), ""
         except TimeoutError as error:
             return None, f"{self._reason()}: {error}"

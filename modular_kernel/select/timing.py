@@ -1,9 +1,9 @@
-"""Times pairings beside the default one at one number of tokens.
+"""Timing of pairings against the default at one number of tokens.
 
-Each is built, checked against the float64 oracle and called by turns with the default, so that what
-changes with time (clocks, power) changes for both; what one round takes over what the default takes
-in the same round is one sample of their ratio. What cannot be captured in a CUDA graph is timed as
-eager calls. Over ranks the slowest rank counts.
+Each pairing is built, checked against the float64 oracle, and called alternately with the default,
+so that changes over time (clocks, power) affect both. The ratio of their times in one round is one
+sample. Calls that cannot be captured in a CUDA graph are timed eagerly. With several ranks, the
+slowest one counts.
 """
 
 import gc
@@ -28,10 +28,10 @@ from modular_kernel.spec.problem import Machine
 from modular_kernel.tensors import Routing
 from modular_kernel.workspace import workspace_bytes
 
-_HOPELESS = 1.25  # times the default in two rounds: not timed again
+_HOPELESS = 1.25  # ratio to the default in two rounds above which timing stops
 _FEWEST_ROUNDS, _MOST_ROUNDS = 9, 41
-_TARGET_S = 0.06  # of the device, for each pairing of a comparison
-_OF_FREE = 0.9  # of the free memory may be a plan's
+_TARGET_S = 0.06  # seconds on the device for each pairing of a comparison
+_OF_FREE = 0.9  # maximum fraction of free memory for a plan
 _LONGEST = 300
 
 PlannedCall = Callable[[torch.Tensor, Routing], torch.Tensor]
@@ -40,8 +40,11 @@ T = TypeVar("T")
 
 @dataclass
 class _Ready:
-    """A pairing that gave right numbers. runs: what one round runs in turn. trouble: why a later
-    run failed here, if one did. seconds: of a call, in every round that it was timed in."""
+    """A pairing with correct results, ready to be timed.
+
+    runs: the calls or graphs of one round. trouble: message of a later failure, or "". seconds: of
+    one call, for each round.
+    """
 
     pair: Pair
     kernel: FusedMoEModularKernel
@@ -51,7 +54,7 @@ class _Ready:
     seconds: list[float] = field(default_factory=list)
 
     def close(self) -> None:
-        """Let go of what its part holds of other ranks."""
+        """Release the part's resources that span ranks."""
         _close(self.kernel)
 
 
@@ -63,11 +66,11 @@ def _close(kernel: FusedMoEModularKernel) -> None:
 
 @dataclass
 class Stopwatch:
-    """Times pairings in one situation.
+    """Timing of pairings in one situation.
 
-    order: the valid pairings, the default first. graph: those that can be captured. hopeless: how
-    far behind the default, times its time, a pairing is timed no further. outcomes: begin with
-    those that are known.
+    order: the valid pairings, the default first. graph: those that can be captured. hopeless: ratio
+    to the default above which a pairing is not timed further. outcomes: initially those already
+    known.
     """
 
     situation: SelectSituation
@@ -85,15 +88,15 @@ class Stopwatch:
         self._wipe = wiper_of(self._device) if self.situation.flush else None
 
     def bucket(self, challengers: Iterable[Pair]) -> Bucket:
-        """Time the default and the challengers; where the budget ends before that, those so far.
+        """Time the default and the challengers, as far as the budget allows.
 
-        A default that fails gives way to the next pairing of the order.
+        If the default fails, the next pairing of the order becomes the default.
         """
         challengers = tuple(challengers)
         for pair in self.order:
             if self._has_failed(pair):
                 continue
-            if not self.budget.allows(2):  # this one, and one to compare it with
+            if not self.budget.allows(2):  # this one and one challenger
                 break
             with self.budget.step():
                 default = self._default(pair)
@@ -114,17 +117,17 @@ class Stopwatch:
                 default = None
                 self._free()
         if self._device.type == "cuda":
-            gc.collect()  # a tenth of a second: not after each candidate
+            gc.collect()  # takes 0.1 s, so not after each candidate
         working = (pair for pair in self.order if not self._has_failed(pair))
-        first = next(working, self.order[0])
+        default_pair = next(working, self.order[0])
         outcomes = tuple(self.outcomes[pair] for pair in self.order if pair in self.outcomes)
-        return Bucket(self.situation.problem.tokens, first, outcomes)
+        return Bucket(self.situation.problem.tokens, default_pair, outcomes)
 
     def _has_failed(self, pair: Pair) -> bool:
         return pair in self.outcomes and self.outcomes[pair].us is None
 
     def _default(self, pair: Pair) -> _Ready | None:
-        """Make ready what the others are compared with; note why that fails."""
+        """Prepare the default pairing, or record why it failed."""
         ready, why = self._ready(pair)
         if ready is not None:
             ready.seconds = slowest(self.team, [self._once(ready) for _ in range(2)])
@@ -136,7 +139,7 @@ class Stopwatch:
         return None
 
     def _time(self, challengers: Sequence[Pair], default: _Ready) -> None:
-        """Note the outcome of every challenger that there is time for."""
+        """Record the outcome of the challengers, as far as the budget allows."""
         for pair in challengers:
             if pair == default.pair or pair in self.outcomes:
                 continue
@@ -149,7 +152,7 @@ class Stopwatch:
             self.outcomes[pair] = outcome
 
     def _against(self, pair: Pair, default: _Ready) -> TimedOutcome | None:
-        """Build a pairing, and time it by turns with the default; None if the default fails."""
+        """Build a pairing, and time it alternately with the default; None if the default fails."""
         ready, why = self._ready(pair)
         if ready is None:
             return TimedOutcome(pair, why=why)
@@ -173,26 +176,29 @@ class Stopwatch:
             self._free()
 
     def _rounds(self, ready: _Ready, default: _Ready, count: int) -> list[float]:
-        """Time both in each round, the one that is first in turn; returns the seconds of `ready`.
+        """Time both in each round, alternating the order; return the seconds of `ready`.
 
-        Those of the default are added to its own.
+        The default's seconds are appended to its own list.
         """
-        own: list[float] = []
-        base: list[float] = []
+        ready_times: list[float] = []
+        default_times: list[float] = []
         for number in range(count):
-            pairings = ((ready, own), (default, base))
-            for one, times in pairings if number % 2 else reversed(pairings):
-                times.append(self._once(one))
-        default.seconds += slowest(self.team, base)
-        return slowest(self.team, own)
+            pairings = ((ready, ready_times), (default, default_times))
+            for pairing, times in pairings if number % 2 else reversed(pairings):
+                times.append(self._once(pairing))
+        default.seconds += slowest(self.team, default_times)
+        return slowest(self.team, ready_times)
 
     def _once(self, ready: _Ready) -> float:
-        """Seconds of a call in one run of all. Ranks start together, none after one has failed."""
+        """Return the seconds of a call in one run.
+
+        Ranks start together, and only if none has failed.
+        """
         if any(self.team.all(bool(ready.trouble))):
             return math.inf
         try:
             return self._run(ready)
-        # As in _guarded: whatever it is, it is this candidate's.
+        # As in _guarded, any exception is a failure of the candidate.
         except Exception as error:  # noqa: BLE001
             ready.trouble = _told(error)
             return math.inf
@@ -202,7 +208,7 @@ class Stopwatch:
         return sum(times) / len(self.situation.timed) / 1e3
 
     def _ready(self, pair: Pair) -> tuple[_Ready | None, str]:
-        """Built, checked and captured; or why not."""
+        """Build, check and capture a pairing; or return the reason of a failure."""
         kernel, why = self._guarded(lambda: self._built(pair))
         if kernel is None:
             return None, why
@@ -212,7 +218,10 @@ class Stopwatch:
         return ready, why
 
     def _proved(self, kernel: FusedMoEModularKernel, pair: Pair) -> tuple[_Ready | None, str]:
-        """Each step is decided by all: a rank that stopped halfway would leave others waiting."""
+        """Plan, check and capture a kernel.
+
+        Each step is agreed on by all ranks: if one stopped, the others would wait for it.
+        """
         call, why = self._guarded(lambda: self._planned(kernel))
         if call is None:
             return None, why
@@ -236,7 +245,11 @@ class Stopwatch:
         return lambda x_TH, routing: plan(x_TH, weights, routing)
 
     def _outputs(self, call: PlannedCall) -> list[torch.Tensor]:
-        """For the truths' inputs. What a call does not write cannot pass by what was there."""
+        """Return the outputs for the truths' inputs.
+
+        The output is filled with NaN before each call, so that values that are not written do not
+        pass.
+        """
         call(*self.situation.truths[0].given).fill_(math.nan)
         outputs = []
         for truth in self.situation.truths:
@@ -252,11 +265,11 @@ class Stopwatch:
             raise ArithmeticError(why)
 
     def _captured(self, kernel: FusedMoEModularKernel, call: PlannedCall, pair: Pair) -> _Ready:
-        """Return what one round runs: a graph of all calls, or of each alone; or the calls."""
+        """Return the runs of a round: a graph of all calls, or of each call, or the calls."""
         calls = [partial(call, *given) for given in self.situation.timed]
-        for one in calls:
-            one()
-        groups = [[one] for one in calls] if self.situation.flush else [calls]
+        for planned_call in calls:
+            planned_call()
+        groups = [[planned_call] for planned_call in calls] if self.situation.flush else [calls]
         if self._device.type == "cuda" and pair in self.graph:
             graphs = capture(groups)
             if graphs is not None:
@@ -265,42 +278,42 @@ class Stopwatch:
         return _Ready(pair, kernel, [partial(_all, group) for group in groups], mode)
 
     def _guarded(self, work: Callable[[], T]) -> tuple[T | None, str]:
-        """Run `work`; return its result, and why it has none on some rank, if so."""
-        own, result = "", None
+        """Return the result of `work`, or the reason of a failure on any rank."""
+        failure, result = "", None
         try:
             result = work()
-        # A candidate can fail in any way; that is its outcome, not the end of the choice.
+        # Any exception is an outcome of the candidate, and does not end the choice.
         except Exception as error:  # noqa: BLE001
-            own = _told(error)
-        why = any_failure(self.team, own)
+            failure = _told(error)
+        why = any_failure(self.team, failure)
         if why and isinstance(result, FusedMoEModularKernel):
-            _close(result)  # built here, and not on another rank
+            _close(result)  # built here, but failed on another rank
         return (None, why) if why else (result, "")
 
     def _free(self) -> None:
-        if self._device.type == "cuda":  # elsewhere memory goes with its last owner
+        if self._device.type == "cuda":  # other allocators free memory with its last owner
             torch.cuda.empty_cache()
 
 
 def _compared(
     ready: _Ready, times: Sequence[float], default: Sequence[float], *, rough: bool
 ) -> TimedOutcome:
-    """Return the outcome of a pairing timed in the same rounds as the default."""
+    """Return the outcome of a pairing that was timed in the same rounds as the default."""
     us = (min(times) if rough else median(times)) * 1e6
     if rough:
         ratio, noise = min(times) / min(default), 0.0
     else:
-        ratios = [mine / other for mine, other in zip(times, default, strict=True)]
-        quarters = quantiles(ratios, n=4)
-        ratio, noise = median(ratios), (quarters[2] - quarters[0]) / len(ratios) ** 0.5
+        ratios = [time / default_time for time, default_time in zip(times, default, strict=True)]
+        quartiles = quantiles(ratios, n=4)
+        ratio, noise = median(ratios), (quartiles[2] - quartiles[0]) / len(ratios) ** 0.5
     return TimedOutcome(ready.pair, us, ratio, noise, rough, ready.mode)
 
 
 def _told(error: Exception) -> str:
-    """One line; this module's own findings without their type."""
+    """Format an exception as one line; errors raised by this module without their type."""
     text = str(error).partition("\n")[0]
-    plain = isinstance(error, ArithmeticError | MemoryError)
-    return (text if plain else f"{type(error).__name__}: {text}")[:_LONGEST]
+    is_own = isinstance(error, ArithmeticError | MemoryError)
+    return (text if is_own else f"{type(error).__name__}: {text}")[:_LONGEST]
 
 
 def _all(calls: Sequence[Call]) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""`mk tune`: the launches of a part searched by measurement, each checked before it counts."""
+"""Search for a part's launch configurations by measurement, as run by `mk tune`."""

@@ -1,7 +1,7 @@
-"""What the compiler makes of a choice, in processes that see no GPU.
+"""Compilation of candidate launches in worker processes that see no GPU.
 
-Compiled kernels end in triton's cache on disk, where the launches that are timed find them: the
-tensors have the shapes and strides of real calls, and no memory.
+The compiled kernels go to Triton's disk cache, where the timed launches find them. Meta tensors
+with the shapes and strides of real calls are used.
 """
 
 from collections.abc import Sequence
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from modular_kernel.testing.compile.report import CompileRecord
 
 _META = torch.device("meta")
-_AT_ONCE = 3  # choices: queueing costs as much as looking up what is compiled already
-_LONGEST = 300.0  # seconds to wait for one choice, those before it in the queue included
+_AT_ONCE = 3  # choices per task: queueing costs as much as a lookup of a compiled kernel
+_LONGEST = 300.0  # seconds to wait for one choice, including those before it in the queue
 
 
 @dataclass(frozen=True)
 class Pair:
-    """What is tuned, by name, and the machine it runs on. prepared: calls have prepared weights."""
+    """The parts to tune, by name, and their machine. prepared: calls have prepared weights."""
 
     prepare_finalize: str
     experts: str
@@ -41,7 +41,7 @@ class Pair:
     prepared: bool = False
 
     def space(self, problem: Problem) -> Tunable:
-        """Return what the experts part offers; ConfigurationError if it has nothing to tune."""
+        """Return the experts' search space; raise ConfigurationError if there is none."""
         space = load_catalog().experts(self.experts).tunable(problem)
         if space is not None and self.prepared:
             space = space.of_prepared()
@@ -54,7 +54,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class CompileTask:
-    """Choices of one problem to compile. space: made where the GPU is."""
+    """Choices of one problem to compile. space: created in the process that has the GPU."""
 
     pair: Pair
     space: Tunable
@@ -66,7 +66,7 @@ class CompileTask:
 
 
 def compile_choice(task: CompileTask, choice: Choice) -> str:
-    """Say why `choice` is not worth a launch; "" if it is.
+    """Return the reason why `choice` is not worth a launch, or "".
 
     Reasons are spilled registers, too much memory, or an error.
     """
@@ -80,7 +80,7 @@ def compile_choice(task: CompileTask, choice: Choice) -> str:
             names = pair.prepare_finalize, pair.experts
             kernel = make_kernel(*names, problem, machine=pair.machine)
             records = records_of(kernel, target, prepared=pair.prepared)
-    # The compiler fails in many ways; none of them may end the search.
+    # The compiler can raise any exception, and none may end the search.
     except Exception as error:  # noqa: BLE001
         return f"does not compile: {type(error).__name__}: {str(error)[:200]}"
     return "; ".join(reason for record in records for reason in check(record))
@@ -89,9 +89,9 @@ def compile_choice(task: CompileTask, choice: Choice) -> str:
 def records_of(
     kernel: FusedMoEModularKernel, target: str, *, prepared: bool = False
 ) -> "list[CompileRecord]":
-    """Compile for `target` what one call of `kernel` launches; nothing runs.
+    """Compile for `target` what one call of `kernel` launches, without running it.
 
-    prepared: of a call with prepared weights.
+    prepared: for a call with prepared weights.
     """
     from modular_kernel.testing.compile.report import record_compiles
 
@@ -99,8 +99,10 @@ def records_of(
     workspace = Workspace(kernel.workspace_specs(problem.tokens), _META)
     x_TH, weights, routing = meta_inputs(problem)
     if prepared:
-        made = kernel.experts.prepared_specs().items()
-        weights = replace(weights, **{n: _empty(spec.shape, spec.dtype) for n, spec in made})
+        prepared_specs = kernel.experts.prepared_specs().items()
+        weights = replace(
+            weights, **{n: _empty(spec.shape, spec.dtype) for n, spec in prepared_specs}
+        )
     out = torch.empty(problem.output_shape, dtype=problem.dtype, device=_META)
     with record_compiles(target) as records:
         kernel.start_checked(x_TH, weights, routing, out, workspace).finish()
@@ -108,7 +110,7 @@ def records_of(
 
 
 def meta_inputs(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:
-    """Return x, weights and routing of a call, of the right shapes, on the meta device."""
+    """Return x, weights and routing of a call on the meta device."""
     tensors = {n: _empty(spec.shape, spec.dtypes[0]) for n, spec in weight_specs(problem).items()}
     if problem.bias:
         tensors["b1"] = _empty((problem.e, problem.w1_rows), problem.dtype)
@@ -126,7 +128,7 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 class Compiler:
-    """Compiles choices in `workers` processes; use as a context, which ends them."""
+    """Compiles choices in `workers` processes, which end with the context."""
 
     def __init__(self, workers: int) -> None:
         context = get_context("spawn")
@@ -142,7 +144,7 @@ class Compiler:
     def begin(
         self, pair: Pair, space: Tunable, problem: Problem, choices: Sequence[Choice]
     ) -> None:
-        """Queue those that were not queued before, a few at a time."""
+        """Queue choices that were not queued before, in small tasks."""
         new = [c for c in dict.fromkeys(choices) if (pair, problem, c) not in self._begun]
         for start in range(0, len(new), _AT_ONCE):
             task = CompileTask(pair, space, problem, tuple(new[start : start + _AT_ONCE]))
@@ -153,7 +155,7 @@ class Compiler:
     def refusal(
         self, pair: Pair, space: Tunable, problem: Problem, choice: Choice
     ) -> Refusal | None:
-        """Wait for this choice, and say why it is not worth a launch, if it is not."""
+        """Wait for this choice; return the reason why it is not worth a launch, or None."""
         self.begin(pair, space, problem, [choice])
         future, index = self._begun[pair, problem, choice]
         try:

@@ -1,10 +1,10 @@
-"""Checks and times choices on a GPU.
+"""Checks and timing of choices on a GPU.
 
-Every choice is checked before it is timed, in poisoned memory: some rows of its output against the
-float64 oracle by the harness's rule, all of it against the first right choice's output, and every
-value must be finite. Screening times stages by events (tuning.clock); comparing replays CUDA graphs
-of plans by turns. In both, each call has an input of its own, and where inputs and weights would
-stay in the L2 cache it is overwritten in between.
+Every choice is checked before it is timed, with poisoned memory: some rows of its output against
+the float64 oracle by the test harness's rule, the whole output against that of the first correct
+choice, and all values must be finite. Screening times stages with events (`tuning.stage_timer`);
+comparing replays CUDA graphs of plans alternately. In both cases each call has its own input, and
+the L2 cache is overwritten between calls if inputs and weights would stay in it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,18 +30,18 @@ from modular_kernel.tuning.weights import tuning_weights
 from modular_kernel.tuning.workload import Situations, TuneSituation
 from modular_kernel.workspace import Workspace
 
-_HOPELESS = 1.3  # times the best: not timed again
-_MORE = 2  # further times of what is not
-_LEAST_ROUNDS, _MOST_ROUNDS = 3, 20  # of a comparison
+_HOPELESS = 1.3  # ratio to the best above which a choice is not timed again
+_MORE = 2  # additional timings of the other choices
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 20  # rounds of a comparison
 
 Result = TypeVar("Result")
 
 
 class TimedSearch(Bench):
-    """One pair and problem on this machine's GPU. routing: as bench.routing.RoutingKind parses.
+    """Measurement of one pair and problem on this machine's GPU.
 
-    tokens: the numbers that will be asked about, none above problem.tokens. target_ms: of the
-    device, for each choice of a comparison.
+    tokens: the token counts that will be used, at most problem.tokens. routing: in the syntax of
+    measure.routing_patterns.RoutingKind.parse. target_ms: device time per choice in a comparison.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class TimedSearch(Bench):
         routing: str = "uniform",
         target_ms: float = 10.0,
     ) -> None:
-        if problem.inplace:  # x would be overwritten from replay to replay
+        if problem.inplace:  # each replay would overwrite x
             raise ConfigurationError("inplace while tuning", got=True, need="False")
         self.pair, self.problem, self.compiler = pair, problem, compiler
         self.space = space or pair.space(problem)
@@ -70,7 +70,7 @@ class TimedSearch(Bench):
         self._situation = lru_cache(maxsize=1)(situations.at)
 
     def _prepared(self, weights: ExpertWeights) -> ExpertWeights:
-        """Return weights that every kernel of the search takes: they differ in tokens alone."""
+        """Return prepared weights for all kernels of the search, which differ only in tokens."""
         names = self.pair.prepare_finalize, self.pair.experts
         return make_kernel(*names, self.problem, machine=self.pair.machine).prepare_weights(weights)
 
@@ -91,19 +91,19 @@ class TimedSearch(Bench):
         runs: dict[Choice, list[Call]] = {}
         outcomes: dict[Choice, float | Refusal] = {}
         for choice in choices:
-            made = self._guarded(choice, lambda: self._ready(situation))
-            if isinstance(made, Refusal):
-                outcomes[choice] = made
+            calls = self._guarded(choice, lambda: self._ready(situation))
+            if isinstance(calls, Refusal):
+                outcomes[choice] = calls
             else:
-                runs[choice] = made
+                runs[choice] = calls
         return outcomes | (self._by_turns(runs, situation) if runs else {})
 
     def _guarded(self, choice: Choice, work: Callable[[], Result | Refusal]) -> Result | Refusal:
         try:
             with self.space.using(choice):
                 return work()
-        # A launch fails in many ways, and none of them may end the search. One that left the
-        # device unusable does: then waiting for it raises again.
+        # A launch can raise any exception, and none may end the search, unless the device became
+        # unusable: then the synchronization raises again.
         except Exception as error:  # noqa: BLE001
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
@@ -115,18 +115,18 @@ class TimedSearch(Bench):
             return Refusal(wrong, wrong=True)
         calls = self._staged_calls(situation)
         wipe = self._wipe if situation.flush else None
-        took = self._clock.times(calls, wipe)
-        if self._worth_more(middle(took), situation):
+        times = self._clock.times(calls, wipe)
+        if self._worth_more(middle(times), situation):
             for _ in range(_MORE):
-                took += self._clock.times(calls, wipe)
-        return middle(took)
+                times += self._clock.times(calls, wipe)
+        return middle(times)
 
     def _wrong(self, situation: TuneSituation) -> str:
         x_TH, routing = situation.inputs[0]
         return situation.wrong(self._kernel(situation, poison=True)(x_TH, self.weights, routing))
 
     def _staged_calls(self, situation: TuneSituation) -> list[Call]:
-        """Return calls that run every stage on the host: not a plan's, which replays launches."""
+        """Return calls that run every stage on the host, unlike a plan, which replays launches."""
         kernel = self._kernel(situation, poison=False)
         problem = situation.problem
         workspace = Workspace(kernel.workspace_specs(problem.tokens), self.device)
@@ -139,7 +139,7 @@ class TimedSearch(Bench):
         return [partial(call, x_TH, routing) for x_TH, routing in situation.inputs]
 
     def _worth_more(self, took: Took, situation: TuneSituation) -> bool:
-        """Whether some stage, or the whole where there are none, comes near the fastest."""
+        """Return whether some stage, or the call without stages, is near the fastest."""
         times = dict(took.stages) or {"": took.seconds}
         fastest = situation.fastest
         for name, seconds in times.items():
@@ -147,9 +147,9 @@ class TimedSearch(Bench):
         return any(seconds <= _HOPELESS * fastest[name] for name, seconds in times.items())
 
     def _ready(self, situation: TuneSituation) -> list[Call] | Refusal:
-        """Return what one round of a comparison runs, in turn.
+        """Return the runs of one round of a comparison.
 
-        It is a graph of all calls, or of each alone.
+        They are a graph of all calls, or one graph per call.
         """
         wrong = self._wrong(situation)
         if wrong:
@@ -176,11 +176,11 @@ class TimedSearch(Bench):
     def _by_turns(
         self, runs: Mapping[Choice, Sequence[Call]], situation: TuneSituation
     ) -> dict[Choice, float]:
-        """Median seconds of a call. By turns: what changes with time changes for all."""
+        """Return median seconds per call, timed alternately so that drift affects all choices."""
         clock, wipe = clock_of(self.device), self._wipe if situation.flush else None
 
         def once(choice: Choice) -> float:
-            with self.space.using(choice):  # for calls that no graph holds
+            with self.space.using(choice):  # needed for calls that are not captured
                 times = samples_ms(runs[choice], clock, wipe)
             return sum(times) / len(situation.inputs) / 1e3
 
@@ -190,7 +190,7 @@ class TimedSearch(Bench):
         for _ in range(min(max(rounds, _LEAST_ROUNDS), _MOST_ROUNDS)):
             for choice in runs:
                 times[choice].append(once(choice))
-        return {choice: median(of) for choice, of in times.items()}
+        return {choice: median(samples) for choice, samples in times.items()}
 
     def _kernel(self, situation: TuneSituation, *, poison: bool) -> FusedMoEModularKernel:
         pair = self.pair

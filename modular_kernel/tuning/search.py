@@ -1,6 +1,6 @@
-"""The tuner's loop: candidates screened, finalists timed; the best kept after each T.
+"""The tuner's loop: screen candidates, time finalists, save the best after each number of tokens.
 
-It knows no part and no GPU: a `Tunable` says what to try, a `Bench` what a choice takes.
+It is independent of parts and devices: a `Tunable` defines the candidates, a `Bench` measures them.
 """
 
 import time
@@ -11,43 +11,47 @@ from pathlib import Path
 
 from modular_kernel.contracts import Best, Choice, Took, Tunable
 
-_WORTH = 0.99  # of the untuned time: what is not faster by more is noise
-_AHEAD = 2  # numbers of tokens whose candidates are compiled while one is timed
+_MAX_RATIO_TO_UNTUNED = 0.99  # maximum ratio to the untuned time; smaller gains are noise
+_AHEAD = 2  # token counts to compile ahead, including the current one
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a choice has no time. wrong: it computed wrong numbers, which is a defect."""
+    """The reason why a choice has no time. wrong: True for wrong results, which are a defect."""
 
     reason: str
     wrong: bool = False
 
 
 class Bench(ABC):
-    """Compiles and measures choices for one problem."""
+    """Compilation and measurement of choices for one problem."""
 
     @abstractmethod
     def compile_ahead(self, tokens: int, choices: Sequence[Choice]) -> None:
-        """Begin to compile in the background; returns at once."""
+        """Start to compile in the background, and return immediately."""
 
     @abstractmethod
     def refusal(self, tokens: int, choice: Choice) -> Refusal | None:
-        """Say why `choice` does not compile, or to something not worth a launch; wait for that."""
+        """Wait for compilation, and return a Refusal if it fails.
+
+        A Refusal is also returned if the compiled kernel is not worth a launch.
+        """
 
     @abstractmethod
     def screen(self, tokens: int, choice: Choice) -> Took | Refusal:
-        """Time a call, if its output is right; roughly, where it is far from the best."""
+        """Check and time a call, with fewer repetitions if it is far from the best."""
 
     @abstractmethod
     def compare(self, tokens: int, choices: Sequence[Choice]) -> Mapping[Choice, float | Refusal]:
-        """Return the seconds of a call of each choice that gives right numbers, timed by turns."""
+        """Return seconds per call of each choice with correct results, timed alternately."""
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """The outcome for one number of tokens. best: None if nothing ran and was right.
+    """The result for one number of tokens. best: None if no choice ran correctly.
 
-    took: what was screened. finished: every candidate was. file: where `best` was saved.
+    took: times of the screened choices. finished: all candidates were screened. file: where `best`
+    was saved.
     """
 
     tokens: int
@@ -59,7 +63,7 @@ class Tuned:
 
     @property
     def wrong(self) -> tuple[Choice, ...]:
-        """Choices that computed wrong numbers."""
+        """Choices with wrong results."""
         return tuple(choice for choice, refusal in self.refused.items() if refusal.wrong)
 
 
@@ -73,10 +77,10 @@ def _no_tick() -> None:
 
 @dataclass(frozen=True)
 class TuneJob:
-    """What to tune, and within what.
+    """What to tune, and the limits.
 
-    folder: where results are kept. budget: seconds for all of `tokens`. fresh: start afresh
-    instead of continuing what is in the folder. tick: called after every measurement.
+    folder: for the results. budget: seconds for all of `tokens`. fresh: ignore the results in the
+    folder instead of continuing from them. tick: called after every measurement.
     """
 
     space: Tunable
@@ -90,19 +94,19 @@ class TuneJob:
 
 
 def remaining(space: Tunable, tokens: Sequence[int], folder: Path, *, fresh: bool) -> list[int]:
-    """Return the numbers of tokens that a former run has left, in the order asked for.
+    """Return the token counts without a saved result, in the given order.
 
-    ConfigurationError if what it left cannot be continued.
+    Raises ConfigurationError if the saved results cannot be continued.
     """
     done = {} if fresh else space.saved(folder)
     return [number for number in dict.fromkeys(tokens) if number not in done]
 
 
 def tune(job: TuneJob) -> Iterator[Tuned]:
-    """Tune for each number of tokens that is left; what is best so far is saved after each.
+    """Tune each remaining number of tokens, and save the best result so far after each.
 
-    Time that one leaves unused goes to the others. Ends early where the budget is spent; another
-    run continues.
+    Time that one does not use goes to the others. Ends when the budget is spent; another run
+    continues.
     """
     todo = remaining(job.space, job.tokens, job.folder, fresh=job.fresh)
     done = {} if job.fresh else dict(job.space.saved(job.folder))
@@ -111,8 +115,8 @@ def tune(job: TuneJob) -> Iterator[Tuned]:
         left = end - job.clock()
         if left <= 0:
             return
-        for soon in todo[index : index + _AHEAD]:
-            job.bench.compile_ahead(soon, job.space.candidates(soon))
+        for upcoming in todo[index : index + _AHEAD]:
+            job.bench.compile_ahead(upcoming, job.space.candidates(upcoming))
         tuned = _Trial(job, tokens, job.clock() + left / (len(todo) - index)).run()
         if tuned.best is not None:
             done[tokens] = tuned.best
@@ -122,7 +126,7 @@ def tune(job: TuneJob) -> Iterator[Tuned]:
 
 @dataclass
 class _Trial:
-    """One number of tokens."""
+    """The search at one number of tokens."""
 
     job: TuneJob
     tokens: int
@@ -133,7 +137,7 @@ class _Trial:
     def run(self) -> Tuned:
         space = self.job.space
         untuned = space.untuned(self.tokens)
-        self._screen(untuned)  # whatever the compiler thinks of it: it is what runs today
+        self._screen(untuned)  # even if the compiler refuses it, since it is the current launch
         finished = self._screen_all(space.candidates(self.tokens))
         finalists = dict.fromkeys(space.finalists(self.tokens, self.took))
         if untuned in self.took:
@@ -142,7 +146,7 @@ class _Trial:
         return Tuned(self.tokens, best, self.took, self.refused, finished)
 
     def _screen_all(self, candidates: Sequence[Choice]) -> bool:
-        """Whether there was time for all of them."""
+        """Screen all candidates; return False if the time did not suffice."""
         for choice in candidates:
             if choice in self.took or choice in self.refused:
                 continue
@@ -174,7 +178,10 @@ class _Trial:
                 seconds[choice] = outcome
         if not seconds:
             return None
-        choice, base = min(seconds, key=seconds.__getitem__), seconds.get(untuned)
-        if base is not None and seconds[choice] > _WORTH * base:
+        choice, untuned_seconds = min(seconds, key=seconds.__getitem__), seconds.get(untuned)
+        if (
+            untuned_seconds is not None
+            and seconds[choice] > _MAX_RATIO_TO_UNTUNED * untuned_seconds
+        ):
             choice = untuned
-        return Best(choice, seconds[choice], base)
+        return Best(choice, seconds[choice], untuned_seconds)

@@ -1,8 +1,8 @@
-"""Times a call stage by stage, on the device's own clock, without a graph.
+"""Timing of a call stage by stage with device events, without a graph.
 
-The host queues calls behind a pause of the GPU, so that they run back to back there and none of
-the host's time is measured. Events cost every stage of every choice about the same microsecond:
-that decides nothing between choices, and whole calls are timed by graphs (bench.method).
+The host queues the calls behind a pause of the GPU, so that they run back to back and host time is
+not measured. Events add about one microsecond to every stage of every choice, which does not affect
+the comparison. Whole calls are timed with graphs (`measure.timing`).
 """
 
 import time
@@ -17,9 +17,9 @@ from modular_kernel.contracts import Took
 from modular_kernel.measure.timing import Clock, Wiper, clock_of
 from modular_kernel.replay import stages
 
-_CYCLES = 2.0e9  # of a GPU in a second, or fewer
-_FIRST_PAUSE = 3e-4  # seconds for each call
-_SPARE = 1.5  # times what the host took
+_CYCLES = 2.0e9  # upper bound of a GPU's cycles per second
+_FIRST_PAUSE = 3e-4  # seconds per call
+_SPARE = 1.5  # pause relative to the host's time
 _TRIES = 4
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
@@ -28,7 +28,7 @@ Spans = dict[str, list[tuple[Any, Any]]]
 
 
 class StageClock:
-    """names: of the stages to be told apart. Remembers how long the host takes for a call."""
+    """Timer of the named stages. It remembers how long the host takes to queue a call."""
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self._names, self._device = names, device
@@ -36,9 +36,9 @@ class StageClock:
         self._pause = _FIRST_PAUSE
 
     def times(self, calls: Sequence[Call], wipe: Wiper = None) -> list[Took]:
-        """Return what each of `calls` took, run in turn, once.
+        """Run each of `calls` once, and return their times.
 
-        wipe: called before each, untimed.
+        wipe: called before each, not timed.
         """
         for _ in range(_TRIES):
             pause = self._pause * len(calls)
@@ -67,8 +67,8 @@ class StageClock:
             wipe()
 
         def watch(name: str) -> AbstractContextManager[object]:
-            own = stages.among(name, self._names)
-            return _NOTHING if own is None else span(own)
+            stage = stages.among(name, self._names)
+            return _NOTHING if stage is None else span(stage)
 
         with stages.watched(watch):
             start = clock.mark()
@@ -78,12 +78,12 @@ class StageClock:
 
     def _took(self, start: Any, end: Any, spans: Spans) -> Took:
         ms = self._clock.ms
-        inside = {name: sum(ms(*one) for one in of) / 1e3 for name, of in spans.items()}
+        inside = {name: sum(ms(*mark) for mark in marks) / 1e3 for name, marks in spans.items()}
         return Took(ms(start, end) / 1e3, inside)
 
 
 def middle(took: Sequence[Took]) -> Took:
-    """Return the median of the whole, and of every stage."""
+    """Return the medians of the whole call and of every stage."""
     names = took[0].stages
     return Took(
         median(one.seconds for one in took),

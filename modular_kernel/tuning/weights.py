@@ -1,6 +1,6 @@
-"""Weights to tune with, made quickly: a few experts are drawn, the others are scaled copies.
+"""Weights for tuning, created quickly: a few random experts, and scaled copies as the others.
 
-A copy's scale is its own, so that an expert taken for another one is seen.
+Each copy has its own scale, so that a wrong expert index changes the result.
 """
 
 from dataclasses import replace
@@ -17,35 +17,35 @@ _SEED = 11
 
 
 def tuning_weights(problem: Problem, device: torch.device) -> ExpertWeights:
-    """Draw weights of `problem` in its own scheme."""
+    """Create weights of `problem`, quantized by its scheme."""
     drawn = min(_DRAWN, problem.e)
-    few = replace(problem, local_experts=drawn, expert_map=True)
-    made = quantized(make_weights(replace(few, quant="none"), device), few)
+    drawn_problem = replace(problem, local_experts=drawn, expert_map=True)
+    weights = quantized(make_weights(replace(drawn_problem, quant="none"), device), drawn_problem)
     copies = torch.arange(problem.e, device=device) % drawn
     tensors = {}
     for name in ("w1", "w2", "b1", "b2", *SCALE_FIELDS):
-        drawn_tensor = getattr(made, name)
+        drawn_tensor = getattr(weights, name)
         if drawn_tensor is not None:
             tensors[name] = _copied(drawn_tensor, copies)
     generator = torch.Generator(device).manual_seed(_SEED)
     for name in ("w1", "w2"):
-        scaled = f"{name}_scale" if problem.scheme.quantized else name
+        rescaled = f"{name}_scale" if problem.scheme.quantized else name
         if problem.scheme.matrix_scales:
-            scaled = f"{name}_global_scale"
-        _rescale(tensors[scaled], generator)
-    return replace(made, **tensors, expert_map=first_here(problem, device))
+            rescaled = f"{name}_global_scale"
+        _rescale(tensors[rescaled], generator)
+    return replace(weights, **tensors, expert_map=first_here(problem, device))
 
 
 def _copied(drawn: torch.Tensor, copies: torch.Tensor) -> torch.Tensor:
-    """drawn[copies], whatever its dtype."""
+    """Return drawn[copies] for any dtype."""
     raw = drawn.view(torch.uint8) if drawn.dtype.itemsize == 1 else drawn
     return raw.index_select(0, copies).view(drawn.dtype)
 
 
 def _rescale(tensor: torch.Tensor, generator: torch.Generator) -> None:
-    """Scale every expert by a number of its own.
+    """Multiply each expert by a random factor.
 
-    It is from 1/2 to 1, or a power of two where it is stored as an exponent.
+    The factor is from 1/2 to 1, or a power of two if the tensor stores exponents.
     """
     shape = (tensor.shape[0], *[1] * (tensor.dim() - 1))
     draw = torch.rand(shape, device=tensor.device, generator=generator)

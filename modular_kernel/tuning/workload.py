@@ -1,4 +1,4 @@
-"""What choices are measured on: inputs, and what their outputs must be."""
+"""Inputs for tuning, and the expected outputs."""
 
 import math
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.verify.compare import EPS, FACTOR, ROW_FACTOR, compare
 
-_FIRST_ROWS = 4  # of an output that are compared, and the last one of every number of tokens
+_FIRST_ROWS = 4  # rows of an output that are compared, in addition to the last one
 _MOST_CALLS = 4
-_FEW_TOKENS = 256  # up to here a call is short: more of them are timed
+_FEW_TOKENS = 256  # up to this number calls are short, and more of them are timed
 _SEED = 1000
 
 Input = tuple[torch.Tensor, Routing]
@@ -24,25 +24,27 @@ Input = tuple[torch.Tensor, Routing]
 
 @dataclass(frozen=True)
 class TuneTruth:
-    """rows: tokens that are compared, ascending. exact: what they are in float64; fair: what plain
-    torch makes of them."""
+    """Expected output. rows: tokens that are compared, ascending.
+
+    exact: the rows in float64. fair: the rows as plain torch computes them.
+    """
 
     rows: torch.Tensor
     exact: torch.Tensor
     fair: torch.Tensor
 
     def up_to(self, tokens: int) -> "TuneTruth":
-        """Of the first `tokens` tokens."""
-        here = self.rows < tokens
-        return TuneTruth(self.rows[here], self.exact[here], self.fair[here])
+        """Return the part for the first `tokens` tokens."""
+        selected = self.rows < tokens
+        return TuneTruth(self.rows[selected], self.exact[selected], self.fair[selected])
 
 
 @dataclass
 class TuneSituation:
-    """One number of tokens: everything about it but the choice.
+    """The workload of one number of tokens, for all choices.
 
-    inputs: one for each call. flush: overwrite the cache before each. fastest: seconds of each
-    stage in the choice that is quickest there. whole: the output of the first right choice.
+    inputs: one per call. flush: overwrite the L2 cache before each call. fastest: seconds of each
+    stage in the choice with the fastest one. whole: the output of the first correct choice.
     """
 
     problem: Problem
@@ -53,27 +55,27 @@ class TuneSituation:
     whole: torch.Tensor | None = None
 
     def wrong(self, out: torch.Tensor) -> str:
-        """Say what is wrong with the output for the first input; "" if nothing is."""
+        """Return the error of the output for the first input, or ""."""
         if not bool(out.isfinite().all()):
             return "values that are not finite"
         truth = self.truth
-        few = self.problem.with_tokens(len(truth.rows))
-        found = compare(out[truth.rows], truth.exact, truth.fair, few)
-        if found.problems:
-            return "; ".join(found.problems)
+        rows_problem = self.problem.with_tokens(len(truth.rows))
+        comparison = compare(out[truth.rows], truth.exact, truth.fair, rows_problem)
+        if comparison.problems:
+            return "; ".join(comparison.problems)
         if self.whole is None:
             self.whole = out.clone()
             return ""
         return self._unlike(out, self.whole)
 
     def _unlike(self, out: torch.Tensor, whole: torch.Tensor) -> str:
-        """Two right outputs are no further apart than the errors that both may have."""
+        """Compare two outputs: they may differ by the sum of their allowed errors."""
         truth = self.truth
-        fair = float((truth.fair - truth.exact).norm() / truth.exact.norm())
-        apart, size = (out.float() - whole.float()).flatten(1), whole.float().flatten(1)
-        error = float(apart.norm() / size.norm())
-        worst = float((apart.norm(dim=1) / size.norm(dim=1).clamp(min=EPS)).max())
-        bound, row_bound = 2 * (FACTOR * fair + EPS), 2 * ROW_FACTOR * (fair + EPS)
+        fair_error = float((truth.fair - truth.exact).norm() / truth.exact.norm())
+        difference, reference = (out.float() - whole.float()).flatten(1), whole.float().flatten(1)
+        error = float(difference.norm() / reference.norm())
+        worst = float((difference.norm(dim=1) / reference.norm(dim=1).clamp(min=EPS)).max())
+        bound, row_bound = 2 * (FACTOR * fair_error + EPS), 2 * ROW_FACTOR * (fair_error + EPS)
         if not error <= bound:
             return f"{error:.2e} away from another right choice, more than {bound:.2e}"
         if not worst <= row_bound:
@@ -82,9 +84,9 @@ class TuneSituation:
 
 
 class Situations:
-    """Makes the situation of any of `tokens`, the largest of which is problem.tokens or less.
+    """Creates the situation for each of `tokens`, at most problem.tokens.
 
-    The first input of fewer tokens is the beginning of that of more: one oracle serves all.
+    The first input for fewer tokens is the beginning of that for more, so one oracle is sufficient.
     """
 
     def __init__(
@@ -99,10 +101,10 @@ class Situations:
     def at(self, tokens: int) -> TuneSituation:
         problem = self.problem.with_tokens(tokens)
         x_TH, routing = self._longest
-        first = (x_TH[:tokens], routing.of(slice(tokens)))
+        first_input = (x_TH[:tokens], routing.of(slice(tokens)))
         calls = _MOST_CALLS if tokens <= _FEW_TOKENS else 2
-        inputs = (first, *(self._drawn(tokens, index) for index in range(1, calls)))
-        flush = self._stays_in_cache(problem, first[1])
+        inputs = (first_input, *(self._drawn(tokens, index) for index in range(1, calls)))
+        flush = self._stays_in_cache(problem, first_input[1])
         return TuneSituation(problem, inputs, self._truth.up_to(tokens), flush)
 
     def _drawn(self, tokens: int, index: int) -> Input:
@@ -113,15 +115,15 @@ class Situations:
 
     def _true(self, rows: torch.Tensor) -> TuneTruth:
         x_TH, routing = self._longest
-        few = routing.of(rows)
+        rows_routing = routing.of(rows)
         problem = self.problem.with_tokens(len(rows))
-        exact = oracle(x_TH[rows], self.weights, few, problem)
-        return TuneTruth(rows, exact, recipe(x_TH[rows], self.weights, few, problem))
+        exact = oracle(x_TH[rows], self.weights, rows_routing, problem)
+        return TuneTruth(rows, exact, recipe(x_TH[rows], self.weights, rows_routing, problem))
 
     def _stays_in_cache(self, problem: Problem, routing: Routing) -> bool:
-        """Whether a call could find there what the one before it has read."""
+        """Return whether a call could hit L2 lines that the previous call has loaded."""
         load = load_of(routing, problem, self.weights.expert_map)
-        moved = work_of(problem, problem.scheme, [load]).bytes
+        bytes_moved = work_of(problem, problem.scheme, [load]).bytes
         size = l2_bytes(self._device)
-        # Never sets of weights: too many choices would have to be checked on each.
-        return rotation(moved, math.inf, problem.tokens, l2=size, memory=0).flush
+        # Use a single set of weights, since all choices would have to be checked on each set.
+        return rotation(bytes_moved, math.inf, problem.tokens, l2=size, memory=0).flush

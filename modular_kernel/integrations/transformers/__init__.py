@@ -1,20 +1,19 @@
-"""Run the experts of a transformers model on a pairing of this toolkit.
+"""The experts of transformers models, run by a pairing of this toolkit.
 
     from modular_kernel.integrations.transformers import register
 
     register()                                                    # or another pairing and name
     model = AutoModelForCausalLM.from_pretrained(..., experts_implementation="modular_kernel")
-    model.set_experts_implementation("modular_kernel")            # or later, and "eager" to go back
+    model.set_experts_implementation("modular_kernel")            # or later; "eager" to go back
 
-It serves every experts module that transformers itself can dispatch: gate_up_proj or up_proj and
-down_proj in one dtype, and FP8Experts. What such a module computes between its two projections is
-found by probing it, not by its name; a module that computes anything else is refused with an
-UnsupportedError. Weights are read where they lie at each call, never copied. torch.compile and
-torch.export pass over a call as one operator. A call that needs gradients runs transformers'
-grouped_mm instead.
+Supports every experts module that transformers dispatches: gate_up_proj or up_proj and down_proj in
+one dtype, and FP8Experts. The function between the two projections is determined by evaluating it,
+not by the module's name; a module with an unknown function raises UnsupportedError. Weights are
+read in place at each call, without a copy. torch.compile and torch.export trace a call as one
+operator. A call that needs gradients runs transformers' grouped_mm instead.
 """
 
-# Earlier releases have the interface, but refuse names that they do not know themselves.
+# Earlier releases have the interface but accept only their own names.
 _OLDEST = (5, 8)
 _NEED = 'transformers >= {}.{}: pip install "modular-kernel[transformers]"'.format(*_OLDEST)
 

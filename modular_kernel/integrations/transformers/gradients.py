@@ -1,4 +1,4 @@
-"""Calls that need gradients, which kernels do not compute."""
+"""Detection of calls that need gradients, which the kernels do not compute, and their fallback."""
 
 from collections.abc import Sequence
 
@@ -9,14 +9,15 @@ Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def gradients_are_needed(tensors: Sequence[torch.Tensor]) -> bool:
-    """Tell whether a call may be differentiated: by x, router weights, or weights as they are read.
+    """Return whether a call can be differentiated by x, router weights or expert weights.
 
-    Attributes are asked, not `parameters()`: an adapter may compute what an attribute gives.
+    tensors: the attributes as the call reads them, instead of `parameters()`, since an adapter may
+    compute an attribute.
     """
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def grouped_mm(module: torch.nn.Module, call: Call) -> torch.Tensor:
-    """Run a call of unquantized experts by transformers' own grouped matmuls."""
-    found: torch.Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, *call)
-    return found
+    """Run a call of unquantized experts with transformers' grouped matmul."""
+    output: torch.Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, *call)
+    return output

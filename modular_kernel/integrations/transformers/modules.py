@@ -1,4 +1,4 @@
-"""Read an experts module: which of its tensors are which weights, and what layer they make."""
+"""Weights and problem of an experts module of transformers."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -15,12 +15,12 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights
 
-# A module that was loaded quantized says here what its tensors are.
+# Attributes of a module that was loaded quantized, which describe its tensors.
 FIELDS, QUANT, INTERLEAVED = "_mk_fields", "_mk_quant", "_mk_interleaved"
 
 _NUMBER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 
-# What a module says of its tensors; changed, they are other weights.
+# Attributes that determine the meaning of a module's tensors.
 _FLAGS = (
     *("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "num_experts"),
     *("block_size", QUANT, INTERLEAVED),
@@ -31,19 +31,19 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """What the tensors of a module are: `expert_fields` reads fields, quant names the scheme."""
+    """The meaning of a module's tensors. fields: for `expert_fields`. quant: name of the scheme."""
 
     fields: str
     quant: str = "none"
 
 
 def names_of(module: torch.nn.Module) -> Names:
-    """Return the attributes that hold the weights; UnsupportedError if that is not all there is."""
+    """Return the attributes that hold the weights; raise UnsupportedError if there is more."""
     if getattr(module, "has_post_expert_norm", False):
         raise unsupported(module, "a norm after each expert", "experts without one")
-    own: dict[str, str] | None = getattr(module, FIELDS, None)
-    if own is not None:
-        return tuple(own)
+    packed_fields: dict[str, str] | None = getattr(module, FIELDS, None)
+    if packed_fields is not None:
+        return tuple(packed_fields)
     first = first_of(module)
     names: Names = (first, "down_proj")
     if hasattr(module, f"{first}_scale_inv"):
@@ -54,47 +54,47 @@ def names_of(module: torch.nn.Module) -> Names:
 
 
 def layout_of(module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> Layout:
-    """Tell what the tensors of `names_of` are; only their shapes and dtypes are read."""
-    own: dict[str, str] | None = getattr(module, FIELDS, None)
-    if own is not None:
-        return Layout(",".join(own.values()), getattr(module, QUANT))
+    """Return the layout of the tensors of `names_of`, from their shapes and dtypes."""
+    packed_fields: dict[str, str] | None = getattr(module, FIELDS, None)
+    if packed_fields is not None:
+        return Layout(",".join(packed_fields.values()), getattr(module, QUANT))
     bias = ",b1,b2" if getattr(module, "has_bias", False) else ""
-    turned = ":t" if getattr(module, "is_transposed", False) else ""
+    transpose = ":t" if getattr(module, "is_transposed", False) else ""
     if not hasattr(module, f"{first_of(module)}_scale_inv"):
-        return Layout(f"w1{turned},w2{turned}{bias}")
-    if turned:
+        return Layout(f"w1{transpose},w2{transpose}{bias}")
+    if transpose:
         raise unsupported(module, "float8 weights, transposed", "(e, N, K)")
     layout = _fp8(module, *tensors[:3])
     return Layout(layout.fields + bias, layout.quant)
 
 
 def flags_of(module: torch.nn.Module) -> tuple[object, ...]:
-    """Return what `names_of`, `layout_of` and `problem_of` read of a module beside its tensors.
+    """Return the values that `names_of`, `layout_of` and `problem_of` read beside tensors.
 
-    All of it is the module's own: what is missing costs nothing here, as an attribute it would.
+    They are read from `__dict__`, because a failing attribute lookup of a module is slow.
     """
-    own = module.__dict__
-    return tuple([own.get(name) for name in _FLAGS])
+    attributes = module.__dict__
+    return tuple([attributes.get(name) for name in _FLAGS])
 
 
 def first_of(module: torch.nn.Module) -> str:
-    """Name the first projection."""
+    """Return the name of the first projection."""
     return "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
 
 
 def dispatched(module: torch.nn.Module) -> bool:
-    """Tell whether transformers asks the experts implementation to run the module."""
+    """Return whether transformers dispatches the module to the experts implementation."""
     return hasattr(type(module), "_apply_gate") and hasattr(module, "has_gate")
 
 
 def layer_of(name: str) -> int | None:
-    """Return the number of the layer that a module or tensor of this name is in."""
-    found = _NUMBER.search(name)
-    return None if found is None else int(found[1])
+    """Return the layer number in the name of a module or tensor."""
+    match = _NUMBER.search(name)
+    return None if match is None else int(match[1])
 
 
 def is_quantized(module: torch.nn.Module) -> bool:
-    """Tell whether its weights are anything but plain numbers."""
+    """Return whether the module's weights are quantized."""
     scaled = hasattr(module, f"{first_of(module)}_scale_inv")
     return scaled or getattr(module, QUANT, "none") != "none"
 
@@ -105,7 +105,7 @@ def tensors_of(module: torch.nn.Module) -> tuple[torch.Tensor, ...]:
 
 
 def weights_of(module: torch.nn.Module) -> ExpertWeights:
-    """Return the module's parameters as they lie.
+    """Return the module's parameters as ExpertWeights, without a copy.
 
     w1 is (e, N, H) and w2 is (e, H, I); they are views if transposed.
     """
@@ -114,9 +114,9 @@ def weights_of(module: torch.nn.Module) -> ExpertWeights:
 
 
 def tensor_of(module: torch.nn.Module, name: str) -> torch.Tensor:
-    """Return an attribute that has to be a tensor whose values are what its shape says."""
+    """Return an attribute that must be a plain tensor; raise UnsupportedError otherwise."""
     tensor: object = getattr(module, name, None)
-    # A subclass of Tensor may be sharded or quantized: its values are not what its shape says.
+    # A subclass of Tensor may be sharded or quantized, with values that do not match its shape.
     if isinstance(tensor, torch.Tensor) and type(tensor) in _PLAIN:
         return tensor
     got = f"{name} of type {type(tensor).__name__}"
@@ -129,15 +129,15 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 def problem_of(
     module: torch.nn.Module, tensors: Sequence[torch.Tensor], layout: Layout
 ) -> Callable[..., Problem]:
-    """Return a Problem that lacks its tokens, dtype, top_k and activation.
+    """Return a partial Problem without tokens, dtype, top_k and activation.
 
-    UnsupportedError if the two projections contradict each other, or the module.
+    Raises UnsupportedError if the projections do not match each other or the module.
     """
     meta = [torch.empty_like(tensor, device="meta") for tensor in tensors]
     weights = weights_from(meta, layout.fields)
     w1, w2, gated = weights.w1, weights.w2, getattr(module, "has_gate", True)
-    packed = 2 if QuantScheme.parse(layout.quant).packed else 1
-    if w1.dim() != 3 or w2.dim() != 3 or w1.shape[1] != w2.shape[2] * packed * (1 + gated):
+    per_byte = 2 if QuantScheme.parse(layout.quant).packed else 1
+    if w1.dim() != 3 or w2.dim() != 3 or w1.shape[1] != w2.shape[2] * per_byte * (1 + gated):
         got = f"{first_of(module)} {tuple(w1.shape)} and down_proj {tuple(w2.shape)}"
         raise unsupported(module, got, f"(e, {'2I' if gated else 'I'}, H) and (e, H, I)")
     if getattr(module, "num_experts", w1.shape[0]) != w1.shape[0]:
@@ -147,7 +147,7 @@ def problem_of(
         Problem,
         tokens=1,
         hidden=w2.shape[1],
-        intermediate=w2.shape[2] * packed,
+        intermediate=w2.shape[2] * per_byte,
         experts=w1.shape[0],
         quant=layout.quant,
         bias=weights.b1 is not None,
@@ -157,12 +157,11 @@ def problem_of(
 def _fp8(
     module: torch.nn.Module, w1: torch.Tensor, w2: torch.Tensor, scale: torch.Tensor
 ) -> Layout:
-    """Read FP8Experts: float8 weights with scales of blocks, or packed float4 with those of 32.
+    """Return the layout of FP8Experts: float8 with block scales, or float4 with scales of 32.
 
-    Scales of w1 are those of each projection, whose last block may be ragged: gate and up do not
-    share one, so they are spread over tiles that both have whole. Without blocks there is one
-    scale for a projection, and rows of activations have their own, given ones being ignored: they
-    are less exact.
+    The last block of gate and of up may be ragged, so that each has its own scale; scales are then
+    expanded to smaller tiles that divide both. Without blocks, a projection has one scale and each
+    row of activations its own: given activation scales, which are less exact, are ignored.
     """
     if w1.dtype is torch.int8:
         if scale.element_size() > 1:
@@ -176,14 +175,16 @@ def _fp8(
         steps = f"channel={w1.shape[1]}", f"channel={hidden}"
         quant = "fp8_w8a8_channel"
         return Layout(f"w1,w2,w1_scale:float:{steps[0]},w2_scale:float:{steps[1]}", quant)
-    high, wide = block
-    tile = gcd(rows, high)
+    block_rows, block_columns = block
+    tile = gcd(rows, block_rows)
     gated = getattr(module, "has_gate", True)
-    if tile == high or scale.shape[1] != -(-rows // high) * (1 + gated):
-        return Layout("w1,w2,w1_scale:float,w2_scale:float", _block_scheme(high, wide))
-    steps = f"tiles={rows}x{high}x{tile}", f"tiles={hidden}x{high}x{tile}"
+    if tile == block_rows or scale.shape[1] != -(-rows // block_rows) * (1 + gated):
+        return Layout(
+            "w1,w2,w1_scale:float,w2_scale:float", _block_scheme(block_rows, block_columns)
+        )
+    steps = f"tiles={rows}x{block_rows}x{tile}", f"tiles={hidden}x{block_rows}x{tile}"
     fields = f"w1,w2,w1_scale:float:{steps[0]},w2_scale:float:{steps[1]}"
-    return Layout(fields, _block_scheme(tile, wide))
+    return Layout(fields, _block_scheme(tile, block_columns))
 
 
 def _block_scheme(high: int, wide: int) -> str:

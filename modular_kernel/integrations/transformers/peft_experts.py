@@ -1,8 +1,8 @@
-"""Experts that PEFT has adapted: their own weights and the adapter's factors, not the product.
+"""Experts with PEFT adapters, computed from the base weights and the adapter's factors.
 
-PEFT wraps an experts module once for each parameter that it adapts (`ParamWrapper`, 0.19 and
-newer), and gives it W + scaling lhs rhs while it runs: each call makes tensors as large as all
-experts' weights. The outermost wrapper is made to hand W and the factors to our parts instead.
+PEFT wraps an experts module once per adapted parameter (`ParamWrapper`, 0.19 and newer), and
+replaces the parameter by W + scaling lhs rhs at each call, which allocates a tensor of the size of
+all experts' weights. Here the outermost wrapper passes W and the factors to our kernels instead.
 """
 
 from collections.abc import Iterator
@@ -36,21 +36,21 @@ _PLAIN = frozenset(("w1", "w2", "w1:t", "w2:t", "b1", "b2"))
 
 @dataclass(frozen=True)
 class Factors:
-    """The product that is added to one parameter: scaling * lhs @ rhs, as the parameter lies."""
+    """The term scaling * lhs @ rhs that is added to one parameter, in the parameter's layout."""
 
     lhs: torch.Tensor
     rhs: torch.Tensor
     scaling: float
 
     def pair(self, *, turned: bool) -> _Pair:
-        """Return A, and B with the scaling; turned: of a parameter (e, K, rows)."""
+        """Return A, and B with the scaling. turned: the parameter is (e, K, rows)."""
         a, b = (self.lhs.mT, self.rhs.mT) if turned else (self.rhs, self.lhs)
         return a, b * self.scaling
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """An experts module that is adapted: its own tensors by `names_of`, and what is added."""
+    """An adapted experts module: its own tensors, as in `names_of`, and factors by parameter."""
 
     module: torch.nn.Module
     tensors: tuple[torch.Tensor, ...]
@@ -59,18 +59,18 @@ class Adapted:
 
     @property
     def every_tensor(self) -> tuple[torch.Tensor, ...]:
-        """All that a call reads, and may be differentiated by."""
+        """All tensors that a call reads and may be differentiated by."""
         added = (each for one in self.factors.values() for each in (one.lhs, one.rhs))
         return (*self.tensors, *added)
 
     def with_adapters(self) -> tuple[AdapterSpec, ExpertWeights]:
-        """Return the adapters of a problem, one slot, and the weights with its matrices."""
+        """Return an AdapterSpec with one slot, and the weights with the adapter's matrices."""
         weights = weights_from(self.tensors, self.layout.fields)
-        turned = self.layout.fields.startswith("w1:t")
+        transposed = self.layout.fields.startswith("w1:t")
         rank = max(each.rhs.shape[1] for each in self.factors.values())
         gated = weights.w1.shape[1] != weights.w2.shape[2]
-        found = [self.factors.get(name) for name in (first_of(self.module), "down_proj")]
-        pairs = [None if each is None else each.pair(turned=turned) for each in found]
+        factors = [self.factors.get(name) for name in (first_of(self.module), "down_proj")]
+        pairs = [None if each is None else each.pair(turned=transposed) for each in factors]
         a13, b13 = _filled(pairs[0], rank, weights.w1)
         a2, b2 = _filled(pairs[1], rank, weights.w2)
         weights = replace(weights, lora_a13=a13, lora_b13=b13, lora_a2=a2, lora_b2=b2)
@@ -78,24 +78,24 @@ class Adapted:
 
 
 def serve_wrapped(model: torch.nn.Module) -> tuple[str, ...]:
-    """Have PEFT's wrappers of experts run on our parts by their factors; returns their names."""
-    every = list(model.named_modules())
-    inner = {id(module.base_layer) for _, module in every if _wraps(module)}
-    found = []
-    for name, module in every:
-        if not _wraps(module) or id(module) in inner or hasattr(module, "_mk_own"):
+    """Make PEFT's wrappers of experts run on our kernels, and return their names."""
+    modules = list(model.named_modules())
+    wrapped_ids = {id(module.base_layer) for _, module in modules if _is_wrapper(module)}
+    names = []
+    for name, module in modules:
+        if not _is_wrapper(module) or id(module) in wrapped_ids or hasattr(module, "_mk_own"):
             continue
         wrapper: Any = module
         if dispatched(wrapper.get_base_layer()):
             cls: Any = type(wrapper)
             body = {"forward": _forward, "__module__": __name__, "_mk_own": cls}
-            wrapper.__class__ = type(cls.__name__, (cls,), body)  # PEFT asks for the name
-            found.append(name)
-    return tuple(found)
+            wrapper.__class__ = type(cls.__name__, (cls,), body)  # PEFT checks the name
+            names.append(name)
+    return tuple(names)
 
 
-def _wraps(module: Any) -> bool:
-    """Whether it is a wrapper of one parameter; told by what is asked of it."""
+def _is_wrapper(module: Any) -> bool:
+    """Return whether a module is PEFT's wrapper of one parameter: it has get_delta_factors."""
     return hasattr(type(module), "get_delta_factors")
 
 
@@ -103,49 +103,49 @@ def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Ten
     result = None
     if not torch.compiler.is_compiling() and len(args) == 2 and not kwargs:
         result = _run(self, (x, *args))
-    found: torch.Tensor = (
+    output: torch.Tensor = (
         self._mk_own.forward(self, x, *args, **kwargs) if result is None else result
     )
-    return found
+    return output
 
 
 def _run(wrapper: Any, call: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Any:
-    """Run a call by factors; None where PEFT's own forward is to do it.
+    """Run a call with the factors, or return None if PEFT's own forward has to run.
 
-    That is under another implementation, with no adapter or several, where gradients are needed, in
-    training, and on parts that carry no adapters.
+    PEFT's forward runs with another implementation, with no or several adapters, if gradients are
+    needed, in training, and on parts that do not support adapters.
     """
     module = wrapper.get_base_layer()
-    run = ALL_EXPERTS_FUNCTIONS.get(module.config._experts_implementation or "eager")
-    if not isinstance(run, Registration):
+    registration = ALL_EXPERTS_FUNCTIONS.get(module.config._experts_implementation or "eager")
+    if not isinstance(registration, Registration):
         return None
-    found = adapted(wrapper)
-    trains = module.training and run.gradients == "fallback"
-    if found is None or trains or gradients_are_needed((*call[::2], *found.every_tensor)):
+    experts = adapted(wrapper)
+    in_training = module.training and registration.gradients == "fallback"
+    if experts is None or in_training or gradients_are_needed((*call[::2], *experts.every_tensor)):
         return None
-    x_TH, ids_TK, weights_TK = as_given(module, call, found.tensors[0].shape[0])
-    check_tensors({f"tensor {at} of experts": t for at, t in enumerate(found.every_tensor)})
+    x_TH, ids_TK, weights_TK = as_given(module, call, experts.tensors[0].shape[0])
+    check_tensors({f"tensor {at} of experts": t for at, t in enumerate(experts.every_tensor)})
     with torch.no_grad():
-        spec, weights = found.with_adapters()
-    problem = problem_of(module, found.tensors, found.layout)(
+        spec, weights = experts.with_adapters()
+    problem = problem_of(module, experts.tensors, experts.layout)(
         dtype=x_TH.dtype,
         top_k=ids_TK.shape[1],
-        activation=run.activation(module),
+        activation=registration.activation(module),
         lora=str(spec),
     )
     layer = layer_text(problem)
-    if not run.pairing.serves(layer, x_TH.device):
+    if not registration.pairing.serves(layer, x_TH.device):
         return None
     slots_T = torch.zeros(len(x_TH), dtype=torch.int32, device=x_TH.device)
-    return run.pairing.run(layer, x_TH, weights, Routing(weights_TK, ids_TK, slots_T))
+    return registration.pairing.run(layer, x_TH, weights, Routing(weights_TK, ids_TK, slots_T))
 
 
 def adapted(wrapper: Any) -> Adapted | None:
-    """Read what PEFT has wrapped; None where one adapter's factors are not all there is."""
+    """Return the tensors and factors of a wrapped module; None unless it has one adapter."""
     module, factors = wrapper.get_base_layer(), dict[str, Factors]()
     if is_quantized(module):
         return None
-    for each in _chain(wrapper):
+    for each in _wrappers_of(wrapper):
         active = [name for name in each.active_adapters if name in each.lora_A]
         name = each.parameter_name
         if each.disable_adapters or each.merged or len(active) != 1 or name in factors:
@@ -161,19 +161,22 @@ def adapted(wrapper: Any) -> Adapted | None:
     return Adapted(module, tensors, layout, factors)
 
 
-def _chain(wrapper: Any) -> Iterator[Any]:
-    while _wraps(wrapper):
+def _wrappers_of(wrapper: Any) -> Iterator[Any]:
+    while _is_wrapper(wrapper):
         yield wrapper
         wrapper = wrapper.base_layer
 
 
 def _filled(pair: _Pair | None, rank: int, weight: torch.Tensor) -> _Pair:
-    """Return A (1, e, rank, K) and B (1, e, rows, rank) of a weight (e, rows, K), 0 beyond."""
+    """Return A (1, e, rank, K) and B (1, e, rows, rank), padded by zeros.
+
+    weight: (e, rows, K), which the factors adapt.
+    """
     experts, rows, depth = weight.shape
     if pair is not None and pair[0].shape[1] == rank:
         return pair[0].contiguous()[None], pair[1].contiguous()[None]
     a, b = weight.new_zeros(1, experts, rank, depth), weight.new_zeros(1, experts, rows, rank)
     if pair is not None:
-        own = pair[0].shape[1]
-        a[0, :, :own], b[0, :, :, :own] = pair
+        pair_rank = pair[0].shape[1]
+        a[0, :, :pair_rank], b[0, :, :, :pair_rank] = pair
     return a, b

@@ -1,13 +1,13 @@
-"""from_pretrained: a model whose experts stay as their checkpoint packs them.
+"""Loading of transformers models with experts that stay quantized as in their checkpoint.
 
     from modular_kernel.integrations.transformers import from_pretrained, register
 
     register()
     model = from_pretrained("checkpoint/", device="cuda")
 
-Experts are read by `load_experts` and run on our parts; what else is quantized is dequantized once.
-No library of a packer is needed. The modules of the model are the ones that transformers makes:
-their routers, names and dispatch stay.
+`load_experts` reads the experts, which run on our kernels; other quantized weights are dequantized
+once. No quantization library is needed. The modules are those of transformers, with their routers,
+names and dispatch.
 """
 
 import copy
@@ -50,10 +50,10 @@ from modular_kernel.utils import json_files
 from modular_kernel.utils.argument_checks import device_named
 
 METHOD = "modular_kernel"
-_MOST_CONFIG_BYTES = 1 << 24
-_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
-# What would share a model among processes or devices, which loads other tensors on each.
-_SHARING = ("tp_plan", "ep_plan", "distributed_config", "device_mesh", "tp_size")
+_MAX_CONFIG_BYTES = 1 << 24
+_HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
+# Options that distribute a model over processes or devices, each with other tensors.
+_DISTRIBUTED_OPTIONS = ("tp_plan", "ep_plan", "distributed_config", "device_mesh", "tp_size")
 
 
 def from_pretrained(
@@ -65,81 +65,85 @@ def from_pretrained(
     device: torch.device | str | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Load a model whose experts are quantized, or are not, as `auto_class.from_pretrained` does.
+    """Load a model, with or without quantized experts, like `auto_class.from_pretrained`.
 
-    name: a folder, or a model's name on the hub. experts_implementation: a name given to
-    `register`. dtype: of what is not quantized; "auto" is the config.json's, or bfloat16. device:
-    where all of it goes, experts at once; transformers' device_map needs accelerate. kwargs: more
-    of from_pretrained; `revision`, `token`, `cache_dir` and `local_files_only` for the hub.
-    Formats: those of `load_experts`.
+    name: a folder, or a model's name on the hub.
+    experts_implementation: a name that was passed to `register`.
+    dtype: of unquantized weights. "auto" uses the config.json's, else bfloat16.
+    device: of the whole model; experts are loaded to it directly. transformers' device_map needs
+        accelerate.
+    kwargs: further arguments of from_pretrained; `revision`, `token`, `cache_dir` and
+        `local_files_only` for the hub.
 
-    ConfigurationError for a format or a name that is unknown, UnsupportedError where a model would
-    be shared among processes, or has experts that transformers does not dispatch; WeightsError and
-    ShapeError for any tensor that is missing or misshapen, where transformers alone would warn and
-    make up numbers; every error of `load_experts`.
+    Supports the formats of `load_experts`. Raises ConfigurationError for an unknown format or name;
+    UnsupportedError for a model that is distributed over processes, or has experts that
+    transformers does not dispatch; WeightsError and ShapeError for missing or misshapen tensors,
+    for which transformers would only warn and use random values; and every error of `load_experts`.
     """
     registration(experts_implementation)
     folder = _folder(name, kwargs)
-    older = kwargs.pop("torch_dtype", None)
-    if older is not None:
-        if dtype not in ("auto", older):
-            raise ConfigurationError("torch_dtype", got=older, need=f"dtype={dtype}, or one alone")
-        dtype = older
+    torch_dtype = kwargs.pop("torch_dtype", None)
+    if torch_dtype is not None:
+        if dtype not in ("auto", torch_dtype):
+            raise ConfigurationError(
+                "torch_dtype", got=torch_dtype, need=f"dtype={dtype}, or one alone"
+            )
+        dtype = torch_dtype
     config = _config_of(folder, kwargs.pop("config", None))
-    given = _quantization_of(config)
-    place = None if device is None else device_named(device)
+    quantization = _quantization_of(config)
+    target_device = None if device is None else device_named(device)
     kwargs["experts_implementation"] = experts_implementation
-    if given is None:
-        told = kwargs.pop("output_loading_info", False)
+    if quantization is None:
+        with_info = kwargs.pop("output_loading_info", False)
         model, info = _whole(auto_class, folder, folder, config=config, dtype=dtype, **kwargs)
-        model = model if place is None else model.to(place)
-        return (model, info) if told else model
+        model = model if target_device is None else model.to(target_device)
+        return (model, info) if with_info else model
     for option in ("quantization_config", "output_loading_info"):
         if kwargs.pop(option, None):
             need = "none: the format is the checkpoint's own, and what returns is a model alone"
             raise UnsupportedError("quantized experts", got=option, need=need)
-    shared = [name for name in _SHARING if kwargs.get(name) is not None]
-    if shared:
+    distributed = [name for name in _DISTRIBUTED_OPTIONS if kwargs.get(name) is not None]
+    if distributed:
         need = "a model in one process: register() and plain from_pretrained share unquantized ones"
-        raise UnsupportedError("quantized experts", got=", ".join(shared), need=need)
-    wanted = getattr(config, "dtype", None) if dtype in ("auto", None) else dtype
-    layer_dtype = parse_dtype(torch.bfloat16 if wanted is None else wanted)
-    original = given if isinstance(given, dict) else given.to_dict()
-    ours = {"quant_method": METHOD, "original": original, "checkpoint": str(folder)}
-    ours |= {} if place is None else {"device": str(place)}
+        raise UnsupportedError("quantized experts", got=", ".join(distributed), need=need)
+    requested_dtype = getattr(config, "dtype", None) if dtype in ("auto", None) else dtype
+    layer_dtype = parse_dtype(torch.bfloat16 if requested_dtype is None else requested_dtype)
+    original = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    our_config = {"quant_method": METHOD, "original": original, "checkpoint": str(folder)}
+    our_config |= {} if target_device is None else {"device": str(target_device)}
     for each in (config, config.get_text_config()):
         if hasattr(each, "quantization_config"):
             del each.quantization_config
-    config.quantization_config = ours
+    config.quantization_config = our_config
     with open_tensors(Path(folder)) as files:
         state_dict = _rest(files, examine(files), layer_dtype)
         kwargs |= {"config": config, "state_dict": state_dict, "dtype": layer_dtype}
         model, _ = _whole(_class_of(auto_class, config), folder, None, **kwargs)
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model if place is None else model.to(place)
+    return model if target_device is None else model.to(target_device)
 
 
 def _config_of(folder: Path, given: Any) -> Any:
-    """Return the configuration that a caller gives, which stays as it is, or that of a folder."""
+    """Return a copy of the config that the caller gives, or the folder's."""
     if given is not None:
         return copy.deepcopy(given)
     try:
-        read = json_files.parse(json_files.content(folder / "config.json", _MOST_CONFIG_BYTES))
+        config = json_files.parse(json_files.content(folder / "config.json", _MAX_CONFIG_BYTES))
     except (OSError, ValueError):
-        read = None  # transformers says what is wrong
-    stated = read.get("quantization_config") if isinstance(read, dict) else None
-    if not isinstance(stated, dict | None):
-        what, got = f"model {folder}/config.json: quantization_config", str(stated)[:80]
+        config = None  # AutoConfig raises the error
+    quantization = config.get("quantization_config") if isinstance(config, dict) else None
+    if not isinstance(quantization, dict | None):
+        what, got = f"model {folder}/config.json: quantization_config", str(quantization)[:80]
         raise ConfigurationError(what, got=got, need="an object")
     return AutoConfig.from_pretrained(folder)
 
 
 def _whole(cls: Any, folder: Path, name: Path | None, **kwargs: Any) -> tuple[Any, Any]:
-    """Load a model and what transformers tells of it; an error where transformers would warn.
+    """Load a model and its loading info; raise errors where transformers would only warn.
 
-    WeightsError for a tensor of the model that is not there, which would get random numbers, but
-    for those of a new head; ShapeError for one of another shape.
+    Raises WeightsError for a missing tensor of the model, except of a new head, and ShapeError for
+    a tensor of another shape.
     """
     any_shape = {"ignore_mismatched_sizes": True}
     try:
@@ -151,8 +155,8 @@ def _whole(cls: Any, folder: Path, name: Path | None, **kwargs: Any) -> tuple[An
         for key, got, need in sorted(info["mismatched_keys"]):
             raise ShapeError(f"{folder}: {key}", got=tuple(got), need=tuple(need))
     base: str = model.base_model_prefix
-    own = ("lm_head", base) if hasattr(model, base) else ("",)
-    missing = sorted(key for key in info["missing_keys"] if key.startswith(own))
+    prefixes = ("lm_head", base) if hasattr(model, base) else ("",)
+    missing = sorted(key for key in info["missing_keys"] if key.startswith(prefixes))
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         need = "every tensor of the model but a new head's"
@@ -161,35 +165,35 @@ def _whole(cls: Any, folder: Path, name: Path | None, **kwargs: Any) -> tuple[An
 
 
 def _folder(name: str | Path, kwargs: dict[str, Any]) -> Path:
-    """Return the folder of a checkpoint, fetched from the hub if it is no folder here."""
+    """Return the folder of a checkpoint, downloaded from the hub unless it is local."""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     options = ("revision", "token", "cache_dir", "local_files_only")
-    given = {option: kwargs.pop(option) for option in options if option in kwargs}
+    hub_options = {option: kwargs.pop(option) for option in options if option in kwargs}
     try:
-        return Path(snapshot_download(str(name), allow_patterns=list(_FILES), **given))
+        return Path(snapshot_download(str(name), allow_patterns=list(_HUB_FILES), **hub_options))
     except HFValidationError:
         need = "a folder, or a model's name on the hub"
         raise ConfigurationError("checkpoint", got=str(name)[:200], need=need) from None
 
 
 def _class_of(auto_class: Any, config: Any) -> Any:
-    """Return the class of the model itself: only that one takes a state dict without a name."""
+    """Return the model class: auto classes do not accept a state dict without a name."""
     mapping = getattr(auto_class, "_model_mapping", None)
     if mapping is None:
         return auto_class
     if type(config) not in mapping:
         got, need = type(config).__name__, f"a configuration that {auto_class.__name__} knows"
         raise UnsupportedError("config", got=got, need=need)
-    found = mapping[type(config)]
-    if isinstance(found, tuple):
-        named = {each.__name__: each for each in found}
-        known = [named[name] for name in config.architectures or () if name in named]
-        found = known[0] if known else found[0]
-    return found
+    cls = mapping[type(config)]
+    if isinstance(cls, tuple):
+        named = {each.__name__: each for each in cls}
+        matching = [named[name] for name in config.architectures or () if name in named]
+        cls = matching[0] if matching else cls[0]
+    return cls
 
 
 def _quantization_of(config: Any) -> Any:
@@ -200,18 +204,18 @@ def _quantization_of(config: Any) -> Any:
     return None
 
 
-# ------------------------------------------------------------------- everything but the experts
+# ------------------------------------------------------------------------- non-expert weights
 
 
 def _rest(files: Tensors, found: Examined, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return every tensor that is none of an expert, dequantized, by its name in the files."""
-    own = set(_expert_keys(found))
-    names, made = files.names - own, dict[str, torch.Tensor]()
+    """Return all tensors except the experts', dequantized, by their names in the files."""
+    expert_keys = set(_expert_keys(found))
+    names, dequantized = files.names - expert_keys, dict[str, torch.Tensor]()
     consumed = set[str]()
     for base, keys in _quantized(found.format, names):
-        made[f"{base}.weight"] = _dequantized(files, found.format, keys, dtype)
+        dequantized[f"{base}.weight"] = _dequantized(files, found.format, keys, dtype)
         consumed |= set(keys.values())
-    return made | {name: files.read(name, ()) for name in names - consumed}
+    return dequantized | {name: files.read(name, ()) for name in names - consumed}
 
 
 def _expert_keys(found: Examined) -> Iterator[str]:
@@ -224,7 +228,7 @@ def _expert_keys(found: Examined) -> Iterator[str]:
 
 
 def _quantized(format: Format, names: frozenset[str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield modules whose weight is quantized, and the key of each tensor by its stored name."""
+    """Yield modules with a quantized weight, and their tensors' keys by stored name."""
     weight, *others = format.stored
     for name in sorted(names):
         base, _, last = name.rpartition(".")
@@ -232,10 +236,10 @@ def _quantized(format: Format, names: frozenset[str]) -> Iterator[tuple[str, dic
             continue
         keys = {weight.name: name}
         for stored in others:
-            there = [f"{base}.{each}" for each in (stored.name, *stored.also)]
-            found = [key for key in there if key in names]
-            if found:
-                keys[stored.name] = found[0]
+            candidates = [f"{base}.{each}" for each in (stored.name, *stored.also)]
+            present = [key for key in candidates if key in names]
+            if present:
+                keys[stored.name] = present[0]
         if any(stored.role == "scale" and stored.name in keys for stored in others):
             yield base, keys
 
@@ -243,7 +247,7 @@ def _quantized(format: Format, names: frozenset[str]) -> Iterator[tuple[str, dic
 def _dequantized(
     files: Tensors, format: Format, keys: Mapping[str, str], dtype: torch.dtype
 ) -> torch.Tensor:
-    """(N, K) of one module's weight."""
+    """Return the dequantized weight (N, K) of one module."""
     matrix = merge(format, [{name: files.read(key, ()) for name, key in keys.items()}], dtype)
     assert matrix.scale is not None
     zero = None if matrix.zero_point is None else matrix.zero_point[None]
@@ -255,11 +259,11 @@ def _dequantized(
     return values.to(dtype)
 
 
-# ----------------------------------------------------------------------------------- the experts
+# --------------------------------------------------------------------------- expert weights
 
 
 class Config(QuantizationConfigMixin):
-    """What a config.json says of a model that was loaded by `from_pretrained`."""
+    """The quantization_config of a model that was loaded by `from_pretrained`."""
 
     def __init__(
         self, original: dict[str, Any], checkpoint: str, device: str | None = None, **_: Any
@@ -271,18 +275,18 @@ class Config(QuantizationConfigMixin):
 
 
 class Quantizer(HfQuantizer):
-    """Keeps experts out of transformers' own loading, and puts the packed ones in."""
+    """A quantizer that excludes experts from transformers' loading and installs packed ones."""
 
     quantization_config: Config
     requires_calibration = False
 
     def is_serializable(self) -> bool:
-        """Nothing is saved: the checkpoint is there."""
+        """Return False: the checkpoint already exists."""
         return False
 
     @property
     def is_trainable(self) -> bool:
-        """Adapters may train beside the experts, whose own weights are frozen."""
+        """True: adapters may be trained beside the frozen experts."""
         return True
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
@@ -296,13 +300,18 @@ class Quantizer(HfQuantizer):
         for module in modules.values():
             for name in list(module._parameters):
                 module.register_parameter(name, None)
-            module._is_hf_initialized = True  # there is nothing to initialize
+            module._is_hf_initialized = True  # skip transformers' weight initialization
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-        checkpoint, given = self.quantization_config.checkpoint, self.quantization_config.device
+        checkpoint, device_option = (
+            self.quantization_config.checkpoint,
+            self.quantization_config.device,
+        )
         for number, module in _modules_of(model).items():
-            device = _device_of(model, number) if given is None else device_named(given)
+            device = (
+                _device_of(model, number) if device_option is None else device_named(device_option)
+            )
             loaded = load_experts(checkpoint, number, dtype=model.dtype, device=device)
             fill(module, loaded)
         return model
@@ -314,20 +323,20 @@ if METHOD not in AUTO_QUANTIZER_MAPPING:
 
 
 def _modules_of(model: torch.nn.Module) -> dict[int, Any]:
-    """Return experts modules that transformers dispatches, by the number of their layer."""
-    found = dict[int, Any]()
+    """Return the experts modules that transformers dispatches, by layer number."""
+    modules = dict[int, Any]()
     for name, module in model.named_modules():
         number = layer_of(name)
         if number is not None and dispatched(module):
-            if number in found:
+            if number in modules:
                 got, need = f"two experts modules in layer {number}", "one"
                 raise UnsupportedError(type(model).__name__, got=got, need=need)
-            found[number] = module
-    return found
+            modules[number] = module
+    return modules
 
 
 def _device_of(model: torch.nn.Module, number: int) -> torch.device:
-    """Return where the rest of a layer is."""
+    """Return the device of the rest of a layer."""
     for name, parameter in model.named_parameters():
         if layer_of(name) == number:
             return parameter.device
@@ -335,10 +344,10 @@ def _device_of(model: torch.nn.Module, number: int) -> torch.device:
 
 
 def fill(module: torch.nn.Module, loaded: LoadedExperts) -> None:
-    """Give an experts module the weights of `loaded` as its parameters, packed as they are.
+    """Register the weights of `loaded` as parameters of an experts module, packed as they are.
 
-    The first projection's parameter is w1, `down_proj` is w2; what goes with them has their names
-    and `_mk_scale`, `_zero_point`, `_global_scale`, `_order`, `_a_scale`, `_bias`.
+    The first projection's parameter is w1, `down_proj` is w2. The others are named after these,
+    with the suffixes `_mk_scale`, `_zero_point`, `_global_scale`, `_order`, `_a_scale` and `_bias`.
     """
     suffixes = {"": "", "_scale": "_mk_scale"}
     suffixes |= {name: name for name in ("_zero_point", "_global_scale", "_order")}
@@ -362,7 +371,7 @@ def fill(module: torch.nn.Module, loaded: LoadedExperts) -> None:
 
 @lru_cache
 def _packed(cls: Any) -> Any:
-    """Make the class of a module whose weights only our implementations can read."""
+    """Create a subclass for a module whose weights only our implementations can read."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         name = self.config._experts_implementation
@@ -370,17 +379,17 @@ def _packed(cls: Any) -> Any:
         if not isinstance(implementation, Registration):
             need = "an implementation that `register` made: the weights are packed"
             raise unsupported(self, f"experts_implementation {name!r}", need)
-        found: torch.Tensor = implementation(self, *args, **kwargs)
-        return found
+        output: torch.Tensor = implementation(self, *args, **kwargs)
+        return output
 
     def reduced(self: Any, _protocol: Any) -> tuple[Any, ...]:
-        return _blank, (cls,), self.__getstate__()
+        return _empty_instance, (cls,), self.__getstate__()
 
     body = {"forward": forward, "__reduce_ex__": reduced, "__module__": __name__}
     return type(f"Packed{cls.__name__}", (cls,), body)
 
 
-def _blank(cls: Any) -> Any:
-    """Make what a pickle fills: a class that is made here cannot be found by its name."""
+def _empty_instance(cls: Any) -> Any:
+    """Create an empty instance for unpickling: the generated class cannot be imported by name."""
     packed = _packed(cls)
     return packed.__new__(packed)

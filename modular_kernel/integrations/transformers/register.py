@@ -1,4 +1,4 @@
-"""register: a pairing as an experts implementation of transformers."""
+"""Registration of a pairing as an experts implementation of transformers."""
 
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
@@ -39,10 +39,10 @@ from modular_kernel.utils.tensor_checks import check_strided, check_tensors
 
 Gradients = Literal["fallback", "refuse"]
 _NAMES = ("hidden_states", "top_k_index", "top_k_weights")
-# Dynamo of torch 2.11 takes no module in a call whose result is a constant; 2.13 was tried. Before
-# that the graph breaks at a call, and fullgraph=True says why.
+# Dynamo of torch 2.11 does not support a module argument of a function with a constant result; 2.13
+# was tested. With earlier versions the graph breaks at a call; fullgraph=True shows the reason.
 _TRACES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-_BREAKS = f"experts are traced from torch 2.13 on, and this is {torch.__version__}"
+_NOT_TRACED = f"experts are traced from torch 2.13 on, and this is {torch.__version__}"
 
 
 def register(
@@ -52,41 +52,47 @@ def register(
     name: str = "modular_kernel",
     gradients: Gradients = "fallback",
 ) -> str:
-    """Make a pairing known to transformers as the experts implementation `name`; returns `name`.
+    """Register a pairing as transformers' experts implementation `name`, and return `name`.
 
-    experts: None means TritonExperts on a GPU and TorchExperts on a CPU. gradients: what a call
-    does that needs them, because grad mode is on and an input or a weight requires grad, or while
-    the module trains: "fallback" runs transformers' grouped_mm, "refuse" raises UnsupportedError.
-    Several pairings can be registered under different names; registering a name again replaces
-    its pairing.
+    experts: None selects TritonExperts on a GPU and TorchExperts on a CPU.
+    gradients: the handling of calls that need gradients, that is, in grad mode with an input or
+        weight that requires grad, or in training mode. "fallback" runs transformers' grouped_mm,
+        "refuse" raises UnsupportedError.
+
+    Several pairings can be registered under different names. Registering a name again replaces its
+    pairing. Raises ConfigurationError for another value of gradients, or for a name that
+    transformers itself uses.
     """
     if gradients not in get_args(Gradients):
         need = " or ".join(get_args(Gradients))
         raise ConfigurationError("gradients", got=repr(gradients), need=need)
-    taken = ALL_EXPERTS_FUNCTIONS.get(name)
-    if name == "eager" or not (taken is None or isinstance(taken, Registration)):
+    existing = ALL_EXPERTS_FUNCTIONS.get(name)
+    if name == "eager" or not (existing is None or isinstance(existing, Registration)):
         need = "a name that transformers does not use itself"
         raise ConfigurationError("experts implementation", got=name, need=need)
-    made = Registration(Pairing(prepare_finalize, experts), gradients)
-    ExpertsInterface.register(name, made)
-    FP8ExpertsInterface.register(name, made)
+    new_registration = Registration(Pairing(prepare_finalize, experts), gradients)
+    ExpertsInterface.register(name, new_registration)
+    FP8ExpertsInterface.register(name, new_registration)
     return name
 
 
 def registration(name: str = "modular_kernel") -> "Registration":
-    """Return what runs under `name`: its pairing, and the kernels it has built so far."""
-    found = ALL_EXPERTS_FUNCTIONS.get(name)
-    if isinstance(found, Registration):
-        return found
+    """Return the Registration of `name`, with its pairing and the kernels built so far.
+
+    Raises ConfigurationError for a name that is not registered.
+    """
+    implementation = ALL_EXPERTS_FUNCTIONS.get(name)
+    if isinstance(implementation, Registration):
+        return implementation
     raise ConfigurationError("experts implementation", got=name, need="a name given to register()")
 
 
 @dataclass
 class Layer:
-    """What is remembered of an experts module.
+    """Cached state of an experts module.
 
-    facts: of its activation. bound: its weights as they were last found, what they make of
-    the tensors, and what both depend on.
+    facts: those that determined its activation. bound: its weights and problem when last used, with
+    the key that they depend on.
     """
 
     facts: Facts
@@ -96,7 +102,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Bound:
-    """Weights of a module, and the text of its layer, while `key` holds."""
+    """Weights of a module and the text of its layer, valid while `key` is unchanged."""
 
     key: tuple[object, ...]
     tensors: tuple[torch.Tensor, ...] = field(repr=False)
@@ -105,7 +111,7 @@ class Bound:
 
 
 class Registration:
-    """One pairing, and what is kept for the modules that run on it, as long as they live."""
+    """One pairing, and caches for the modules that use it, kept for each module's lifetime."""
 
     def __init__(self, pairing: Pairing, gradients: Gradients) -> None:
         self.pairing = pairing
@@ -124,14 +130,14 @@ class Registration:
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
-        """Run the experts' forward, as transformers calls it.
+        """Run the forward of an experts module, with the signature that transformers calls.
 
-        hidden_states: (T, H). top_k_index: (T, K), ids past the last expert are skipped.
+        hidden_states: (T, H). top_k_index: (T, K); ids past the last expert are skipped.
         top_k_weights: (T, K), any float dtype. Returns a new (T, H) tensor like hidden_states.
         """
         call = (hidden_states, top_k_index, top_k_weights)
         names: tuple[str, ...]
-        names, why = (), _BREAKS
+        names, why = (), _NOT_TRACED
         if not torch.compiler.is_compiling():
             for what, tensor in zip(_NAMES, call, strict=True):
                 check_strided(what, tensor)
@@ -139,7 +145,7 @@ class Registration:
         elif _TRACES:
             names, why = _names(module, flags_of(module))
         tensors = tuple([_attribute(module, (name,)) for name in names])
-        if any(map(_no_tensor, tensors)):
+        if any(map(_is_no_tensor, tensors)):
             if not torch.compiler.is_compiling():
                 tensors_of(module)  # raises
             why = "an attribute that is no tensor"
@@ -148,7 +154,7 @@ class Registration:
         needed = gradients_are_needed((hidden_states, top_k_weights, *tensors))
         if needed and self.gradients == "refuse":
             raise unsupported(module, "a call that needs gradients", "torch.no_grad()")
-        # Checkpointing of a module that trains runs a forward twice, the first time without.
+        # In training, activation checkpointing runs the forward first without gradients.
         if self.gradients == "fallback" and (needed or module.training):
             if not _quantized(module):
                 return grouped_mm(module, call)
@@ -161,9 +167,9 @@ class Registration:
         module: torch.nn.Module,
         call: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        """Break the graph, and run the call as an eager one, which raises what there is to raise.
+        """Break the graph, and run the call eagerly, which raises its errors.
 
-        With fullgraph=True torch raises an error of its own, which says why.
+        With fullgraph=True torch raises an error with the reason `why`.
         """
         torch._dynamo.graph_break(msg=why)
         outside = torch._dynamo.disable(self.__call__)  # type: ignore[no-untyped-call]
@@ -179,7 +185,10 @@ class Registration:
         *,
         as_operator: bool = False,
     ) -> torch.Tensor:
-        """Run a call on the pairing: as an operator, which has gradients, where that is needed."""
+        """Run a call on the pairing.
+
+        as_operator: run it by the operator, which has gradients, even if nothing is traced.
+        """
         x_TH, ids_TK, weights_TK = as_given(module, call, tensors[0].shape[0])
         if as_operator or torch.compiler.is_compiling():
             return self._traced(module, (x_TH, ids_TK, weights_TK), tensors)
@@ -192,27 +201,27 @@ class Registration:
         call: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         tensors: tuple[torch.Tensor, ...],
     ) -> torch.Tensor:
-        """Put the call into a graph as one operator.
+        """Run the call as one operator in a traced graph.
 
-        Shapes are those that are traced: a module whose parameters are sharded has others.
+        Shapes are read from the traced tensors, since a module with sharded parameters has others.
         """
         x_TH, ids_TK, weights_TK = call
         shapes = tuple([tuple(tensor.shape) for tensor in tensors])
         dtypes = tuple([tensor.dtype for tensor in tensors])
         devices = tuple([tensor.device for tensor in tensors])
-        top_k = index(ids_TK.shape[1])  # one number, where dynamic shapes have a symbol
-        like, own = (shapes, dtypes, devices), flags_of(module)
-        found = _constants(self, module, like, x_TH.dtype, x_TH.device, top_k, own)
-        if isinstance(found, str):
-            return self._outside(found, module, call)
-        fields, layer, numbers, functions = found
-        # Guards, as those below: a graph holds for what it was traced with.
-        for way, function in functions:
-            if id(_function(module, way)) != function:
-                raise StateError("experts module", got=f"another {way}", need="as traced")
-        for way, value in numbers:
-            if _attribute(module, way) != value:
-                raise StateError("experts module", got=f"another {way[-1]}", need="as traced")
+        top_k = index(ids_TK.shape[1])  # specializes a symbol of dynamic shapes
+        metadata, flags = (shapes, dtypes, devices), flags_of(module)
+        constants = _constants(self, module, metadata, x_TH.dtype, x_TH.device, top_k, flags)
+        if isinstance(constants, str):
+            return self._outside(constants, module, call)
+        fields, layer, numbers, functions = constants
+        # The checks become guards of the graph, which is valid only for these values.
+        for path, function in functions:
+            if id(_function(module, path)) != function:
+                raise StateError("experts module", got=f"another {path}", need="as traced")
+        for path, value in numbers:
+            if _attribute(module, path) != value:
+                raise StateError("experts module", got=f"another {path[-1]}", need="as traced")
         traced: torch.Tensor = EXPERTS(
             x_TH, ids_TK, weights_TK, list(tensors), fields, layer, _text(self)
         )
@@ -236,7 +245,7 @@ class Registration:
         return bound
 
     def activation(self, module: torch.nn.Module) -> ActivationSpec:
-        """Return what the module computes between its projections, found once."""
+        """Return the activation between the module's projections, determined once."""
         return self._layer(module).activation
 
     def _layer(self, module: torch.nn.Module) -> Layer:
@@ -253,7 +262,7 @@ class Registration:
         dtype: torch.dtype,
         top_k: int,
     ) -> tuple[str, str]:
-        """Return fields and layer of the operator, for tensors like these."""
+        """Return the arguments `fields` and `layer` of the operator, for tensors of this shape."""
         layout = layout_of(module, tensors)
         problem = problem_of(module, tensors, layout)(
             dtype=dtype, top_k=top_k, activation=self._layer(module).activation
@@ -264,21 +273,24 @@ class Registration:
 def as_given(
     module: torch.nn.Module, call: tuple[torch.Tensor, torch.Tensor, torch.Tensor], experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return x, ids and weights as kernels take them."""
+    """Return x, ids and weights in the form that kernels take.
+
+    Ids past the last expert become -1, and weights float32; all are contiguous.
+    """
     x_TH, ids_TK, weights_TK = call
     check_tensors(dict(zip(_NAMES, call, strict=True)))
-    # Releases without the attribute may pass the ids of other ranks' experts too.
+    # Releases without the attribute may also pass ids of experts on other ranks.
     if getattr(module, "_is_expert_parallel", True):
         ids_TK = ids_TK.masked_fill(ids_TK >= experts, -1)
     return x_TH.contiguous(), ids_TK.contiguous(), weights_TK.to(torch.float32).contiguous()
 
 
-# ------------------------------------------------------------------ what a graph takes as it is
+# --------------------------------------------------------------------- constants of a graph
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _names(module: torch.nn.Module, _flags: tuple[object, ...]) -> tuple[tuple[str, ...], str]:
-    """Return the names of the weights, or none and why they are refused."""
+    """Return (names of the weights, ""), or ((), reason) if the module is not supported."""
     try:
         return names_of(module), ""
     except InputError as error:
@@ -305,19 +317,22 @@ def _constants(
     top_k: int,
     _flags: tuple[object, ...],
 ) -> tuple[object, ...] | str:
-    """Return fields, layer, and what they depend on: numbers and functions; or why not."""
+    """Return (fields, layer, numbers, functions) of the operator, or the reason why it is refused.
+
+    numbers and functions are those that the first two depend on.
+    """
     shapes, dtypes, devices = like
     tensors = tuple(map(_meta, shapes, dtypes))
     try:
-        for name, where in zip(names_of(module), devices, strict=True):
-            if where != device:
-                raise unsupported(module, f"{name} on {where}", f"on {device}, where x is")
+        for name, tensor_device in zip(names_of(module), devices, strict=True):
+            if tensor_device != device:
+                raise unsupported(module, f"{name} on {tensor_device}", f"on {device}, where x is")
         facts: Facts = facts_of(module)
         texts = registration.constants(module, tensors, dtype, top_k)
     except InputError as error:
         return str(error)
-    ways = [way for way in ("_apply_gate", "act_fn") if hasattr(module, way)]
-    functions = tuple([(way, id(_function(module, way))) for way in ways])
+    paths = [path for path in ("_apply_gate", "act_fn") if hasattr(module, path)]
+    functions = tuple([(path, id(_function(module, path))) for path in paths])
     return (*texts, facts[2], functions)
 
 
@@ -326,19 +341,22 @@ def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _function(module: torch.nn.Module, name: str) -> object:
-    """Return an attribute, a method as its function: the method is another object each time."""
-    found = _attribute(module, (name,))
-    return found.__func__ if isinstance(found, MethodType) else found
+    """Return an attribute, and of a method its function.
+
+    Each access to a method creates a new method object, which cannot be compared by identity.
+    """
+    attribute = _attribute(module, (name,))
+    return attribute.__func__ if isinstance(attribute, MethodType) else attribute
 
 
 def _attribute(module: torch.nn.Module, way: tuple[str, ...]) -> Any:
-    found: Any = module
+    value: Any = module
     for name in way:
-        found = getattr(found, name, None)
-    return found
+        value = getattr(value, name, None)
+    return value
 
 
-def _no_tensor(value: object) -> bool:
+def _is_no_tensor(value: object) -> bool:
     return not isinstance(value, torch.Tensor)
 
 

@@ -1,4 +1,4 @@
-"""report: which experts of a model run on our parts, and why others do not."""
+"""Report of a model's experts modules that run on our kernels, with reasons for the others."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from modular_kernel.integrations.transformers.register import Registration
 from modular_kernel.integrations.transformers.replacement import REPLACED
 from modular_kernel.utils.argument_checks import expect
 
-# Experts that neither transformers dispatches nor `serve` replaces, by the module that has them.
+# Experts that are neither dispatched by transformers nor replaced by `serve`, by class name.
 _OTHERS = {
     "DbrxExperts": "keeps gate and up rows apart and w2 transposed: fused it would be a copy",
     "JetMoeMoE": "sorts tokens in its router and adds a bias of its own",
@@ -24,7 +24,7 @@ _OTHERS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One experts module. why: it does not run on our parts; empty if it does."""
+    """One experts module. why: the reason why it does not run on our kernels, or ""."""
 
     name: str
     kind: str
@@ -32,7 +32,7 @@ class Row:
 
     @property
     def served(self) -> bool:
-        """Whether a forward without gradients runs on our parts."""
+        """True if a forward without gradients runs on our kernels."""
         return not self.why
 
     def __str__(self) -> str:
@@ -42,8 +42,8 @@ class Row:
 def report(model: torch.nn.Module) -> tuple[Row, ...]:
     """Return a row for each experts module of a model, in the model's order.
 
-    Nothing is run but what lies between two projections, on small numbers. ConfigurationError if
-    `model` is no module.
+    Only the functions between projections are evaluated, on small tensors. Raises
+    ConfigurationError unless `model` is a module.
     """
     expect("model", model, torch.nn.Module)
     rows = []
@@ -64,19 +64,19 @@ def report(model: torch.nn.Module) -> tuple[Row, ...]:
 
 def _why(module: Any) -> str:
     name = module.config._experts_implementation
-    found = ALL_EXPERTS_FUNCTIONS.get(name) if name is not None else None
-    if not isinstance(found, Registration):
+    implementation = ALL_EXPERTS_FUNCTIONS.get(name) if name is not None else None
+    if not isinstance(implementation, Registration):
         return f"experts_implementation is {name!r}, which is not one of ours"
     try:
         tensors = tensors_of(module)
         if any(tensor.is_meta for tensor in tensors):
             return "its weights are not loaded"
         dtype = next((t.dtype for t in tensors if t.dtype in _DTYPES), torch.bfloat16)
-        _, layer = found.constants(module, tensors, dtype, 1)
-        found.pairing.check(layer, tensors[0].device)
+        _, layer = implementation.constants(module, tensors, dtype, 1)
+        implementation.pairing.check(layer, tensors[0].device)
     except (InputError, IncompatibleError) as error:
         return " ".join(str(error).split())
-    if module.training and found.gradients == "fallback":
+    if module.training and implementation.gradients == "fallback":
         return "it trains: transformers' grouped_mm runs; call model.eval()"
     return ""
 
