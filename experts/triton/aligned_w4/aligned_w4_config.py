@@ -146,7 +146,8 @@ _SHAPES: dict[tuple[str, bool], tuple[_Rows, _Rows]] = {
     ),
 }
 # Shapes for block_m 16, which needs registers for twice the sums. mxfp4: the fastest of 12, in
-# blocks of 16, 32 and 64 rows on Mixtral, Qwen3-30B and gpt-oss-20b (H200, 2026-11-24, triton 3.6.0).
+# blocks of 16, 32 and 64 rows on Mixtral, Qwen3-30B and gpt-oss-20b (H200, 2026-11-24,
+# triton 3.6.0).
 _WIDE = {
     ("uint4", True): _Shape(32, 2, 4),
     ("uint4", False): _Shape(64, 2, 3, 200),
