@@ -123,7 +123,7 @@ class PairAdapters:
 
         a, b = matrices
         assert a is not None
-        assert b is not None  # the weights were checked
+        assert b is not None  # validated with the weights
         problem, aligned, pairs = self._problem, self._aligned, self._pairs
         if pairs * a.shape[2] <= _FEW_ROWS and not problem.batch_invariant:
             return shrink_few(self._call, name, x, matrices, problem)
@@ -181,7 +181,7 @@ class SegmentAdapters:
 
         a, b = matrices
         assert a is not None
-        assert b is not None  # the weights were checked
+        assert b is not None  # validated with the weights
         order = self._order
         u = self._workspace.take(name, (order.row_of_pair_TK.numel(), a.shape[2]))
         launch_args = shrink_arguments(a, x.shape[1], self._problem, self._block_m)
@@ -241,7 +241,7 @@ def shrink_few(
     slots_T = routing.adapters_T
     assert slots_T is not None
     assert a is not None
-    assert b is not None  # the weights were checked
+    assert b is not None  # validated with the weights
     pairs, depth = routing.topk_ids_TK.numel(), x.shape[1]
     u = call.workspace.take(name, (pairs, a.shape[2]))
     rows, block_k, warps = few_blocks(depth, pairs, x.device)
@@ -268,12 +268,12 @@ def shrink_few(
 
 def few_blocks(depth: int, pairs: int, device: torch.device) -> tuple[int, int, int]:
     """Return (rows of A, K per step, warps) of a program of `shrink_few_kernel`."""
-    full_depth, few = next_power_of_2(depth), pairs <= _FEW_PAIRS
+    full_depth, is_underfilled = next_power_of_2(depth), pairs <= _FEW_PAIRS
     if device.type == "cpu":
         return _ROWS_ON_CPU, min(full_depth, 2048), 8
     if depth <= _DEEP:
-        return 4, min(full_depth, 4096 if few else 2048), 8
-    return (2, min(full_depth, 16384), 16) if few else (1, 4096, 8)
+        return 4, min(full_depth, 4096 if is_underfilled else 2048), 8
+    return (2, min(full_depth, 16384), 16) if is_underfilled else (1, 4096, 8)
 
 
 def _matrix_arguments(a: torch.Tensor, depth: int) -> dict[str, Any]:

@@ -168,7 +168,7 @@ class _Adapters:
         slots_eC, counts_e = self.tokens.adapters_eC, self.tokens.counts_e
         assert slots_eC is not None
         assert a is not None
-        assert b is not None  # the weights were checked
+        assert b is not None  # validated with the weights
         experts, capacity, _ = x_eCK.shape
         u = self.workspace.take(name, (experts * capacity, a.shape[2]))
         with stages.stage(stages.SHRINK):

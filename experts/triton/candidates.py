@@ -24,7 +24,9 @@ _SHORT = 32  # block_m up to which swizzling does not pay
 def worth(rows: Rows, problem: Problem, tokens: int) -> list[int]:
     """Return the values of block_m worth timing for `tokens` tokens."""
     mean = tokens * problem.top_k / problem.experts
-    return [block_m for block_m, (least, most) in rows.items() if least <= mean <= most]
+    return [
+        block_m for block_m, (min_rows, max_rows) in rows.items() if min_rows <= mean <= max_rows
+    ]
 
 
 def groups(blocks: Iterable[int], entries: tuple[ByBlock, ByBlock], problem: Problem) -> Groups:

@@ -53,8 +53,8 @@ class TritonExperts(OwnProductsExperts):
         self._with_and_without = (False, True) if prepares else (False,)  # values of `prepared`
         self._rooms = Rooms()
         # Calls without adapters use the paths and launches of the same problem without LoRA.
-        plain = None if problem.adapters is None else replace(problem, lora="none")
-        self._without = None if plain is None else TritonExperts(plain)
+        without_lora = None if problem.adapters is None else replace(problem, lora="none")
+        self._without = None if without_lora is None else TritonExperts(without_lora)
 
     @classmethod
     def tunable(cls, problem: Problem) -> ConfigSpace | None:
@@ -87,9 +87,9 @@ class TritonExperts(OwnProductsExperts):
 
     def _kinds_of_calls(self, tokens: int) -> tuple["_Kind", ...]:
         calls = (
-            _Kind(self._paths[path], block_m, most, prepared)
+            _Kind(self._paths[path], block_m, max_tokens, prepared)
             for prepared in self._with_and_without
-            for (path, block_m), most in self._kinds(tokens, prepared).items()
+            for (path, block_m), max_tokens in self._kinds(tokens, prepared).items()
         )
         calls_without_adapters = (
             () if self._without is None else self._without._kinds_of_calls(tokens)
@@ -101,8 +101,8 @@ class TritonExperts(OwnProductsExperts):
         result: dict[tuple[str, int], int] = {}
         for paths in self._choices:
             kinds = kinds_up_to(self.problem, tokens, paths, prepared=prepared)
-            for most, path, block_m in kinds:
-                result[path, block_m] = max(most, result.get((path, block_m), 0))
+            for max_tokens, path, block_m in kinds:
+                result[path, block_m] = max(max_tokens, result.get((path, block_m), 0))
         return result
 
     def prepared_specs(self) -> dict[str, BufferSpec]:

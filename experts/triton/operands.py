@@ -37,7 +37,7 @@ SCHEMES = frozenset(
 TMA_BYTES = 16  # alignment of the rows that TMA loads
 MIDDLE = {"uint8": 128, "uint4": 8}  # default zero point of unsigned weights
 _FLOAT8_ARCH = (8, 9)
-_LEAST_BLOCK_K = 32  # 8-bit MMA needs K = 32; packed weights take two MMAs of K = 16
+_MIN_BLOCK_K = 32  # 8-bit MMA needs K = 32; packed weights take two MMAs of K = 16
 
 
 def fed_by_tma(problem: Problem, device: Device, schemes: Collection[str]) -> bool:
@@ -197,8 +197,8 @@ def weight_rejections(name: str, problem: Problem, machine: Machine) -> tuple[Re
         )
     for what, depth in (("hidden", problem.hidden), ("intermediate", problem.intermediate)):
         group_k = 0 if scheme.matrix_scales else scale_group(scheme, depth)[1]
-        if group_k % _LEAST_BLOCK_K:
-            need = f"a multiple of {_LEAST_BLOCK_K}, or all of {what}={depth}"
+        if group_k % _MIN_BLOCK_K:
+            need = f"a multiple of {_MIN_BLOCK_K}, or all of {what}={depth}"
             got = f"a group of {group_k}"
             rejections.append(Rejection("quant_block", (name, "problem"), got, need))
     return tuple(rejections)

@@ -194,9 +194,9 @@ def room_for(
     largest: dict[str, BufferSpec] = {}
     for specs in kinds:
         for name, spec in specs.items():
-            known = largest.get(name, spec)
-            over = tuple(dict.fromkeys((*known.over, *spec.over)))
-            largest[name] = replace(max(known, spec, key=attrgetter("nbytes")), over=over)
+            previous = largest.get(name, spec)
+            over = tuple(dict.fromkeys((*previous.over, *spec.over)))
+            largest[name] = replace(max(previous, spec, key=attrgetter("nbytes")), over=over)
     nothing = BufferSpec((0,), problem.dtype)
     top_k = () if problem.combine is Combine.SUM else (shape.top_k,)
     return WorkspaceShapes(

@@ -110,9 +110,9 @@ def turns(problem: Problem) -> Iterator[int]:
     """Yield the largest token count of each row of the table except the last."""
     if problem.batch_invariant:
         return
-    for most, *_ in _table(problem)[:-1]:
-        assert most is not None
-        yield most * problem.experts // problem.top_k
+    for max_rows, *_ in _table(problem)[:-1]:
+        assert max_rows is not None
+        yield max_rows * problem.experts // problem.top_k
 
 
 def default(problem: Problem, tokens: int, device: Device) -> MoEConfig:
@@ -127,7 +127,7 @@ def default(problem: Problem, tokens: int, device: Device) -> MoEConfig:
     if problem.batch_invariant:
         row = max(table, key=lambda row: row[1] if row[1] <= _FIXED_ROWS else 0)
     else:
-        row = table[sum(tokens > most for most in turns(problem))]
+        row = table[sum(tokens > max_tokens for max_tokens in turns(problem))]
     _, block_m, one, two, group_m = row
     (first, second), blocks = gemms(problem), (block_m, group_m)
     tiles = _tile(one, first, device, blocks), _tile(two, second, device, blocks)

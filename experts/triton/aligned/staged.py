@@ -79,7 +79,7 @@ class TritonRunnerCore(MoeRunnerCore[NoState]):
     def workspace_shapes(self, shape: DispatchShape) -> Mapping[str, BufferSpec]:
         assert isinstance(shape, ContiguousShape)
         kinds = kinds_up_to(self.problem, shape.tokens, _PATHS)
-        specs = (self._path.specs(most, block_m) for most, _, block_m in kinds)
+        specs = (self._path.specs(max_tokens, block_m) for max_tokens, _, block_m in kinds)
         return room_for(self.problem, shape, specs).buffers()
 
     def run(self, runner_input: TritonRunnerInput, call: RunnerCall[NoState]) -> TritonRunnerOutput:

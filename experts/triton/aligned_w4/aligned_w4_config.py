@@ -30,11 +30,14 @@ _ROWS = {"uint4": 11, "float4_e2m1": 6}
 _MOST_ROWS = {"uint4": (12, 12), "float4_e2m1": (192, 24)}
 # Launches that files of version 1 store under "aligned" and that now use this path: (max block_m,
 # max mean rows per expert).
-_TAKEN_OVER: dict[str, tuple[int, float]] = {"uint4": (16, 12), "float4_e2m1": (32, math.inf)}
-_MOST_REGISTERS = 128  # limit of the `_registers` estimate, above which the compiler spills
-_ENDLESS = 1 << 62
+_REPLACED_V1_TILES: dict[str, tuple[int, float]] = {
+    "uint4": (16, 12),
+    "float4_e2m1": (32, math.inf),
+}
+_MAX_REGISTERS = 128  # limit of the `_registers` estimate, above which the compiler spills
+_UNBOUNDED = 1 << 62
 _BLOCKS_M, _WARPS = (LEAST_M, MOST_M), (1, 2, 4, 8, 16)
-_LEAST_N, _MOST_N, _LEAST_K, _MOST_STAGES, _ALL_REGISTERS = 16, 256, 32, 16, 255
+_MIN_N, _MAX_N, _LEAST_K, _MOST_STAGES, _MAX_MAXNREG = 16, 256, 32, 16, 255
 
 
 @dataclass(frozen=True)
@@ -55,21 +58,29 @@ class AlignedW4Config:
 
     def __str__(self) -> str:
         sizes = f"block_m={self.block_m} block_n={self.block_n} block_k={self.block_k}"
-        most = f" registers={self.registers}" if self.registers else ""
-        return f"{sizes} warps={self.num_warps} stages={self.num_stages}{most}"
+        limit = f" registers={self.registers}" if self.registers else ""
+        return f"{sizes} warps={self.num_warps} stages={self.num_stages}{limit}"
 
     def violations(self) -> Iterator[Violation]:
         """Yield every reason why this cannot be launched."""
         rules = (
             ("block_m", self.block_m in _BLOCKS_M, f"one of {_BLOCKS_M}"),
-            ("block_n", _power(self.block_n, _LEAST_N, _MOST_N), _powers(_LEAST_N, _MOST_N)),
-            ("block_k", _power(self.block_k, _LEAST_K, WARP_K), _powers(_LEAST_K, WARP_K)),
+            (
+                "block_n",
+                _is_power_of_two(self.block_n, _MIN_N, _MAX_N),
+                _describe_powers(_MIN_N, _MAX_N),
+            ),
+            (
+                "block_k",
+                _is_power_of_two(self.block_k, _LEAST_K, WARP_K),
+                _describe_powers(_LEAST_K, WARP_K),
+            ),
             ("num_warps", self.num_warps in _WARPS, f"one of {_WARPS}"),
             ("num_stages", 1 <= self.num_stages <= _MOST_STAGES, f"1 to {_MOST_STAGES}"),
             (
                 "registers",
-                0 <= self.registers <= _ALL_REGISTERS,
-                f"0 for as many as there are, to {_ALL_REGISTERS}",
+                0 <= self.registers <= _MAX_MAXNREG,
+                f"0 for as many as there are, to {_MAX_MAXNREG}",
             ),
         )
         for name, satisfied, need in rules:
@@ -77,11 +88,11 @@ class AlignedW4Config:
                 yield Violation(name, getattr(self, name), need)
 
 
-def _power(value: int, least: int, most: int) -> bool:
+def _is_power_of_two(value: int, least: int, most: int) -> bool:
     return least <= value <= most and not value & (value - 1)
 
 
-def _powers(least: int, most: int) -> str:
+def _describe_powers(least: int, most: int) -> str:
     return f"a power of two from {least} to {most}"
 
 
@@ -164,13 +175,13 @@ def serves(problem: Problem) -> bool:
     """
     if not fills_words(problem):
         return False
-    return not problem.batch_invariant or _TAKEN_OVER[problem.scheme.weight][1] == math.inf
+    return not problem.batch_invariant or _REPLACED_V1_TILES[problem.scheme.weight][1] == math.inf
 
 
 def most_tokens(problem: Problem) -> int:
     """Return the maximum number of tokens for this path to be chosen without a tuned file."""
     if problem.batch_invariant:
-        return _ENDLESS
+        return _UNBOUNDED
     even, odd = _MOST_ROWS[problem.scheme.weight]
     rows = even if starts_on_16(problem) else odd
     return rows * problem.experts // problem.top_k
@@ -178,8 +189,8 @@ def most_tokens(problem: Problem) -> int:
 
 def took_over(problem: Problem, tokens: int, block_m: int) -> bool:
     """Return whether this path replaces tiles of block_m rows in a file of version 1."""
-    most, rows = _TAKEN_OVER[problem.scheme.weight]
-    return block_m <= most and tokens * problem.top_k <= rows * problem.experts
+    max_block_m, rows = _REPLACED_V1_TILES[problem.scheme.weight]
+    return block_m <= max_block_m and tokens * problem.top_k <= rows * problem.experts
 
 
 def block_m(problem: Problem, pairs: int) -> int:
@@ -266,8 +277,8 @@ def shape(product: SmallM, spread: Spread) -> AlignedW4Config:
     weight, block_m = product.scheme.weight, spread.block_m
     if block_m == LEAST_M:
         blocks = spread.experts * -(-product.columns // 64)
-        gated, plain = _SHAPES[weight, product.zeros]
-        rows = gated if product.gated else plain
+        gated, ungated = _SHAPES[weight, product.zeros]
+        rows = gated if product.gated else ungated
         chosen = next(
             row_shape for below, k, row_shape in rows if blocks < below and product.depth >= k
         )
@@ -275,7 +286,7 @@ def shape(product: SmallM, spread: Spread) -> AlignedW4Config:
         chosen = _WIDE[weight, product.gated]
     while chosen.block_n > 64 and product.columns % chosen.block_n:
         chosen = chosen._replace(block_n=chosen.block_n // 2)
-    while chosen.block_n > 16 and _registers(chosen, product, block_m) > _MOST_REGISTERS:
+    while chosen.block_n > 16 and _registers(chosen, product, block_m) > _MAX_REGISTERS:
         chosen = chosen._replace(block_n=chosen.block_n // 2)
     return _made(chosen, block_m)
 
@@ -294,8 +305,8 @@ def _registers(found: _Shape, product: SmallM, block_m: int) -> int:
 
 # Candidates: block_m -> (min, max) mean rows per expert, and block_m -> values of block_k.
 _TRIED: Rows = {LEAST_M: (0, 12), MOST_M: (4, 64)}
-_TRIED_K = {LEAST_M: (WARP_K,), MOST_M: (WARP_K // 2, WARP_K)}
-_TRIED_WARPS = ((1, 4), (2, 3), (4, 2), (4, 4))  # (warps, stages)
+_CANDIDATE_K = {LEAST_M: (WARP_K,), MOST_M: (WARP_K // 2, WARP_K)}
+_CANDIDATE_WARPS = ((1, 4), (2, 3), (4, 2), (4, 4))  # (warps, stages)
 
 
 def candidates(problem: Problem, tokens: int) -> Groups:
@@ -305,11 +316,11 @@ def candidates(problem: Problem, tokens: int) -> Groups:
         shapes = [
             _Shape(block_n, *launch, block_k=block_k)
             for block_n in (16, 32, 64, 128)
-            for block_k in _TRIED_K[rows]
-            for launch in _TRIED_WARPS
+            for block_k in _CANDIDATE_K[rows]
+            for launch in _CANDIDATE_WARPS
         ]
         one, two = (
-            [_made(s, rows) for s in shapes if _registers(s, product, rows) <= _MOST_REGISTERS]
+            [_made(s, rows) for s in shapes if _registers(s, product, rows) <= _MAX_REGISTERS]
             for product in SmallM.both(problem)
         )
         result[rows] = (one, two)

@@ -50,7 +50,7 @@ _NAME = re.compile(
     r"(?P<per_channel>,per_channel_quant=True)?(?P<prepared>,prepared=True)?(?P<down>_down)?\.json",
     re.ASCII,
 )
-_LONGEST_DEVICE = 100  # file systems allow 255 bytes per name
+_MAX_DEVICE_LENGTH = 100  # file systems allow 255 bytes per name
 
 
 def device_key(name: str) -> str:
@@ -59,7 +59,7 @@ def device_key(name: str) -> str:
     vLLM and SGLang replace only spaces, which gives the same result for every device they ship
     files for.
     """
-    key = re.sub(rf"(?!{_WORD}).", "_", name, flags=re.ASCII | re.DOTALL)[:_LONGEST_DEVICE]
+    key = re.sub(rf"(?!{_WORD}).", "_", name, flags=re.ASCII | re.DOTALL)[:_MAX_DEVICE_LENGTH]
     return key + "_" if not key or key.endswith("_down") else key
 
 
@@ -163,14 +163,14 @@ def names_for(problem: Problem, device_name: str, *, prepared: bool = False) -> 
     key = ConfigKey.of(problem, device_name, prepared=prepared)
     if prepared:
         return (key.file_name,)
-    keys = list(_spellings(key))
+    keys = list(_key_variants(key))
     if problem.scheme.packed and problem.intermediate % 2 == 0:
-        keys += _spellings(replace(key, intermediate=problem.intermediate // 2))
+        keys += _key_variants(replace(key, intermediate=problem.intermediate // 2))
     names = [name for k in keys for name in (k.file_name, k.file_name.replace(", ", ","))]
     return tuple(dict.fromkeys(names))
 
 
-def _spellings(key: ConfigKey) -> Iterator[ConfigKey]:
+def _key_variants(key: ConfigKey) -> Iterator[ConfigKey]:
     yield key
     if key.block_shape is not None and key.block_shape[0] == 0:
         yield replace(key, block_shape=None)
@@ -269,7 +269,7 @@ def parse_recipe(text: str | bytes, origin: str) -> Recipe:
     except ValueError as error:  # includes JSONDecodeError
         need = "JSON, every key once, finite"
         raise ConfigurationError(what, got=str(error), need=need) from error
-    return _recipe(value, what, origin)
+    return _build_recipe(value, what, origin)
 
 
 def override_recipe(value: "MoEConfig | Mapping[str, object]") -> Recipe:
@@ -287,19 +287,19 @@ def override_recipe(value: "MoEConfig | Mapping[str, object]") -> Recipe:
         launches = ((1, value.gemm1),), ((1, value.gemm2),)
         paths = ((1, value.path),)
         return Recipe(what, *launches, fused_columns=False, strict=True, paths=paths)
-    contents: dict[Any, object] = dict(_mapping(value, what))
+    contents: dict[Any, object] = dict(_require_mapping(value, what))
     if "gemm1" in contents:
         contents = {"format": FORMAT, "1": contents}
     elif "BLOCK_SIZE_M" in contents:
         contents = {"1": contents}
     by_key = {str(key) if type(key) is int else key: entry for key, entry in contents.items()}
-    recipe = _recipe(by_key, what, what)
+    recipe = _build_recipe(by_key, what, what)
     version = recipe.version if "format" in contents else VERSION
     return replace(recipe, strict=True, triton=None, tuned_for=None, version=version)
 
 
-def _recipe(value: object, what: str, origin: str) -> Recipe:
-    top = _mapping(value, what)
+def _build_recipe(value: object, what: str, origin: str) -> Recipe:
+    top = _require_mapping(value, what)
     ours, version = "format" in top, 1
     if ours:
         format_name = top["format"]
@@ -314,14 +314,16 @@ def _recipe(value: object, what: str, origin: str) -> Recipe:
         if not isinstance(key, str) or _TOKENS.fullmatch(key) is None:
             need = f"tokens 1 to 999999999, or one of {', '.join(_TOP)}"
             raise ConfigurationError(f"{what}: key", got=_short(key), need=need)
-        entries[int(key)] = _mapping(entry, f"{what}: tokens {key}")
+        entries[int(key)] = _require_mapping(entry, f"{what}: tokens {key}")
     if not entries:
         raise ConfigurationError(what, got="no number of tokens", need="at least one")
     configs: dict[int, MoEConfig] = {}
     for tokens in sorted(entries):
-        where = f"{what}: tokens {tokens}"
+        entry_label = f"{what}: tokens {tokens}"
         configs[tokens] = (
-            _ours(entries[tokens], where, version) if ours else _theirs(entries[tokens], where)
+            _ours(entries[tokens], entry_label, version)
+            if ours
+            else _theirs(entries[tokens], entry_label)
         )
     return Recipe(
         origin=origin,
@@ -346,7 +348,7 @@ def _short(value: object) -> str:
     return repr(value) if isinstance(value, float) else type(value).__name__
 
 
-def _mapping(value: object, what: str) -> Mapping[Any, object]:
+def _require_mapping(value: object, what: str) -> Mapping[Any, object]:
     if not isinstance(value, Mapping):
         raise ConfigurationError(what, got=type(value).__name__, need="an object with keys")
     return value
@@ -359,7 +361,7 @@ def _ours(entry: Mapping[str, object], what: str, version: int) -> MoEConfig:
         if name not in entry:
             raise ConfigurationError(what, got=f"no {name}", need="gemm1 and gemm2")
     first, second = (
-        _launch(_mapping(entry[name], f"{what} {name}"), f"{what} {name}", launch)
+        _launch(_require_mapping(entry[name], f"{what} {name}"), f"{what} {name}", launch)
         for name in ("gemm1", "gemm2")
     )
     if first.block_m != second.block_m:
@@ -406,7 +408,7 @@ def _tuned_for(top: Mapping[str, object], what: str) -> TunedFor | None:
     if "tuned_for" not in top:
         return None
     what = f"{what}: tuned_for"
-    facts = _mapping(top["tuned_for"], what)
+    facts = _require_mapping(top["tuned_for"], what)
     part, hidden, top_k = (facts.get(key) for key in ("experts_part", "hidden", "top_k"))
     if not isinstance(part, str) or type(hidden) is not int or type(top_k) is not int:
         need = "experts_part (a name), hidden and top_k (whole numbers)"
@@ -415,24 +417,26 @@ def _tuned_for(top: Mapping[str, object], what: str) -> TunedFor | None:
 
 
 def _path(entry: Mapping[str, object], what: str, version: int) -> str:
-    path, known = entry.get("path", BASE.name), NAMES if version == VERSION else FORMER_NAMES
-    if isinstance(path, str) and path in known:
+    path, valid_names = entry.get("path", BASE.name), NAMES if version == VERSION else FORMER_NAMES
+    if isinstance(path, str) and path in valid_names:
         return path
-    raise ConfigurationError(f"{what}: path", got=_short(path), need=f"one of {', '.join(known)}")
+    raise ConfigurationError(
+        f"{what}: path", got=_short(path), need=f"one of {', '.join(valid_names)}"
+    )
 
 
 def _times(entry: Mapping[str, object]) -> Times | None:
-    us, untuned = (_microseconds(entry.get(key)) for key in ("us", "untuned_us"))
+    us, untuned = (_parse_microseconds(entry.get(key)) for key in ("us", "untuned_us"))
     return None if us is None else Times(us, untuned)
 
 
-def _microseconds(value: object) -> float | None:
+def _parse_microseconds(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and 0 < value < _LONGEST else None
 
 
 def config_as_json(config: MoEConfig) -> dict[str, object]:
     """Return the JSON entry of a configuration in our format, without times."""
-    one, two = (_as_json(launch) for launch in (config.gemm1, config.gemm2))
+    one, two = (_launch_to_json(launch) for launch in (config.gemm1, config.gemm2))
     return {"gemm1": one, "gemm2": two, "path": config.path}
 
 
@@ -449,5 +453,5 @@ def dump_recipe(recipe: Recipe) -> str:
     return json.dumps(top, indent=2) + "\n"
 
 
-def _as_json(launch: Launch) -> dict[str, int]:
+def _launch_to_json(launch: Launch) -> dict[str, int]:
     return {_KEYS.get(name, name): value for name, value in vars(launch).items()}

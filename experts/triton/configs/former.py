@@ -28,11 +28,11 @@ def path_meant(name: str, problem: Problem, device: Device) -> type[Path]:
 def named_now(config: MoEConfig, problem: Problem, device: Device) -> MoEConfig:
     """Convert a configuration of version 1 to the path and the launch types of today."""
     path = path_meant(config.path, problem, device)
-    one, two = (_typed(launch, path) for launch in (config.gemm1, config.gemm2))
+    one, two = (_convert_launch(launch, path) for launch in (config.gemm1, config.gemm2))
     return MoEConfig(one, two, path.name)
 
 
-def _typed(launch: Launch, path: type[Path]) -> Launch:
+def _convert_launch(launch: Launch, path: type[Path]) -> Launch:
     values = {field.name: getattr(launch, field.name) for field in fields(path.launch)}
     converted: Launch = path.launch(**values)
     return converted

@@ -30,13 +30,13 @@ class Steps:
 
     def most_tokens(self, tokens: int) -> dict[tuple[str, int], int]:
         """Return, by (path, block_m), the largest call that uses it, up to `tokens` tokens."""
-        most: dict[tuple[str, int], int] = {}
+        result: dict[tuple[str, int], int] = {}
         for last in self.lasts:
             limit = min(tokens, last)
             config = self.choose(limit)
             kind = config.path, config.gemm1.block_m
-            most[kind] = max(limit, most.get(kind, 0))
-        return most
+            result[kind] = max(limit, result.get(kind, 0))
+        return result
 
     def within(self, paths: Collection[str], other: "Steps") -> "Steps":
         """Return these steps, with those of `other` where the path is not in `paths`."""
@@ -52,12 +52,14 @@ class Steps:
         change(last, config): `last` is the last token count of a step; the result must hold for
         every token count of that step.
         """
-        lasts = sorted({*self.lasts, *(end for end in ends if 0 <= end < ENDLESS)})
-        configs = [change(last, self.choose(last)) for last in lasts]
-        kept = [i for i, config in enumerate(configs[:-1]) if config != configs[i + 1]] + [
+        boundaries = sorted({*self.lasts, *(end for end in ends if 0 <= end < ENDLESS)})
+        configs = [change(last, self.choose(last)) for last in boundaries]
+        last_of_run = [i for i, config in enumerate(configs[:-1]) if config != configs[i + 1]] + [
             len(configs) - 1
         ]
-        return Steps(tuple(lasts[i] for i in kept), tuple(configs[i] for i in kept))
+        return Steps(
+            tuple(boundaries[i] for i in last_of_run), tuple(configs[i] for i in last_of_run)
+        )
 
 
 def config_violations(
@@ -125,12 +127,12 @@ def with_prepared(steps: Steps, problem: Problem, device: Device, paths: Collect
 
 def over(steps: Steps, path: type[Path], problem: Problem, device: Device) -> Steps:
     """Overlay `steps` with the defaults of `path` over its range of token counts."""
-    least, most = path.least_tokens(problem), path.most_tokens(problem)
-    if most == 0:
+    min_tokens, max_tokens = path.least_tokens(problem), path.most_tokens(problem)
+    if max_tokens == 0:
         return steps
-    top = ENDLESS if most is None else most
+    top = ENDLESS if max_tokens is None else max_tokens
 
     def change(last: int, config: MoEConfig) -> MoEConfig:
-        return path.default_config(problem, last, device) if least <= last <= top else config
+        return path.default_config(problem, last, device) if min_tokens <= last <= top else config
 
-    return steps.changed((least - 1, *path.turns(problem), top), change)
+    return steps.changed((min_tokens - 1, *path.turns(problem), top), change)

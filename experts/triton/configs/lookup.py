@@ -126,8 +126,8 @@ class ConfigLookup:
                 suffix = " of prepared weights" if prepared and folder.is_dir() else ""
                 looked_in.append(f"{title} {folder}: {reason}{suffix}")
                 continue
-            recipe = _with_down(path)
-            if not _same_rows(recipe, problem):
+            recipe = _read_with_down(path)
+            if not _has_same_alignment(recipe, problem):
                 mismatch = "tuned for rows that start on 16 elements"
                 looked_in.append(f"{title} {path}: {mismatch}")
                 continue
@@ -141,11 +141,13 @@ class ConfigLookup:
         if prepared:
             ordinary = self.source(problem)
             return replace(ordinary, looked_in=(*dict.fromkeys((*looked_in, *ordinary.looked_in)),))
-        known = self._known(problem)
-        if not known:
+        tuned_layers = self._known(problem)
+        if not tuned_layers:
             steps = heuristics(problem, self.device)
             return Source(steps, "heuristics", looked_in=tuple(looked_in))
-        borrowed = borrow(known, problem, self.device, heuristics(problem, self.device, MEANT))
+        borrowed = borrow(
+            tuned_layers, problem, self.device, heuristics(problem, self.device, MEANT)
+        )
         lenders = tuple(entry.origin for entry in borrowed)
         return Source(
             steps_of(borrowed), NEAREST, whose=lenders, looked_in=tuple(looked_in), former=True
@@ -159,15 +161,15 @@ class ConfigLookup:
         """
         if not self.device.name or not starts_on_16(problem):
             return []
-        wanted, known = ConfigKey.of(problem, self.device.name), list[Known]()
+        wanted_key, layers = ConfigKey.of(problem, self.device.name), list[Known]()
         for title, folder in self.folders:
             if title != PACKAGED:
                 continue
             for path in sorted((folder / subfolder(self.triton)).glob("E=*.json")):
                 key = ConfigKey.parse(path.name)
-                if replace(wanted, experts=key.experts, intermediate=key.intermediate) == key:
-                    known.append(Known.of(key, read_recipe(path)))
-        return known
+                if replace(wanted_key, experts=key.experts, intermediate=key.intermediate) == key:
+                    layers.append(Known.of(key, read_recipe(path)))
+        return layers
 
     def _first(self, folder: Path, names: Sequence[str]) -> Path | None:
         places = [folder / name for name in self._subfolders(folder)]
@@ -208,7 +210,7 @@ def _warn(text: str) -> None:
     _LOG.warning("%s", printable(text))
 
 
-def _with_down(path: Path) -> Recipe:
+def _read_with_down(path: Path) -> Recipe:
     """Read a config file, with GEMM 2 from SGLang's "_down" file next to it, if any."""
     recipe = read_recipe(path)
     down = path.with_name(path.name.removesuffix(".json") + "_down.json")
@@ -221,7 +223,7 @@ def _with_down(path: Path) -> Recipe:
     return replace(recipe, gemm2=second.gemm2)
 
 
-def _same_rows(recipe: Recipe, problem: Problem) -> bool:
+def _has_same_alignment(recipe: Recipe, problem: Problem) -> bool:
     """Return whether rows have the same alignment as in tuning, on which large tiles depend."""
     if starts_on_16(problem):
         return True
@@ -248,9 +250,9 @@ def fit(recipe: Recipe, problem: Problem, device: Device, *, prepared: bool = Fa
     """
     tops = {t: _top(path, t, recipe, problem, device, prepared) for t, path in recipe.paths}
     one, two = _lasts(recipe.gemm1, tops), _lasts(recipe.gemm2, tops)
-    lasts = sorted({last for last, _ in (*one, *two)})
+    boundaries = sorted({last for last, _ in (*one, *two)})
     configs, notes = [], dict[str, None]()
-    for last in lasts:
+    for last in boundaries:
         (tokens, first), (tokens2, second) = (_until(last, choices) for choices in (one, two))
         if recipe.fused_columns:
             places = (f"{recipe.origin}, tokens {t}" for t in (tokens, tokens2))
@@ -267,7 +269,7 @@ def fit(recipe: Recipe, problem: Problem, device: Device, *, prepared: bool = Fa
         _require_single_config(configs, problem, device, recipe.origin)
     keys = tuple(tokens for tokens, _ in recipe.gemm1)
     former = recipe.version < VERSION
-    steps = Steps(tuple(lasts), tuple(configs))
+    steps = Steps(tuple(boundaries), tuple(configs))
     return Source(
         steps, recipe.origin, keys, notes=_few(list(notes)), former=former, prepared=prepared
     )
@@ -289,8 +291,8 @@ def _top(
     path = path_meant(name, problem, device) if former else BY_NAME[name]
     if prepared and path.turns_of_prepared(problem):
         return ENDLESS
-    most = path.most_tokens(problem)
-    return ENDLESS if most is None else max(tokens, most)
+    max_tokens = path.most_tokens(problem)
+    return ENDLESS if max_tokens is None else max(tokens, max_tokens)
 
 
 def _require_single_config(

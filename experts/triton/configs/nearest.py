@@ -120,7 +120,7 @@ def borrow(
         for layer in known
         for tuned_tokens, config in layer.configs(problem, device)
         for label in (counted(tuned_tokens, "token"),)
-        if fits(_lent(config, problem, device, tuned_tokens), problem, device)
+        if fits(_adapt_config(config, problem, device, tuned_tokens), problem, device)
     ]
     borrowed = []
     for number in tokens:
@@ -138,7 +138,9 @@ def borrow(
         if distance > NEAR:
             borrowed.append(Borrowed(number, otherwise.choose(number), "heuristics"))
         else:
-            borrowed.append(Borrowed(number, _lent(config, problem, device, number), origin))
+            borrowed.append(
+                Borrowed(number, _adapt_config(config, problem, device, number), origin)
+            )
     return borrowed
 
 
@@ -147,11 +149,11 @@ def _top(config: MoEConfig, tokens: int, problem: Problem) -> int:
 
     It is limited on small-M paths.
     """
-    most = BY_NAME[config.path].most_tokens(problem)
-    return ENDLESS if most is None else max(tokens, most)
+    max_tokens = BY_NAME[config.path].most_tokens(problem)
+    return ENDLESS if max_tokens is None else max(tokens, max_tokens)
 
 
-def _lent(config: MoEConfig, problem: Problem, device: Device, tokens: int) -> MoEConfig:
+def _adapt_config(config: MoEConfig, problem: Problem, device: Device, tokens: int) -> MoEConfig:
     """Adapt a borrowed configuration: for paths with `lends` False, only the path is kept.
 
     The ring length of a path can depend on the K of the problem, and launches for 4-bit weights
@@ -173,18 +175,22 @@ def checked_by_rows(steps: Steps, own: Steps, problem: Problem) -> Steps:
     Measured on one H200 (2026-11-28, triton 3.6.0, seven layers): 0.78 to 0.99 x the time with 32
     to 128 rows.
     """
-    few = LEAST_ROWS * problem.experts // problem.top_k
+    max_small = LEAST_ROWS * problem.experts // problem.top_k
 
     def change(last: int, config: MoEConfig) -> MoEConfig:
         default = own.choose(last)
-        if last <= few:
+        if last <= max_small:
             return config
-        one, other = config.gemm1, default.gemm1
-        narrower = config.path != BASE.name and one.block_n < other.block_n
-        alike = config.path == default.path and one.block_m == other.block_m and not narrower
-        return config if alike else default
+        borrowed_gemm1, default_gemm1 = config.gemm1, default.gemm1
+        narrower = config.path != BASE.name and borrowed_gemm1.block_n < default_gemm1.block_n
+        matches = (
+            config.path == default.path
+            and borrowed_gemm1.block_m == default_gemm1.block_m
+            and not narrower
+        )
+        return config if matches else default
 
-    return steps.changed((few, *own.lasts), change)
+    return steps.changed((max_small, *own.lasts), change)
 
 
 def steps_of(borrowed: Sequence[Borrowed]) -> Steps:

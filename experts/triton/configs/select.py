@@ -110,16 +110,16 @@ def explain(
         store = replace(store, device=Device.named(device_name))
     source = _source(store, recipe, problem, prepared)
     from_file = source.steps.choose(tokens)
-    plain = source.launched(problem, store.device, paths).choose(tokens)
+    unprepared = source.launched(problem, store.device, paths).choose(tokens)
     config = source.launched(problem, store.device, paths, prepared=prepared).choose(tokens)
     call_label = f"{counted(tokens, 'token')}{', prepared weights' if prepared else ''}"
-    reason = _why(source, problem, tokens, plain)
-    if prepared and not source.prepared and config != plain:
+    reason = _why(source, problem, tokens, unprepared)
+    if prepared and not source.prepared and config != unprepared:
         reason = f"heuristics of prepared weights, in place of {reason}"
     lines = [
         f"{problem.with_tokens(tokens)}, {call_label}, on {store.device.name or 'no GPU'}",
         f"  from {reason}",
-        *([f"  not launched as it says, {from_file}"] if from_file.path != plain.path else []),
+        *([f"  not launched as it says, {from_file}"] if from_file.path != unprepared.path else []),
         f"  path: {config.path}",
         f"  GEMM 1: {config.gemm1}{' (gate, and as many up columns)' if problem.act.gated else ''}",
         f"  GEMM 2: {config.gemm2}",
@@ -141,8 +141,10 @@ def _adapter_notes(problem: Problem, device: Device) -> Iterator[str]:
     """Yield a note naming the paths that are available only to calls without adapters."""
     if problem.adapters is None:
         return
-    plain = replace(problem, lora="none")
-    missing = [p.name for p in PATHS if p.serves(plain, device) and not p.serves(problem, device)]
+    without_lora = replace(problem, lora="none")
+    missing = [
+        p.name for p in PATHS if p.serves(without_lora, device) and not p.serves(problem, device)
+    ]
     if missing:
         yield f"calls with adapters do not take the paths {', '.join(missing)}; calls without do"
 
@@ -240,5 +242,5 @@ def _chosen(problem: Problem, tokens: int, where: _Context) -> MoEConfig:
 
 @lru_cache(maxsize=1 << 12)
 def _kinds(problem: Problem, tokens: int, where: _Context) -> tuple[tuple[int, str, int], ...]:
-    most = _steps(problem.with_tokens(0), where).most_tokens(tokens)
-    return tuple((limit, path, block_m) for (path, block_m), limit in most.items())
+    limits = _steps(problem.with_tokens(0), where).most_tokens(tokens)
+    return tuple((limit, path, block_m) for (path, block_m), limit in limits.items())

@@ -49,15 +49,17 @@ def most_tokens(problem: Problem) -> int:
     Each token reads the weights of its experts separately, so the path pays off while few tokens
     share an expert. The aligned path overtakes it earlier with quantized weights.
     """
-    most, share = (4, 4) if problem.scheme.quantized else (8, 2)
-    return min(most, max(1, problem.experts // (share * problem.top_k)))
+    limit, share = (4, 4) if problem.scheme.quantized else (8, 2)
+    return min(limit, max(1, problem.experts // (share * problem.top_k)))
 
 
 def default(problem: Problem, tokens: int = 1) -> MoEConfig:
     """Return the launches without a tuned file, the same for every token count."""
     quantized = problem.scheme.quantized
     down = next(
-        shape for most, shape in (_BYTES if quantized else _HALF) if problem.intermediate <= most
+        shape
+        for max_depth, shape in (_BYTES if quantized else _HALF)
+        if problem.intermediate <= max_depth
     )
     gate_up = (32 if quantized and problem.hidden > _WIDE else 16, 512, 8)
     if problem.scheme.activation_granularity == "group":

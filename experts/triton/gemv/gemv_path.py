@@ -48,7 +48,7 @@ from modular_kernel.workspace import BufferSpec
 
 _LEAST_BLOCK_N = 16  # minimum block_n; bounds the number of amax values that GEMM 1 writes
 _VECTOR = 16  # bytes per vector load of a thread
-_MOST_ROW = 8192  # columns of x per step of the amax
+_MAX_AMAX_BLOCK = 8192  # columns of x per step of the amax
 _MOST_IDS = 1024
 
 
@@ -201,7 +201,7 @@ class GemvPath(Path):
             "stride_xk": x_TH.stride(1),
             "ROW_STEP": product.step,
             "QUANT": quant,
-            "BLOCK_R": min(next_power_of_2(problem.hidden), _MOST_ROW),
+            "BLOCK_R": min(next_power_of_2(problem.hidden), _MAX_AMAX_BLOCK),
             **scales,
             **product.constants,
             **_arguments(product, tile, tile.block_n),
@@ -226,8 +226,8 @@ class GemvPath(Path):
     def _slots(self, tile: LaunchConfig) -> tuple[int, int]:
         """Return the pairs per output row, and how many a program of GEMM 2 holds at once."""
         slots = self.problem.top_k if self._sums else 1
-        most = min(next_power_of_2(slots), tile.block_n)
-        held = 1 << (min(most, tile.group_m).bit_length() - 1)
+        max_held = min(next_power_of_2(slots), tile.block_n)
+        held = 1 << (min(max_held, tile.group_m).bit_length() - 1)
         return slots, held
 
     def _down_grid(self, pairs: int, tile: LaunchConfig) -> tuple[int, ...]:

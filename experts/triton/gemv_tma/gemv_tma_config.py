@@ -41,8 +41,8 @@ def _one_scale_a_half(problem: Problem) -> bool:
     """Return whether the gate rows of every tile lie in one scale block, and so do the up rows."""
     if problem.scheme.granularity != "block":
         return True
-    whole = problem.act.interleaved or problem.intermediate % COLUMNS == 0
-    return problem.scheme.group == _BLOCK and whole
+    aligned = problem.act.interleaved or problem.intermediate % COLUMNS == 0
+    return problem.scheme.group == _BLOCK and aligned
 
 
 def most_tokens(problem: Problem) -> int:

@@ -135,7 +135,7 @@ def _second(problem: Problem, tokens: int) -> _Launch:
 
     8 columns are used where 16 would leave some SMs with one program and others with two.
     """
-    narrow = _of_8_columns(problem, tokens)
+    narrow = _narrow_gemm2(problem, tokens)
     if narrow is not None:
         return narrow
     programs = tokens * -(-problem.hidden // ROWS)
@@ -145,7 +145,7 @@ def _second(problem: Problem, tokens: int) -> _Launch:
     return (16, 512, 4, 1) if integers and problem.intermediate > 1024 else (16, 256, 4, 2)
 
 
-def _of_8_columns(problem: Problem, tokens: int) -> _Launch | None:
+def _narrow_gemm2(problem: Problem, tokens: int) -> _Launch | None:
     """Return a launch of GEMM 2 with 8 columns, or None if it does not pay.
 
     All programs must be resident at once: two per SM if they can load all weights before GEMM 1

@@ -174,7 +174,7 @@ def _arguments(
     return {
         **w4_arguments(product),
         "DEPTH": product.depth,
-        "IN_TWOS": _in_twos(product, group, chunks),
+        "IN_TWOS": _has_paired_scales(product, group, chunks),
         "BLOCK_N": tile.block_n,
         "EVEN_N": product.columns % tile.block_n == 0,
         "CHUNKS": chunks,
@@ -193,7 +193,7 @@ def _team(tile: GemvW4Config, slots: int) -> int:
     return 0 if tile.num_warps % slots else tile.num_warps // slots
 
 
-def _in_twos(product: Product, group: int, chunks: int) -> bool:
+def _has_paired_scales(product: Product, group: int, chunks: int) -> bool:
     """Return whether scales can be loaded in pairs.
 
     The scales of a row are contiguous; a block and a row must have an even number of whole groups.

@@ -47,7 +47,7 @@ class TileAdapters(SegmentAdapters):
 
         a, b = matrices
         assert a is not None
-        assert b is not None  # the weights were checked
+        assert b is not None  # validated with the weights
         order, width = self._order, whole_boxes(a.shape[2])
         u = self._workspace.take(name, (order.row_of_pair_TK.numel(), len(a) * width))
         tile_slots = self._workspace.take("lora_named", (order.max_tiles, len(a) + 1))

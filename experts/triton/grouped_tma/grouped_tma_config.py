@@ -69,8 +69,8 @@ def _one_scale_a_half(problem: Problem) -> bool:
     if problem.scheme.granularity != "block":
         return True
     gate_then_up = problem.act.gated and not problem.act.interleaved
-    whole = problem.intermediate % max(_HALVES["block"]) == 0
-    return problem.scheme.group == _BLOCK and (whole or not gate_then_up)
+    aligned = problem.intermediate % max(_HALVES["block"]) == 0
+    return problem.scheme.group == _BLOCK and (aligned or not gate_then_up)
 
 
 def gathers(problem: Problem) -> bool:

@@ -167,24 +167,24 @@ def _values(
         split = scales.contiguous().view(torch.uint8).view(tiles, steps, 4, 8, BLOCKS, 2, 2)
         exponent = split.permute(0, 4, 2, 5, 3, 1, 6).reshape(len(codes), -1)
         factor = torch.exp2(exponent.double() - 127).where(exponent < _INF_EXPONENT, torch.inf)
-        made = codes * factor.repeat_interleave(GROUP, 1)
+        values = codes * factor.repeat_interleave(GROUP, 1)
     elif form.kind == "nvfp4":
         of_rows = _undo_order_by_threads(scales, tiles, steps, form)
         byte = of_rows.contiguous().view(torch.uint8).view(len(codes), -1).int()
         factor = ((byte << 4) + 0x7000 << 16).view(torch.float32).double()
-        made = codes * factor.repeat_interleave(_SIXTEENTH, 1)
+        values = codes * factor.repeat_interleave(_SIXTEENTH, 1)
     else:
         of_rows = _undo_order_by_threads(scales, tiles, steps, form).reshape(len(codes), -1)
         of_rows = of_rows.repeat_interleave(BLOCK // form.groups, 1)
         zero = (of_rows & 15).double() if form.zero else 8.0
-        rest = (of_rows & ~15 if form.zero else of_rows).view(torch.float32)
+        scale_value = (of_rows & ~15 if form.zero else of_rows).view(torch.float32)
         count = (codes - zero) * 2.0**-133
-        made = (count.float() * rest).bfloat16().double()
+        values = (count.float() * scale_value).bfloat16().double()
         if form.scale != "float32":
-            high = rest.bfloat16()
-            low = (rest - high.float()).bfloat16().double()
-            made = _rounded(count * high.double() + _rounded(count * low))
-    return (made * 2.0**form.lowered).float()
+            high = scale_value.bfloat16()
+            low = (scale_value - high.float()).bfloat16().double()
+            values = _rounded(count * high.double() + _rounded(count * low))
+    return (values * 2.0**form.lowered).float()
 
 
 def _rounded(value: torch.Tensor) -> torch.Tensor:
@@ -192,5 +192,5 @@ def _rounded(value: torch.Tensor) -> torch.Tensor:
     bits = value.view(torch.int64)
     half = (1 << _BF16_LOST - 1) - 1
     even = bits + half + (bits >> _BF16_LOST & 1)
-    kept = (even >> _BF16_LOST << _BF16_LOST).view(torch.float64)
-    return torch.where(value.isfinite(), kept, value)
+    truncated = (even >> _BF16_LOST << _BF16_LOST).view(torch.float64)
+    return torch.where(value.isfinite(), truncated, value)

@@ -25,7 +25,7 @@ NAME = "grouped_w4"
 
 # Possible block_m, and as many stages as fit for each. At 128, the float32 accumulators of two
 # blocks take half the registers of a thread.
-_HEIGHTS = (32, 64, 128)
+_BLOCK_M_VALUES = (32, 64, 128)
 _STAGES = {32: 11, 64: 8, 128: 6}
 # Min and max mean rows per expert for the path to be chosen, and the limit below which tiles have
 # 64 rows. Measured on one H200 (2026-11-26, triton 3.6.0) on Mixtral, DeepSeek-V3 EP8, Qwen3-30B
@@ -34,7 +34,7 @@ _STAGES = {32: 11, 64: 8, 128: 6}
 # 0.78 to 0.87 with 48; with 256 rows 0.84 to 0.98, 0.77 to 0.91 and 0.69 to 0.84 for scales of
 # float32, float16 and bf16; 0.77 with 24 rows and zero points. NVFP4: 0.74 with 48, 0.90 to 1.04
 # with 128.
-_LEAST_ROWS, _LEAST_WITH_ZEROS, _SHORT_ROWS = 40, 24, 56
+_LEAST_ROWS, _MIN_ROWS_WITH_ZEROS, _MIN_ROWS_OF_128 = 40, 24, 56
 _MOST_ROWS = {"mxfp4_w4a16": 640, "nvfp4_w4a16": 128, "int4_w4a16_group": 320}
 # Calls with prepared weights: min mean rows per expert for the path, for tiles of 64 rows and for
 # tiles of 128. Measured on one H200 (2026-11-28, triton 3.6.0) on layers of E 32 to 160, H 2048 to
@@ -42,19 +42,19 @@ _MOST_ROWS = {"mxfp4_w4a16": 640, "nvfp4_w4a16": 128, "int4_w4a16_group": 320}
 # rows and 0.61 to 0.63 x with 16; for int4 0.96 to 1.03 x with 10 rows. They take 0.74 to 0.77 x
 # the time of full tiles of 64 with 12.8 rows (int4: 0.84 to 0.85). Compared with tiles of 64 that
 # multiply up to 32 rows as half a tile, they take as long with 24 rows, and 1.15 to 1.31 x with 32.
-_LEAST_PREPARED = {"mxfp4_w4a16": 6, "nvfp4_w4a16": 8, "int4_w4a16_group": 10}
-_LOW_PREPARED, _SHORT_PREPARED = 22, 56
+_MIN_PREPARED = {"mxfp4_w4a16": 6, "nvfp4_w4a16": 8, "int4_w4a16_group": 10}
+_MIN_PREPARED_OF_64, _MIN_PREPARED_OF_128 = 22, 56
 # Max mean rows per expert for prepared weights to be used, by scale dtype. Relative times above the
 # limits: float32 scales 1.04 x with 640 rows; float16 0.94 with 640 and 0.97 to 1.09 with 1024;
 # bf16 scales with zero points, and NVFP4, 1.04 to 1.08 with 4096. mxfp4, and integers with bf16
 # scales and no zero points, are as fast and have no limit.
-_MOST_PREPARED = {"float32": 512, "float16": 768}
-_MOST_WITH_ZEROS = 2048
+_MAX_PREPARED = {"float32": 512, "float16": 768}
+_MAX_PREPARED_WITH_ZEROS = 2048
 _COLUMNS = BLOCK * BLOCKS  # weight rows per tile
 _MOST_BYTES = 1 << 30  # max size of the tiled weights, unless one expert is larger
 _WORD = 4
 _SCHEMES = ("mxfp4_w4a16", "nvfp4_w4a16", "int4_w4a16_group")
-_SIXTEEN = 2  # bytes per element of tokens and results
+_BF16_BYTES = 2  # bytes per element of tokens and results
 _PARTS = 2  # consumer warpgroups, each with its own staging buffers
 _BARRIERS = 1 << 10  # upper bound in bytes
 
@@ -89,8 +89,8 @@ def violations(
     tile: LaunchConfig, gemm: Gemm, problem: Problem, device: Device
 ) -> Iterator[Violation]:
     """Yield every reason why `tile` cannot be launched for this GEMM on this path."""
-    if tile.block_m not in _HEIGHTS:
-        yield Violation("block_m", tile.block_m, f"one of {_HEIGHTS} on the {NAME} path")
+    if tile.block_m not in _BLOCK_M_VALUES:
+        yield Violation("block_m", tile.block_m, f"one of {_BLOCK_M_VALUES} on the {NAME} path")
     fixed = (
         ("block_n", tile.block_n, _COLUMNS // gemm.sides),
         ("block_k", tile.block_k, BLOCK),
@@ -106,7 +106,7 @@ def violations(
 
 def _shared(tile: LaunchConfig, slots: int, form: Form) -> int:
     """Return an upper bound on the shared memory with `slots` staging buffers per warpgroup."""
-    box = tile.block_m * BLOCK * _SIXTEEN  # bytes per stage of tokens, or per staging buffer
+    box = tile.block_m * BLOCK * _BF16_BYTES  # bytes per stage of tokens, or per staging buffer
     return tile.num_stages * (box + box_bytes(form)) + _PARTS * slots * box + _BARRIERS
 
 
@@ -138,7 +138,7 @@ def experts_at_once(problem: Problem) -> int:
 
 def least_tokens(problem: Problem) -> int:
     """Return the minimum number of tokens for this path to be chosen without a tuned file."""
-    rows = _LEAST_WITH_ZEROS if problem.scheme.zero_points else _LEAST_ROWS
+    rows = _MIN_ROWS_WITH_ZEROS if problem.scheme.zero_points else _LEAST_ROWS
     return -(-rows * problem.experts // problem.top_k)
 
 
@@ -149,17 +149,17 @@ def most_tokens(problem: Problem) -> int:
 
 def most_prepared(problem: Problem, scale: torch.dtype) -> int | None:
     """Return the max tokens for prepared weights to be used, by scale dtype; None: no limit."""
-    scheme, most = problem.scheme, None
+    scheme, max_rows = problem.scheme, None
     if scheme.matrix_scales or scheme.zero_points:
-        most = _MOST_WITH_ZEROS
+        max_rows = _MAX_PREPARED_WITH_ZEROS
     if scheme.weight == "uint4":
-        most = _MOST_PREPARED.get(dtype_name(scale), most)
-    return None if most is None else most * problem.experts // problem.top_k
+        max_rows = _MAX_PREPARED.get(dtype_name(scale), max_rows)
+    return None if max_rows is None else max_rows * problem.experts // problem.top_k
 
 
 def turns(problem: Problem) -> tuple[int, ...]:
     """Return the last token counts before the path, with tiles of 64 rows, and with the path."""
-    last_short = -(-_SHORT_ROWS * problem.experts // problem.top_k) - 1
+    last_short = -(-_MIN_ROWS_OF_128 * problem.experts // problem.top_k) - 1
     return least_tokens(problem) - 1, last_short, most_tokens(problem)
 
 
@@ -167,8 +167,10 @@ def turns_of_prepared(problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
     """Return (minimum tokens, configuration) of calls with prepared weights, ascending."""
     if problem.batch_invariant:  # all calls use the same tiles
         return ()
-    least = _LEAST_PREPARED[problem.scheme.name]
-    breakpoints = zip((least, _LOW_PREPARED, _SHORT_PREPARED), _HEIGHTS, strict=True)
+    least = _MIN_PREPARED[problem.scheme.name]
+    breakpoints = zip(
+        (least, _MIN_PREPARED_OF_64, _MIN_PREPARED_OF_128), _BLOCK_M_VALUES, strict=True
+    )
     return tuple(
         (-(-rows * problem.experts // problem.top_k), default(problem, height))
         for rows, height in breakpoints
@@ -177,10 +179,10 @@ def turns_of_prepared(problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
 
 def height(problem: Problem, tokens: int) -> int:
     """Return block_m of a call of `tokens` tokens without prepared weights."""
-    return _HEIGHTS[1 + (tokens * problem.top_k >= _SHORT_ROWS * problem.experts)]
+    return _BLOCK_M_VALUES[1 + (tokens * problem.top_k >= _MIN_ROWS_OF_128 * problem.experts)]
 
 
-def default(problem: Problem, rows: int = _HEIGHTS[-1]) -> MoEConfig:
+def default(problem: Problem, rows: int = _BLOCK_M_VALUES[-1]) -> MoEConfig:
     """Return the launches with block_m = rows."""
     first = _COLUMNS // (2 if problem.act.gated else 1)
     stages = _STAGES[rows]

@@ -118,8 +118,8 @@ class GroupedW4Path(DequantizedPath):
     def reads_prepared(self, weights: ExpertWeights, tokens: int) -> bool:
         """Return whether unpacking in every GEMM tile is cheaper than dequantizing to bf16 once."""
         assert weights.w1_scale is not None
-        most = self._most_prepared.get(weights.w1_scale.dtype)
-        return most is None or tokens <= most
+        max_tokens = self._most_prepared.get(weights.w1_scale.dtype)
+        return max_tokens is None or tokens <= max_tokens
 
     def specs_of_prepared(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
         """Return only the buffers of the grouped GEMMs, because all weights are tiled."""

@@ -42,7 +42,7 @@ GROUP = 32  # K elements covered by a word together with three others
 LINES, LINE = 16 * BLOCKS, 32  # words per step of a tile: lines, and words per line
 QUADS = 8  # lines of scales if each of 128 rows has one word
 SCALE_LINE = 16  # words per line of scales
-_LOWERED = {"e2m1": 50, "nvfp4": 19, "integer": 50}
+_SCALE_SHIFT = {"e2m1": 50, "nvfp4": 19, "integer": 50}
 
 
 class Form(NamedTuple):
@@ -65,7 +65,7 @@ class Form(NamedTuple):
     @property
     def lowered(self) -> int:
         """Return n if unpacked weights are the true values times 2^-n."""
-        return _LOWERED[self.kind]
+        return _SCALE_SHIFT[self.kind]
 
     def __str__(self) -> str:
         if self.kind != "integer":

@@ -31,10 +31,10 @@ def _counts(i: int) -> str:
 
 def _integers_fp16(i: int) -> str:
     """Return code for q - 8: 0x6400 | q is 1024 + q in fp16, and 0x6400 | 16 q is 1024 + 16 q."""
-    one, less = ((0x3C003C00, 0xE408E408), (0x2C002C00, 0xD480D480))[i]
+    one, offset = ((0x3C003C00, 0xE408E408), (0x2C002C00, 0xD480D480))[i]
     return (
         f"lop3.b32 T, W, {0x000F000F << 4 * i:#010x}, 0x64006400, 0xEA; "
-        f"mov.b32 u, {one:#010x}; mov.b32 v, {less:#010x}; fma.rn.f16x2 T, T, u, v; "
+        f"mov.b32 u, {one:#010x}; mov.b32 v, {offset:#010x}; fma.rn.f16x2 T, T, u, v; "
     )
 
 

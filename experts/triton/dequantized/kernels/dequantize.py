@@ -29,8 +29,8 @@ def _values(codes, FORMAT: tl.constexpr, PACKED: tl.constexpr):
         values = wide.to(tl.float32) * _E2M1_UNIT
     elif PACKED:
         wide = codes.to(tl.int32)
-        both = tl.join(wide & 15, wide >> 4)
-        code = tl.reshape(both, (ROWS, GROUPS, 2 * codes.shape[2]))
+        nibbles = tl.join(wide & 15, wide >> 4)
+        code = tl.reshape(nibbles, (ROWS, GROUPS, 2 * codes.shape[2]))
         if FORMAT == "e2m1" or FORMAT == "nvfp4":
             bits = ((code & 8) << 28) | ((code & 7) << 22)
             values = bits.to(tl.float32, bitcast=True) * _E2M1_UNIT

@@ -36,8 +36,8 @@ def _pair_scales(
                 ids_ptr, pair, pair >= 0, map_ptr, num_experts, num_local, HAS_MAP
             )
             mask = (block < blocks) & (local >= 0)
-            other = tl.load(largest_ptr + pair * blocks + block, mask=mask, other=0.0)
-            block_amax = maximum_nan(block_amax, other)
+            pair_amax = tl.load(largest_ptr + pair * blocks + block, mask=mask, other=0.0)
+            block_amax = maximum_nan(block_amax, pair_amax)
         largest = tl.zeros((S,), tl.float32) + max_nan(block_amax, 0)
     return scale_of(largest, LARGEST, MIN_SCALE)
 

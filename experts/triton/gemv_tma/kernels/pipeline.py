@@ -222,11 +222,11 @@ def _multiply_scaled(ring, vectors, scales, full, empty, step, depth, ptrs, mask
             vector = _panel(vectors, start // PANEL + p)
             weights = ring.index(stage * EACH + p)
             parts += (warpgroup_mma(weights, vector, zero, use_acc=False, is_async=True),)
-        done = warpgroup_mma_wait(num_outstanding=0, deps=parts)
+        finished = warpgroup_mma_wait(num_outstanding=0, deps=parts)
         if EACH == 1:  # a single dep is returned without a tuple
-            parts = (done,)
+            parts = (finished,)
         else:
-            parts = done
+            parts = finished
         mbarrier.arrive(empty.index(stage))
         for p in gl.static_range(EACH):
             index = start // PANEL + p

@@ -25,7 +25,7 @@ def blocks_along(depth: int, chunks: int) -> int:
 
 
 @triton.jit
-def _own_pair(
+def _pair_of_part(
     token, num_experts, num_local, ids_ptr, map_ptr,
     TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, PARTS: tl.constexpr, TEAM: tl.constexpr,
     LOOPED: tl.constexpr,
@@ -51,7 +51,7 @@ def _own_pair(
 
 
 @triton.jit
-def _own_biases(
+def _initial_biases(
     ptr, stride, first_column, hidden, token, num_experts, num_local, ids_ptr, map_ptr,
     TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     PARTS: tl.constexpr, TEAM: tl.constexpr,
@@ -64,7 +64,7 @@ def _own_biases(
     part = tl.arange(0, PARTS)[:, None, None]
     row = tl.arange(0, ROWS)[None, :, None]
     slot = tl.arange(0, 8)[None, None, :]
-    # Loaded again, because _own_pair has another layout.
+    # Loaded again, because _pair_of_part has another layout.
     pair = token * TOP_K + part // TEAM + tl.zeros((1, 1, 8), tl.int32)
     local, _ = load_local_ids(
         ids_ptr, pair, slot == 0, map_ptr, num_experts, num_local, HAS_MAP
@@ -96,7 +96,7 @@ def _block(
     else:
         index = step * PARTS + part
         if TOP_K * BLOCKS > PARTS:
-            # As in _own_pair.
+            # As in _pair_of_part.
             index += tl.zeros((4, 8, 1, 1), tl.int32)
         pair = token * TOP_K + index // BLOCKS
         local, _ = load_local_ids(
@@ -238,7 +238,7 @@ def gemv_w4_down_kernel(
     zero_at = times((rows[0] // 2, rows[1] // 2), stride_bzn)
     # Load the first weights before waiting for h. The ids are valid here, because GEMM 1 waited for
     # them before it let this kernel start. See after_predecessor.
-    own = _own_pair(
+    own = _pair_of_part(
         token, num_experts, num_local, ids_ptr, map_ptr, TOP_K, HAS_MAP, PARTS, TEAM,
         STEPS > STAGES,
     )  # fmt: skip
@@ -257,7 +257,7 @@ def gemv_w4_down_kernel(
     total = tl.zeros((PARTS, ROWS, 8), tl.float32)
     bias = tl.zeros((BLOCK_N,), tl.float32)
     if HAS_BIAS and TEAM > 0:
-        total += _own_biases(
+        total += _initial_biases(
             bias_ptr, stride_bias, first_column, hidden, token, num_experts, num_local, ids_ptr,
             map_ptr, TOP_K, HAS_MAP, BLOCK_N, ROWS, PARTS, TEAM,
         )  # fmt: skip

@@ -85,15 +85,15 @@ def _load(
     programs = gl.num_programs(0)
     first = gl.program_id(0)
     expert, row, _, n = look_up(first, num_m, num_n, tiles_ptr, max_tiles, GROUP_M)
-    turn = 0
+    iteration = 0
     for index in range(first, num_m * num_n, programs):
         next_expert, next_row, _, next_n = look_up(
             index + programs, num_m, num_n, tiles_ptr, max_tiles, GROUP_M
         )
         row_b = expert * rows_b + n * STRIDE_N
         for start in range(0, depth, BLOCK_K):
-            stage = turn % STAGES
-            mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
+            stage = iteration % STAGES
+            mbarrier.wait(empty.index(stage), ((iteration // STAGES) & 1) ^ 1)
             ready = full.index(stage)
             mbarrier.expect(ready, BYTES)
             if not GATHERED:
@@ -101,7 +101,7 @@ def _load(
             b = b_ring.index(stage)
             load_box(b_desc, [row_b, start], ready, b.slice(0, HALF, 0))
             load_box(b_desc, [row_b + right_rows, start], ready, b.slice(HALF, HALF, 0))
-            turn += 1
+            iteration += 1
         if LORA_STEPS > 0:
             # Extra K steps: u times B of each slot. Elements of a box outside B are zero, so gate's
             # u is multiplied only by gate's B, and up's u, u_up further, only by up's.
@@ -109,8 +109,8 @@ def _load(
             for step in range(count * LORA_STEPS):
                 slot = gl.load(slots_ptr + step // LORA_STEPS)
                 column = step % LORA_STEPS * BLOCK_K
-                stage = turn % STAGES
-                mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
+                stage = iteration % STAGES
+                mbarrier.wait(empty.index(stage), ((iteration // STAGES) & 1) ^ 1)
                 ready = full.index(stage)
                 mbarrier.expect(ready, BYTES)
                 load_box(u_desc, [row, step * BLOCK_K], ready, a_ring.index(stage))
@@ -121,7 +121,7 @@ def _load(
                     lora_b_desc, [row_b + right_rows, column - u_up], ready,
                     b.slice(HALF, HALF, 0),
                 )  # fmt: skip
-                turn += 1
+                iteration += 1
         expert, row, n = next_expert, next_row, next_n
 
 
@@ -269,7 +269,7 @@ def _compute(
         for step in gl.static_range(STAGES - 1):
             copy_step(ptrs, ptr_mask, step, depth, a_ring.index(step), COPIES, EVEN_K)
             ptrs += BLOCK_K
-    turn = 0
+    iteration = 0
     for index in range(first, num_m * num_n, programs):
         row += PART * ROWS
         rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
@@ -281,8 +281,8 @@ def _compute(
             # The right half of the last tile may be past the end of the expert; it is masked later.
             # NaN-free: integers
             right_group = gl.minimum((n * STRIDE_N + right_rows) // 128, b_scale_rows - 1)
-            left, right, turn = _multiply_scaled(
-                a_ring, b_ring, full, empty, turn, depth,
+            left, right, iteration = _multiply_scaled(
+                a_ring, b_ring, full, empty, iteration, depth,
                 a_scale_ptr + rows.to(gl.int64) * a_groups, b_scales,
                 (right_group - group) * b_groups, row_mask, PART, LAYOUT, WIDE,
             )  # fmt: skip
@@ -291,8 +291,8 @@ def _compute(
             if GATHERED:
                 tokens = tokens_of(tokens_ptr, next_row + PART * ROWS, next_end, ROWS, COPIES)
                 scale_rows = tokens_of(tokens_ptr, row, end, ROWS, LAYOUT)
-                acc, turn, ptrs, ptr_mask = multiply_gathered(
-                    a_ring, b_ring, full, empty, turn, depth, ptrs, ptr_mask, x_ptr, stride_x,
+                acc, iteration, ptrs, ptr_mask = multiply_gathered(
+                    a_ring, b_ring, full, empty, iteration, depth, ptrs, ptr_mask, x_ptr, stride_x,
                     tokens, acc, COPIES, EVEN_K,
                 )  # fmt: skip
             else:
@@ -300,8 +300,8 @@ def _compute(
                 if LORA_STEPS > 0:
                     count, _ = _named(index, num_m, num_n, named_ptr, stride_named, GROUP_M)
                     total_depth = (gl.cdiv(depth, BLOCK_K) + count * LORA_STEPS) * BLOCK_K
-                acc, turn = _multiply_plain(
-                    a_ring, b_ring, full, empty, turn, total_depth, acc, PART
+                acc, iteration = _multiply_plain(
+                    a_ring, b_ring, full, empty, iteration, total_depth, acc, PART
                 )
             left, right = _halves(acc)
             left = gl.convert_layout(left, LAYOUT, assert_trivial=True)

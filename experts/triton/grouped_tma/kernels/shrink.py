@@ -44,7 +44,7 @@ def shrink_tiles_kernel(
             u_mask = row_mask[:, None] & (rank_row < WIDTH)[None, :]
             tl.store(slot_ptrs, u.to(u_ptr.dtype.element_ty), mask=u_mask)
             zeros = tl.zeros((BLOCK_M, BLOCK_R), u_ptr.dtype.element_ty)
-            for offset in tl.static_range(BLOCK_R, BOX, BLOCK_R):  # the box's other columns
+            for offset in tl.static_range(BLOCK_R, BOX, BLOCK_R):  # zero the rest of the box
                 tl.store(slot_ptrs + offset, zeros, mask=row_mask[:, None])
             if tl.program_id(1) == 0:
                 tl.store(named_ptr + 1 + index, slot)

@@ -40,21 +40,21 @@ def _load(
     programs = gl.num_programs(0)
     first = gl.program_id(0)
     expert, row, _, n = look_up(first, num_m, num_n, tiles_ptr, max_tiles, GROUP_M)
-    turn = 0
+    iteration = 0
     for index in range(first, num_m * num_n, programs):
         next_expert, next_row, _, next_n = look_up(
             index + programs, num_m, num_n, tiles_ptr, max_tiles, GROUP_M
         )
         box = (expert * num_n + n) * steps
         for step in range(steps):
-            stage = turn % STAGES
-            mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
+            stage = iteration % STAGES
+            mbarrier.wait(empty.index(stage), ((iteration // STAGES) & 1) ^ 1)
             ready = full.index(stage)
             mbarrier.expect(ready, BYTES)
             load_box(x_desc, [row, step * BLOCK], ready, x_ring.index(stage))
             load_box(w_desc, [(box + step) * LINES, 0], ready, w_ring.index(stage))
             load_box(scale_desc, [(box + step) * SCALE_LINES, 0], ready, scale_ring.index(stage))
-            turn += 1
+            iteration += 1
         expert, row, n = next_expert, next_row, next_n
 
 
@@ -140,15 +140,17 @@ def _tile(
         _store_transposed(value, row, end, column, out_ptr, out_desc, staging, 0, columns)
     else:
         column = (4 * n + 2 * PART) * BLOCK
-        other = column + BLOCK
+        right_column = column + BLOCK
         LAST: gl.constexpr = staging.shape[0] - 1
         left = _scale_and_add_bias(acc0, factor0, bias_ptr, column, columns, STEP, MMA, HAS_BIAS)
-        right = _scale_and_add_bias(acc1, factor1, bias_ptr, other, columns, STEP, MMA, HAS_BIAS)
+        right = _scale_and_add_bias(
+            acc1, factor1, bias_ptr, right_column, columns, STEP, MMA, HAS_BIAS
+        )
         if KIND != "identity":
             left = activate(left, left, KIND, ALPHA, LIMIT)
             right = activate(right, right, KIND, ALPHA, LIMIT)
         _store_transposed(left, row, end, column, out_ptr, out_desc, staging, 0, columns)
-        _store_transposed(right, row, end, other, out_ptr, out_desc, staging, LAST, columns)
+        _store_transposed(right, row, end, right_column, out_ptr, out_desc, staging, LAST, columns)
 
 
 @gluon.jit
@@ -165,7 +167,7 @@ def _compute(
     programs = gl.num_programs(0)
     first = gl.program_id(0)
     expert, row, end, n = look_up(first, num_m, num_n, tiles_ptr, max_tiles, GROUP_M)
-    turn = 0
+    iteration = 0
     for index in range(first, num_m * num_n, programs):
         next_expert, next_row, next_end, next_n = look_up(
             index + programs, num_m, num_n, tiles_ptr, max_tiles, GROUP_M
@@ -179,17 +181,17 @@ def _compute(
             factor1 = gl.load(factors + MATRICES - 1) * FACTOR
         if end - row > SHORT:
             _tile(
-                x_ring, w_ring, scale_ring, full, empty, turn, steps, row, end, n, factor0,
+                x_ring, w_ring, scale_ring, full, empty, iteration, steps, row, end, n, factor0,
                 factor1, bias, up_row, out_ptr, out_desc, staging, columns, PART, TOKENS, FORM,
                 STEP, GATED, HAS_BIAS, KIND, ALPHA, LIMIT,
             )  # fmt: skip
         elif SHORT > 0:
             _tile(
-                x_ring, w_ring, scale_ring, full, empty, turn, steps, row, end, n, factor0,
+                x_ring, w_ring, scale_ring, full, empty, iteration, steps, row, end, n, factor0,
                 factor1, bias, up_row, out_ptr, out_desc, staging, columns, PART, SHORT, FORM,
                 STEP, GATED, HAS_BIAS, KIND, ALPHA, LIMIT,
             )  # fmt: skip
-        turn += steps
+        iteration += steps
         expert, row, end, n = next_expert, next_row, next_end, next_n
     tma.store_wait(0)
 

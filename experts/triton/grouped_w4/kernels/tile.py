@@ -83,17 +83,17 @@ def _stored(scale, inside, FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr):
         FORMAT == "integer"
     ):  # compensates the 2^-133 of the codes, except for the 2^50 by which weights are lowered
         raised = scale.to(tl.float32) * 2.0 ** (133 - 50)
-        made = raised.to(tl.int32, bitcast=True)
+        stored = raised.to(tl.int32, bitcast=True)
         if HAS_ZERO:  # a GPU's NaN has all bits set and would round to zero
-            made = tl.where(raised == raised, (made + 8) & ~15, 0x7FC00000)
+            stored = tl.where(raised == raised, (stored + 8) & ~15, 0x7FC00000)
     elif FORMAT == "nvfp4":  # five exponent bits and three significand bits of the value
         value = scale.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         # NaN-free: integers
-        made = tl.minimum(tl.maximum((bits >> 20) - ((127 - 10) << 3), 0), 255)
+        stored = tl.minimum(tl.maximum((bits >> 20) - ((127 - 10) << 3), 0), 255)
     else:  # an exponent, with the same compensation
-        made = tl.minimum(scale.to(tl.int32) + (126 - 50), 255)  # NaN-free: integers
-    return tl.where(inside, made, 0)
+        stored = tl.minimum(scale.to(tl.int32) + (126 - 50), 255)  # NaN-free: integers
+    return tl.where(inside, stored, 0)
 
 
 @triton.jit
@@ -125,7 +125,7 @@ def tile_weights_kernel(
     column = (tile * (4 // SIDES) + block // SIDES) * 64 + in_block
     row = tl.minimum(column, columns - 1) * STEP + block % SIDES * up_row  # NaN-free: integers
     column_mask = (column < columns)[:, None]
-    half = first_step * 2 + tl.arange(0, 2 * STEPS)  # of a step
+    half = first_step * 2 + tl.arange(0, 2 * STEPS)  # half steps
     inside = column_mask & (half < row_words // 4)[None, :]
     at = (expert * rows + row)[:, None] * row_words + half[None, :] * 4
     word_in_half = tl.arange(0, 4)[None, None, :]

@@ -21,9 +21,11 @@ _PAIRS = (
 )
 # PTX that moves pair i of integers to the low bf16 bits of t: q 2^-133, or 16 q 2^-133. Below 2^8,
 # bf16 bit patterns count up linearly from the subnormals into the smallest normals.
-_COUNTS = tuple(f"and.b32 t, {w}, {mask}; " for w in "Ww" for mask in ("0x000F000F", "0x00F000F0"))
-_MIDDLE = "0x80088008"  # -8 2^-133 twice
-_SIXTEENTH = "0x3D803D80"  # twice
+_INTEGER_PAIRS = tuple(
+    f"and.b32 t, {w}, {mask}; " for w in "Ww" for mask in ("0x000F000F", "0x00F000F0")
+)
+_MIDDLE = "0x80088008"  # -8 * 2^-133 in both halves
+_SIXTEENTH = "0x3D803D80"  # 2^-4 in both halves
 
 
 def _e2m1() -> str:
@@ -87,7 +89,7 @@ def _integers(groups: int, scale: str, zero: bool) -> str:
         if q % 2 == 0 or groups == 2:
             code += _scale(f"${20 + (q if groups == 2 else q // 2)}", scale, zero)
         code += f"shr.u32 w, ${16 + q}, 8; "
-        for i, pair in enumerate(_COUNTS):
+        for i, pair in enumerate(_INTEGER_PAIRS):
             register = f"${4 * q + i}"
             code += pair.replace("W", f"${16 + q}")
             if scale == "bfloat16" and not zero:
@@ -107,16 +109,16 @@ def _codes() -> dict[str, str]:
     return {form: registers + code + "}" for form, code in code_by_form.items()}
 
 
-_CODES = gl.constexpr(_codes())
+_PTX_BY_FORM = gl.constexpr(_codes())
 
 
 @gluon.constexpr_function
-def _code_of(form: str) -> str:
-    return _CODES.value[form]
+def _ptx_of_form(form: str) -> str:
+    return _PTX_BY_FORM.value[form]
 
 
 @gluon.constexpr_function
-def _scales_of_a_thread(form: str) -> int:
+def _num_scale_words(form: str) -> int:
     """Return the scale words per four threads and block."""
     return {"e2m1": 1, "nvfp4": 2}.get(form, 4 if form.startswith("integer 2") else 2)
 
@@ -157,7 +159,7 @@ def _quads(place):
 @gluon.jit
 def scales_of_blocks(place, PART: gl.constexpr, FORM: gl.constexpr):
     """Load the scales of both blocks of a warpgroup for `unpack`, from those of a step."""
-    COUNT: gl.constexpr = _scales_of_a_thread(FORM)
+    COUNT: gl.constexpr = _num_scale_words(FORM)
     if COUNT == 1:  # one word per block, for both warpgroups
         s = _quads(place)
         return (s[2 * PART],), (s[2 * PART + 1],)
@@ -184,7 +186,7 @@ def unpack(place, scales, OPERAND: gl.constexpr, FORM: gl.constexpr):
     w1 = gl.convert_layout(w1, QUADS, assert_trivial=True)
     w2 = gl.convert_layout(w2, QUADS, assert_trivial=True)
     w3 = gl.convert_layout(w3, QUADS, assert_trivial=True)
-    CODE: gl.constexpr = _code_of(FORM)
+    CODE: gl.constexpr = _ptx_of_form(FORM)
     OPERANDS: gl.constexpr = _constraints(len(scales))
     if len(scales) == 1:
         p = gl.inline_asm_elementwise(
@@ -208,7 +210,7 @@ def unpack(place, scales, OPERAND: gl.constexpr, FORM: gl.constexpr):
     pairs = _four(up0, up1, low0, low1)  # (32, 4, pair, pair, row half, group)
     first = pairs.to(gl.int16).to(gl.bfloat16, bitcast=True)
     second = (pairs >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
-    both = gl.join(first, second).reshape((4, 8, 4, 4, 2, 2, 2))
+    joined = gl.join(first, second).reshape((4, 8, 4, 4, 2, 2, 2))
     # (warp, row, lane of four, pair, row half, group, second) to rows and columns
-    values = both.permute((0, 4, 1, 5, 3, 2, 6)).reshape((BLOCK, BLOCK))
+    values = joined.permute((0, 4, 1, 5, 3, 2, 6)).reshape((BLOCK, BLOCK))
     return gl.convert_layout(values, OPERAND, assert_trivial=True)
