@@ -1,1 +1,1 @@
-"""Experts in Triton: three parts, and the paths by which a call of TritonExperts may go."""
+"""Experts written in Triton: TritonExperts with its execution paths, and two more parts."""

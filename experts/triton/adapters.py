@@ -1,7 +1,8 @@
-"""Adapters in Triton products: A x beforehand, B of it inside the product, tile by tile.
+"""LoRA adapters for the Triton GEMMs: the shrink u = A x and the operands of the expand B u.
 
-u = A x is (rows, R or 2R) in the problem's dtype, one row for each row of the product. There is no
-buffer of deltas: `add_adapters` adds them to the float32 sums, before weight, bias and activation.
+The shrink runs as a launch before each GEMM. u is (rows, R or 2R) in the problem's dtype, one row
+per row of the GEMM. The expand is fused into the GEMM: `add_adapters` adds B u to each float32
+accumulator tile, before router weight, bias and activation. No delta buffer is materialized.
 """
 
 from dataclasses import dataclass
@@ -20,24 +21,27 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec, Workspace
 
-_LEAST_BLOCK, _MOST_BLOCK = 16, 64  # columns of a program's u, and depth of a step of B u
-_MOST_PARTS = 8  # programs that share the slots of a tile's rows
-# On a CPU programs run one after the other, and each takes its time: fewer do the same.
-_MOST_PARTS_ON_CPU, _ROWS_ON_CPU = 2, 16
+_LEAST_BLOCK, _MAX_BLOCK = 16, 64  # columns of u per program; K step of B u
+_MAX_PARTS = 8  # programs among which the slots of one tile are divided
+# On a CPU, programs run sequentially and each has a fixed cost, so fewer programs are launched.
+_MAX_PARTS_ON_CPU, _ROWS_ON_CPU = 2, 16
 _STAGES = 4
-_STEP_BYTES = 24 << 10  # of x and A on their way in a step: four fit into any GPU's shared memory
-_LEAST_K, _MOST_K = 32, 512  # depth of a step
-_FEW_ROWS = 8192  # of A, one for each pair and column of u: up to here pairs go one by one
-_DEEP = 4096  # of a row of A, beyond which a program has fewer rows
-_FEW_PAIRS = 16  # whose programs leave the GPU empty: each takes more of a row at once
+_STEP_BYTES = 24 << 10  # of x and A per pipeline stage; four fit in any GPU's shared memory
+_LEAST_K, _MAX_K = 32, 512  # K per pipeline step
+_FEW_ROWS = 8192  # pairs * columns of u up to which each pair gets its own program
+_DEEP = 4096  # K above which a program computes fewer rows of A
+_FEW_PAIRS = 16  # pairs up to which the GPU is underfilled and a program loads more of K at once
 
-Matrices = tuple[torch.Tensor | None, torch.Tensor | None]  # A and B of every slot
+Matrices = tuple[torch.Tensor | None, torch.Tensor | None]  # A and B, both stacked over slots
 
 
 @dataclass(frozen=True)
 class Shrunk:
-    """The left operand of B u in one product. slots: each token's, or each row's; up: how far up's
-    u lies behind gate's, 0 if they are the same."""
+    """The shrink output u of one GEMM, and what the GEMM needs to add B u.
+
+    slots: adapter slot of each token, or of each row. up: column offset from gate's u to up's,
+    0 if both use the same u.
+    """
 
     u: torch.Tensor
     slots: torch.Tensor
@@ -45,7 +49,7 @@ class Shrunk:
     up: int
 
     def arguments(self) -> dict[str, object]:
-        """Return the arguments of a kernel that adds deltas."""
+        """Return the LoRA arguments of a GEMM kernel."""
         slots, experts, _, rank = self.b.shape
         stride_l, stride_e, stride_n, _ = self.b.stride()
         return {
@@ -66,9 +70,9 @@ class Shrunk:
 
 @dataclass(frozen=True)
 class TileShrunk:
-    """The same, of every slot that a tile's rows name, side by side: grouped_tma.adapters makes it.
+    """The shrink output with the slots of a tile side by side; see grouped_tma.adapters.
 
-    u: (rows, slots * width). named: (tiles, slots + 1) int32. b, up: as `Shrunk` has them.
+    u: (rows, slots * width). named: (tiles, slots + 1) int32. b, up: as in `Shrunk`.
     """
 
     u: torch.Tensor
@@ -78,7 +82,7 @@ class TileShrunk:
 
 
 def adapter_specs(problem: Problem, rows: int) -> dict[str, BufferSpec]:
-    """Return the buffers of u for as many rows; none for a problem without adapters."""
+    """Return the buffers of u for `rows` rows; empty for a problem without adapters."""
     spec = problem.adapters
     if spec is None:
         return {}
@@ -89,10 +93,10 @@ def adapter_specs(problem: Problem, rows: int) -> dict[str, BufferSpec]:
 
 
 class PairAdapters:
-    """What adapters add in one call over aligned pairs, in blocks of block_m.
+    """Shrink launches of one call over aligned pairs, in blocks of block_m.
 
-    A few pairs are multiplied one by one, which has more programs; but not where a token's bits
-    must not depend on how many others there are.
+    With few pairs each pair gets its own program, which launches more programs. A batch-invariant
+    problem always uses tiles, so that a token's result does not depend on the batch size.
     """
 
     def __init__(
@@ -103,13 +107,13 @@ class PairAdapters:
         self._pairs = len(slots_T) * problem.top_k
 
     def of_w1(self, x_TH: torch.Tensor) -> Shrunk:
-        """Launch A x of the tokens (T, H), for the first product."""
+        """Launch A x over the tokens (T, H), for GEMM 1."""
         weights = self._call.weights
         with stages.stage(stages.SHRINK):
             return self._shrunk("lora_u13", x_TH, (weights.lora_a13, weights.lora_b13))
 
     def of_w2(self, h_PI: torch.Tensor) -> Shrunk:
-        """Launch A h of the pairs (P, I), for the second product."""
+        """Launch A h over the pairs (P, I), for GEMM 2."""
         weights = self._call.weights
         with stages.stage(stages.SHRINK):
             return self._shrunk("lora_u2", h_PI, (weights.lora_a2, weights.lora_b2))
@@ -119,15 +123,19 @@ class PairAdapters:
 
         a, b = matrices
         assert a is not None
-        assert b is not None  # the weights were checked
+        assert b is not None  # validated with the weights
         problem, aligned, pairs = self._problem, self._aligned, self._pairs
         if pairs * a.shape[2] <= _FEW_ROWS and not problem.batch_invariant:
             return shrink_few(self._call, name, x, matrices, problem)
         u = self._call.workspace.take(name, (pairs, a.shape[2]))
-        how = shrink_arguments(a, x.shape[1], problem, self._block_m)
+        launch_args = shrink_arguments(a, x.shape[1], problem, self._block_m)
         launch(
             shrink_pairs_kernel,
-            (aligned.expert_ids.numel(), -(-a.shape[2] // how["BLOCK_R"]), how["PARTS"]),
+            (
+                aligned.expert_ids.numel(),
+                -(-a.shape[2] // launch_args["BLOCK_R"]),
+                launch_args["PARTS"],
+            ),
             x_ptr=x,
             u_ptr=u,
             slots_ptr=self._slots_T,
@@ -139,13 +147,13 @@ class PairAdapters:
             stride_xk=x.stride(1),
             TOP_K=problem.top_k,
             X_TOP_K=pairs // len(x),
-            **how,
+            **launch_args,
         )
         return Shrunk(u, self._slots_T, b, a.shape[2] - b.shape[3])
 
 
 class SegmentAdapters:
-    """What adapters add in one call over rows that lie expert by expert, in tiles of block_m."""
+    """Shrink launches of one call over expert-sorted rows, in tiles of block_m."""
 
     def __init__(
         self,
@@ -159,12 +167,12 @@ class SegmentAdapters:
         self._workspace, self._order, self._block_m = workspace, order, block_m
 
     def of_w1(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Shrunk:
-        """Launch A x of the rows' tokens (T, H), for the first product."""
+        """Launch A x over the tokens (T, H) of the rows, for GEMM 1."""
         with stages.stage(stages.SHRINK):
             return self._shrunk("lora_u13", x_TH, (weights.lora_a13, weights.lora_b13), gather=True)
 
     def of_w2(self, h_RI: torch.Tensor, weights: ExpertWeights) -> Shrunk:
-        """Launch A h of the rows (P, I), for the second product."""
+        """Launch A h over the rows (P, I), for GEMM 2."""
         with stages.stage(stages.SHRINK):
             return self._shrunk("lora_u2", h_RI, (weights.lora_a2, weights.lora_b2), gather=False)
 
@@ -173,13 +181,13 @@ class SegmentAdapters:
 
         a, b = matrices
         assert a is not None
-        assert b is not None  # the weights were checked
+        assert b is not None  # validated with the weights
         order = self._order
         u = self._workspace.take(name, (order.row_of_pair_TK.numel(), a.shape[2]))
-        how = shrink_arguments(a, x.shape[1], self._problem, self._block_m)
+        launch_args = shrink_arguments(a, x.shape[1], self._problem, self._block_m)
         launch(
             shrink_segments_kernel,
-            (order.max_tiles, -(-a.shape[2] // how["BLOCK_R"]), how["PARTS"]),
+            (order.max_tiles, -(-a.shape[2] // launch_args["BLOCK_R"]), launch_args["PARTS"]),
             x_ptr=x,
             u_ptr=u,
             slots_ptr=self._slots_T,
@@ -189,7 +197,7 @@ class SegmentAdapters:
             stride_xm=x.stride(0),
             stride_xk=x.stride(1),
             GATHER=gather,
-            **how,
+            **launch_args,
         )
         return Shrunk(u, self._slots_T, b, a.shape[2] - b.shape[3])
 
@@ -203,22 +211,22 @@ def shrink_batched(
     problem: Problem,
     block_m: int,
 ) -> Shrunk:
-    """Launch u = A x over rows that lie expert by expert; matrices: A and B of every slot."""
+    """Launch u = A x over batched rows (e, C, K); matrices: A and B, stacked over slots."""
     from experts.triton.kernels.shrink import shrink_batched_kernel
 
     a, b = matrices
     experts, capacity, depth = x_eCK.shape
-    how = shrink_arguments(a, depth, problem, block_m)
-    blocks, parts = -(-capacity // block_m), -(-a.shape[2] // how["BLOCK_R"])
+    launch_args = shrink_arguments(a, depth, problem, block_m)
+    blocks, parts = -(-capacity // block_m), -(-a.shape[2] // launch_args["BLOCK_R"])
     launch(
         shrink_batched_kernel,
-        (blocks * how["PARTS"], parts, experts),
+        (blocks * launch_args["PARTS"], parts, experts),
         x_ptr=x_eCK,
         u_ptr=u_eCR,
         slots_ptr=slots_eC,
         counts_ptr=counts_e,
         capacity=capacity,
-        **how,
+        **launch_args,
     )
     return Shrunk(u_eCR, slots_eC, b, a.shape[2] - b.shape[3])
 
@@ -226,14 +234,14 @@ def shrink_batched(
 def shrink_few(
     call: PathCall, name: str, x: torch.Tensor, matrices: Matrices, problem: Problem
 ) -> Shrunk:
-    """Launch A x for every routed pair by itself; x has a row for each token, or for each pair."""
+    """Launch A x with one program per routed pair; x has one row per token or per pair."""
     from experts.triton.kernels.shrink import shrink_few_kernel
 
     routing, (a, b) = call.tokens.routing, matrices
     slots_T = routing.adapters_T
     assert slots_T is not None
     assert a is not None
-    assert b is not None  # the weights were checked
+    assert b is not None  # validated with the weights
     pairs, depth = routing.topk_ids_TK.numel(), x.shape[1]
     u = call.workspace.take(name, (pairs, a.shape[2]))
     rows, block_k, warps = few_blocks(depth, pairs, x.device)
@@ -259,13 +267,13 @@ def shrink_few(
 
 
 def few_blocks(depth: int, pairs: int, device: torch.device) -> tuple[int, int, int]:
-    """Return a program's rows of A, its values of each at a time, and its warps, for one pair."""
-    whole, few = next_power_of_2(depth), pairs <= _FEW_PAIRS
+    """Return (rows of A, K per step, warps) of a program of `shrink_few_kernel`."""
+    full_depth, is_underfilled = next_power_of_2(depth), pairs <= _FEW_PAIRS
     if device.type == "cpu":
-        return _ROWS_ON_CPU, min(whole, 2048), 8
+        return _ROWS_ON_CPU, min(full_depth, 2048), 8
     if depth <= _DEEP:
-        return 4, min(whole, 4096 if few else 2048), 8
-    return (2, min(whole, 16384), 16) if few else (1, 4096, 8)
+        return 4, min(full_depth, 4096 if is_underfilled else 2048), 8
+    return (2, min(full_depth, 16384), 16) if is_underfilled else (1, 4096, 8)
 
 
 def _matrix_arguments(a: torch.Tensor, depth: int) -> dict[str, Any]:
@@ -283,15 +291,17 @@ def _matrix_arguments(a: torch.Tensor, depth: int) -> dict[str, Any]:
 
 
 def shrink_arguments(a: torch.Tensor, depth: int, problem: Problem, block_m: int) -> dict[str, Any]:
-    """Return what all kernels of tiles take. Few rows leave room for deep steps, and few tiles for
-    more programs."""
+    """Return the arguments shared by the tiled shrink kernels.
+
+    Small tiles leave shared memory for larger K steps.
+    """
     columns = _LEAST_BLOCK if block_m <= _LEAST_BLOCK else block_r(a.shape[2])
-    deepest = _STEP_BYTES // ((block_m + columns) * problem.dtype.itemsize)
-    block_k = min(max(1 << deepest.bit_length() - 1, _LEAST_K), _MOST_K, next_power_of_2(depth))
+    max_block_k = _STEP_BYTES // ((block_m + columns) * problem.dtype.itemsize)
+    block_k = min(max(1 << max_block_k.bit_length() - 1, _LEAST_K), _MAX_K, next_power_of_2(depth))
     return {
         **_matrix_arguments(a, depth),
         "PRECISION": problem.fp32_precision,
-        "PARTS": min(len(a), _MOST_PARTS_ON_CPU if a.device.type == "cpu" else _MOST_PARTS),
+        "PARTS": min(len(a), _MAX_PARTS_ON_CPU if a.device.type == "cpu" else _MAX_PARTS),
         "BLOCK_M": block_m,
         "BLOCK_R": columns,
         "BLOCK_K": max(block_k, _LEAST_K),
@@ -300,6 +310,7 @@ def shrink_arguments(a: torch.Tensor, depth: int, problem: Problem, block_m: int
     }
 
 
+# Columns of u for GEMM 1: R, or 2R if gate and up have separate A.
 def rows_of_a13(problem: Problem) -> int:
     spec = problem.adapters
     assert spec is not None
@@ -309,5 +320,5 @@ def rows_of_a13(problem: Problem) -> int:
 
 
 def block_r(rank: int) -> int:
-    """Return the columns of u that a program has, of so many."""
-    return min(max(next_power_of_2(rank), _LEAST_BLOCK), _MOST_BLOCK)
+    """Return the columns of u per program, given the rank."""
+    return min(max(next_power_of_2(rank), _LEAST_BLOCK), _MAX_BLOCK)

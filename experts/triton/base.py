@@ -1,4 +1,4 @@
-"""What parts have in common whose products are the Triton kernels of this package."""
+"""Base class of the experts parts that use the Triton GEMM kernels of this package."""
 
 from experts.triton.configs import select
 from experts.triton.operands import SCHEMES, weight_rejections
@@ -9,7 +9,7 @@ from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Redu
 
 
 class OwnProductsExperts(PickledByProblem, PermuteExpertsUnpermute):
-    """A part over these products, of any scheme. requires: for contiguous tokens."""
+    """An experts part on the Triton GEMMs, for any scheme. `requires` is for contiguous tokens."""
 
     requires = ExpertsRequirements(
         activation_format=ActivationFormat.STANDARD,

@@ -1,4 +1,4 @@
-"""BatchedTritonExperts: two grouped GEMMs over rows that lie expert by expert."""
+"""BatchedTritonExperts: two grouped GEMMs over the batched format (e, C, H)."""
 
 from dataclasses import dataclass, replace
 
@@ -29,7 +29,7 @@ from topk_reduce import TopKWeightAndReduceDelegate, unless_kept
 
 
 class BatchedTritonExperts(OwnProductsExperts):
-    """Batched rows in, batched rows out, unweighted; two launches.
+    """Two batched GEMM launches; the output rows are not multiplied by router weights.
 
     Only the first counts_e[i] rows of expert i are read or written.
     """
@@ -47,7 +47,7 @@ class BatchedTritonExperts(OwnProductsExperts):
         assert isinstance(shape, BatchedShape)
         problem = self.problem
         rows, extra = (shape.experts, shape.capacity), dict[str, BufferSpec]()
-        if problem.scheme.quantizes_activations:  # GEMM 2's rows as 8-bit values
+        if problem.scheme.quantizes_activations:  # buffers of the quantized input of GEMM 2
             count, columns = rows[0] * rows[1], problem.intermediate
             extra |= quantize_specs("h", problem.scheme, count, columns, segments=rows[0])
         if problem.adapters is not None:
@@ -103,7 +103,7 @@ class BatchedTritonExperts(OwnProductsExperts):
         weights: ExpertWeights,
         workspace: Workspace,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantize GEMM 2's rows; return them and their scales."""
+        """Quantize the input of GEMM 2; return the 8-bit rows and their scales."""
         scheme, (experts, capacity, columns) = self.problem.scheme, h_eCI.shape
         with stages.stage(stages.QUANTIZE):
             out = take_quantized(
@@ -147,7 +147,7 @@ class BatchedTritonExperts(OwnProductsExperts):
 
 @dataclass(frozen=True)
 class _Adapters:
-    """A x of a call's rows, before each product, where some have adapters."""
+    """Shrink launches of one call, before each GEMM, when some rows have adapters."""
 
     tokens: BatchedTokens
     weights: ExpertWeights
@@ -168,7 +168,7 @@ class _Adapters:
         slots_eC, counts_e = self.tokens.adapters_eC, self.tokens.counts_e
         assert slots_eC is not None
         assert a is not None
-        assert b is not None  # the weights were checked
+        assert b is not None  # validated with the weights
         experts, capacity, _ = x_eCK.shape
         u = self.workspace.take(name, (experts * capacity, a.shape[2]))
         with stages.stage(stages.SHRINK):
@@ -176,7 +176,7 @@ class _Adapters:
 
 
 def _expert_stride(a_scale: torch.Tensor, capacity: int) -> int:
-    """From one expert's scales to the next one's; a_scale: (1,), (e * C, G) or (e, C, G)."""
+    """Return the stride between experts of a_scale: (1,), (e * C, G) or (e, C, G)."""
     if a_scale.dim() == 1:
         return 0
     return a_scale.stride(0) * (capacity if a_scale.dim() == 2 else 1)

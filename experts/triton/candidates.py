@@ -1,8 +1,8 @@
-"""Launches worth timing, as the paths list them.
+"""Tuning candidates: the table entries of the paths, and their conversion to launches.
 
-An entry is (columns, block_k, warps, stages), or with a fifth number the swizzle group. columns
-are those of the whole product: a gated GEMM 1 has half of them as gate and half as up columns.
-What a problem or a device cannot launch is left out when candidates are made (tuning.space).
+An entry is (columns, block_k, warps, stages[, group_m]). `columns` counts the columns of the
+weights: half of them are gate and half are up columns in a gated GEMM 1. Candidates that the
+problem or the device cannot launch are dropped in tuning.space.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,35 +12,37 @@ from modular_kernel.spec.problem import Problem
 
 Entry = tuple[int, ...]
 ByBlock = Mapping[int, Sequence[Entry]]  # by block_m
-Rows = Mapping[int, tuple[float, float]]  # mean rows of an expert between which a block_m is tried
-# Launches of GEMM 1 and of GEMM 2 by the block_m that both have.
+Rows = Mapping[int, tuple[float, float]]  # block_m -> (min, max) mean rows per expert
+# block_m, which both GEMMs share -> launches of GEMM 1 and of GEMM 2.
 Groups = Mapping[int, tuple[Sequence[Launch], Sequence[Launch]]]
 
-FEW_TRIED = 2  # most tokens of a path of few tokens that are tried, over those that take it untuned
-_GROUP_M = 16  # of a swizzle group where an entry names none and blocks are tall
-_SHORT = 32  # block_m up to which there is nothing to swizzle
+FEW_TRIED = 2  # small-M paths are tried up to this multiple of their untuned token limit
+_GROUP_M = 16  # default swizzle group above _SHORT
+_SHORT = 32  # block_m up to which swizzling does not pay
 
 
 def worth(rows: Rows, problem: Problem, tokens: int) -> list[int]:
-    """Return the block_m that are worth a try with so many tokens."""
+    """Return the values of block_m worth timing for `tokens` tokens."""
     mean = tokens * problem.top_k / problem.experts
-    return [block_m for block_m, (least, most) in rows.items() if least <= mean <= most]
+    return [
+        block_m for block_m, (min_rows, max_rows) in rows.items() if min_rows <= mean <= max_rows
+    ]
 
 
 def groups(blocks: Iterable[int], entries: tuple[ByBlock, ByBlock], problem: Problem) -> Groups:
-    """Return the launches of `entries`, those of GEMM 1 and of GEMM 2, for these block_m."""
-    found = {}
+    """Return the launches for each block_m; entries: the tables of GEMM 1 and of GEMM 2."""
+    result = {}
     for block_m in blocks:
         one, two = (
-            [launch_of(entry, block_m, gemm) for entry in of.get(block_m, ())]
-            for of, gemm in zip(entries, gemms(problem), strict=True)
+            [launch_of(entry, block_m, gemm) for entry in table.get(block_m, ())]
+            for table, gemm in zip(entries, gemms(problem), strict=True)
         )
-        found[block_m] = (one, two)
-    return found
+        result[block_m] = (one, two)
+    return result
 
 
 def launch_of(entry: Entry, block_m: int, gemm: Gemm) -> LaunchConfig:
-    """Return the launch that an entry stands for."""
+    """Convert a table entry to the launch of one GEMM."""
     columns, block_k, warps, num_stages, *group = entry
     group_m = group[0] if group else 1 if block_m <= _SHORT else _GROUP_M
     return LaunchConfig(block_m, columns // gemm.sides, block_k, group_m, warps, num_stages)

@@ -1,4 +1,4 @@
-"""TritonExperts: contiguous tokens through Triton products, by the path its configuration says."""
+"""TritonExperts: contiguous tokens, computed by the path that the launch configuration names."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -36,11 +36,11 @@ from topk_reduce import TopKWeightAndReduceNoOp, unless_kept
 
 
 class TritonExperts(OwnProductsExperts):
-    """Contiguous tokens, Triton products; weights and sums over top-k itself.
+    """Experts over contiguous tokens, including the router weights and the sum over top-k.
 
-    The configuration of a call says which path it takes (experts.triton.paths). Where top-k is
-    kept, the second product writes the output, zeros for skipped pairs included. No atomics on
-    floating-point values, so results are bitwise repeatable.
+    The configuration of a call names its path (experts.triton.paths). If top-k is kept, GEMM 2
+    writes the output directly, with zeros for skipped pairs. There are no floating-point atomics,
+    so results are bitwise reproducible.
     """
 
     replayable = True
@@ -50,11 +50,11 @@ class TritonExperts(OwnProductsExperts):
         self._paths = {name: BY_NAME[name](problem) for name in paths_of(problem)}
         self._choices = _choices(tuple(self._paths))
         prepares = any(BY_NAME[name].turns_of_prepared(problem) for name in self._paths)
-        self._with_and_without = (False, True) if prepares else (False,)  # prepared weights
+        self._with_and_without = (False, True) if prepares else (False,)  # values of `prepared`
         self._rooms = Rooms()
-        # Calls whose tokens have no adapters take the paths, and the launches, of a layer without.
-        plain = None if problem.adapters is None else replace(problem, lora="none")
-        self._without = None if plain is None else TritonExperts(plain)
+        # Calls without adapters use the paths and launches of the same problem without LoRA.
+        without_lora = None if problem.adapters is None else replace(problem, lora="none")
+        self._without = None if without_lora is None else TritonExperts(without_lora)
 
     @classmethod
     def tunable(cls, problem: Problem) -> ConfigSpace | None:
@@ -65,43 +65,51 @@ class TritonExperts(OwnProductsExperts):
         return on_device(Device.of(machine))
 
     def takes_unquantized(self, shape: DispatchShape) -> bool:
-        """Where every call up to `shape` takes a path that quantizes, however weights lie."""
+        """Return whether every path of calls up to `shape` quantizes, for any weight strides."""
         assert isinstance(shape, ContiguousShape)
         if not self.problem.scheme.quantizes_activations:
             return False
-        kinds = [kind for own in self._with_and_without for kind in self._kinds(shape.tokens, own)]
+        kinds = [
+            kind
+            for prepared in self._with_and_without
+            for kind in self._kinds(shape.tokens, prepared)
+        ]
         return all(BY_NAME[path].quantizes_input for path, _ in kinds)
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
-        """Room for any call up to shape.tokens: fewer tokens can need more of a buffer, because
-        they take other paths and smaller blocks."""
+        """Return buffers large enough for any call of at most shape.tokens tokens.
+
+        Fewer tokens can need a larger buffer, because they use other paths and smaller blocks.
+        """
         assert isinstance(shape, ContiguousShape)
         kinds = self._kinds_of_calls(shape.tokens)
         return self._rooms.of(self.problem, shape, kinds, lambda kind: kind.specs())
 
     def _kinds_of_calls(self, tokens: int) -> tuple["_Kind", ...]:
-        own = (
-            _Kind(self._paths[path], block_m, most, prepared)
+        calls = (
+            _Kind(self._paths[path], block_m, max_tokens, prepared)
             for prepared in self._with_and_without
-            for (path, block_m), most in self._kinds(tokens, prepared).items()
+            for (path, block_m), max_tokens in self._kinds(tokens, prepared).items()
         )
-        without = () if self._without is None else self._without._kinds_of_calls(tokens)
-        return (*own, *without)
+        calls_without_adapters = (
+            () if self._without is None else self._without._kinds_of_calls(tokens)
+        )
+        return (*calls, *calls_without_adapters)
 
     def _kinds(self, tokens: int, prepared: bool) -> dict[tuple[str, int], int]:
-        """Return by (path, block_m) the most tokens of a call that meets it, as tensors may lie."""
-        found: dict[tuple[str, int], int] = {}
+        """Return the largest call for each (path, block_m), over every possible tensor layout."""
+        result: dict[tuple[str, int], int] = {}
         for paths in self._choices:
             kinds = kinds_up_to(self.problem, tokens, paths, prepared=prepared)
-            for most, path, block_m in kinds:
-                found[path, block_m] = max(most, found.get((path, block_m), 0))
-        return found
+            for max_tokens, path, block_m in kinds:
+                result[path, block_m] = max(max_tokens, result.get((path, block_m), 0))
+        return result
 
     def prepared_specs(self) -> dict[str, BufferSpec]:
-        own = [path.prepared_specs() for path in self._paths.values()]
+        all_specs = [path.prepared_specs() for path in self._paths.values()]
         if self._without is not None:
-            own.append(self._without.prepared_specs())
-        return {name: spec for specs in own for name, spec in specs.items()}
+            all_specs.append(self._without.prepared_specs())
+        return {name: spec for specs in all_specs for name, spec in specs.items()}
 
     def prepare(self, weights: ExpertWeights, out: Mapping[str, torch.Tensor]) -> None:
         for path in self._paths.values():
@@ -140,7 +148,10 @@ class TritonExperts(OwnProductsExperts):
         return this_store().source(self.problem, prepared=True).prepared
 
     def _reads_prepared(self, weights: ExpertWeights, tokens: int) -> bool:
-        """Whether a call reads what was prepared: as was tuned or forced, else if it gains."""
+        """Return whether a call uses the prepared weights.
+
+        It does under an override or a file tuned with them; otherwise if every path gains.
+        """
         if weights.w1_tiles is None or len(self._with_and_without) == 1:
             return False
         if overridden() or self._tuned_prepared:
@@ -148,7 +159,7 @@ class TritonExperts(OwnProductsExperts):
         return all(path.reads_prepared(weights, tokens) for path in self._paths.values())
 
     def _config(self, x_TH: torch.Tensor, weights: ExpertWeights) -> MoEConfig:
-        """Return what a call of these tensors launches."""
+        """Return the configuration of a call with these tensors."""
         prepared = self._reads_prepared(weights, len(x_TH))
         config = choose_config(self.problem, len(x_TH), tuple(self._paths), prepared=prepared)
         if self._paths[config.path].takes(weights, x_TH):
@@ -159,9 +170,9 @@ class TritonExperts(OwnProductsExperts):
 
 @dataclass(frozen=True)
 class _Kind:
-    """A kind of call that takes its own room: at most `most` tokens, in blocks of block_m rows.
+    """A group of calls with the same buffers: at most `most` tokens, in blocks of block_m rows.
 
-    prepared: with prepared weights, which need no room of their own.
+    prepared: the calls use prepared weights, which are not part of the workspace.
     """
 
     path: Path
@@ -175,13 +186,17 @@ class _Kind:
 
 
 def paths_of(problem: Problem) -> tuple[str, ...]:
-    """Return the names of the paths that calls of `problem` may take here, or `on_device`."""
+    """Return the names of the paths that support `problem` on this device, or on `on_device`'s."""
     device = this_store().device
     return tuple(path.name for path in PATHS if path.serves(problem, device))
 
 
 def _choices(paths: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """Return the paths among which a call chooses, whichever of them take its tensors."""
-    refusing = [name for name in paths if BY_NAME[name].refuses]
-    lacking = (out for count in range(len(refusing) + 1) for out in combinations(refusing, count))
-    return tuple(tuple(name for name in paths if name not in out) for out in lacking)
+    """Return every set of paths that can remain after some reject the tensors of a call."""
+    selective = [name for name in paths if BY_NAME[name].refuses]
+    rejected = (
+        rejecting
+        for count in range(len(selective) + 1)
+        for rejecting in combinations(selective, count)
+    )
+    return tuple(tuple(name for name in paths if name not in rejecting) for rejecting in rejected)

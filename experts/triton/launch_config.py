@@ -1,4 +1,4 @@
-"""What is launched, and what bounds it: the least product, a scheme's groups, memory."""
+"""Launch configurations of the two GEMMs, and the limits set by hardware, scheme and memory."""
 
 import re
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ import torch
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Machine, Problem
 
-_LARGEST_BLOCK = 1024
-_LARGEST_TILE = 1 << 20  # elements: triton's bound on one tensor
+_MAX_BLOCK = 1024
+_MAX_TILE = 1 << 20  # Triton's limit on the elements of one tensor
 _WARPS = (1, 2, 4, 8, 16)
 _MOST_STAGES = 16
-_MOST_GROUP = 4096
+_MAX_GROUP = 4096
 _BITS = {"float8_e4m3fn": 8, "int8": 8, "uint8": 8, "uint4": 4, "float4_e2m1": 4}
-# Bytes of shared memory that one block may ask for, by compute capability.
+# Max bytes of shared memory per block, by compute capability.
 _SHARED = {
     (8, 0): 166_912,
     (8, 6): 101_376,
@@ -27,34 +27,34 @@ _SHARED = {
     (10, 3): 232_448,
     (12, 0): 101_376,
 }
-_LEAST_SHARED = 101_376  # of any device that the kernels run on
+_MIN_SHARED = 101_376  # minimum over all supported devices
 
-# Names of sm_90, as a driver spells them or with "_" for a space, as names of files do.
+# sm_90 device names, as reported by the driver or, with "_" for spaces, in file names.
 _HOPPER = re.compile(r"(?<![^\W_])(GH200|H[128]00|H20)(?![^\W_])")
 
-# Bounds that a smaller tile satisfies, as violations name them.
+# `Violation.what` of the limits that a smaller tile can satisfy.
 GROUP = "block_k within a group"
 SHARED = "bytes of shared memory"
 
 
 class Launch(Protocol):
-    """The configuration of one GEMM: what is compiled, as the path that launches it types it."""
+    """The launch configuration of one GEMM; each path defines its own type."""
 
     @property
     def block_m(self) -> int:
-        """Return the rows of a block, in which both GEMMs find theirs."""
+        """Return the rows per block, the same for both GEMMs."""
 
     @property
     def block_n(self) -> int:
-        """Return the columns of a block; a gated product has as many up columns."""
+        """Return the columns per block: of the output, so a gated GEMM has as many up columns."""
 
     @property
     def num_warps(self) -> int:
-        """Return the warps of a program."""
+        """Return the warps per program."""
 
     @property
     def num_stages(self) -> int:
-        """Return the steps of the depth that are in flight."""
+        """Return the number of pipeline stages along K."""
 
 
 L = TypeVar("L", bound=Launch)
@@ -62,9 +62,9 @@ L = TypeVar("L", bound=Launch)
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """A tiled GEMM: block sizes in elements, row blocks per swizzle group, warps, stages.
+    """Launch of a tiled GEMM: block sizes in elements, row blocks per swizzle group, warps, stages.
 
-    A gated GEMM 1 computes block_n gate and block_n up columns.
+    A gated GEMM 1 computes block_n gate columns and block_n up columns.
     """
 
     block_m: int
@@ -81,9 +81,10 @@ class LaunchConfig:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """What a call launches: both GEMMs, and the path by which rows reach them.
+    """The configuration of one call: the launches of both GEMMs and the path that runs them.
 
-    They share one alignment, so block_m is the same. path: a name of experts.triton.paths.
+    The GEMMs share one alignment of rows, so block_m is the same. path: a name from
+    experts.triton.paths. Raise ConfigurationError if block_m differs.
     """
 
     gemm1: Launch
@@ -100,7 +101,7 @@ class MoEConfig:
         return f"{self.path}: GEMM 1 {self.gemm1}; GEMM 2 {self.gemm2}"
 
     def both(self, kind: type[L]) -> tuple[L, L]:
-        """Return the launches of GEMM 1 and GEMM 2, which are of this kind."""
+        """Return the launches of GEMM 1 and GEMM 2, asserting that both are of type `kind`."""
         one, two = self.gemm1, self.gemm2
         assert isinstance(one, kind)
         assert isinstance(two, kind)
@@ -109,11 +110,11 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class Device:
-    """What a launch must fit. name: as the driver gives it, "" without a GPU.
+    """The device limits that a launch must satisfy.
 
-    shared: bytes of shared memory a block may ask for. warpgroups: products read their operands
-    from shared memory, so that a pipeline of s stages holds s tiles of them, not s - 1. tma:
-    kernels that fetch their operands by TMA, written for sm_90 alone, run here.
+    name: as reported by the driver, "" without a GPU. shared: max bytes of shared memory per
+    block. warpgroups: wgmma reads its operands from shared memory, so a pipeline of s stages
+    holds s operand tiles instead of s - 1. tma: the TMA kernels, written for sm_90 only, run.
     """
 
     name: str = ""
@@ -123,30 +124,34 @@ class Device:
 
     @classmethod
     def of(cls, machine: Machine) -> "Device":
-        """Describe the machine's GPU; without one, take the limits of sm_90.
+        """Describe the GPU of `machine`; without one, use the limits of sm_90.
 
-        Kernels are compiled for sm_90.
+        Kernels are then compiled for sm_90.
         """
         if machine.arch is None:
             return cls()
-        shared = _SHARED.get(machine.arch, _LEAST_SHARED)
+        shared = _SHARED.get(machine.arch, _MIN_SHARED)
         warpgroups, tma = machine.arch >= (9, 0), machine.arch == (9, 0)
         return cls(machine.name, shared, warpgroups=warpgroups, tma=tma)
 
     @classmethod
     def named(cls, name: str) -> "Device":
-        """Describe a GPU by its driver's name, or a file's: as sm_90, if that is known with TMA."""
+        """Describe a GPU by its driver or file name, with the limits of sm_90.
+
+        tma is set only for known sm_90 names.
+        """
         return cls(name, tma=_HOPPER.search(name) is not None)
 
 
 @dataclass(frozen=True)
 class Gemm:
-    """One of the two products of a problem, as far as it bounds a tile.
+    """The properties of one of the two GEMMs that limit its tiles.
 
-    index: 1 or 2. sides: 2 where gate and up columns are computed side by side. a_bits, b_bits:
-    of a stored value of the left and the right operand. widened: bits of a weight once it is
-    dequantized, 0 if it enters the product as it is stored. scaled: there are scales. group_k: the
-    depth of one weight scale, 0 for all of it. least_block_n: columns of the narrowest tile.
+    index: 1 or 2. depth: K. sides: 2 if gate and up columns are computed together, else 1.
+    a_bits, b_bits: bits per stored element of the left (rows) and right (weights) operand.
+    widened: bits of a dequantized weight, 0 if weights are multiplied as stored. scaled: there
+    are scales. group_k: K elements per weight scale, 0 for all of K. least_block_n: the minimum
+    block_n.
     """
 
     index: int
@@ -163,7 +168,7 @@ class Gemm:
 
     @property
     def least_block_k(self) -> int:
-        """8-bit products need a depth of 32, and so do packed weights: two products of 16."""
+        """Return the minimum block_k: 32 for 8-bit or packed operands (two MMAs of 16), else 16."""
         return 32 if min(self.a_bits, self.b_bits) <= 8 else 16
 
     def __str__(self) -> str:
@@ -171,8 +176,8 @@ class Gemm:
 
 
 def gemms(problem: Problem) -> tuple[Gemm, Gemm]:
-    """Both products of `problem`."""
-    scheme, plain = problem.scheme, problem.dtype.itemsize * 8
+    """Return GEMM 1 and GEMM 2 of `problem`."""
+    scheme, dtype_bits = problem.scheme, problem.dtype.itemsize * 8
     fp32 = problem.dtype is torch.float32 and not scheme.quantizes_activations
 
     def gemm(index: int, depth: int, sides: int) -> Gemm:
@@ -181,12 +186,12 @@ def gemms(problem: Problem) -> tuple[Gemm, Gemm]:
             index=index,
             depth=depth,
             sides=sides,
-            a_bits=_BITS[scheme.activation] if scheme.quantizes_activations else plain,
-            b_bits=_BITS[scheme.weight] if scheme.quantized else plain,
-            widened=plain if scheme.quantized and not scheme.quantizes_activations else 0,
+            a_bits=_BITS[scheme.activation] if scheme.quantizes_activations else dtype_bits,
+            b_bits=_BITS[scheme.weight] if scheme.quantized else dtype_bits,
+            widened=dtype_bits if scheme.quantized and not scheme.quantizes_activations else 0,
             scaled=scheme.quantized,
             group_k=0 if group >= depth else group,
-            out_bits=plain,
+            out_bits=dtype_bits,
             tensor_cores=not fp32 or problem.fp32_precision == "tf32",
         )
 
@@ -194,20 +199,20 @@ def gemms(problem: Problem) -> tuple[Gemm, Gemm]:
 
 
 def starts_on_16(problem: Problem) -> bool:
-    """Return whether rows of both products start on 16 elements."""
+    """Return whether the rows of both GEMMs start at a multiple of 16 elements."""
     return problem.hidden % 16 == 0 and problem.intermediate % 16 == 0
 
 
 def shared_bytes(tile: LaunchConfig, gemm: Gemm, device: Device) -> int:
-    """Shared memory a block of `tile` asks for: what triton 3.6 allots, or somewhat more.
+    """Return an upper bound on the bytes of shared memory that Triton 3.6 allocates per block.
 
-    One buffer holds a tile of A and one of B (two of a gated GEMM 1). There are num_stages of them
-    behind warpgroup products (64 rows or weights, on Hopper), otherwise one less. Weights that are
-    dequantized go through registers: warpgroups find them, and A, in one more buffer.
+    One buffer holds a tile of A and one of B (two in a gated GEMM 1). There are num_stages buffers
+    for wgmma (64 rows or weights, on Hopper), otherwise one less. Dequantized weights pass through
+    registers, so wgmma needs one more buffer for them and for A.
     """
     a_row, b_row = (tile.block_k * bits // 8 for bits in (gemm.a_bits, gemm.b_bits))
     buffer = tile.block_m * a_row + gemm.sides * tile.block_n * b_row
-    # Few rows leave the side of 64 to the weights, unless they go through registers.
+    # With few rows, the weights fill the M = 64 of wgmma, unless they pass through registers.
     filled = tile.block_m >= 64 or (tile.block_n >= 64 and gemm.a_bits < 32 and not gemm.widened)
     warpgroup = device.warpgroups and gemm.tensor_cores and filled and tile.num_warps % 4 == 0
     buffers = max(tile.num_stages - 1, 1)
@@ -221,7 +226,7 @@ def shared_bytes(tile: LaunchConfig, gemm: Gemm, device: Device) -> int:
 
 @dataclass(frozen=True)
 class Violation:
-    """One bound that a tile breaks."""
+    """A limit that a launch violates."""
 
     what: str
     got: object
@@ -229,10 +234,10 @@ class Violation:
 
 
 def violations(tile: LaunchConfig, gemm: Gemm, device: Device) -> Iterator[Violation]:
-    """Every reason not to launch `tile`. Numbers of any size may be asked about."""
-    numbers = list(_unusable_numbers(tile, gemm))
-    yield from numbers
-    if numbers:
+    """Yield every reason why `tile` cannot be launched. Field values may be of any size."""
+    invalid_fields = list(_field_violations(tile, gemm))
+    yield from invalid_fields
+    if invalid_fields:
         return
     if gemm.group_k and gemm.group_k % tile.block_k:
         need = f"a divisor of {gemm.group_k}: a step has one scale"
@@ -243,7 +248,7 @@ def violations(tile: LaunchConfig, gemm: Gemm, device: Device) -> Iterator[Viola
         yield Violation(SHARED, shared, need)
 
 
-def _unusable_numbers(tile: LaunchConfig, gemm: Gemm) -> Iterator[Violation]:
+def _field_violations(tile: LaunchConfig, gemm: Gemm) -> Iterator[Violation]:
     blocks = (
         ("block_m", 16),
         ("block_n", gemm.least_block_n),
@@ -251,21 +256,21 @@ def _unusable_numbers(tile: LaunchConfig, gemm: Gemm) -> Iterator[Violation]:
     )
     for name, least in blocks:
         value = getattr(tile, name)
-        if not least <= value <= _LARGEST_BLOCK or value & (value - 1):
-            yield Violation(name, value, f"a power of two from {least} to {_LARGEST_BLOCK}")
-    if not 1 <= tile.group_m <= _MOST_GROUP:
-        yield Violation("group_m", tile.group_m, f"1 to {_MOST_GROUP}")
+        if not least <= value <= _MAX_BLOCK or value & (value - 1):
+            yield Violation(name, value, f"a power of two from {least} to {_MAX_BLOCK}")
+    if not 1 <= tile.group_m <= _MAX_GROUP:
+        yield Violation("group_m", tile.group_m, f"1 to {_MAX_GROUP}")
     if tile.num_warps not in _WARPS:
         yield Violation("num_warps", tile.num_warps, f"one of {_WARPS}")
     if not 1 <= tile.num_stages <= _MOST_STAGES:
         yield Violation("num_stages", tile.num_stages, f"1 to {_MOST_STAGES}")
     sizes = (tile.block_m * tile.block_n, tile.block_m * tile.block_k, tile.block_n * tile.block_k)
-    if max(sizes) > _LARGEST_TILE:
-        yield Violation("elements of a tile", max(sizes), f"<= {_LARGEST_TILE}")
+    if max(sizes) > _MAX_TILE:
+        yield Violation("elements of a tile", max(sizes), f"<= {_MAX_TILE}")
 
 
 def require(tile: LaunchConfig, gemm: Gemm, device: Device, origin: str) -> LaunchConfig:
-    """`tile` if it can be launched; otherwise ConfigurationError names origin, got and need."""
+    """Return `tile`, or raise ConfigurationError naming `origin` if it cannot be launched."""
     for violation in violations(tile, gemm, device):
         what = f"{origin}: {gemm} {violation.what}"
         raise ConfigurationError(what, got=violation.got, need=violation.need)
@@ -273,12 +278,10 @@ def require(tile: LaunchConfig, gemm: Gemm, device: Device, origin: str) -> Laun
 
 
 def clamped(tile: LaunchConfig, gemm: Gemm, device: Device) -> LaunchConfig:
-    """Return the nearest tile that fits.
+    """Shrink `tile` until it fits: block_k to a divisor of the group, fewer stages, smaller blocks.
 
-    To fit, it takes a divisor of the group, then fewer stages, then smaller blocks.
-
-    For tiles with usable numbers. Where nothing fits the least tile tried is returned: `require`
-    says why it cannot be launched.
+    The fields of `tile` must be valid. If nothing fits, return the smallest tile tried; `require`
+    then reports the violation.
     """
     least = gemm.least_block_k
     tile = replace(tile, block_k=max(tile.block_k, least))

@@ -1,4 +1,4 @@
-"""What the contiguous and the batched Triton experts bind for their two products."""
+"""Kernel arguments of the two GEMMs, for the contiguous and the batched Triton experts."""
 
 import math
 from collections.abc import Collection
@@ -34,27 +34,30 @@ SCHEMES = frozenset(
         "nvfp4_w4a16",
     }
 )
-TMA_BYTES = 16  # rows that TMA fetches start on multiples of it
-MIDDLE = {"uint8": 128, "uint4": 8}  # the zero point of unsigned weights that come without one
+TMA_BYTES = 16  # alignment of the rows that TMA loads
+MIDDLE = {"uint8": 128, "uint4": 8}  # default zero point of unsigned weights
 _FLOAT8_ARCH = (8, 9)
-_LEAST_BLOCK_K = 32  # 8-bit products need a depth of 32; two 4-bit ones 16 each
+_MIN_BLOCK_K = 32  # 8-bit MMA needs K = 32; packed weights take two MMAs of K = 16
 
 
 def fed_by_tma(problem: Problem, device: Device, schemes: Collection[str]) -> bool:
-    """Whether kernels that TMA feeds run here, and these schemes in 16 bits are the problem's."""
-    known = problem.scheme.name in schemes and problem.dtype is not torch.float32
-    return device.tma and known and not problem.batch_invariant
+    """Return whether TMA kernels for these schemes run on `device` for `problem`.
+
+    They need 16-bit rows and do not support batch invariance.
+    """
+    supported = problem.scheme.name in schemes and problem.dtype is not torch.float32
+    return device.tma and supported and not problem.batch_invariant
 
 
 @dataclass(frozen=True)
 class Product:
-    """One of the two products: its weights, bias, output width and activation.
+    """The operands of one of the two GEMMs: weights, scales, bias, output width and activation.
 
-    w: (e, rows, depth), any strides, two values a byte if packed. global_scale: (e, 2) of gate and
-    up rows, (e, 1) of others, or None. order: (e, depth), which column of the rows each weight
-    multiplies; None is its own. columns: output values per row.
-    step, up_row: column n uses weight row n * step, and n * step + up_row for its up value.
-    tiles, tile_scales: w and scale as they were prepared, or None.
+    w: (e, rows, depth), any strides, two values per byte if packed. global_scale: (e, 2) for gate
+    and up rows, (e, 1) without a gate, or None. order: (e, depth), the column of the input rows
+    that each weight column multiplies; None for the identity. columns: output values per row.
+    step, up_row: output column n uses weight row n * step, and row n * step + up_row for up.
+    tiles, tile_scales: the prepared w and scale, or None.
     """
 
     w: torch.Tensor
@@ -78,14 +81,14 @@ class Product:
     def arguments(
         self, tile: LaunchConfig, precision: str, a_scale: torch.Tensor | None
     ) -> dict[str, object]:
-        """Kernel arguments that do not depend on how rows are found.
+        """Return the kernel arguments that do not depend on how rows are addressed.
 
-        a_scale: scales of the rows, (1,) for one for all, else (..., 1) or (..., groups).
+        a_scale: scales of the rows: (1,) for one scale, else (..., 1) or (..., groups).
         """
         scheme, depth = self.scheme, self.depth
         group_n, group_k = scale_group(scheme, depth)
-        # A step divides the group: its scales multiply the step's products. Scales of nvfp4
-        # multiply the weights themselves.
+        # Scales multiply the partial sums of a K step, so block_k must divide the group. NVFP4
+        # scales multiply the weights instead.
         block_k = math.gcd(tile.block_k, 0 if scheme.matrix_scales else group_k)
         bias = self.w if self.bias is None else self.bias
         mode, step = "plain", self.step
@@ -98,7 +101,7 @@ class Product:
             "columns": self.columns,
             "depth": depth,
             "up_row": self.up_row,
-            "up_offset": self.up_row * self.w.stride(1),  # 64-bit in Python, whatever its size
+            "up_offset": self.up_row * self.w.stride(1),  # in Python, so it cannot overflow
             "stride_be": self.w.stride(0),
             "stride_bn": self.w.stride(1),
             "stride_bk": self.w.stride(2),
@@ -114,7 +117,7 @@ class Product:
             "FORMAT": word_format(scheme),
             "GROUP_N": group_n,
             "GROUP_K": group_k,
-            # Whether the gate rows of every tile share their scales, and the up rows theirs.
+            # All gate rows of a tile share one scale, and so do all its up rows.
             "ONE_SCALE": group_n % rows == 0 and (self.up_row % rows == 0 or self.up_row < step),
             "MIDDLE": MIDDLE.get(scheme.weight, 0),
             "HAS_ZERO": self.zero_point is not None,
@@ -131,9 +134,10 @@ class Product:
         }
 
     def _weight_scales(self) -> dict[str, object]:
-        """Scales are (e,), (e, rows) or (e, rows, groups); zero points (e, rows, groups).
+        """Return the pointers and strides of scales and zero points.
 
-        Kernels find scales of matrices, which come without zero points, in those' place.
+        Scales are (e,), (e, rows) or (e, rows, groups); zero points are (e, rows, groups). A
+        scheme with global scales has no zero points and passes them in their place.
         """
         scale = self.w if self.scale is None else self.scale
         zero = self.zero_point
@@ -160,17 +164,17 @@ def _row_scales(a_scale: torch.Tensor | None, unused: torch.Tensor) -> dict[str,
 
 
 def scale_group(scheme: QuantScheme, depth: int) -> tuple[int, int]:
-    """(rows, depth) that one weight scale covers; 0 stands for all of the depth."""
-    rows, along = 1, 0
+    """Return the (rows, K elements) that one weight scale covers; 0 means all of K."""
+    rows, group_k = 1, 0
     if scheme.granularity == "block":
-        rows, along = scheme.group
+        rows, group_k = scheme.group
     elif scheme.granularity == "group":
-        (along,) = scheme.group
-    return rows, 0 if along >= depth else along
+        (group_k,) = scheme.group
+    return rows, 0 if group_k >= depth else group_k
 
 
 def word_format(scheme: QuantScheme) -> str:
-    """Return what kernels call the format of quantized weights."""
+    """Return the kernels' FORMAT constant for the quantized weights of `scheme`."""
     if scheme.matrix_scales:
         return "nvfp4"
     if scheme.weight == "float4_e2m1":
@@ -179,27 +183,29 @@ def word_format(scheme: QuantScheme) -> str:
 
 
 def weight_rejections(name: str, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-    """Reject float8 that a GPU cannot convert, and groups that are not multiples of 32.
+    """Reject float8 weights on GPUs that cannot convert them, and groups not a multiple of 32.
 
-    A step is at least 32 deep and within one group.
+    A K step has at least 32 elements and stays within one group.
     """
-    found = []
+    rejections = []
     scheme, arch = problem.scheme, machine.arch
-    alone = scheme.weight == "float8_e4m3fn" and not scheme.quantizes_activations
-    if (alone or scheme.matrix_scales) and arch is not None and arch < _FLOAT8_ARCH:
+    fp8_weights_only = scheme.weight == "float8_e4m3fn" and not scheme.quantizes_activations
+    if (fp8_weights_only or scheme.matrix_scales) and arch is not None and arch < _FLOAT8_ARCH:
         got = f"{arch[0]}.{arch[1]} for {scheme.name}"
-        found.append(Rejection("arch", (name, "machine"), got, ">= 8.9 to convert from float8"))
+        rejections.append(
+            Rejection("arch", (name, "machine"), got, ">= 8.9 to convert from float8")
+        )
     for what, depth in (("hidden", problem.hidden), ("intermediate", problem.intermediate)):
         group_k = 0 if scheme.matrix_scales else scale_group(scheme, depth)[1]
-        if group_k % _LEAST_BLOCK_K:
-            need = f"a multiple of {_LEAST_BLOCK_K}, or all of {what}={depth}"
+        if group_k % _MIN_BLOCK_K:
+            need = f"a multiple of {_MIN_BLOCK_K}, or all of {what}={depth}"
             got = f"a group of {group_k}"
-            found.append(Rejection("quant_block", (name, "problem"), got, need))
-    return tuple(found)
+            rejections.append(Rejection("quant_block", (name, "problem"), got, need))
+    return tuple(rejections)
 
 
 def first_product(weights: ExpertWeights, problem: Problem) -> Product:
-    """x W1^T with the activation behind it: H in, I out."""
+    """Return the operands of GEMM 1: act(x W1^T), H in, I out."""
     spec = problem.act
     step, up_row = up_rows(spec, problem.intermediate)
     return Product(
@@ -220,7 +226,7 @@ def first_product(weights: ExpertWeights, problem: Problem) -> Product:
 
 
 def second_product(weights: ExpertWeights, problem: Problem) -> Product:
-    """h W2^T: I in, H out, no activation."""
+    """Return the operands of GEMM 2: h W2^T, I in, H out, no activation."""
     return Product(
         w=weights.w2,
         scale=weights.w2_scale,
@@ -239,7 +245,7 @@ def second_product(weights: ExpertWeights, problem: Problem) -> Product:
 
 
 def row_scale(scheme: QuantScheme, depth: int) -> str:
-    """Return what one scale of rows of `depth` values covers, as the kernels name it."""
+    """Return the granularity of the activation scales, as the kernels name it."""
     if scheme.static:
         return "static"
     granularity = scheme.activation_granularity
@@ -251,7 +257,7 @@ def row_scale(scheme: QuantScheme, depth: int) -> str:
 def input_scales(
     tokens: ContiguousTokens, static: torch.Tensor | None, problem: Problem
 ) -> tuple[str, dict[str, object]]:
-    """How GEMM 1 finds the scales of x: QUANT, and where they are."""
+    """Return QUANT, which tells GEMM 1 where the scales of x come from, and the scale arguments."""
     scale, quant = tokens.scale, row_scale(problem.scheme, problem.hidden)
     if scale is None:
         scale = tokens.x_TH if static is None else static

@@ -1,4 +1,4 @@
-"""What the paths for 4-bit weights share: where words lie, and which problems fill them."""
+"""Eligibility checks and kernel arguments shared by the paths for 4-bit weights."""
 
 import math
 
@@ -9,13 +9,13 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights
 
-_ALIGNMENT = 16  # bytes of one copy
-WARP_K = 128  # depth of the products of one warp in one step, unless told
-_LEAST_DEPTH = 32  # four lanes of one word each
+_ALIGNMENT = 16  # bytes of one vector load
+WARP_K = 128  # default K per warp and step
+_LEAST_DEPTH = 32  # four lanes with one 32-bit word (eight weights) each
 
 
 def fills_words(problem: Problem) -> bool:
-    """Return whether 16-bit rows meet 4-bit weights whose depths words of eight fill."""
+    """Return whether `problem` has 16-bit rows and 4-bit weights with K divisible into words."""
     scheme = problem.scheme
     if not scheme.packed or scheme.act_order:
         return False
@@ -28,9 +28,10 @@ def fills_words(problem: Problem) -> bool:
 
 
 def product_depth(scheme: QuantScheme, k: int, most: int = WARP_K) -> int:
-    """Return the depth of one product, at most `most`.
+    """Return the K elements of one MMA, at most `most`, for a GEMM with reduction depth k.
 
-    It is within a group, if that is not all of the depth k; but scales of nvfp4 multiply weights.
+    The result divides the scale group, unless one group covers all of k or the scheme is NVFP4,
+    whose scales multiply the weights.
     """
     (group,) = scheme.group
     group = 0 if group >= k or scheme.matrix_scales else group
@@ -38,7 +39,7 @@ def product_depth(scheme: QuantScheme, k: int, most: int = WARP_K) -> int:
 
 
 def lie_ready(weights: ExpertWeights) -> bool:
-    """Return whether w1 and w2, of bytes, can be read 16 bytes at once along their rows."""
+    """Return whether the rows of the byte tensors w1 and w2 allow 16-byte vector loads."""
     return all(
         w.stride(2) == 1
         and all(n % _ALIGNMENT == 0 for n in (w.data_ptr(), w.stride(0), w.stride(1)))
@@ -47,21 +48,21 @@ def lie_ready(weights: ExpertWeights) -> bool:
 
 
 def w4_arguments(product: Product) -> dict[str, object]:
-    """Return where kernels for 4-bit weights find a product's, and what lies beside them."""
+    """Return the weight, scale, zero-point and bias arguments of the 4-bit kernels."""
     w, scale, zero, bias = product.w, product.scale, product.zero_point, product.bias
     assert scale is not None
     _, group = scale_group(product.scheme, product.depth)
-    beside = zero if product.global_scale is None else product.global_scale
+    zero_or_global = zero if product.global_scale is None else product.global_scale
     return {
         "b_ptr": w,
         "b_scale_ptr": scale,
-        "zero_ptr": w if beside is None else beside,
+        "zero_ptr": w if zero_or_global is None else zero_or_global,
         "bias_ptr": w if bias is None else bias,
         "stride_be": w.stride(0),
         "stride_bn": w.stride(1),
         "stride_bse": scale.stride(0),
         "stride_bsn": scale.stride(1),
-        "stride_bze": 0 if beside is None else beside.stride(0),
+        "stride_bze": 0 if zero_or_global is None else zero_or_global.stride(0),
         "stride_bzn": 0 if zero is None else zero.stride(1),
         "stride_bias": 0 if bias is None else bias.stride(0),
         "HAS_BIAS": bias is not None,

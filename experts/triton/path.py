@@ -1,8 +1,8 @@
-"""A path of TritonExperts: one way from arrived tokens to the layer's output.
+"""The interface of the execution paths of TritonExperts.
 
-A path is a folder: its host code, its configuration and its kernels. All that is known of a path
-lies there, behind this one interface; `experts.triton.paths` lists them. A configuration, a tuned
-file and a workspace name a path by its name alone.
+A path is one implementation of the layer, from dispatched tokens to the output. Each path is a
+folder with host code, configuration and kernels, used only through `Path`; `experts.triton.paths`
+lists them. Configurations, tuned files and workspaces refer to a path by name.
 """
 
 from abc import ABC, abstractmethod
@@ -20,14 +20,14 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ContiguousShape, ContiguousTokens, ExpertWeights
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 
-ENDLESS = 1 << 62  # more tokens than any call has
+ENDLESS = 1 << 62  # larger than the token count of any call
 _MOST_ROOMS = 64
 K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class PathCall:
-    """One call of the experts: what `PermuteExpertsUnpermute.apply` received, and its launches."""
+    """The arguments of one `PermuteExpertsUnpermute.apply` call, and its launch configuration."""
 
     tokens: ContiguousTokens
     weights: ExpertWeights
@@ -37,14 +37,17 @@ class PathCall:
 
 
 class Path(ABC):
-    """Everything that is known of a path; an instance is bound to a problem and runs its calls.
+    """An execution path of TritonExperts. An instance is bound to a problem and runs its calls.
 
-    name: in configurations, tuned files and messages. former_names: in tuned files of version 1.
-    launch: the type of its configuration of one GEMM, a dataclass of numbers. quantizes_input: it
-    takes unquantized tokens and quantizes them itself. refuses: there are tensors that it does not
-    take. lends: another problem can launch its configurations as they are. replaces: the path under
-    whose name files of version 1 meant some of its launches. younger: such a file is older than it,
-    and does not stand in its way. roundings: where it rounds; None where that is not declared.
+    name: used in configurations, tuned files and messages.
+    former_names: its names in tuned files of version 1.
+    launch: the type of its launch of one GEMM, a dataclass of integers.
+    quantizes_input: it accepts unquantized tokens and quantizes them itself.
+    refuses: `takes` can return False.
+    lends: its tuned configurations transfer unchanged to other problems.
+    replaces: the path whose name files of version 1 use for some launches of this one.
+    younger: it was added after version 1; its defaults take precedence over such files.
+    roundings: the points at which it rounds; None if not declared.
     """
 
     name: ClassVar[str]
@@ -57,36 +60,36 @@ class Path(ABC):
     younger: ClassVar[bool] = False
     roundings: Roundings | None
 
-    # ------------------------------------------------------------------- which calls take it
+    # ------------------------------------------------------------------- applicability
 
     @classmethod
     @abstractmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
-        """Return whether its kernels can compute `problem` on `device`."""
+        """Return whether the kernels support `problem` on `device`."""
 
     @classmethod
     def least_tokens(cls, problem: Problem) -> int:
-        """Return the fewest tokens of a call that takes it without a tuned file."""
+        """Return the minimum number of tokens for the path to be chosen without a tuned file."""
         return 0
 
     @classmethod
     def most_tokens(cls, problem: Problem) -> int | None:
-        """Return the most tokens of a call that takes it without a tuned file; None for any number.
+        """Return the maximum number of tokens for the path to be chosen without a tuned file.
 
-        What was tuned for fewer tokens says nothing about a call of more.
+        None means unbounded. Tuned launches are not extrapolated beyond this number either.
         """
         return None
 
-    # ------------------------------------------------------------------- what it launches
+    # ------------------------------------------------------------------- launch configurations
 
     @classmethod
     @abstractmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
-        """Return what a call of `tokens` tokens launches without a tuned file."""
+        """Return the configuration of a call of `tokens` tokens without a tuned file."""
 
     @classmethod
     def turns(cls, problem: Problem) -> Iterable[int]:
-        """Return numbers of tokens, ascending, behind which `default_config` may change."""
+        """Return the token counts, ascending, after which `default_config` may change."""
         return ()
 
     @classmethod
@@ -94,60 +97,60 @@ class Path(ABC):
     def violations(
         cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
     ) -> Iterator[Violation]:
-        """Yield every reason not to launch `config` for one GEMM of `problem`."""
+        """Yield every reason why `config` cannot be launched for one GEMM of `problem`."""
 
     @classmethod
     def candidates(cls, problem: Problem, tokens: int) -> Groups:
-        """Return launches of either GEMM worth timing, by the block_m that they share."""
+        """Return the tuning candidates of both GEMMs, by the block_m that they share."""
         return {}
 
     @classmethod
     def in_place_of(
         cls, config: MoEConfig, tokens: int, problem: Problem, device: Device
     ) -> MoEConfig:
-        """Return what a call launches where a file of version 1 has `config` of `cls.replaces`."""
+        """Translate `config`, which a file of version 1 gives for the path `cls.replaces`."""
         return config
 
     # ------------------------------------------------------------------- prepared weights
 
     @classmethod
     def turns_of_prepared(cls, problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
-        """Return from how many tokens on calls with prepared weights launch what, ascending.
+        """Return (minimum tokens, configuration) of calls with prepared weights, ascending.
 
-        Such calls take this path unless a file tuned with prepared weights, or an override, says
-        another. () of a path that prepares nothing.
+        Such calls use this path unless an override or a file tuned with prepared weights names
+        another. Return () for a path that prepares nothing.
         """
         return ()
 
     def prepared_specs(self) -> dict[str, BufferSpec]:
-        """Return what `prepare` makes: see PermuteExpertsUnpermute."""
+        """Return the tensors that `prepare` writes; see PermuteExpertsUnpermute."""
         return {}
 
     def reads_prepared(self, weights: ExpertWeights, tokens: int) -> bool:
-        """Return whether so many tokens gain by what was prepared, if nothing is tuned."""
+        """Return whether a call of `tokens` tokens is faster with prepared weights, untuned."""
         return True
 
     def specs_of_prepared(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
-        """Return the buffers of a call with prepared weights, as `specs` does."""
+        """Return the buffers of a call with prepared weights, like `specs`."""
         return self.specs(tokens, block_m)
 
     def prepare(self, weights: ExpertWeights, out: Mapping[str, torch.Tensor]) -> None:
-        """Write every element of `out`: see PermuteExpertsUnpermute."""
+        """Write every element of `out`; see PermuteExpertsUnpermute."""
         assert not out
 
-    # ------------------------------------------------------------------- a call
+    # ------------------------------------------------------------------- execution
 
     @abstractmethod
     def __init__(self, problem: Problem) -> None:
-        """Bind the kernels for `problem`, which it serves."""
+        """Bind the kernels for `problem`, which `serves` must accept."""
 
     @abstractmethod
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Return whether it can work with weights and tokens that lie in memory as these do."""
+        """Return whether the path supports the strides and alignment of these tensors."""
 
     @abstractmethod
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
-        """Return every buffer of a call of `tokens` tokens in blocks of block_m rows, by name."""
+        """Return the buffers, by name, of a call of `tokens` tokens in blocks of block_m rows."""
 
     @abstractmethod
     def run(self, call: PathCall) -> None:
@@ -155,9 +158,10 @@ class Path(ABC):
 
 
 class Rooms:
-    """The room that calls take, remembered: it depends on their shape and kinds alone.
+    """A cache of workspace shapes, keyed by the shape of a call and its kinds.
 
-    An override of configurations gives other kinds. The first ones made are kept: serving has few.
+    A configuration override can add kinds. Only the first _MOST_ROOMS entries are kept, because
+    serving uses few.
     """
 
     def __init__(self) -> None:
@@ -170,28 +174,29 @@ class Rooms:
         kinds: tuple[K, ...],
         specs: Callable[[K], Mapping[str, BufferSpec]],
     ) -> WorkspaceShapes:
-        """Return room for any of `kinds` of call, whose buffers `specs` returns."""
-        room = self._known.get((shape, kinds))
-        if room is None:
-            room = room_for(problem, shape, map(specs, kinds))
+        """Return a workspace that fits any of `kinds`; specs(kind) returns its buffers."""
+        shapes = self._known.get((shape, kinds))
+        if shapes is None:
+            shapes = room_for(problem, shape, map(specs, kinds))
             if len(self._known) < _MOST_ROOMS:
-                self._known[shape, kinds] = room
-        return room
+                self._known[shape, kinds] = shapes
+        return shapes
 
 
 def room_for(
     problem: Problem, shape: ContiguousShape, kinds: Iterable[Mapping[str, BufferSpec]]
 ) -> WorkspaceShapes:
-    """Return room for any of the kinds of call whose buffers are given: of each name the largest.
+    """Return a workspace that fits any kind of call, taking the largest buffer of each name.
 
-    A buffer lies over what it lies over in any of them, so it must be the last in all.
+    kinds: the buffers of each kind, by name. A buffer overlays the union of what it overlays in
+    each kind, so all of those must be dead in every kind.
     """
     largest: dict[str, BufferSpec] = {}
     for specs in kinds:
         for name, spec in specs.items():
-            known = largest.get(name, spec)
-            over = tuple(dict.fromkeys((*known.over, *spec.over)))
-            largest[name] = replace(max(known, spec, key=attrgetter("nbytes")), over=over)
+            previous = largest.get(name, spec)
+            over = tuple(dict.fromkeys((*previous.over, *spec.over)))
+            largest[name] = replace(max(previous, spec, key=attrgetter("nbytes")), over=over)
     nothing = BufferSpec((0,), problem.dtype)
     top_k = () if problem.combine is Combine.SUM else (shape.top_k,)
     return WorkspaceShapes(

@@ -1,4 +1,4 @@
-"""Every path by which a call of TritonExperts may go: a new one is a folder, and a line here."""
+"""The registry of the execution paths of TritonExperts; add a new path to PATHS."""
 
 from experts.triton.aligned.aligned_path import AlignedPath
 from experts.triton.aligned_w4.aligned_w4_path import AlignedW4Path
@@ -10,7 +10,7 @@ from experts.triton.grouped_tma.grouped_tma_path import GroupedTmaPath
 from experts.triton.grouped_w4.grouped_w4_path import GroupedW4Path
 from experts.triton.path import Path
 
-# The first serves every problem. Where several take a call without a tuned file, the last one does.
+# The first path supports every problem. Without a tuned file, the last applicable path wins.
 PATHS: tuple[type[Path], ...] = (
     AlignedPath,
     AlignedW4Path,

@@ -1,1 +1,1 @@
-"""Rows gathered through an alignment: two grouped GEMMs over blocks of pairs, then a sum."""
+"""The aligned path: two grouped GEMMs over blocks of aligned pairs, then a sum over top-k."""

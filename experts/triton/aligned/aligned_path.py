@@ -1,4 +1,4 @@
-"""The aligned path: sort pairs into blocks of an expert, two grouped GEMMs over them, sum."""
+"""The aligned path: sort pairs into blocks of one expert, run two grouped GEMMs, sum over top-k."""
 
 from collections.abc import Iterable, Iterator
 from typing import ClassVar
@@ -34,7 +34,7 @@ from modular_kernel.workspace import BufferSpec
 
 
 class AlignedPath(Path):
-    """Serves every problem. Row p of both products' results is pair p."""
+    """The path that supports every problem. Row p of the output of both GEMMs is pair p."""
 
     name = aligned_config.NAME
     refuses = False
@@ -43,34 +43,34 @@ class AlignedPath(Path):
 
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
-        """Return True: no problem is beyond it."""
+        """Return True: every problem is supported."""
         return True
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
-        """Return the launches by the mean rows of an expert."""
+        """Return the launches for the mean rows per expert."""
         return aligned_config.default(problem, tokens, device)
 
     @classmethod
     def turns(cls, problem: Problem) -> Iterable[int]:
-        """Return where the mean rows of an expert enter the next row of the table."""
+        """Return the token counts at which the table row changes."""
         return aligned_config.turns(problem)
 
     @classmethod
     def violations(
         cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
     ) -> Iterator[Violation]:
-        """Yield what the least product, a scheme's groups and shared memory forbid."""
+        """Yield violations of the MMA size, the scale groups and shared memory."""
         assert isinstance(config, LaunchConfig)
         return violations(config, gemm, device)
 
     @classmethod
     def candidates(cls, problem: Problem, tokens: int) -> Groups:
-        """Return the entries of the table beside this one."""
+        """Return the candidates of aligned_config."""
         return candidates(problem, tokens)
 
     def __init__(self, problem: Problem) -> None:
-        """Bind the kernel and what a call repeats."""
+        """Bind the kernel."""
         from experts.triton.aligned.kernels.grouped_gemm import grouped_gemm_kernel
 
         self.problem = problem
@@ -78,7 +78,7 @@ class AlignedPath(Path):
         self._sums = problem.combine is Combine.SUM
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Return True: every stride is an argument."""
+        """Return True: the kernel takes every stride as an argument."""
         return True
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
@@ -89,7 +89,7 @@ class AlignedPath(Path):
             **align_specs(pairs, block_m, problem.e),
         }
         if self._sums:
-            # GEMM 2 reads GEMM 1's results unless they were quantized, into other memory.
+            # The output of GEMM 1 is dead once it is quantized into another buffer.
             over = ("workspace13",) if problem.scheme.quantizes_activations else ()
             specs["workspace2"] = BufferSpec((pairs, problem.hidden), problem.dtype, over)
         if problem.scheme.quantizes_activations:
@@ -97,7 +97,7 @@ class AlignedPath(Path):
         return specs | adapter_specs(problem, pairs)
 
     def run(self, call: PathCall) -> None:
-        """Align, multiply, quantize, multiply, sum."""
+        """Align, GEMM 1, quantize, GEMM 2, sum."""
         self.write(self.rows(self.aligned(call), call), call)
 
     def aligned(self, call: PathCall) -> Aligned:
@@ -112,7 +112,7 @@ class AlignedPath(Path):
             )
 
     def rows(self, aligned: Aligned, call: PathCall) -> torch.Tensor:
-        """(P, H), both products: call.output itself where top-k is kept."""
+        """Run both GEMMs and return (P, H); this is call.output if top-k is kept."""
         problem, routing, workspace = self.problem, call.tokens.routing, call.workspace
         pairs = routing.topk_ids_TK.numel()
         h_PI = workspace.take("workspace13", (pairs, problem.intermediate))
@@ -134,7 +134,7 @@ class AlignedPath(Path):
         return rows_PH
 
     def write(self, rows_PH: torch.Tensor, call: PathCall) -> None:
-        """Write every element of call.output, which the rows are unless they are summed."""
+        """Sum the rows over top-k into call.output; if top-k is kept they are already there."""
         if not self._sums:
             return
         problem, routing = self.problem, call.tokens.routing
@@ -149,7 +149,7 @@ class AlignedPath(Path):
             )
 
     def _adapters(self, call: PathCall, aligned: Aligned) -> PairAdapters | None:
-        """Return what adapters add to both products; None for a call without adapters."""
+        """Return the shrink launches of the call, or None without adapters."""
         slots_T = call.tokens.routing.adapters_T
         if slots_T is None:
             return None
@@ -158,7 +158,7 @@ class AlignedPath(Path):
     def _quantized(
         self, h_PI: torch.Tensor, call: PathCall
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """GEMM 2's rows and their scales; h_PI itself where activations are not quantized."""
+        """Return the input rows of GEMM 2 and their scales; h_PI and None if not quantized."""
         scheme = self.problem.scheme
         if not scheme.quantizes_activations:
             return h_PI, None
@@ -182,8 +182,8 @@ class AlignedPath(Path):
     ) -> None:
         """Launch one grouped GEMM.
 
-        rows: (T, H) tokens, or (P, I) one row per pair, and their scales; out: a row per pair.
-        shrunk: what adapters add.
+        rows: (T, H) tokens or (P, I) pairs, and their scales; out: one row per pair.
+        shrunk: the shrink output of the adapters, or None.
         """
         a, _ = rows
         pairs = out.numel() // product.columns
@@ -215,12 +215,12 @@ class AlignedPath(Path):
         config: Launch,
         shrunk: Shrunk | None,
     ) -> dict[str, object]:
-        """Return the kernel's arguments that do not depend on how rows are found."""
+        """Return the kernel arguments that do not depend on how rows are addressed."""
         assert isinstance(config, LaunchConfig)
         a, a_scale = rows
         return {
             "stride_ak": a.stride(1),
             "LORA_TOP_K": self.problem.top_k,
-            **({} if shrunk is None else shrunk.arguments()),  # without adapters there is no loop
+            **({} if shrunk is None else shrunk.arguments()),  # defaults disable LoRA
             **product.arguments(config, self.problem.fp32_precision, a_scale),
         }

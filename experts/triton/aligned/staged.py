@@ -1,8 +1,8 @@
-"""The backend "triton" by stages, over contiguous tokens: align, two products, weighted sum.
+"""The staged runner backend "triton" over contiguous tokens: align, two GEMMs, weighted sum.
 
-What `TritonExperts` does on its aligned path, cut at the two places where other backends join. It
-is the staged twin of the fused operation ("none", "triton"), which is TritonExperts itself: for
-every number of tokens the same numbers, by one path instead of the fastest.
+It is the aligned path of `TritonExperts`, split into pre-permute, core and post-permute so that
+the stages can be combined with those of other backends. It always uses this path, so it is the
+staged reference of the fused operation ("none", "triton"), which is TritonExperts itself.
 """
 
 from collections.abc import Mapping
@@ -37,9 +37,9 @@ _PATHS = (AlignedPath.name,)
 
 @dataclass(frozen=True)
 class TritonRunnerInput(RunnerInput):
-    """Tokens, their routing, and the pairs in blocks of one expert, as `Aligned` has them.
+    """Tokens, their routing, and the pairs in blocks of one expert (see `Aligned`).
 
-    hidden_states: (T, H). topk_weights: (T, K) float32, None where they went on the input already.
+    hidden_states: (T, H). topk_weights: (T, K) float32, None if already applied to the input.
     topk_ids: (T, K). sorted_token_ids, expert_ids, num_tokens_post_padded: int32.
     """
 
@@ -58,7 +58,7 @@ class TritonRunnerInput(RunnerInput):
 
 @dataclass(frozen=True)
 class TritonRunnerOutput(RunnerOutput):
-    """hidden_states: (T * K, H), a row for each pair, not weighted unless the input was."""
+    """hidden_states: (T * K, H), one row per pair, without router weights unless the input had."""
 
     hidden_states: torch.Tensor
 
@@ -70,7 +70,7 @@ class TritonRunnerOutput(RunnerOutput):
 
 @register_core(BACKEND)
 class TritonRunnerCore(MoeRunnerCore[NoState]):
-    """Both products with the activation and, where the scheme has it, quantization between."""
+    """Both GEMMs, with the activation and, if the scheme has it, quantization in between."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -79,33 +79,33 @@ class TritonRunnerCore(MoeRunnerCore[NoState]):
     def workspace_shapes(self, shape: DispatchShape) -> Mapping[str, BufferSpec]:
         assert isinstance(shape, ContiguousShape)
         kinds = kinds_up_to(self.problem, shape.tokens, _PATHS)
-        specs = (self._path.specs(most, block_m) for most, _, block_m in kinds)
+        specs = (self._path.specs(max_tokens, block_m) for max_tokens, _, block_m in kinds)
         return room_for(self.problem, shape, specs).buffers()
 
     def run(self, runner_input: TritonRunnerInput, call: RunnerCall[NoState]) -> TritonRunnerOutput:
-        given = runner_input
-        aligned = Aligned(given.sorted_token_ids, given.expert_ids, given.num_tokens_post_padded)
+        pairs = runner_input
+        aligned = Aligned(pairs.sorted_token_ids, pairs.expert_ids, pairs.num_tokens_post_padded)
         return TritonRunnerOutput(self._path.rows(aligned, path_call(call)))
 
 
 @register_pre_permute("standard", BACKEND)
 def standard_to_triton(call: RunnerCall[NoState]) -> TritonRunnerInput:
     """Sort pairs into blocks of one expert each."""
-    given = path_call(call)
-    aligned, routing = AlignedPath(call.problem).aligned(given), given.tokens.routing
+    converted = path_call(call)
+    aligned, routing = AlignedPath(call.problem).aligned(converted), converted.tokens.routing
     return TritonRunnerInput(
-        given.tokens.x_TH, routing.topk_weights_TK, routing.topk_ids_TK, **vars(aligned)
+        converted.tokens.x_TH, routing.topk_weights_TK, routing.topk_ids_TK, **vars(aligned)
     )
 
 
 @register_post_permute(BACKEND, "standard")
 def triton_to_standard(result: TritonRunnerOutput, call: RunnerCall[NoState]) -> None:
-    """Weight and sum over top-k."""
+    """Apply router weights and sum over top-k."""
     AlignedPath(call.problem).write(result.hidden_states, path_call(call))
 
 
 def path_call(call: RunnerCall[NoState]) -> PathCall:
-    """Return the call as paths know it, with what it launches."""
+    """Convert a runner call to a PathCall, with the launch configuration chosen."""
     assert isinstance(call.tokens, ContiguousTokens)
     config = choose_config(call.problem, len(call.tokens.x_TH), _PATHS)
     return PathCall(call.tokens, call.weights, call.workspace, call.output, config)

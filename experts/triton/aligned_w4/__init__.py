@@ -1,1 +1,1 @@
-"""The aligned path for 4-bit weights and small M: few rows of an expert."""
+"""The aligned path for 4-bit weights and small M (few rows per expert)."""

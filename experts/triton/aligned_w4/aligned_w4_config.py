@@ -1,6 +1,7 @@
-"""What the aligned path for 4-bit weights launches: small M, weights unpacked in registers.
+"""Supported problems, launches and tuning candidates of the aligned path for 4-bit weights.
 
-Registers bound these launches, not shared memory.
+The kernel is for small M and unpacks weights in registers, so registers limit its launches, not
+shared memory.
 """
 
 import math
@@ -16,33 +17,36 @@ from modular_kernel.spec.quantization import QuantScheme
 
 NAME = "aligned_w4"
 
-MOST_M = 16  # rows of a block, where it has not LEAST_M
-LEAST_M = 8  # the narrow side of a tensor core's product
-# Mean rows of an expert up to which blocks have LEAST_M rows. Of integers, blocks of 8 rows take
-# 0.74 to 0.80 x the time of blocks of 16 with 8 rows, 0.81 to 0.85 x with 10; of mxfp4, 0.96 to
-# 1.03 x and 1.13 to 1.19 x (H200, 2026-11-28, triton 3.6.0).
+MOST_M = 16  # max block_m
+LEAST_M = 8  # min block_m: the N of the MMA
+# Mean rows per expert up to which block_m is LEAST_M. With integer weights, blocks of 8 rows take
+# 0.74 to 0.80 x the time of blocks of 16 at 8 rows per expert, and 0.81 to 0.85 x at 10. With
+# mxfp4 they take 0.96 to 1.03 x and 1.13 to 1.19 x (H200, 2026-11-28, triton 3.6.0).
 _ROWS = {"uint4": 11, "float4_e2m1": 6}
-# Mean rows of an expert up to which calls come here without a tuned file: with more, weights are
-# unpacked too often, once for each block of MOST_M rows. The second number: where rows start off 16
-# elements. Integers: H200, 2026-11-22. mxfp4: up to where tiles of 32 rows were taken, which are
-# slower with any number (H200, 2026-11-24, triton 3.6.0, 1 to 1024 tokens).
+# Mean rows per expert up to which untuned calls use this path: (rows aligned to 16 elements, other
+# rows). With more rows, weights are unpacked too often, once per block of MOST_M rows. Integers:
+# H200, 2026-11-22. mxfp4: replaces the tiles of 32 rows, which are always slower (H200, 2026-11-24,
+# triton 3.6.0, 1 to 1024 tokens).
 _MOST_ROWS = {"uint4": (12, 12), "float4_e2m1": (192, 24)}
-# What files of version 1 call aligned and this path has taken over: the most block_m of tiles, and
-# the mean rows of an expert.
-_TAKEN_OVER: dict[str, tuple[int, float]] = {"uint4": (16, 12), "float4_e2m1": (32, math.inf)}
-_MOST_REGISTERS = 128  # by `_registers`: more, and the compiler spills some
-_ENDLESS = 1 << 62
+# Launches that files of version 1 store under "aligned" and that now use this path: (max block_m,
+# max mean rows per expert).
+_REPLACED_V1_TILES: dict[str, tuple[int, float]] = {
+    "uint4": (16, 12),
+    "float4_e2m1": (32, math.inf),
+}
+_MAX_REGISTERS = 128  # limit of the `_registers` estimate, above which the compiler spills
+_UNBOUNDED = 1 << 62
 _BLOCKS_M, _WARPS = (LEAST_M, MOST_M), (1, 2, 4, 8, 16)
-_LEAST_N, _MOST_N, _LEAST_K, _MOST_STAGES, _ALL_REGISTERS = 16, 256, 32, 16, 255
+_MIN_N, _MAX_N, _LEAST_K, _MOST_STAGES, _MAX_MAXNREG = 16, 256, 32, 16, 255
 
 
 @dataclass(frozen=True)
 class AlignedW4Config:
-    """One launch: rows and columns of a block (a gated product has as many up columns), and warps.
+    """Launch of one GEMM. A gated GEMM computes block_n gate columns and block_n up columns.
 
-    The warps of a program share the depth. block_k: of a warp's step. num_stages: steps in flight.
-    registers: the most of a thread, 0 as many as the compiler wants: it may spill a few to have
-    one more program on a multiprocessor.
+    The warps of a program split K. block_k: K per step of one warp. num_stages: pipeline stages.
+    registers: maxnreg, 0 for no limit. A limit may spill a few registers to fit one more program
+    per SM.
     """
 
     block_m: int
@@ -54,38 +58,46 @@ class AlignedW4Config:
 
     def __str__(self) -> str:
         sizes = f"block_m={self.block_m} block_n={self.block_n} block_k={self.block_k}"
-        most = f" registers={self.registers}" if self.registers else ""
-        return f"{sizes} warps={self.num_warps} stages={self.num_stages}{most}"
+        limit = f" registers={self.registers}" if self.registers else ""
+        return f"{sizes} warps={self.num_warps} stages={self.num_stages}{limit}"
 
     def violations(self) -> Iterator[Violation]:
-        """Yield every reason not to launch this."""
+        """Yield every reason why this cannot be launched."""
         rules = (
             ("block_m", self.block_m in _BLOCKS_M, f"one of {_BLOCKS_M}"),
-            ("block_n", _power(self.block_n, _LEAST_N, _MOST_N), _powers(_LEAST_N, _MOST_N)),
-            ("block_k", _power(self.block_k, _LEAST_K, WARP_K), _powers(_LEAST_K, WARP_K)),
+            (
+                "block_n",
+                _is_power_of_two(self.block_n, _MIN_N, _MAX_N),
+                _describe_powers(_MIN_N, _MAX_N),
+            ),
+            (
+                "block_k",
+                _is_power_of_two(self.block_k, _LEAST_K, WARP_K),
+                _describe_powers(_LEAST_K, WARP_K),
+            ),
             ("num_warps", self.num_warps in _WARPS, f"one of {_WARPS}"),
             ("num_stages", 1 <= self.num_stages <= _MOST_STAGES, f"1 to {_MOST_STAGES}"),
             (
                 "registers",
-                0 <= self.registers <= _ALL_REGISTERS,
-                f"0 for as many as there are, to {_ALL_REGISTERS}",
+                0 <= self.registers <= _MAX_MAXNREG,
+                f"0 for as many as there are, to {_MAX_MAXNREG}",
             ),
         )
-        for name, kept, need in rules:
-            if not kept:
+        for name, satisfied, need in rules:
+            if not satisfied:
                 yield Violation(name, getattr(self, name), need)
 
 
-def _power(value: int, least: int, most: int) -> bool:
+def _is_power_of_two(value: int, least: int, most: int) -> bool:
     return least <= value <= most and not value & (value - 1)
 
 
-def _powers(least: int, most: int) -> str:
+def _describe_powers(least: int, most: int) -> str:
     return f"a power of two from {least} to {most}"
 
 
 class _Shape(NamedTuple):
-    """A launch of either block_m."""
+    """A launch without block_m."""
 
     block_n: int
     num_warps: int
@@ -94,12 +106,12 @@ class _Shape(NamedTuple):
     block_k: int = WARP_K
 
 
-# (below so many blocks of 64 columns, from this depth on, shape): the first row that applies.
-# Measured on one H200 (triton 3.6.0, bf16) over Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss:
+# (upper limit of blocks of 64 columns, min K, shape); the first row that applies is used. Measured
+# on one H200 (triton 3.6.0, bf16) over Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss:
 # integers with 4 to 16 tokens on 2026-11-22; mxfp4 with 4 and 16, and the rows below 200 blocks and
 # below 500 of mxfp4 with one token, on 2026-11-20, before the loop was made shorter.
 _Rows = tuple[tuple[float, int, _Shape], ...]
-# By the weights' format and whether they come with zero points: of gated products, of others.
+# (weight type, has zero points) -> (rows of gated GEMMs, rows of others).
 _SHAPES: dict[tuple[str, bool], tuple[_Rows, _Rows]] = {
     ("uint4", False): (
         (
@@ -144,8 +156,9 @@ _SHAPES: dict[tuple[str, bool], tuple[_Rows, _Rows]] = {
         ),
     ),
 }
-# Twice the rows take registers for twice the sums. Those of mxfp4: the fastest of 12 in blocks of
-# 16, 32 and 64 rows on Mixtral, Qwen3-30B and gpt-oss-20b (H200, 2026-11-24, triton 3.6.0).
+# Shapes for block_m 16, which needs registers for twice the sums. mxfp4: the fastest of 12, in
+# blocks of 16, 32 and 64 rows on Mixtral, Qwen3-30B and gpt-oss-20b (H200, 2026-11-24,
+# triton 3.6.0).
 _WIDE = {
     ("uint4", True): _Shape(32, 2, 4),
     ("uint4", False): _Shape(64, 2, 3, 200),
@@ -155,33 +168,33 @@ _WIDE = {
 
 
 def serves(problem: Problem) -> bool:
-    """Return whether the kernel can compute `problem`: depths that words of eight fill.
+    """Return whether the kernel supports `problem`; see operands_w4.fills_words.
 
-    Where launches may not depend on the number of tokens, it is of use for any number of rows, or
-    for none.
+    A batch-invariant problem uses one path for all token counts, so it is supported only if the
+    path has no limit of rows.
     """
     if not fills_words(problem):
         return False
-    return not problem.batch_invariant or _TAKEN_OVER[problem.scheme.weight][1] == math.inf
+    return not problem.batch_invariant or _REPLACED_V1_TILES[problem.scheme.weight][1] == math.inf
 
 
 def most_tokens(problem: Problem) -> int:
-    """Return the most tokens of a call that takes this path without a tuned file."""
+    """Return the maximum number of tokens for this path to be chosen without a tuned file."""
     if problem.batch_invariant:
-        return _ENDLESS
+        return _UNBOUNDED
     even, odd = _MOST_ROWS[problem.scheme.weight]
     rows = even if starts_on_16(problem) else odd
     return rows * problem.experts // problem.top_k
 
 
 def took_over(problem: Problem, tokens: int, block_m: int) -> bool:
-    """Return whether a call took this path where a file of version 1 has tiles of block_m rows."""
-    most, rows = _TAKEN_OVER[problem.scheme.weight]
-    return block_m <= most and tokens * problem.top_k <= rows * problem.experts
+    """Return whether this path replaces tiles of block_m rows in a file of version 1."""
+    max_block_m, rows = _REPLACED_V1_TILES[problem.scheme.weight]
+    return block_m <= max_block_m and tokens * problem.top_k <= rows * problem.experts
 
 
 def block_m(problem: Problem, pairs: int) -> int:
-    """Return the rows of a block in a call of so many pairs."""
+    """Return block_m for a call of `pairs` routed pairs."""
     rows = _ROWS[problem.scheme.weight]
     small = pairs <= rows * problem.experts and not problem.batch_invariant
     return LEAST_M if small else MOST_M
@@ -189,23 +202,24 @@ def block_m(problem: Problem, pairs: int) -> int:
 
 @dataclass(frozen=True)
 class Spread:
-    """How the rows of a call are spread: in blocks of block_m, over so many of the experts here,
-    all being as likely."""
+    """The distribution of the rows of a call: block_m, and the expected number of active experts.
+
+    Uniform routing is assumed.
+    """
 
     block_m: int
     experts: float
 
     @classmethod
     def of(cls, problem: Problem, pairs: int) -> "Spread":
-        share = min(1.0, problem.top_k / problem.experts)  # top-k may name an expert twice
-        without: float = (1.0 - share) ** (pairs / problem.top_k)
-        return cls(block_m(problem, pairs), problem.e * (1 - without))
+        share = min(1.0, problem.top_k / problem.experts)  # top_k can exceed experts
+        inactive: float = (1.0 - share) ** (pairs / problem.top_k)
+        return cls(block_m(problem, pairs), problem.e * (1 - inactive))
 
 
 @dataclass(frozen=True)
 class SmallM:
-    """One product: rows of weights for `columns` output columns along `depth`. zeros: weights come
-    with zero points."""
+    """The sizes of one GEMM: `columns` output columns, K = `depth`. zeros: has zero points."""
 
     scheme: QuantScheme
     columns: int
@@ -224,29 +238,30 @@ class SmallM:
 
 
 def default(problem: Problem, tokens: int) -> MoEConfig:
-    """Return the launches of a call of `tokens` tokens without a tuned file."""
+    """Return the configuration of a call of `tokens` tokens without a tuned file."""
     spread = Spread.of(problem, tokens * problem.top_k)
     first, second = (shape(product, spread) for product in SmallM.both(problem))
     return MoEConfig(first, second, NAME)
 
 
 def turns(problem: Problem) -> Iterator[int]:
-    """Yield the most tokens of each of the default launches, ascending.
+    """Yield the last token count of each of the default configurations, ascending.
 
-    They change where more experts have rows, and end to where blocks have 16 rows. Equal launches
-    at both ends of a stretch are equal all along it: more blocks only lead on through a table.
+    The configuration changes as more experts become active, until block_m is 16. If it is equal at
+    both ends of an interval it is equal throughout, because the table row depends monotonically on
+    the number of blocks.
     """
     if problem.batch_invariant:
         return
-    few = _ROWS[problem.scheme.weight] * problem.experts // problem.top_k
-    if few:
-        yield from _changes(problem, 1, few)
-        yield few
+    last_small = _ROWS[problem.scheme.weight] * problem.experts // problem.top_k
+    if last_small:
+        yield from _changes(problem, 1, last_small)
+        yield last_small
     yield most_tokens(problem)
 
 
 def _changes(problem: Problem, low: int, high: int) -> Iterator[int]:
-    """Yield the last number of tokens before each change from `low` to `high`."""
+    """Yield the last token count before each change between `low` and `high`, by bisection."""
     if default(problem, low) == default(problem, high):
         return
     if high - low == 1:
@@ -258,27 +273,29 @@ def _changes(problem: Problem, low: int, high: int) -> Iterator[int]:
 
 
 def shape(product: SmallM, spread: Spread) -> AlignedW4Config:
-    """Return the launch of `product` in a call whose rows are spread so."""
+    """Return the launch of `product` for the rows of `spread`."""
     weight, block_m = product.scheme.weight, spread.block_m
     if block_m == LEAST_M:
         blocks = spread.experts * -(-product.columns // 64)
-        gated, plain = _SHAPES[weight, product.zeros]
-        rows = gated if product.gated else plain
-        found = next(one for below, k, one in rows if blocks < below and product.depth >= k)
+        gated, ungated = _SHAPES[weight, product.zeros]
+        rows = gated if product.gated else ungated
+        chosen = next(
+            row_shape for below, k, row_shape in rows if blocks < below and product.depth >= k
+        )
     else:
-        found = _WIDE[weight, product.gated]
-    while found.block_n > 64 and product.columns % found.block_n:
-        found = found._replace(block_n=found.block_n // 2)
-    while found.block_n > 16 and _registers(found, product, block_m) > _MOST_REGISTERS:
-        found = found._replace(block_n=found.block_n // 2)
-    return _made(found, block_m)
+        chosen = _WIDE[weight, product.gated]
+    while chosen.block_n > 64 and product.columns % chosen.block_n:
+        chosen = chosen._replace(block_n=chosen.block_n // 2)
+    while chosen.block_n > 16 and _registers(chosen, product, block_m) > _MAX_REGISTERS:
+        chosen = chosen._replace(block_n=chosen.block_n // 2)
+    return _made(chosen, block_m)
 
 
 def _registers(found: _Shape, product: SmallM, block_m: int) -> int:
-    """Count the registers that a thread holds at once.
+    """Estimate the live registers per thread.
 
-    Words, sums, and a step's products of each group, beside what several groups' zero points take
-    from them.
+    They are the words, the sums, the partial sums of each group in a step, and the terms of the
+    zero points if there are several groups.
     """
     rows = found.block_n * (2 if product.gated else 1)
     groups = found.block_k // product_depth(product.scheme, product.depth, found.block_k)
@@ -286,28 +303,28 @@ def _registers(found: _Shape, product: SmallM, block_m: int) -> int:
     return rows * found.block_k // 256 + rows * block_m // 32 * (1 + groups * per_group)
 
 
-# By block_m: mean rows of an expert between which it is worth a try, and block_k.
+# Candidates: block_m -> (min, max) mean rows per expert, and block_m -> values of block_k.
 _TRIED: Rows = {LEAST_M: (0, 12), MOST_M: (4, 64)}
-_TRIED_K = {LEAST_M: (WARP_K,), MOST_M: (WARP_K // 2, WARP_K)}
-_TRIED_WARPS = ((1, 4), (2, 3), (4, 2), (4, 4))  # and stages
+_CANDIDATE_K = {LEAST_M: (WARP_K,), MOST_M: (WARP_K // 2, WARP_K)}
+_CANDIDATE_WARPS = ((1, 4), (2, 3), (4, 2), (4, 4))  # (warps, stages)
 
 
 def candidates(problem: Problem, tokens: int) -> Groups:
-    """Return launches worth timing: those that do not spill by `_registers`."""
-    found = {}
+    """Return launches worth timing for `tokens` tokens that `_registers` expects not to spill."""
+    result = {}
     for rows in worth(_TRIED, problem, tokens):
         shapes = [
             _Shape(block_n, *launch, block_k=block_k)
             for block_n in (16, 32, 64, 128)
-            for block_k in _TRIED_K[rows]
-            for launch in _TRIED_WARPS
+            for block_k in _CANDIDATE_K[rows]
+            for launch in _CANDIDATE_WARPS
         ]
         one, two = (
-            [_made(s, rows) for s in shapes if _registers(s, product, rows) <= _MOST_REGISTERS]
+            [_made(s, rows) for s in shapes if _registers(s, product, rows) <= _MAX_REGISTERS]
             for product in SmallM.both(problem)
         )
-        found[rows] = (one, two)
-    return found
+        result[rows] = (one, two)
+    return result
 
 
 def _made(found: _Shape, rows: int) -> AlignedW4Config:

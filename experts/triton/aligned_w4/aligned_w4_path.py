@@ -1,7 +1,7 @@
-"""The aligned path for 4-bit weights and small M: words of eight, blocks of 8 or 16 rows.
+"""The aligned path for 4-bit weights and small M, in blocks of 8 or 16 rows.
 
-All is as on the aligned path but for the products: weights are the left operand, unpacked in
-registers, and the warps of a program share the depth.
+It differs from the aligned path only in the GEMM kernel: words of eight weights are unpacked in
+registers and form the left operand, and the warps of a program split K.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,7 +21,7 @@ from modular_kernel.tensors import ExpertWeights
 
 
 class AlignedW4Path(AlignedPath):
-    """Serves what config.serves says. Row p of both products' results is pair p."""
+    """The path for aligned_w4_config.serves. Row p of the output of both GEMMs is pair p."""
 
     name = aligned_w4_config.NAME
     former_names = ()
@@ -32,42 +32,42 @@ class AlignedW4Path(AlignedPath):
 
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
-        """Return whether rows and weights fill words of eight."""
+        """Return whether the kernel supports `problem`; see aligned_w4_config.serves."""
         return problem.adapters is None and aligned_w4_config.serves(problem)
 
     @classmethod
     def most_tokens(cls, problem: Problem) -> int | None:
-        """Return up to where weights are not unpacked too often."""
+        """Return the token count up to which repeated unpacking of weights is cheap enough."""
         return aligned_w4_config.most_tokens(problem)
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
-        """Return the launches by how many experts have rows."""
+        """Return the launches for the expected number of active experts."""
         return aligned_w4_config.default(problem, tokens)
 
     @classmethod
     def turns(cls, problem: Problem) -> Iterable[int]:
-        """Return where the launches change, or would if the next token came."""
+        """Return the token counts after which the default configuration changes."""
         return aligned_w4_config.turns(problem)
 
     @classmethod
     def violations(
         cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
     ) -> Iterator[Violation]:
-        """Yield what the kernel's layouts forbid."""
+        """Yield violations of the limits of the kernel."""
         assert isinstance(config, AlignedW4Config)
         return config.violations()
 
     @classmethod
     def candidates(cls, problem: Problem, tokens: int) -> Groups:
-        """Return launches around those that won."""
+        """Return the candidates of aligned_w4_config."""
         return aligned_w4_config.candidates(problem, tokens)
 
     @classmethod
     def in_place_of(
         cls, given: MoEConfig, tokens: int, problem: Problem, device: Device
     ) -> MoEConfig:
-        """Return the default for tiles of few rows: such files do not say what was launched."""
+        """Return the default configuration for small tiles, which version 1 stored as "aligned"."""
         if aligned_w4_config.took_over(problem, tokens, given.gemm1.block_m):
             return aligned_w4_config.default(problem, tokens)
         return given
@@ -80,7 +80,7 @@ class AlignedW4Path(AlignedPath):
         self._kernel = grouped_gemm_w4_kernel
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Return whether words of weights can be read 16 bytes at once, and x along its rows."""
+        """Return whether weights allow 16-byte loads and the rows of x are contiguous."""
         return x_TH.stride(1) == 1 and lie_ready(weights)
 
     def arguments(
@@ -90,9 +90,9 @@ class AlignedW4Path(AlignedPath):
         config: Launch,
         shrunk: Shrunk | None,
     ) -> dict[str, object]:
-        """Return those of the kernel for words. rows: values side by side, without scales."""
+        """Return the arguments of the 4-bit kernel. rows: contiguous along K, without scales."""
         assert isinstance(config, AlignedW4Config)
-        assert shrunk is None  # no problem with adapters is served
+        assert shrunk is None  # `serves` excludes adapters
         depth = product_depth(product.scheme, product.depth, config.block_k)
         return {
             **w4_arguments(product),

@@ -1,1 +1,1 @@
-"""Which configuration a call launches: overrides, tuned files, nearest layers, heuristics."""
+"""Selection of launch configurations: overrides, tuned files, nearest layers, heuristics."""

@@ -1,6 +1,6 @@
-"""Tuned config files as text: ours, and those of vLLM and SGLang.
+"""Reading and writing tuned config files: our format, and those of vLLM and SGLang.
 
-Ours:
+Our format:
 
     {"format": "modular_kernel.tiles/2",
      "triton_version": "3.6.0",
@@ -11,17 +11,18 @@ Ours:
             "path": "aligned", "us": 650.1, "untuned_us": 664.0},
      "128": ...}
 
-"64" is a number of tokens. "path" is one of experts.triton.paths, the first if absent; what a
-launch has depends on it. Both GEMMs have the same BLOCK_SIZE_M. BLOCK_SIZE_N counts columns of the
-product's output: a gated GEMM 1 computes as many gate columns and as many up columns. Version 1
-knows fewer names of paths (former), and tiles alone.
+The key "64" is a number of tokens. "path" is one of experts.triton.paths, by default the first,
+and determines the fields of a launch. Both GEMMs have the same BLOCK_SIZE_M. BLOCK_SIZE_N counts
+output columns: a gated GEMM 1 computes that many gate columns and that many up columns. Version 1
+has fewer path names (see `former`), and its launches are always those of LaunchConfig.
 
-vLLM and SGLang have no "format" and one launch for both GEMMs, {"64": {"BLOCK_SIZE_M": ...}};
-SGLang may have a second file, NAME_down.json, for GEMM 2. Their BLOCK_SIZE_N counts columns of the
-fused gate and up matrix: in front of a gated activation it is halved (to 16 at least), which keeps
-the work of a block. Other keys beside these are ignored.
+Files of vLLM and SGLang have no "format" and use one launch for both GEMMs,
+{"64": {"BLOCK_SIZE_M": ...}}; SGLang may have a second file, NAME_down.json, for GEMM 2. Their
+BLOCK_SIZE_N counts columns of the fused gate and up matrix. For a gated activation it is halved
+(to at least 16), which keeps the work per block. Unknown keys are ignored.
 
-A file is refused whole, with its name, what it has and what it needs: nothing is guessed.
+A malformed file is rejected as a whole, with a ConfigurationError that names the file and states
+got and need.
 """
 
 import json
@@ -49,27 +50,29 @@ _NAME = re.compile(
     r"(?P<per_channel>,per_channel_quant=True)?(?P<prepared>,prepared=True)?(?P<down>_down)?\.json",
     re.ASCII,
 )
-_LONGEST_DEVICE = 100  # file systems allow 255 bytes a name
+_MAX_DEVICE_LENGTH = 100  # file systems allow 255 bytes per name
 
 
 def device_key(name: str) -> str:
-    """Spell a device's name as files do: letters, digits and _.()+- only, "_" for the rest.
+    """Return a device name as used in file names: "_" for all but letters, digits and _.()+-.
 
-    vLLM and SGLang replace spaces alone, which is the same for every device they name.
+    vLLM and SGLang replace only spaces, which gives the same result for every device they ship
+    files for.
     """
-    key = re.sub(rf"(?!{_WORD}).", "_", name, flags=re.ASCII | re.DOTALL)[:_LONGEST_DEVICE]
+    key = re.sub(rf"(?!{_WORD}).", "_", name, flags=re.ASCII | re.DOTALL)[:_MAX_DEVICE_LENGTH]
     return key + "_" if not key or key.endswith("_down") else key
 
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """What a file name says.
+    """The fields of a config file name.
 
-    experts: on this rank, w2.shape[0]. intermediate: the logical I, w2.shape[2] where two values
-    do not share a byte. device: as device_key gives it. dtype: "fp8_w8a8", "float32", ..., "" for
-    float16 and bfloat16. block_shape: rows and depth of one weight scale, (0, g) for groups of g.
-    prepared: of calls with prepared weights alone. down: SGLang's file for GEMM 2 alone.
-    `ConfigKey.parse(key.file_name) == key` for every key.
+    experts: local experts, w2.shape[0]. intermediate: the logical I, w2.shape[2] for unpacked
+    weights. device: a result of device_key. dtype: "fp8_w8a8", "float32", ..., "" for float16 and
+    bfloat16. block_shape: (rows, K elements) per weight scale, (0, g) for groups of g. prepared:
+    for calls with prepared weights only. down: SGLang's file for GEMM 2 only.
+    `ConfigKey.parse(key.file_name) == key` for every key. Raise ConfigurationError if a field
+    cannot be written in a file name.
     """
 
     experts: int
@@ -89,7 +92,7 @@ class ConfigKey:
 
     @property
     def file_name(self) -> str:
-        """SGLang's spelling; vLLM's has no space in the block shape."""
+        """Return the name as SGLang spells it; vLLM has no space in the block shape."""
         dtype = f",dtype={self.dtype}" if self.dtype else ""
         block = f",block_shape={list(self.block_shape)}" if self.block_shape else ""
         channel = ",per_channel_quant=True" if self.per_channel else ""
@@ -100,7 +103,10 @@ class ConfigKey:
 
     @classmethod
     def parse(cls, name: str) -> "ConfigKey":
-        """From a file's name, with or without a space in the block shape."""
+        """Parse a file name; raise ConfigurationError if it is none.
+
+        The space in the block shape is optional.
+        """
         match = _NAME.fullmatch(name)
         if match is None:
             need = "E=..,N=..,device_name=..[,dtype=..][,block_shape=[n, k]]"
@@ -113,7 +119,7 @@ class ConfigKey:
 
     @classmethod
     def of(cls, problem: Problem, device_name: str, *, prepared: bool = False) -> "ConfigKey":
-        """Return the name under which tiles for `problem` are kept; of prepared weights another."""
+        """Return the key under which configurations for `problem` are stored."""
         scheme = problem.scheme
         dtype = "float32" if problem.dtype is torch.float32 else ""
         if scheme.quantized:
@@ -147,24 +153,24 @@ def _values(match: re.Match[str]) -> dict[str, Any]:
 
 
 def names_for(problem: Problem, device_name: str, *, prepared: bool = False) -> tuple[str, ...]:
-    """Every name to look `problem` up under, best first.
+    """Return the file names to look up for `problem`, best first.
 
-    Of calls with prepared weights its own alone, which no other library writes. Of others:
-    its own; vLLM's, which writes no space in the block shape and knows neither groups nor
-    per_channel_quant; and, for 4-bit weights, SGLang's, which counts the bytes of a packed row:
+    With prepared weights there is only our own name, because no other library writes such files.
+    Otherwise: our own name; vLLM's, without a space in the block shape, groups or
+    per_channel_quant; and, for 4-bit weights, SGLang's, whose N counts bytes of a packed row,
     N = I / 2.
     """
     key = ConfigKey.of(problem, device_name, prepared=prepared)
     if prepared:
         return (key.file_name,)
-    keys = list(_spellings(key))
+    keys = list(_key_variants(key))
     if problem.scheme.packed and problem.intermediate % 2 == 0:
-        keys += _spellings(replace(key, intermediate=problem.intermediate // 2))
+        keys += _key_variants(replace(key, intermediate=problem.intermediate // 2))
     names = [name for k in keys for name in (k.file_name, k.file_name.replace(", ", ","))]
     return tuple(dict.fromkeys(names))
 
 
-def _spellings(key: ConfigKey) -> Iterator[ConfigKey]:
+def _key_variants(key: ConfigKey) -> Iterator[ConfigKey]:
     yield key
     if key.block_shape is not None and key.block_shape[0] == 0:
         yield replace(key, block_shape=None)
@@ -179,20 +185,20 @@ MOST_BYTES = 1 << 20
 _TOKENS = re.compile(r"[1-9][0-9]{0,8}", re.ASCII)
 _TOP = ("format", "triton_version", "tuned_for")
 _MOST = 1 << 31
-_LONGEST = 1e12  # microseconds that are worth keeping
-# What vLLM calls the fields of a launch; all others have their own names.
+_LONGEST = 1e12  # microseconds; longer times are discarded
+# JSON keys of launch fields that differ from the field names; these are vLLM's.
 _KEYS = {
     "block_m": "BLOCK_SIZE_M",
     "block_n": "BLOCK_SIZE_N",
     "block_k": "BLOCK_SIZE_K",
     "group_m": "GROUP_SIZE_M",
 }
-_DEFAULTS = {"num_warps": 4, "num_stages": 3}  # triton's own
+_DEFAULTS = {"num_warps": 4, "num_stages": 3}  # Triton's defaults
 
 
 @dataclass(frozen=True)
 class TunedFor:
-    """What a file of ours was measured on, beside what its name says."""
+    """The layer that a file in our format was tuned on, in addition to its ConfigKey."""
 
     experts_part: str
     hidden: int
@@ -201,7 +207,7 @@ class TunedFor:
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds of a layer, tuned and, if that was timed, untuned."""
+    """Layer times in microseconds; untuned_us is None if it was not measured."""
 
     us: float
     untuned_us: float | None
@@ -209,12 +215,12 @@ class Times:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Launches by tokens as somebody wrote them, not yet fitted to a problem.
+    """The contents of a config file: launches by number of tokens, not yet fitted to a problem.
 
     gemm1, gemm2: (tokens, launch), ascending. fused_columns: block_n of GEMM 1 counts gate and up
-    columns together. strict: a launch that does not fit is an error, otherwise it is clamped.
-    paths: (tokens, path), as that version names them; a number of tokens that is not there takes
-    the first of all. version: of files of ours whose words these are.
+    columns together. strict: a launch that does not fit is an error; otherwise it is clamped.
+    paths: (tokens, path name in this version); BASE for missing numbers of tokens. version: of our
+    file format.
     """
 
     origin: str
@@ -229,7 +235,7 @@ class Recipe:
     times: Mapping[int, Times] = field(default_factory=dict, hash=False, compare=False)
 
     def configs(self) -> dict[int, MoEConfig]:
-        """By tokens; of a recipe of ours, whose GEMMs have the same numbers."""
+        """Return the configurations by tokens; both GEMMs must have the same token counts."""
         paths = dict(self.paths)
         return {
             tokens: MoEConfig(first, second, paths.get(tokens, BASE.name))
@@ -238,14 +244,14 @@ class Recipe:
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Read the recipe in a file; raise ConfigurationError, naming the file, if it is not one."""
+    """Read a config file; raise ConfigurationError, naming the file, if it is malformed."""
     return parse_recipe(_content(path), str(path))
 
 
 def _content(path: Path) -> bytes:
     what = f"config file {path}"
     try:
-        if not path.is_file():  # or a link that leads nowhere
+        if not path.is_file():  # also a dangling link
             raise ValueError("no regular file")
         return json_files.content(path, MOST_BYTES)
     except OSError as error:
@@ -256,21 +262,22 @@ def _content(path: Path) -> bytes:
 
 
 def parse_recipe(text: str | bytes, origin: str) -> Recipe:
-    """Parse the recipe in a file's text; origin: the name for errors."""
+    """Parse the text of a config file; origin: the file name in error messages."""
     what = f"config file {origin}"
     try:
         value = json_files.parse(text)
-    except ValueError as error:  # a JSONDecodeError is one
+    except ValueError as error:  # includes JSONDecodeError
         need = "JSON, every key once, finite"
         raise ConfigurationError(what, got=str(error), need=need) from error
-    return _recipe(value, what, origin)
+    return _build_recipe(value, what, origin)
 
 
 def override_recipe(value: "MoEConfig | Mapping[str, object]") -> Recipe:
-    """Make a recipe from code: a configuration, what a file has, or one launch for every call.
+    """Build a strict recipe from a configuration, the contents of a file, or one entry of it.
 
-    A mapping follows the rules of files (tokens may be numbers): {"gemm1": .., "gemm2": ..} is
-    ours, {"BLOCK_SIZE_M": ..} is vLLM's and counts fused columns. What does not fit is an error.
+    A mapping follows the rules of files, except that token counts may be integers. A single entry
+    applies to every call: {"gemm1": .., "gemm2": ..} is in our format, {"BLOCK_SIZE_M": ..} in
+    vLLM's, which counts fused columns. Raise ConfigurationError for anything else.
     """
     what = "override_config"
     if isinstance(value, MoEConfig):
@@ -280,26 +287,26 @@ def override_recipe(value: "MoEConfig | Mapping[str, object]") -> Recipe:
         launches = ((1, value.gemm1),), ((1, value.gemm2),)
         paths = ((1, value.path),)
         return Recipe(what, *launches, fused_columns=False, strict=True, paths=paths)
-    contents: dict[Any, object] = dict(_mapping(value, what))
+    contents: dict[Any, object] = dict(_require_mapping(value, what))
     if "gemm1" in contents:
         contents = {"format": FORMAT, "1": contents}
     elif "BLOCK_SIZE_M" in contents:
         contents = {"1": contents}
-    named = {str(key) if type(key) is int else key: entry for key, entry in contents.items()}
-    recipe = _recipe(named, what, what)
+    by_key = {str(key) if type(key) is int else key: entry for key, entry in contents.items()}
+    recipe = _build_recipe(by_key, what, what)
     version = recipe.version if "format" in contents else VERSION
     return replace(recipe, strict=True, triton=None, tuned_for=None, version=version)
 
 
-def _recipe(value: object, what: str, origin: str) -> Recipe:
-    top = _mapping(value, what)
+def _build_recipe(value: object, what: str, origin: str) -> Recipe:
+    top = _require_mapping(value, what)
     ours, version = "format" in top, 1
     if ours:
-        known = top["format"]
-        version = FORMATS.get(known, 0) if isinstance(known, str) else 0
+        format_name = top["format"]
+        version = FORMATS.get(format_name, 0) if isinstance(format_name, str) else 0
         if not version:
             need = f"one of {', '.join(FORMATS)}"
-            raise ConfigurationError(f"{what}: format", got=_short(known), need=need)
+            raise ConfigurationError(f"{what}: format", got=_short(format_name), need=need)
     entries: dict[int, Mapping[str, object]] = {}
     for key, entry in top.items():
         if key in _TOP:
@@ -307,14 +314,16 @@ def _recipe(value: object, what: str, origin: str) -> Recipe:
         if not isinstance(key, str) or _TOKENS.fullmatch(key) is None:
             need = f"tokens 1 to 999999999, or one of {', '.join(_TOP)}"
             raise ConfigurationError(f"{what}: key", got=_short(key), need=need)
-        entries[int(key)] = _mapping(entry, f"{what}: tokens {key}")
+        entries[int(key)] = _require_mapping(entry, f"{what}: tokens {key}")
     if not entries:
         raise ConfigurationError(what, got="no number of tokens", need="at least one")
     configs: dict[int, MoEConfig] = {}
     for tokens in sorted(entries):
-        where = f"{what}: tokens {tokens}"
+        entry_label = f"{what}: tokens {tokens}"
         configs[tokens] = (
-            _ours(entries[tokens], where, version) if ours else _theirs(entries[tokens], where)
+            _ours(entries[tokens], entry_label, version)
+            if ours
+            else _theirs(entries[tokens], entry_label)
         )
     return Recipe(
         origin=origin,
@@ -331,7 +340,7 @@ def _recipe(value: object, what: str, origin: str) -> Recipe:
 
 
 def _short(value: object) -> str:
-    """For a message: never long, whatever the value."""
+    """Return a short representation of any value, for messages."""
     if isinstance(value, str):
         return repr(value[:80])
     if isinstance(value, int):
@@ -339,7 +348,7 @@ def _short(value: object) -> str:
     return repr(value) if isinstance(value, float) else type(value).__name__
 
 
-def _mapping(value: object, what: str) -> Mapping[Any, object]:
+def _require_mapping(value: object, what: str) -> Mapping[Any, object]:
     if not isinstance(value, Mapping):
         raise ConfigurationError(what, got=type(value).__name__, need="an object with keys")
     return value
@@ -352,7 +361,7 @@ def _ours(entry: Mapping[str, object], what: str, version: int) -> MoEConfig:
         if name not in entry:
             raise ConfigurationError(what, got=f"no {name}", need="gemm1 and gemm2")
     first, second = (
-        _launch(_mapping(entry[name], f"{what} {name}"), f"{what} {name}", launch)
+        _launch(_require_mapping(entry[name], f"{what} {name}"), f"{what} {name}", launch)
         for name in ("gemm1", "gemm2")
     )
     if first.block_m != second.block_m:
@@ -367,21 +376,25 @@ def _theirs(entry: Mapping[str, object], what: str) -> MoEConfig:
 
 
 def _launch(values: Mapping[str, object], what: str, kind: type[Any]) -> Launch:
-    """Return a launch of whole numbers; whether it can be launched depends on the problem.
+    """Build a launch of type `kind`; its validity for a problem is not checked here.
 
-    They are positive, but for a field whose default is 0.
+    Every field is an integer and at least 1, or at least 0 if its default is 0.
     """
     numbers = {}
-    for each in fields(kind):
-        key = _KEYS.get(each.name, each.name)
-        default = _DEFAULTS.get(each.name) if each.default is MISSING else each.default
-        value, least = values.get(key, default), 0 if each.default == 0 else 1
+    for launch_field in fields(kind):
+        key = _KEYS.get(launch_field.name, launch_field.name)
+        default = (
+            _DEFAULTS.get(launch_field.name)
+            if launch_field.default is MISSING
+            else launch_field.default
+        )
+        value, least = values.get(key, default), 0 if launch_field.default == 0 else 1
         if type(value) is not int or not least <= value < _MOST:
             need = f"a whole number from {least} to {_MOST - 1}"
             raise ConfigurationError(f"{what}: {key}", got=_short(value), need=need)
-        numbers[each.name] = value
-    made: Launch = kind(**numbers)
-    return made
+        numbers[launch_field.name] = value
+    launch: Launch = kind(**numbers)
+    return launch
 
 
 def _version(top: Mapping[str, object], what: str) -> str | None:
@@ -395,7 +408,7 @@ def _tuned_for(top: Mapping[str, object], what: str) -> TunedFor | None:
     if "tuned_for" not in top:
         return None
     what = f"{what}: tuned_for"
-    facts = _mapping(top["tuned_for"], what)
+    facts = _require_mapping(top["tuned_for"], what)
     part, hidden, top_k = (facts.get(key) for key in ("experts_part", "hidden", "top_k"))
     if not isinstance(part, str) or type(hidden) is not int or type(top_k) is not int:
         need = "experts_part (a name), hidden and top_k (whole numbers)"
@@ -404,29 +417,31 @@ def _tuned_for(top: Mapping[str, object], what: str) -> TunedFor | None:
 
 
 def _path(entry: Mapping[str, object], what: str, version: int) -> str:
-    path, known = entry.get("path", BASE.name), NAMES if version == VERSION else FORMER_NAMES
-    if isinstance(path, str) and path in known:
+    path, valid_names = entry.get("path", BASE.name), NAMES if version == VERSION else FORMER_NAMES
+    if isinstance(path, str) and path in valid_names:
         return path
-    raise ConfigurationError(f"{what}: path", got=_short(path), need=f"one of {', '.join(known)}")
+    raise ConfigurationError(
+        f"{what}: path", got=_short(path), need=f"one of {', '.join(valid_names)}"
+    )
 
 
 def _times(entry: Mapping[str, object]) -> Times | None:
-    us, untuned = (_microseconds(entry.get(key)) for key in ("us", "untuned_us"))
+    us, untuned = (_parse_microseconds(entry.get(key)) for key in ("us", "untuned_us"))
     return None if us is None else Times(us, untuned)
 
 
-def _microseconds(value: object) -> float | None:
+def _parse_microseconds(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and 0 < value < _LONGEST else None
 
 
 def config_as_json(config: MoEConfig) -> dict[str, object]:
-    """Return an entry of a file of ours, without its times."""
-    one, two = (_as_json(launch) for launch in (config.gemm1, config.gemm2))
+    """Return the JSON entry of a configuration in our format, without times."""
+    one, two = (_launch_to_json(launch) for launch in (config.gemm1, config.gemm2))
     return {"gemm1": one, "gemm2": two, "path": config.path}
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """Return the text of a file of ours."""
+    """Serialize `recipe` in our format."""
     top: dict[str, object] = {"format": FORMAT}
     if recipe.triton is not None:
         top["triton_version"] = recipe.triton
@@ -438,5 +453,5 @@ def dump_recipe(recipe: Recipe) -> str:
     return json.dumps(top, indent=2) + "\n"
 
 
-def _as_json(launch: Launch) -> dict[str, int]:
+def _launch_to_json(launch: Launch) -> dict[str, int]:
     return {_KEYS.get(name, name): value for name, value in vars(launch).items()}

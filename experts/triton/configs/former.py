@@ -1,8 +1,8 @@
-"""What files of version 1 say, in the words of today.
+"""Translation of tuned files of version 1 to the current paths.
 
-They name fewer paths: two had the name "single", and launches of 4-bit weights and few rows were
-chosen behind what a file said of the aligned path. Some paths came later, and are faster than what
-such files have, wherever they are taken without one.
+Version 1 has fewer path names: two paths shared the name "single", and launches for 4-bit weights
+with few rows were stored under the aligned path. Paths added later are faster than the launches in
+such files wherever the heuristics choose them.
 """
 
 from collections.abc import Collection
@@ -15,31 +15,31 @@ from experts.triton.paths import PATHS
 from modular_kernel.spec.problem import Problem
 
 FORMER_NAMES = tuple(dict.fromkeys(name for path in PATHS for name in path.former_names))
-# Paths that a file of version 1 could mean.
+# Paths that a file of version 1 can name.
 MEANT = tuple(path.name for path in PATHS if path.replaces is None)
 
 
 def path_meant(name: str, problem: Problem, device: Device) -> type[Path]:
-    """Return the path that a file of version 1 means by `name`: of several that which serves."""
-    meant = [path for path in PATHS if name in path.former_names]
-    return next((path for path in meant if path.serves(problem, device)), meant[0])
+    """Return the path that `name` denotes in a file of version 1, preferably a supported one."""
+    candidates = [path for path in PATHS if name in path.former_names]
+    return next((path for path in candidates if path.serves(problem, device)), candidates[0])
 
 
 def named_now(config: MoEConfig, problem: Problem, device: Device) -> MoEConfig:
-    """Return `config` of a file of version 1 as the path that it means types it."""
+    """Convert a configuration of version 1 to the path and the launch types of today."""
     path = path_meant(config.path, problem, device)
-    one, two = (_typed(launch, path) for launch in (config.gemm1, config.gemm2))
+    one, two = (_convert_launch(launch, path) for launch in (config.gemm1, config.gemm2))
     return MoEConfig(one, two, path.name)
 
 
-def _typed(launch: Launch, path: type[Path]) -> Launch:
+def _convert_launch(launch: Launch, path: type[Path]) -> Launch:
     values = {field.name: getattr(launch, field.name) for field in fields(path.launch)}
-    made: Launch = path.launch(**values)
-    return made
+    converted: Launch = path.launch(**values)
+    return converted
 
 
 def replaced(steps: Steps, problem: Problem, device: Device, paths: Collection[str]) -> Steps:
-    """Return `steps`, with what paths that had no name launched in place of what is said there."""
+    """Replace steps of a version 1 file with those of paths that it could not name."""
     for path in PATHS:
         if path.name not in paths or not path.serves(problem, device):
             continue
@@ -60,6 +60,6 @@ def replaced(steps: Steps, problem: Problem, device: Device, paths: Collection[s
 def in_words_of_now(
     config: MoEConfig, tokens: int, problem: Problem, device: Device, paths: Collection[str]
 ) -> MoEConfig:
-    """Return what a call of `tokens` tokens launches where a file of version 1 has `config`."""
+    """Return what a call of `tokens` tokens launches when a file of version 1 has `config`."""
     steps = Steps((ENDLESS,), (named_now(config, problem, device),))
     return replaced(steps, problem, device, paths).choose(tokens)

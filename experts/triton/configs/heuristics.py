@@ -1,4 +1,4 @@
-"""Launch configurations by token count, their limits, and the defaults without a tuned file."""
+"""Launch configurations as a step function of the token count, and the untuned defaults."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -13,8 +13,11 @@ from modular_kernel.spec.problem import Problem
 
 @dataclass(frozen=True)
 class Steps:
-    """Configurations by tokens: configs[i] serves calls of at most lasts[i] tokens, as far as none
-    before it does. lasts ascends and ends with ENDLESS."""
+    """Configurations as a step function of the number of tokens.
+
+    configs[i] applies to calls of lasts[i - 1] + 1 to lasts[i] tokens. lasts ascends and ends with
+    ENDLESS.
+    """
 
     lasts: tuple[int, ...]
     configs: tuple[MoEConfig, ...]
@@ -26,17 +29,17 @@ class Steps:
         return self.configs[self.index(tokens)]
 
     def most_tokens(self, tokens: int) -> dict[tuple[str, int], int]:
-        """(path, block_m) -> the most tokens of a call that meets it, none above `tokens`."""
-        most: dict[tuple[str, int], int] = {}
+        """Return, by (path, block_m), the largest call that uses it, up to `tokens` tokens."""
+        result: dict[tuple[str, int], int] = {}
         for last in self.lasts:
             limit = min(tokens, last)
             config = self.choose(limit)
             kind = config.path, config.gemm1.block_m
-            most[kind] = max(limit, most.get(kind, 0))
-        return most
+            result[kind] = max(limit, result.get(kind, 0))
+        return result
 
     def within(self, paths: Collection[str], other: "Steps") -> "Steps":
-        """Return these steps, or those of `other` wherever the path is not one of `paths`."""
+        """Return these steps, with those of `other` where the path is not in `paths`."""
         return self.changed(
             other.lasts, lambda last, c: c if c.path in paths else other.choose(last)
         )
@@ -44,20 +47,25 @@ class Steps:
     def changed(
         self, ends: Iterable[int], change: Callable[[int, MoEConfig], MoEConfig]
     ) -> "Steps":
-        """Return these steps, cut behind `ends` too, each configuration as `change` has it.
+        """Split the steps after `ends` as well, apply `change` to each, and merge equal neighbors.
 
-        change: is told the most tokens of a step, and is the same for all of its calls.
+        change(last, config): `last` is the last token count of a step; the result must hold for
+        every token count of that step.
         """
-        lasts = sorted({*self.lasts, *(end for end in ends if 0 <= end < ENDLESS)})
-        found = [change(last, self.choose(last)) for last in lasts]
-        kept = [i for i, one in enumerate(found[:-1]) if one != found[i + 1]] + [len(found) - 1]
-        return Steps(tuple(lasts[i] for i in kept), tuple(found[i] for i in kept))
+        boundaries = sorted({*self.lasts, *(end for end in ends if 0 <= end < ENDLESS)})
+        configs = [change(last, self.choose(last)) for last in boundaries]
+        last_of_run = [i for i, config in enumerate(configs[:-1]) if config != configs[i + 1]] + [
+            len(configs) - 1
+        ]
+        return Steps(
+            tuple(boundaries[i] for i in last_of_run), tuple(configs[i] for i in last_of_run)
+        )
 
 
 def config_violations(
     config: MoEConfig, problem: Problem, device: Device
 ) -> Iterator[tuple[str, Violation]]:
-    """Yield every reason not to launch `config`, each with the GEMM that it is about, or ""."""
+    """Yield (GEMM name or "", violation) for every reason why `config` cannot be launched."""
     path = BY_NAME[config.path]
     if not path.serves(problem, device):
         yield "", Violation("path", config.path, f"one that serves {problem.quant}")
@@ -86,9 +94,9 @@ def require_config(config: MoEConfig, problem: Problem, device: Device, origin: 
 def heuristics(
     problem: Problem, device: Device, paths: Collection[str] = NAMES, *, prepared: bool = False
 ) -> Steps:
-    """Return the configurations of `problem` on `device`, by the paths named, BASE at least.
+    """Return the default configurations of `problem` on `device`, using only `paths` and BASE.
 
-    prepared: of calls with prepared weights. Raise ConfigurationError where the scheme's groups
+    prepared: for calls with prepared weights. Raise ConfigurationError if the groups of the scheme
     allow no launch.
     """
     steps = Steps((ENDLESS,), (BASE.default_config(problem, ENDLESS, device),))
@@ -99,7 +107,7 @@ def heuristics(
 
 
 def with_prepared(steps: Steps, problem: Problem, device: Device, paths: Collection[str]) -> Steps:
-    """Return `steps`, but what paths that prepare weights take of calls with prepared ones."""
+    """Overlay `steps` with the configurations that `paths` use for prepared weights."""
     for path in PATHS:
         if path.name not in paths or not path.serves(problem, device):
             continue
@@ -108,20 +116,23 @@ def with_prepared(steps: Steps, problem: Problem, device: Device, paths: Collect
         def change(
             last: int, config: MoEConfig, turns: Sequence[tuple[int, MoEConfig]] = turns
         ) -> MoEConfig:
-            return next((own for least, own in reversed(turns) if least <= last), config)
+            return next(
+                (path_config for least, path_config in reversed(turns) if least <= last),
+                config,
+            )
 
         steps = steps.changed((least - 1 for least, _ in turns), change)
     return steps
 
 
 def over(steps: Steps, path: type[Path], problem: Problem, device: Device) -> Steps:
-    """Return `steps`, but what `path` takes where it does without a tuned file."""
-    least, most = path.least_tokens(problem), path.most_tokens(problem)
-    if most == 0:
+    """Overlay `steps` with the defaults of `path` over its range of token counts."""
+    min_tokens, max_tokens = path.least_tokens(problem), path.most_tokens(problem)
+    if max_tokens == 0:
         return steps
-    top = ENDLESS if most is None else most
+    top = ENDLESS if max_tokens is None else max_tokens
 
     def change(last: int, config: MoEConfig) -> MoEConfig:
-        return path.default_config(problem, last, device) if least <= last <= top else config
+        return path.default_config(problem, last, device) if min_tokens <= last <= top else config
 
-    return steps.changed((least - 1, *path.turns(problem), top), change)
+    return steps.changed((min_tokens - 1, *path.turns(problem), top), change)

@@ -1,17 +1,18 @@
-"""Which tuned file serves a problem, and the configurations it gives.
+"""Lookup of the tuned file for a problem, and its conversion to configurations by token count.
 
-Calls with prepared weights have files of their own, and without one take what others take but for
-the paths that prepare.
+Precedence: an active override > the user's folder (MK_CONFIG_DIR) > the packaged files in data/ >
+the nearest layers with a packaged file (`nearest`) > `heuristics`, if no file exists for this
+device and number format.
 
-Order: an override in force > the user's folder (MK_CONFIG_DIR) > the packaged files in data/ > the
-nearest layers that have a packaged file (`nearest`) > `heuristics`, where no file is for this
-device and number format. In a folder a file may lie under
-triton_X_Y_Z/, as SGLang keeps them, or at its top, as vLLM does: this triton's subfolder first,
-then the top, then other versions, newest first. A name is looked for everywhere in a folder before
-the next name is (see configs.filenames).
+A folder may keep files in triton_X_Y_Z/, as SGLang does, or at its top level, as vLLM does. The
+subfolder of the installed Triton is searched first, then the top level, then other versions, newest
+first. Every place is searched for one file name before the next name is tried (see
+`files.names_for`).
 
-A file holds launches for some numbers of tokens; a call takes those of the nearest, and of two
-equally near ones those of the smaller number.
+A file has launches for some token counts. A call uses the nearest one; ties go to the smaller.
+
+Calls with prepared weights have separate files. Without one they use the ordinary configurations,
+overlaid with those of the paths that prepare weights.
 """
 
 import logging
@@ -48,22 +49,22 @@ from modular_kernel.text import printable
 
 _LOG = logging.getLogger("modular_kernel.tiles")
 _SUBFOLDER = re.compile(r"triton_(\d+)_(\d+)_(\d+)", re.ASCII)
-PACKAGED = "packaged"  # what the folder that ships is called
-NEAREST = "nearest"  # an origin
-FIXED = "one configuration for every number of tokens: batch_invariant"  # an origin
+PACKAGED = "packaged"  # title of the folder that ships with the package
+NEAREST = "nearest"  # a value of Source.origin
+FIXED = "one configuration for every number of tokens: batch_invariant"  # another
 _LEAST_BLOCK_N = 16
-# What gives way when a launch of somebody else's is fitted; the rest must be right as it is.
-_FITTED = frozenset({GROUP, SHARED})
+# Violations that are clamped in files of vLLM and SGLang; all others are errors.
+_CLAMPED_VIOLATIONS = frozenset({GROUP, SHARED})
 
 
 @dataclass(frozen=True)
 class Source:
-    """The configurations of a problem and where they come from.
+    """The configurations of a problem and their origin.
 
-    origin: "override_config", a file, "nearest", "heuristics" or FIXED. keys: numbers of tokens
-    that the file has. whose: of each of the steps, the layer it is from. notes: what else a reader
-    should know. looked_in: places without a file, in order. former: files of version 1 say so.
-    prepared: it says what calls with prepared weights launch.
+    origin: "override_config", a file, "nearest", "heuristics" or FIXED. keys: token counts in the
+    file. whose: the layer that each step is borrowed from. notes: remarks for `explain`.
+    looked_in: places without a usable file, in order. former: the origin is a file of version 1.
+    prepared: the steps apply to calls with prepared weights.
     """
 
     steps: Steps
@@ -78,7 +79,10 @@ class Source:
     def launched(
         self, problem: Problem, device: Device, paths: Collection[str], *, prepared: bool = False
     ) -> Steps:
-        """Return what is launched by these paths where this decides; prepared: weights are."""
+        """Return the steps launched from this source by a caller that supports `paths`.
+
+        prepared: for calls with prepared weights.
+        """
         steps = self.steps
         if self.former:
             steps = replaced(steps, problem, device, paths)
@@ -96,7 +100,7 @@ class Source:
 class ConfigLookup:
     """Folders of tuned files for one device.
 
-    folders: (what it is called, where), best first. triton: the version here, if known.
+    folders: (title, path), best first. triton: the installed version, if known.
     """
 
     folders: tuple[tuple[str, Path], ...]
@@ -104,104 +108,110 @@ class ConfigLookup:
     triton: str | None = None
 
     def source(self, problem: Problem, *, prepared: bool = False) -> Source:
-        """Return what the first file there is has, or the heuristics. Reads files.
+        """Return the configurations from the best file, the nearest layers or the heuristics.
 
-        prepared: for calls with prepared weights; that of other calls where these have no file.
-        ConfigurationError names a file that cannot be read, is malformed or, being ours, does not
-        fit. Warns, once for each file, where one of another triton is used or was clamped.
+        prepared: for calls with prepared weights; falls back to the ordinary source if they have
+        no file. Raise ConfigurationError, naming the file, if it cannot be read, is malformed or,
+        in our format, does not fit. Warn once per file that was tuned with another Triton or is
+        clamped.
         """
-        if problem.batch_invariant:  # files are by the number of tokens
+        if problem.batch_invariant:  # files depend on the number of tokens
             return Source(heuristics(problem, self.device), FIXED)
         looked_in: list[str] = []
         names = names_for(problem, self.device.name, prepared=prepared)
         for title, folder in self.folders if self.device.name else ():
             path = self._first(folder, names)
             if path is None:
-                there = "no file" if folder.is_dir() else "no such folder"
-                of = " of prepared weights" if prepared and folder.is_dir() else ""
-                looked_in.append(f"{title} {folder}: {there}{of}")
+                reason = "no file" if folder.is_dir() else "no such folder"
+                suffix = " of prepared weights" if prepared and folder.is_dir() else ""
+                looked_in.append(f"{title} {folder}: {reason}{suffix}")
                 continue
-            recipe = _with_down(path)
-            if not _same_rows(recipe, problem):
-                why = "tuned for rows that start on 16 elements"
-                looked_in.append(f"{title} {path}: {why}")
+            recipe = _read_with_down(path)
+            if not _has_same_alignment(recipe, problem):
+                mismatch = "tuned for rows that start on 16 elements"
+                looked_in.append(f"{title} {path}: {mismatch}")
                 continue
-            found = fit(recipe, problem, self.device, prepared=prepared)
-            notes = (*self._foreign_triton(path, recipe), *found.notes)
+            fitted = fit(recipe, problem, self.device, prepared=prepared)
+            notes = (*self._foreign_triton(path, recipe), *fitted.notes)
             if notes:
                 _warn(f"{path}: {'; '.join(notes)}")
             if recipe.tuned_for is not None:
-                notes = (*notes, *_other_layer(recipe, problem))
-            return replace(found, notes=notes, looked_in=tuple(looked_in))
+                notes = (*notes, *_layer_differences(recipe, problem))
+            return replace(fitted, notes=notes, looked_in=tuple(looked_in))
         if prepared:
-            others = self.source(problem)
-            return replace(others, looked_in=(*dict.fromkeys((*looked_in, *others.looked_in)),))
-        known = self._known(problem)
-        if not known:
+            ordinary = self.source(problem)
+            return replace(ordinary, looked_in=(*dict.fromkeys((*looked_in, *ordinary.looked_in)),))
+        tuned_layers = self._known(problem)
+        if not tuned_layers:
             steps = heuristics(problem, self.device)
             return Source(steps, "heuristics", looked_in=tuple(looked_in))
-        lent = borrow(known, problem, self.device, heuristics(problem, self.device, MEANT))
-        whose = tuple(one.origin for one in lent)
-        return Source(steps_of(lent), NEAREST, whose=whose, looked_in=tuple(looked_in), former=True)
+        borrowed = borrow(
+            tuned_layers, problem, self.device, heuristics(problem, self.device, MEANT)
+        )
+        lenders = tuple(entry.origin for entry in borrowed)
+        return Source(
+            steps_of(borrowed), NEAREST, whose=lenders, looked_in=tuple(looked_in), former=True
+        )
 
     def _known(self, problem: Problem) -> list[Known]:
         """Return the packaged layers for this device and number format.
 
-        There are none for a problem whose rows start elsewhere than theirs do.
+        The list is empty for a problem whose rows do not start at multiples of 16 elements,
+        because those of all packaged layers do.
         """
         if not self.device.name or not starts_on_16(problem):
             return []
-        wanted, known = ConfigKey.of(problem, self.device.name), list[Known]()
+        wanted_key, layers = ConfigKey.of(problem, self.device.name), list[Known]()
         for title, folder in self.folders:
             if title != PACKAGED:
                 continue
             for path in sorted((folder / subfolder(self.triton)).glob("E=*.json")):
                 key = ConfigKey.parse(path.name)
-                if replace(wanted, experts=key.experts, intermediate=key.intermediate) == key:
-                    known.append(Known.of(key, read_recipe(path)))
-        return known
+                if replace(wanted_key, experts=key.experts, intermediate=key.intermediate) == key:
+                    layers.append(Known.of(key, read_recipe(path)))
+        return layers
 
     def _first(self, folder: Path, names: Sequence[str]) -> Path | None:
         places = [folder / name for name in self._subfolders(folder)]
         paths = (place / name for name in names for place in places)
-        # A dangling link or a folder of that name is met by `read_recipe`, which refuses it.
+        # `read_recipe` rejects a dangling link or a folder of that name.
         return next((path for path in paths if path.exists() or path.is_symlink()), None)
 
     def _subfolders(self, folder: Path) -> Iterator[str]:
-        own = subfolder(self.triton)
-        if own:
-            yield own
+        installed = subfolder(self.triton)
+        if installed:
+            yield installed
         yield ""
         others = []
         for entry in folder.iterdir() if folder.is_dir() else ():
             match = _SUBFOLDER.fullmatch(entry.name)
-            if match is not None and entry.name != own:
+            if match is not None and entry.name != installed:
                 others.append((tuple(map(int, match.groups())), entry.name))
         yield from (name for _, name in sorted(others, reverse=True))
 
     def _foreign_triton(self, path: Path, recipe: Recipe) -> Iterator[str]:
-        here = subfolder(self.triton)
-        there = path.parent.name if _SUBFOLDER.fullmatch(path.parent.name) else ""
-        there = subfolder(recipe.triton) or there
-        if here and there and here != there:
-            version = there.removeprefix("triton_").replace("_", ".")
+        installed = subfolder(self.triton)
+        tuned_with = path.parent.name if _SUBFOLDER.fullmatch(path.parent.name) else ""
+        tuned_with = subfolder(recipe.triton) or tuned_with
+        if installed and tuned_with and installed != tuned_with:
+            version = tuned_with.removeprefix("triton_").replace("_", ".")
             yield f"tuned with triton {version}, this is {self.triton}: it may not be the best here"
 
 
 def subfolder(triton: str | None) -> str:
-    """Where files tuned with this version of triton lie: "triton_3_6_0"; "" if unknown."""
+    """Return the subfolder for a Triton version, such as "triton_3_6_0"; "" if unknown."""
     match = re.match(r"(\d+)\.(\d+)\.(\d+)", triton or "", re.ASCII)
     return f"triton_{'_'.join(match.groups())}" if match else ""
 
 
 @cache
 def _warn(text: str) -> None:
-    """One line, the first time only."""
+    """Log `text` once per process."""
     _LOG.warning("%s", printable(text))
 
 
-def _with_down(path: Path) -> Recipe:
-    """Read the recipe of a file, with GEMM 2 from SGLang's file beside it if there is one."""
+def _read_with_down(path: Path) -> Recipe:
+    """Read a config file, with GEMM 2 from SGLang's "_down" file next to it, if any."""
     recipe = read_recipe(path)
     down = path.with_name(path.name.removesuffix(".json") + "_down.json")
     if recipe.strict or not down.exists():
@@ -213,36 +223,36 @@ def _with_down(path: Path) -> Recipe:
     return replace(recipe, gemm2=second.gemm2)
 
 
-def _same_rows(recipe: Recipe, problem: Problem) -> bool:
-    """Whether large tiles load this problem's rows as they did the tuner's."""
+def _has_same_alignment(recipe: Recipe, problem: Problem) -> bool:
+    """Return whether rows have the same alignment as in tuning, on which large tiles depend."""
     if starts_on_16(problem):
         return True
     return recipe.tuned_for is not None and recipe.tuned_for.hidden == problem.hidden
 
 
-def _other_layer(recipe: Recipe, problem: Problem) -> Iterator[str]:
+def _layer_differences(recipe: Recipe, problem: Problem) -> Iterator[str]:
     assert recipe.tuned_for is not None
     for name in ("hidden", "top_k"):
-        there, here = getattr(recipe.tuned_for, name), getattr(problem, name)
-        if there != here:
-            yield f"tuned for {name}={there}, this problem has {here}"
+        tuned, actual = getattr(recipe.tuned_for, name), getattr(problem, name)
+        if tuned != actual:
+            yield f"tuned for {name}={tuned}, this problem has {actual}"
 
 
 def nearest(keys: Sequence[int], tokens: int) -> int:
-    """Return the key nearest to `tokens`; of two equally near ones the smaller."""
+    """Return the key nearest to `tokens`; ties go to the smaller."""
     return min(keys, key=lambda key: (abs(key - tokens), key))
 
 
 def fit(recipe: Recipe, problem: Problem, device: Device, *, prepared: bool = False) -> Source:
-    """Return the recipe's configurations for `problem`, of calls with prepared weights or without.
+    """Convert `recipe` to configurations for `problem` on `device`.
 
-    Raise ConfigurationError if they cannot be launched.
+    prepared: for calls with prepared weights. Raise ConfigurationError if one cannot be launched.
     """
     tops = {t: _top(path, t, recipe, problem, device, prepared) for t, path in recipe.paths}
     one, two = _lasts(recipe.gemm1, tops), _lasts(recipe.gemm2, tops)
-    lasts = sorted({last for last, _ in (*one, *two)})
+    boundaries = sorted({last for last, _ in (*one, *two)})
     configs, notes = [], dict[str, None]()
-    for last in lasts:
+    for last in boundaries:
         (tokens, first), (tokens2, second) = (_until(last, choices) for choices in (one, two))
         if recipe.fused_columns:
             places = (f"{recipe.origin}, tokens {t}" for t in (tokens, tokens2))
@@ -251,15 +261,15 @@ def fit(recipe: Recipe, problem: Problem, device: Device, *, prepared: bool = Fa
         config = MoEConfig(first, second, dict(recipe.paths).get(tokens, BASE.name))
         if recipe.version < VERSION:
             config = named_now(config, problem, device)
-        # Where its path does not serve the problem it is not taken: see Steps.within.
+        # A path that does not support the problem is replaced later; see Steps.within.
         if BY_NAME[config.path].serves(problem, device):
             require_config(config, problem, device, f"{recipe.origin}, tokens {tokens}")
         configs.append(config)
     if problem.batch_invariant:
-        _require_one(configs, problem, device, recipe.origin)
+        _require_single_config(configs, problem, device, recipe.origin)
     keys = tuple(tokens for tokens, _ in recipe.gemm1)
     former = recipe.version < VERSION
-    steps = Steps(tuple(lasts), tuple(configs))
+    steps = Steps(tuple(boundaries), tuple(configs))
     return Source(
         steps, recipe.origin, keys, notes=_few(list(notes)), former=former, prepared=prepared
     )
@@ -272,20 +282,20 @@ def _until(last: int, choices: Sequence[tuple[int, tuple[int, Launch]]]) -> tupl
 def _top(
     name: str, tokens: int, recipe: Recipe, problem: Problem, device: Device, prepared: bool
 ) -> int:
-    """Return the most tokens that what was tuned for `tokens` on this path may serve.
+    """Return the largest call for which a configuration tuned for `tokens` on this path applies.
 
-    A path of a few tokens reads weights once for every pair: what was tuned for fewer tokens than
-    it pays for says nothing about more. What it prepares pays for any number.
+    Small-M paths read weights once per pair, so their launches are not extended beyond
+    `most_tokens`. With prepared weights there is no limit.
     """
     former = recipe.version < VERSION
     path = path_meant(name, problem, device) if former else BY_NAME[name]
     if prepared and path.turns_of_prepared(problem):
         return ENDLESS
-    most = path.most_tokens(problem)
-    return ENDLESS if most is None else max(tokens, most)
+    max_tokens = path.most_tokens(problem)
+    return ENDLESS if max_tokens is None else max(tokens, max_tokens)
 
 
-def _require_one(
+def _require_single_config(
     configs: Sequence[MoEConfig], problem: Problem, device: Device, origin: str
 ) -> None:
     served = all(BY_NAME[config.path].serves(problem, device) for config in configs)
@@ -304,29 +314,29 @@ def _fitted(
     device: Device,
     places: tuple[str, ...],
 ) -> tuple[LaunchConfig, LaunchConfig, list[str]]:
-    """Return launches of vLLM's or SGLang's as they fit here, and which ones were made smaller."""
-    made: list[LaunchConfig] = []
+    """Clamp launches of vLLM or SGLang to this device; return them and a note for each change."""
+    results: list[LaunchConfig] = []
     clamps = []
-    for tile, gemm, where in zip((first, second), gemms(problem), places, strict=True):
+    for tile, gemm, place in zip((first, second), gemms(problem), places, strict=True):
         assert isinstance(tile, LaunchConfig)
         if gemm.sides == 2:
             tile = replace(tile, block_n=max(tile.block_n // 2, _LEAST_BLOCK_N))
-        if made:  # SGLang's second file may say otherwise, but the alignment is shared
-            tile = replace(tile, block_m=made[0].block_m)
-        fitted = _clamped(tile, gemm, device, recipe.strict, where)
+        if results:  # SGLang's second file may differ, but both GEMMs share one alignment
+            tile = replace(tile, block_m=results[0].block_m)
+        fitted = _clamped(tile, gemm, device, recipe.strict, place)
         if fitted != tile:
-            tokens = where.removeprefix(f"{recipe.origin}, ")
+            tokens = place.removeprefix(f"{recipe.origin}, ")
             clamps.append(f"{tokens} {gemm}: {tile} clamped to {fitted}")
-        made.append(fitted)
-    return made[0], made[1], clamps
+        results.append(fitted)
+    return results[0], results[1], clamps
 
 
 def _lasts(
     launches: Sequence[tuple[int, Launch]], tops: Mapping[int, int]
 ) -> list[tuple[int, tuple[int, Launch]]]:
-    """(most tokens to which this launch is the nearest, launch), ascending.
+    """Return (largest token count for which this launch is nearest, launch), ascending.
 
-    tops: where launches that are not the last end, at the latest, by their tokens.
+    tops: upper limits of those counts, by the tokens of a launch. The last launch has no limit.
     """
     tokens = [t for t, _ in launches]
     ends = [min((low + high) // 2, tops.get(low, ENDLESS)) for low, high in pairwise(tokens)]
@@ -336,16 +346,16 @@ def _lasts(
 def _clamped(
     tile: LaunchConfig, gemm: Gemm, device: Device, strict: bool, where: str
 ) -> LaunchConfig:
-    """`tile`, or a smaller one where it does not fit and need not be taken as it is."""
+    """Return `tile`, clamped if it does not fit and `strict` is False."""
     if not strict:
-        found = {violation.what for violation in violations(tile, gemm, device)}
-        if found and found <= _FITTED:
+        violated = {violation.what for violation in violations(tile, gemm, device)}
+        if violated and violated <= _CLAMPED_VIOLATIONS:
             tile = clamped(tile, gemm, device)
     return require(tile, gemm, device, where)
 
 
 def _few(notes: list[str]) -> tuple[str, ...]:
-    """Return the first note, and how many there are like it."""
+    """Return the first note and the number of further ones."""
     if len(notes) <= 1:
         return tuple(notes)
     return (f"{notes[0]}, and {len(notes) - 1} more like it",)

@@ -1,8 +1,8 @@
-"""Configurations of a layer without a file of its own: the nearest layers' that have one.
+"""Configurations for layers without a tuned file, borrowed from the nearest tuned layers.
 
-What a launch costs depends on few things: how deep and wide the products are, how many experts have
-rows, and how many. Each entry of a tuned file is a point by these; a call takes the entry of the
-nearest point, whatever layer it was tuned for.
+The cost of a launch depends mainly on the GEMM sizes, the number of active experts (experts with
+rows) and the rows per active expert. Each entry of a tuned file is a point in these coordinates; a
+call uses the entry of the nearest point, whichever layer it was tuned for.
 """
 
 import math
@@ -21,15 +21,15 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.text import counted
 
 _TOKENS = tuple(1 << power for power in range(15))
-LEAST_ROWS = 24  # of an expert: with fewer, weights take longer to arrive than to be multiplied
-NEAR = 1.0  # the farthest point whose launches are better than those of the heuristics
-# How much it weighs that one of these is twice another, in the order of Point's fields.
+LEAST_ROWS = 24  # mean rows per expert up to which loading weights dominates
+NEAR = 1.0  # max distance at which a borrowed configuration beats the heuristics
+# Distance per factor of two in each field of Point, in order.
 _WEIGHTS = (1.0, 0.5, 0.35, 0.5)
 
 
 @dataclass(frozen=True)
 class Point:
-    """Logarithms of base 2. rows: of an expert that has some. touched: such experts."""
+    """A tuned entry in log2 coordinates. rows: per active expert. touched: active experts."""
 
     rows: float
     touched: float
@@ -38,24 +38,27 @@ class Point:
 
     @classmethod
     def of(cls, experts: int, top_k: int, hidden: int, intermediate: int, tokens: int) -> "Point":
-        """As uniform routing has it."""
+        """Compute the point of a layer and token count under uniform routing."""
         touched = experts * (1 - (1 - min(top_k / experts, 1)) ** tokens)
         values = tokens * top_k / touched, touched, hidden, intermediate
         return cls(*map(math.log2, values))
 
     def distance(self, other: "Point") -> float:
-        apart = (
+        differences = (
             self.rows - other.rows,
             self.touched - other.touched,
             self.hidden - other.hidden,
             self.intermediate - other.intermediate,
         )
-        return sum(weight * abs(by) for weight, by in zip(_WEIGHTS, apart, strict=True))
+        return sum(
+            weight * abs(difference)
+            for weight, difference in zip(_WEIGHTS, differences, strict=True)
+        )
 
 
 @dataclass(frozen=True)
 class Known:
-    """A layer and the launches it was tuned to. recipe: of ours."""
+    """A layer and its tuned launches. recipe: from a file in our format."""
 
     experts: int
     top_k: int
@@ -65,7 +68,7 @@ class Known:
 
     @classmethod
     def of(cls, key: ConfigKey, recipe: Recipe) -> "Known":
-        """From a file of ours; ConfigurationError if it does not say what it was tuned for."""
+        """Build from a file in our format; raise ConfigurationError if it has no "tuned_for"."""
         if recipe.tuned_for is None:
             raise ConfigurationError(f"config file {recipe.origin}", got="none", need="tuned_for")
         tuned = recipe.tuned_for
@@ -77,7 +80,7 @@ class Known:
         return "E={}, K={}, H={}, I={}".format(*sizes)
 
     def configs(self, problem: Problem, device: Device) -> Iterator[tuple[int, MoEConfig]]:
-        """Yield what the file has by tokens, by the paths that it means for `problem`."""
+        """Yield (tokens, configuration) of the file; version 1 paths are resolved for `problem`."""
         for tokens, config in self.recipe.configs().items():
             former = self.recipe.version < VERSION
             yield tokens, named_now(config, problem, device) if former else config
@@ -88,7 +91,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Borrowed:
-    """What calls of about `tokens` tokens launch, and whose it is: a layer's, or "heuristics"."""
+    """The configuration for about `tokens` tokens, and its origin: a layer or "heuristics"."""
 
     tokens: int
     config: MoEConfig
@@ -102,51 +105,59 @@ def borrow(
     otherwise: Steps,
     tokens: Sequence[int] = _TOKENS,
 ) -> list[Borrowed]:
-    """Return for each number of tokens the nearest point's, of `otherwise` if none is near.
+    """Return, for each token count, the configuration of the nearest point.
 
-    A configuration that cannot be launched for `problem` is no point.
+    Points whose configuration cannot be launched for `problem` are skipped. `otherwise` is used
+    if no point is within NEAR.
     """
     points = [
-        (layer.point(there), config, f"{layer.name}, {of}", _top(config, there, problem))
+        (
+            layer.point(tuned_tokens),
+            config,
+            f"{layer.name}, {label}",
+            _top(config, tuned_tokens, problem),
+        )
         for layer in known
-        for there, config in layer.configs(problem, device)
-        for of in (counted(there, "token"),)
-        if fits(_lent(config, problem, device, there), problem, device)
+        for tuned_tokens, config in layer.configs(problem, device)
+        for label in (counted(tuned_tokens, "token"),)
+        if fits(_adapt_config(config, problem, device, tuned_tokens), problem, device)
     ]
-    found = []
+    borrowed = []
     for number in tokens:
         sizes = problem.e, problem.top_k, problem.hidden, problem.intermediate
-        here = Point.of(*sizes, number)
-        apart, config, origin = min(
+        target = Point.of(*sizes, number)
+        distance, config, origin = min(
             (
-                (here.distance(point), config, origin)
+                (target.distance(point), config, origin)
                 for point, config, origin, top in points
                 if number <= top
             ),
             key=lambda each: each[0],
             default=(math.inf, otherwise.choose(number), ""),
         )
-        if apart > NEAR:
-            found.append(Borrowed(number, otherwise.choose(number), "heuristics"))
+        if distance > NEAR:
+            borrowed.append(Borrowed(number, otherwise.choose(number), "heuristics"))
         else:
-            found.append(Borrowed(number, _lent(config, problem, device, number), origin))
-    return found
+            borrowed.append(
+                Borrowed(number, _adapt_config(config, problem, device, number), origin)
+            )
+    return borrowed
 
 
 def _top(config: MoEConfig, tokens: int, problem: Problem) -> int:
-    """Return the most tokens that a configuration tuned for `tokens` serves.
+    """Return the largest call for which a configuration tuned for `tokens` applies.
 
-    They are a few where the path is for those.
+    It is limited on small-M paths.
     """
-    most = BY_NAME[config.path].most_tokens(problem)
-    return ENDLESS if most is None else max(tokens, most)
+    max_tokens = BY_NAME[config.path].most_tokens(problem)
+    return ENDLESS if max_tokens is None else max(tokens, max_tokens)
 
 
-def _lent(config: MoEConfig, problem: Problem, device: Device, tokens: int) -> MoEConfig:
-    """Return what `problem` makes of a point's: some paths lend their names alone.
+def _adapt_config(config: MoEConfig, problem: Problem, device: Device, tokens: int) -> MoEConfig:
+    """Adapt a borrowed configuration: for paths with `lends` False, only the path is kept.
 
-    How long a ring may be depends on the problem's depths, and launches of 4-bit weights on how
-    many programs there are.
+    The ring length of a path can depend on the K of the problem, and launches for 4-bit weights
+    on the number of programs.
     """
     path = BY_NAME[config.path]
     if path.lends or not path.serves(problem, device):
@@ -155,29 +166,34 @@ def _lent(config: MoEConfig, problem: Problem, device: Device, tokens: int) -> M
 
 
 def checked_by_rows(steps: Steps, own: Steps, problem: Problem) -> Steps:
-    """Return borrowed `steps`, with `own` heuristics for calls of more than LEAST_ROWS rows an
-    expert where paths or block heights differ, or borrowed tiles are narrower (not on BASE).
+    """Replace borrowed steps by `own` heuristics where those fit the rows per expert better.
 
-    Which path and how high a block pays follows from an expert's rows. The nearest layer may have
-    been tuned for fewer of them: a power of two of its tokens is a step of 1.4 to 2 x in rows.
+    That is, for calls of more than LEAST_ROWS rows per expert, if the path or block_m differs, or
+    if the borrowed tile is narrower (except on BASE). The best path and block_m follow from the
+    rows per expert, and the nearest entry may have been tuned for fewer: its token counts are
+    powers of two, 1.4 to 2 x apart in rows.
     Measured on one H200 (2026-11-28, triton 3.6.0, seven layers): 0.78 to 0.99 x the time with 32
     to 128 rows.
     """
-    few = LEAST_ROWS * problem.experts // problem.top_k
+    max_small = LEAST_ROWS * problem.experts // problem.top_k
 
     def change(last: int, config: MoEConfig) -> MoEConfig:
-        usual = own.choose(last)
-        if last <= few:
+        default = own.choose(last)
+        if last <= max_small:
             return config
-        one, other = config.gemm1, usual.gemm1
-        narrower = config.path != BASE.name and one.block_n < other.block_n
-        alike = config.path == usual.path and one.block_m == other.block_m and not narrower
-        return config if alike else usual
+        borrowed_gemm1, default_gemm1 = config.gemm1, default.gemm1
+        narrower = config.path != BASE.name and borrowed_gemm1.block_n < default_gemm1.block_n
+        matches = (
+            config.path == default.path
+            and borrowed_gemm1.block_m == default_gemm1.block_m
+            and not narrower
+        )
+        return config if matches else default
 
-    return steps.changed((few, *own.lasts), change)
+    return steps.changed((max_small, *own.lasts), change)
 
 
 def steps_of(borrowed: Sequence[Borrowed]) -> Steps:
-    """Give a call the configuration of the nearest number of tokens."""
+    """Build a step function that picks the nearest token count."""
     between = [(one.tokens + two.tokens) // 2 for one, two in pairwise(borrowed)]
     return Steps((*between, ENDLESS), tuple(one.config for one in borrowed))

@@ -1,8 +1,8 @@
-"""What a call launches, who decided it, and how to decide otherwise.
+"""Choosing, explaining and overriding the launch configuration of a call.
 
-config = choose_config(problem, tokens)          # tuned where a file says so, see configs.lookup
-print(explain(problem, tokens))                # which file, and why
-with override_config(MoEConfig(...)):          # in this thread, inside the block
+config = choose_config(problem, tokens)          # from a tuned file or a fallback, configs.lookup
+print(explain(problem, tokens))                  # the configuration, its origin and the reason
+with override_config(MoEConfig(...)):            # in this thread, inside the block
     ...
 """
 
@@ -38,15 +38,16 @@ def choose_config(
     *,
     prepared: bool = False,
 ) -> MoEConfig:
-    """Return what a call of `tokens` tokens launches. Files are read at the first call.
+    """Return the configuration of a call of `tokens` tokens.
 
-    tokens: of this rank; in the batched format the rows reserved for an expert. paths: those the
-    caller can take; where a file says another, the heuristics decide. prepared: of calls with
-    prepared weights. A gated GEMM 1 computes
-    block_n gate and block_n up columns. ConfigurationError where a file or an override is malformed
-    or does not fit. A repeated call takes about a microsecond.
+    tokens: on this rank; in the batched format, the capacity per expert. paths: those that the
+    caller supports; if a file names another, the heuristics are used. prepared: for calls with
+    prepared weights. A gated GEMM 1 computes block_n gate columns and block_n up columns.
+
+    Files are read at the first call; a repeated call takes about a microsecond. Raise
+    ConfigurationError if a file or an override is malformed or does not fit.
     """
-    return _chosen(problem, tokens, _Where(_override.get(), _device.get(), paths, prepared))
+    return _chosen(problem, tokens, _Context(_override.get(), _device.get(), paths, prepared))
 
 
 def kinds_up_to(
@@ -56,20 +57,21 @@ def kinds_up_to(
     *,
     prepared: bool = False,
 ) -> list[tuple[int, str, int]]:
-    """Return (most tokens, path, block_m) for each path and block_m that a call can meet.
+    """Return (max tokens, path, block_m) for each path and block_m used by calls up to `tokens`.
 
-    The call has at most `tokens` tokens. prepared: and prepared weights.
+    prepared: for calls with prepared weights.
     """
-    return list(_kinds(problem, tokens, _Where(_override.get(), _device.get(), paths, prepared)))
+    return list(_kinds(problem, tokens, _Context(_override.get(), _device.get(), paths, prepared)))
 
 
 @contextmanager
 def override_config(config: MoEConfig | Mapping[str, object] | None) -> Iterator[None]:
-    """Inside the block `config` decides instead of any file; None: files decide again.
+    """Use `config` instead of any file inside the block; None restores the lookup of files.
 
-    config: a configuration, or a mapping as in a file (see configs.files), or one launch of it for
-    every number of tokens. Blocks nest, and end as they began, whatever is raised inside. Other
-    threads do not see it. Workspaces depend on it: make kernels and plans where they are called.
+    config: a configuration, a mapping as in a file (see configs.files), or one entry of it for
+    every token count. Blocks nest, and the previous state is restored on exit, also after an
+    exception. The override applies to the current context only, not to other threads. Workspace
+    sizes depend on it: build kernels and plans inside the same block in which they are called.
     """
     token = _override.set(None if config is None else override_recipe(config))
     try:
@@ -80,7 +82,7 @@ def override_config(config: MoEConfig | Mapping[str, object] | None) -> Iterator
 
 @contextmanager
 def on_device(device: Device) -> Iterator[None]:
-    """Inside the block, in this thread, tiles are those for `device`: it need not be here."""
+    """Choose configurations for `device` inside the block, in this thread; it may be absent."""
     token = _device.set(device)
     try:
         yield
@@ -96,51 +98,55 @@ def explain(
     *,
     prepared: bool = False,
 ) -> str:
-    """Say what a call of `tokens` tokens launches, where that comes from, and why.
+    """Describe what a call of `tokens` tokens launches, its origin and the reason, in text lines.
 
-    device_name: as if on this GPU; None means this machine's. paths: those the caller can take
-    there. prepared: with prepared weights. Weights and tokens lie as the importers leave them. One
-    fact per line.
+    device_name: the GPU to choose for; None means this machine's. paths: those that the caller
+    supports there. prepared: with prepared weights. Weights and tokens are assumed to have the
+    strides that the importers produce.
     """
     store = this_store()
     recipe = _override.get()
     if device_name is not None:
         store = replace(store, device=Device.named(device_name))
     source = _source(store, recipe, problem, prepared)
-    said = source.steps.choose(tokens)
-    plain = source.launched(problem, store.device, paths).choose(tokens)
+    from_file = source.steps.choose(tokens)
+    unprepared = source.launched(problem, store.device, paths).choose(tokens)
     config = source.launched(problem, store.device, paths, prepared=prepared).choose(tokens)
-    where = f"{counted(tokens, 'token')}{', prepared weights' if prepared else ''}"
-    why = _why(source, problem, tokens, plain)
-    if prepared and not source.prepared and config != plain:
-        why = f"heuristics of prepared weights, in place of {why}"
+    call_label = f"{counted(tokens, 'token')}{', prepared weights' if prepared else ''}"
+    reason = _why(source, problem, tokens, unprepared)
+    if prepared and not source.prepared and config != unprepared:
+        reason = f"heuristics of prepared weights, in place of {reason}"
     lines = [
-        f"{problem.with_tokens(tokens)}, {where}, on {store.device.name or 'no GPU'}",
-        f"  from {why}",
-        *([f"  not launched as it says, {said}"] if said.path != plain.path else []),
+        f"{problem.with_tokens(tokens)}, {call_label}, on {store.device.name or 'no GPU'}",
+        f"  from {reason}",
+        *([f"  not launched as it says, {from_file}"] if from_file.path != unprepared.path else []),
         f"  path: {config.path}",
         f"  GEMM 1: {config.gemm1}{' (gate, and as many up columns)' if problem.act.gated else ''}",
         f"  GEMM 2: {config.gemm2}",
-        *(f"  note: {note}" for note in (*_of_adapters(problem, store.device), *source.notes)),
+        *(f"  note: {note}" for note in (*_adapter_notes(problem, store.device), *source.notes)),
         *(f"  looked in {place}" for place in source.looked_in),
     ]
     if source.origin in ("heuristics", "nearest") or (prepared and not source.prepared):
-        here = store.device.name
-        named = names_for(problem, here, prepared=prepared)[0] if here else ""
-        verb = "mk tune --prepared" if prepared else "mk tune"
-        need = f"`{verb}` writes one: {named}" if named else "tuned files are for a GPU"
-        lines.append(f"  no tuned file{' of prepared weights' if prepared else ''}; {need}")
+        device_label = store.device.name
+        file_name = names_for(problem, device_label, prepared=prepared)[0] if device_label else ""
+        command = "mk tune --prepared" if prepared else "mk tune"
+        how_to_tune = (
+            f"`{command}` writes one: {file_name}" if file_name else "tuned files are for a GPU"
+        )
+        lines.append(f"  no tuned file{' of prepared weights' if prepared else ''}; {how_to_tune}")
     return "\n".join(lines)
 
 
-def _of_adapters(problem: Problem, device: Device) -> Iterator[str]:
-    """Say which paths a call with adapters cannot take, though one without could."""
+def _adapter_notes(problem: Problem, device: Device) -> Iterator[str]:
+    """Yield a note naming the paths that are available only to calls without adapters."""
     if problem.adapters is None:
         return
-    plain = replace(problem, lora="none")
-    lost = [p.name for p in PATHS if p.serves(plain, device) and not p.serves(problem, device)]
-    if lost:
-        yield f"calls with adapters do not take the paths {', '.join(lost)}; calls without do"
+    without_lora = replace(problem, lora="none")
+    missing = [
+        p.name for p in PATHS if p.serves(without_lora, device) and not p.serves(problem, device)
+    ]
+    if missing:
+        yield f"calls with adapters do not take the paths {', '.join(missing)}; calls without do"
 
 
 def _why(source: Source, problem: Problem, tokens: int, launched: MoEConfig) -> str:
@@ -156,53 +162,57 @@ def _why(source: Source, problem: Problem, tokens: int, launched: MoEConfig) -> 
         return FIXED
     if not source.keys:
         rows = tokens * problem.top_k / problem.experts
-        place = source.steps.index(tokens) + 1
-        return f"heuristic {place} of {len(source.steps.lasts)}: {rows:.4g} rows an expert"
+        step = source.steps.index(tokens) + 1
+        return f"heuristic {step} of {len(source.steps.lasts)}: {rows:.4g} rows an expert"
     key, keys = nearest(source.keys, tokens), ", ".join(map(str, source.keys))
     if len(source.keys) == len(source.steps.lasts):
-        taken = source.keys[source.steps.index(tokens)]
-        if taken != key:
-            return f"{source.origin}: tokens {taken} of {keys}, because {key} is for fewer"
+        tuned_tokens = source.keys[source.steps.index(tokens)]
+        if tuned_tokens != key:
+            return f"{source.origin}: tokens {tuned_tokens} of {keys}, because {key} is for fewer"
     return f"{source.origin}: tokens {key} is the nearest of {keys}"
 
 
 def reread() -> None:
-    """Forget what was read from files, the environment and the machine, as `mk tune` does."""
+    """Clear all cached choices, files and machine properties; `mk tune` calls this."""
     for function in (_chosen, _kinds, _steps, _machine_s_store):
         function.cache_clear()
 
 
 def overridden() -> bool:
-    """Return whether an `override_config` decides here."""
+    """Return whether an `override_config` is active."""
     return _override.get() is not None
 
 
 def is_contextual() -> bool:
-    """Return whether an `override_config` or an `on_device` decides here."""
+    """Return whether an `override_config` or `on_device` is active."""
     return _override.get() is not None or _device.get() is not None
 
 
 def this_store() -> ConfigLookup:
-    """Return the folders and the GPU of this machine, or the GPU of `on_device`."""
+    """Return the lookup for this machine, with the GPU of `on_device` if one is active."""
     store, device = _machine_s_store(), _device.get()
     return store if device is None else replace(store, device=device)
 
 
 @cache
 def _machine_s_store() -> ConfigLookup:
-    """Look at this machine once; its first GPU stands for all."""
-    own = read_settings().config_dir
-    folders = ((PACKAGED, _PACKAGED),) if own is None else (("user", own), (PACKAGED, _PACKAGED))
+    """Build the lookup for this machine, assuming that all its GPUs equal the first."""
+    user_folder = read_settings().config_dir
+    folders = (
+        ((PACKAGED, _PACKAGED),)
+        if user_folder is None
+        else (("user", user_folder), (PACKAGED, _PACKAGED))
+    )
     return ConfigLookup(folders, Device.of(current_machine()), triton_version())
 
 
 def triton_version() -> str | None:
-    """Return the installed triton's version, without importing it."""
+    """Return the version of the installed Triton without importing it."""
     return version_of("triton")
 
 
-class _Where(NamedTuple):
-    """What decides about a configuration beside the problem and its tokens."""
+class _Context(NamedTuple):
+    """Cache key: everything besides problem and tokens that determines a configuration."""
 
     recipe: Recipe | None
     device: Device | None  # of `on_device`
@@ -211,26 +221,26 @@ class _Where(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 10)
-def _steps(problem: Problem, where: _Where) -> Steps:
-    """problem: with tokens = 0, which decide nothing here."""
+def _steps(problem: Problem, where: _Context) -> Steps:
+    """Return the steps for `problem`, which must have tokens = 0 to be a good cache key."""
     store, prepared = this_store(), where.prepared
     source = _source(store, where.recipe, problem, prepared)
     return source.launched(problem, store.device, where.paths, prepared=prepared)
 
 
 def _source(store: ConfigLookup, recipe: Recipe | None, problem: Problem, prepared: bool) -> Source:
-    """Return what decides: an override, or what the store has."""
+    """Return the source of configurations: the override, or what `store` finds."""
     if recipe is None:
         return store.source(problem, prepared=prepared)
     return fit(recipe, problem, store.device, prepared=prepared)
 
 
 @lru_cache(maxsize=1 << 16)
-def _chosen(problem: Problem, tokens: int, where: _Where) -> MoEConfig:
+def _chosen(problem: Problem, tokens: int, where: _Context) -> MoEConfig:
     return _steps(problem.with_tokens(0), where).choose(tokens)
 
 
 @lru_cache(maxsize=1 << 12)
-def _kinds(problem: Problem, tokens: int, where: _Where) -> tuple[tuple[int, str, int], ...]:
-    most = _steps(problem.with_tokens(0), where).most_tokens(tokens)
-    return tuple((limit, path, block_m) for (path, block_m), limit in most.items())
+def _kinds(problem: Problem, tokens: int, where: _Context) -> tuple[tuple[int, str, int], ...]:
+    limits = _steps(problem.with_tokens(0), where).most_tokens(tokens)
+    return tuple((limit, path, block_m) for (path, block_m), limit in limits.items())

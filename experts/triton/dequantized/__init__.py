@@ -1,1 +1,1 @@
-"""Weights of 4 or 8 bits become bf16 first, then the persistent grouped GEMMs multiply them."""
+"""The dequantized path: 4- or 8-bit weights are converted to bf16 before the grouped GEMMs."""

@@ -1,6 +1,6 @@
-"""The dequantized path: which problems it serves, and how many experts go at once.
+"""Supported problems, limits, chunk size and launches of the dequantized path.
 
-Its products are grouped GEMMs of weights that a launch has written as bf16 before.
+Its GEMMs are those of the grouped_tma path, on weights that a preceding launch converts to bf16.
 """
 
 from collections.abc import Iterator
@@ -18,9 +18,10 @@ from modular_kernel.spec.problem import Problem
 NAME = "dequantized"
 
 _TRIED: Rows = {128: (32, 1 << 62)}
-# Mean rows of an expert from which the path pays, by how slowly the aligned path unpacks. Measured
-# on one H200 (2026-11-23, triton 3.6.0, bf16) on Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss;
-# fp8 and nvfp4 were not: they take the numbers of int8 by channel and of mxfp4, the nearest.
+# Min mean rows per expert for the path to pay off, which depends on the cost of unpacking in the
+# aligned path. Measured on one H200 (2026-11-23, triton 3.6.0, bf16) on Mixtral, DeepSeek-V3 EP8,
+# Qwen3-30B and gpt-oss. fp8 and NVFP4 were not measured: they use the numbers of the most similar
+# schemes, int8 with channel scales and mxfp4.
 _LEAST_ROWS = {
     "int4_w4a16_group": 96,
     "int4_w4a16_group:zero_points": 64,
@@ -33,7 +34,7 @@ _LEAST_ROWS = {
     "fp8_w8a16_channel": 128,
     "fp8_w8a16_block": 128,
 }
-_MOST_BYTES = 1 << 30  # of dequantized weights at a time, unless one expert has more
+_MOST_BYTES = 1 << 30  # max size of the dequantized weights, unless one expert is larger
 
 
 @lru_cache(maxsize=1 << 10)
@@ -43,14 +44,14 @@ def plain(problem: Problem) -> Problem:
 
 
 def serves(problem: Problem, device: Device) -> bool:
-    """Whether the kernels of this path can compute `problem` on `device`.
+    """Return whether the kernels of this path support `problem` on `device`.
 
-    Weights alone are quantized, and their columns lie as x has them. fp16 has too few exponents for
-    every weight that a scale gives.
+    Only weights may be quantized, without act order. The exponent range of fp16 is too small for
+    scaled weights, so activations must be bf16.
     """
     scheme = problem.scheme
-    weights_alone = scheme.quantized and not scheme.quantizes_activations
-    if not weights_alone or scheme.act_order or problem.dtype is not torch.bfloat16:
+    weight_only = scheme.quantized and not scheme.quantizes_activations
+    if not weight_only or scheme.act_order or problem.dtype is not torch.bfloat16:
         return False
     return grouped.serves(plain(problem), device)
 
@@ -58,7 +59,7 @@ def serves(problem: Problem, device: Device) -> bool:
 def violations(
     tile: LaunchConfig, gemm: Gemm, problem: Problem, device: Device
 ) -> Iterator[Violation]:
-    """Every reason not to launch `tile` for this GEMM of `problem` on this path."""
+    """Yield every reason why `tile` cannot be launched for this GEMM of `problem`."""
     unquantized = gemms(plain(problem))[gemm.index - 1]
     for violation in grouped.violations(tile, unquantized, "plain", device):
         yield replace(
@@ -67,34 +68,34 @@ def violations(
 
 
 def least_rows(problem: Problem) -> int:
-    """Mean rows of an expert from which a call takes this path without a tuned file."""
+    """Return the min mean rows per expert for this path to be chosen without a tuned file."""
     scheme = problem.scheme
     option = ":zero_points" if scheme.zero_points else ":repacked" if scheme.repacked else ""
     return _LEAST_ROWS.get(scheme.name + option, _LEAST_ROWS[scheme.name])
 
 
 def least_tokens(problem: Problem) -> int:
-    """Return the fewest tokens of a call that takes this path without a tuned file."""
+    """Return the minimum number of tokens for this path to be chosen without a tuned file."""
     return least_rows(problem) * problem.experts // problem.top_k
 
 
 def experts_at_once(problem: Problem) -> int:
-    """How many experts' matrices are dequantized and multiplied before the next ones are."""
+    """Return the number of experts that are dequantized and multiplied at a time."""
     largest = max(problem.w1_rows, problem.intermediate) * problem.hidden * problem.dtype.itemsize
     groups = -(-problem.e // max(1, _MOST_BYTES // largest))
     return -(-problem.e // groups)
 
 
 def values_at_once(problem: Problem) -> int:
-    """Elements of the buffer that holds `experts_at_once` matrices of either product."""
+    """Return the elements of the buffer for the weights of `experts_at_once` experts, w1 or w2."""
     return experts_at_once(problem) * max(problem.w1_rows, problem.intermediate) * problem.hidden
 
 
 def default(problem: Problem) -> MoEConfig:
-    """Return the launches without a tuned file: those for unquantized weights."""
+    """Return the launches without a tuned file, the same as for unquantized weights."""
     return replace(grouped.default(plain(problem)), path=NAME)
 
 
 def candidates(problem: Problem, tokens: int) -> Groups:
-    """Return launches worth timing with so many tokens."""
+    """Return launches worth timing for `tokens` tokens."""
     return plain_candidates(plain(problem), tokens, _TRIED)

@@ -1,7 +1,7 @@
-"""The dequantized path: weights of 4 or 8 bits become bf16, then grouped GEMMs multiply them.
+"""The dequantized path: 4- or 8-bit weights are converted to bf16 before the grouped GEMMs.
 
-For many rows an expert. Experts go a few at a time, so that the buffer of dequantized weights stays
-small (config); only those that have rows are dequantized.
+For many rows per expert. A few experts are processed at a time, which limits the buffer of
+dequantized weights (dequantized_config). Only experts with rows are dequantized.
 """
 
 import math
@@ -28,15 +28,15 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec, Workspace
 
-# Values that a program writes, and its warps: the best of 4096 to 32768 and of 4 and 8 on an H200.
+# Values written per program, and warps: the best of 4096 to 32768, and of 4 and 8, on an H200.
 _BLOCK, _WARPS = 8192, 4
-_WIDEST = 1024  # of the depth
-_WIDEST_STEP = 128  # of the depth, with one scale
-_FILL = 64  # tiles that a program copies
+_MAX_K_PER_PROGRAM = 1024  # max K per program
+_MAX_STEP = 128  # max K per step, which has one scale
+_FILL = 64  # tiles copied per program
 
 
 class DequantizedPath(GroupedTmaPath):
-    """Serves what config.serves says."""
+    """The path for the problems of dequantized_config.serves."""
 
     name = dequantized_config.NAME
     former_names: ClassVar[tuple[str, ...]] = (dequantized_config.NAME,)
@@ -44,12 +44,12 @@ class DequantizedPath(GroupedTmaPath):
 
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
-        """Return whether weights alone are quantized, and grouped GEMMs serve the rest."""
+        """Return whether the kernels support `problem`; see dequantized_config.serves."""
         return problem.adapters is None and dequantized_config.serves(problem, device)
 
     @classmethod
     def least_tokens(cls, problem: Problem) -> int:
-        """Return from where experts have enough rows."""
+        """Return the token count from which experts have enough rows."""
         return dequantized_config.least_tokens(problem)
 
     @classmethod
@@ -61,13 +61,13 @@ class DequantizedPath(GroupedTmaPath):
     def violations(
         cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
     ) -> Iterator[Violation]:
-        """Yield what forbids a launch for unquantized weights."""
+        """Yield the violations of a launch for unquantized weights."""
         assert isinstance(config, LaunchConfig)
         return violations(config, gemm, problem, device)
 
     @classmethod
     def candidates(cls, problem: Problem, tokens: int) -> Groups:
-        """Return the launches for unquantized weights."""
+        """Return the candidates for unquantized weights."""
         return dequantized_config.candidates(problem, tokens)
 
     def __init__(self, problem: Problem) -> None:
@@ -77,7 +77,7 @@ class DequantizedPath(GroupedTmaPath):
         self._values = dequantized_config.values_at_once(problem)
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
-        """Return buffers of grouped GEMMs, of dequantized weights, and of some experts' tiles."""
+        """Return the buffers of the GEMMs, the dequantized weights and the tiles of a chunk."""
         specs = super().specs(tokens, block_m) | self.weight_buffers()
         if self._at_once < self.problem.e:
             tiles = most_tiles(tokens * self.problem.top_k, block_m, self.problem.e)
@@ -85,14 +85,14 @@ class DequantizedPath(GroupedTmaPath):
         return specs
 
     def weight_buffers(self) -> dict[str, BufferSpec]:
-        """Return the buffer of the weights that are multiplied at a time."""
+        """Return the buffer of the dequantized weights of one chunk of experts."""
         return {"dequantized": BufferSpec((self._values,), self.problem.dtype)}
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Whether x lies as TMA wants it, and what is beside it as it is read."""
-        beside = (getattr(weights, name) for name in SCALE_FIELDS)
-        whole = all(t.is_contiguous() for t in beside if t is not None)
-        return whole and super().takes(weights, x_TH)
+        """Return whether scales and zero points are contiguous and tensors suit the TMA kernels."""
+        scale_tensors = (getattr(weights, name) for name in SCALE_FIELDS)
+        contiguous = all(t.is_contiguous() for t in scale_tensors if t is not None)
+        return contiguous and super().takes(weights, x_TH)
 
     def products(
         self,
@@ -103,21 +103,22 @@ class DequantizedPath(GroupedTmaPath):
         out: torch.Tensor,
         call: PathCall,
     ) -> None:
-        """One product, some experts at a time."""
+        """Run one GEMM, a chunk of experts at a time."""
         quantized = replace(product, scheme=self._scheme)
         for first in range(0, self.problem.e, self._at_once):
             count = min(self._at_once, self.problem.e - first)
             bias = None if product.bias is None else product.bias[first : first + count]
-            some = self.ready(replace(quantized, bias=bias), first, count, order, call.workspace)
+            chunk = self.ready(replace(quantized, bias=bias), first, count, order, call.workspace)
             tiles = self._tiles_of(first, count, order, tile.block_m, call.workspace)
-            self.multiply(rows, some, tile, tiles, out)
+            self.multiply(rows, chunk, tile, tiles, out)
 
     def ready(
         self, product: Product, first: int, count: int, order: Sorted, workspace: Workspace
     ) -> Product:
-        """Return the product of experts `first` and on, as `multiply` takes it; its bias is theirs.
+        """Return the operands of `count` experts from `first` on, with dequantized weights.
 
-        Weights are undefined where experts have no rows.
+        The bias of `product` must already be that of these experts. Weights of experts without rows
+        are undefined.
         """
         w_eNK = self._dequantized(product, first, count, order, workspace)
         return replace(product, w=w_eNK, scale=None, zero_point=None, scheme=self.problem.scheme)
@@ -125,27 +126,27 @@ class DequantizedPath(GroupedTmaPath):
     def _dequantized(
         self, product: Product, first: int, count: int, order: Sorted, workspace: Workspace
     ) -> torch.Tensor:
-        """(count, N, K) bf16 of experts `first` and on; undefined where they have no rows."""
+        """Dequantize experts to bf16 (count, N, K); undefined for experts without rows."""
         from experts.triton.dequantized.kernels.dequantize import dequantize_kernel
 
         rows, depth = product.w.shape[1], product.depth
         values = workspace.take("dequantized", (self._values,))[: count * rows * depth]
         w_eNK = values.view(count, rows, depth)
         group_n, group = scale_group(product.scheme, depth)
-        step = math.gcd(group, _WIDEST_STEP) if group else _WIDEST_STEP
-        steps = min(_WIDEST // step, next_power_of_2(-(-depth // step)))
+        step = math.gcd(group, _MAX_STEP) if group else _MAX_STEP
+        steps = min(_MAX_K_PER_PROGRAM // step, next_power_of_2(-(-depth // step)))
         block_rows = _BLOCK // (step * steps)
         words = product.scheme.repacked
-        scale, zero, whole = product.scale, product.zero_point, product.global_scale
-        matrices = 1 if whole is None else whole.shape[1]
-        beside = zero if whole is None else whole
+        scale, zero, global_scale = product.scale, product.zero_point, product.global_scale
+        matrices = 1 if global_scale is None else global_scale.shape[1]
+        zero_or_global = zero if global_scale is None else global_scale
         assert scale is not None
         launch(
             dequantize_kernel,
             (-(-rows // block_rows), -(-depth // (step * steps)), count),
             w_ptr=product.w.view(torch.int32) if words else product.w,
             scale_ptr=scale,
-            zero_ptr=product.w if beside is None else beside,
+            zero_ptr=product.w if zero_or_global is None else zero_or_global,
             starts_ptr=order.starts,
             out_ptr=w_eNK,
             first_expert=first,
@@ -171,7 +172,7 @@ class DequantizedPath(GroupedTmaPath):
     def _tiles_of(
         self, first: int, count: int, order: Sorted, block_m: int, workspace: Workspace
     ) -> Sorted:
-        """`order` with the tiles of experts `first` to first + count, numbered from 0."""
+        """Return `order` with only the tiles of experts first to first + count, numbered from 0."""
         from experts.triton.dequantized.kernels.dequantize import tiles_of_experts_kernel
 
         if count == self.problem.e:

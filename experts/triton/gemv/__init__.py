@@ -1,1 +1,1 @@
-"""A few tokens without an alignment, in two launches of matrix-vector products."""
+"""The gemv path: matrix-vector products for a few tokens, in two launches without alignment."""

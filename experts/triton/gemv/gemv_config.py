@@ -1,7 +1,7 @@
-"""The gemv path: which problems it serves, up to how many tokens, and what it launches.
+"""Supported problems, token limit, launches and tuning candidates of the gemv path.
 
-A tile's block_n counts rows of weights that a program holds at once (of gate, and as many of up);
-in GEMM 2 group_m pairs of a token share them. block_k may span a scheme's groups. block_m is
+block_n counts the weight rows that a program holds at once (of gate, and as many of up). In GEMM 2
+they are divided among group_m pairs of a token. block_k may span several scale groups. block_m is
 ignored.
 """
 
@@ -13,7 +13,7 @@ from modular_kernel.spec.problem import Problem
 
 NAME = "gemv"
 
-# (block_n, block_k, warps, pairs held) of GEMM 2 by its depth, up to the first number. Measured on
+# (max K, (block_n, block_k, warps, pairs per program)) of GEMM 2. Measured on
 # one H200 (triton 3.6.0) over Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss with one token.
 _Row = tuple[int, tuple[int, int, int, int]]
 _DEEP = 1 << 62
@@ -28,13 +28,13 @@ _BYTES: tuple[_Row, ...] = (
     (4096, (32, 512, 8, 8)),
     (_DEEP, (32, 1024, 8, 8)),
 )
-_WIDE = 4096  # hidden values from which programs of GEMM 1 share the search for the largest
+_WIDE = 4096  # hidden size above which GEMM 1 uses larger blocks: fewer programs repeat the amax
 
 
 def serves(problem: Problem) -> bool:
-    """Return whether the kernels of this path can compute `problem`.
+    """Return whether the kernels of this path support `problem`.
 
-    Groups of activations are powers of two, because they are cut by halves.
+    Activation groups must be powers of two, because the kernels reshape vectors by them.
     """
     scheme = problem.scheme
     if scheme.packed or scheme.act_order or problem.batch_invariant:
@@ -46,33 +46,37 @@ def serves(problem: Problem) -> bool:
 def most_tokens(problem: Problem) -> int:
     """Return the most tokens of a call that takes this path without a tuned file.
 
-    Tokens read the weights of an expert they share once each, so that it pays while few do; the
-    aligned path's products of 8 bits catch up sooner.
+    Each token reads the weights of its experts separately, so the path pays off while few tokens
+    share an expert. The aligned path overtakes it earlier with quantized weights.
     """
-    most, share = (4, 4) if problem.scheme.quantized else (8, 2)
-    return min(most, max(1, problem.experts // (share * problem.top_k)))
+    limit, share = (4, 4) if problem.scheme.quantized else (8, 2)
+    return min(limit, max(1, problem.experts // (share * problem.top_k)))
 
 
 def default(problem: Problem, tokens: int = 1) -> MoEConfig:
-    """Return the launches without a tuned file: the same for every number of tokens."""
-    narrow = problem.scheme.quantized
-    rows = next(row for most, row in (_BYTES if narrow else _HALF) if problem.intermediate <= most)
-    first = (32 if narrow and problem.hidden > _WIDE else 16, 512, 8)
+    """Return the launches without a tuned file, the same for every token count."""
+    quantized = problem.scheme.quantized
+    down = next(
+        shape
+        for max_depth, shape in (_BYTES if quantized else _HALF)
+        if problem.intermediate <= max_depth
+    )
+    gate_up = (32 if quantized and problem.hidden > _WIDE else 16, 512, 8)
     if problem.scheme.activation_granularity == "group":
-        first = (16, 512, 2 if problem.hidden % 512 else 4)
+        gate_up = (16, 512, 2 if problem.hidden % 512 else 4)
     if problem.scheme.activation_granularity == "group" and problem.intermediate <= 2048:
-        rows = (64, 256, 8, 8)
-    # A thread's values of float32 are half as many in as many bytes.
-    halve = 2 if problem.dtype is torch.float32 and not narrow else 1
+        down = (64, 256, 8, 8)
+    # Float32 weights: half as many values for the same bytes per thread.
+    halve = 2 if problem.dtype is torch.float32 and not quantized else 1
     return MoEConfig(
-        LaunchConfig(16, first[0], first[1] // halve, 1, first[2], 1),
-        LaunchConfig(16, rows[0], rows[1] // halve, rows[3], rows[2], 1),
+        LaunchConfig(16, gate_up[0], gate_up[1] // halve, 1, gate_up[2], 1),
+        LaunchConfig(16, down[0], down[1] // halve, down[3], down[2], 1),
         NAME,
     )
 
 
 _ROWS: Rows = {16: (0, 4)}
-# One stage; behind it the pairs of a token that share weights of GEMM 2 (config).
+# One stage. The fifth number of GEMM 2 entries is the pairs of a token per program.
 _ENTRIES: tuple[ByBlock, ByBlock] = (
     {
         16: (
@@ -91,7 +95,7 @@ _ENTRIES: tuple[ByBlock, ByBlock] = (
 
 
 def candidates(problem: Problem, tokens: int) -> Groups:
-    """Return launches worth timing with so many tokens."""
+    """Return launches worth timing for `tokens` tokens."""
     if tokens > FEW_TRIED * most_tokens(problem):
         return {}
     return groups(worth(_ROWS, problem, tokens), _ENTRIES, problem)

@@ -1,10 +1,10 @@
-"""The gemv path: a few tokens without an alignment, in two launches.
+"""The gemv path: a few tokens, in two launches without alignment.
 
-GEMM 1 has a program for each routed pair, GEMM 2 one for each token, which weights and sums its
-pairs itself. Both multiply without tensor cores: the weights of a few tokens are read once, and
-nothing else takes time. Activations are quantized where they are used.
+A program of GEMM 1 computes one routed pair; a program of GEMM 2 computes one token and sums its
+weighted pairs. Neither uses tensor cores, because reading the weights takes all the time.
+Activations are quantized inside the GEMM kernels.
 
-What a tile means here: see config.
+See gemv_config for the meaning of the launch fields.
 """
 
 from collections.abc import Iterator
@@ -46,14 +46,14 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec
 
-_LEAST_BLOCK_N = 16  # of a tile, so that GEMM 1 leaves at most so many largest values
-_VECTOR = 16  # bytes that a thread loads at once
-_MOST_ROW = 8192  # columns of x that a program looks through at once for the largest
+_LEAST_BLOCK_N = 16  # minimum block_n; bounds the number of amax values that GEMM 1 writes
+_VECTOR = 16  # bytes per vector load of a thread
+_MAX_AMAX_BLOCK = 8192  # columns of x per step of the amax
 _MOST_IDS = 1024
 
 
 class GemvPath(Path):
-    """Serves what config.serves says. Row p of h is pair p."""
+    """The gemv path, for the problems of gemv_config.serves. Row p of h is pair p."""
 
     name = gemv_config.NAME
     refuses = False
@@ -62,30 +62,30 @@ class GemvPath(Path):
 
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
-        """Return whether its kernels can cut the groups of activations by halves."""
+        """Return whether the kernels support `problem`; see gemv_config.serves."""
         return gemv_config.serves(problem)
 
     @classmethod
     def most_tokens(cls, problem: Problem) -> int | None:
-        """Return up to where experts are seldom shared."""
+        """Return the token count up to which tokens rarely share an expert."""
         return gemv_config.most_tokens(problem)
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
-        """Return the launches by the depths of both GEMMs."""
+        """Return the launches for the K of both GEMMs."""
         return gemv_config.default(problem, tokens)
 
     @classmethod
     def violations(
         cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
     ) -> Iterator[Violation]:
-        """Yield what bounds any tile, but for a scheme's groups."""
+        """Yield the violations of any tiled launch, except those of the scale groups."""
         assert isinstance(config, LaunchConfig)
         return violations(config, replace(gemm, group_k=0), device)
 
     @classmethod
     def candidates(cls, problem: Problem, tokens: int) -> Groups:
-        """Return launches that differ in how many warps share what."""
+        """Return the candidates of gemv_config."""
         return candidates(problem, tokens)
 
     def __init__(self, problem: Problem) -> None:
@@ -93,7 +93,7 @@ class GemvPath(Path):
         from experts.triton.gemv.kernels.gate_up import gemv_gate_up_kernel
 
         self.problem = problem
-        # Of a sum: products of all of a token's pairs are added up before anything is rounded.
+        # With a sum over top-k, all pairs of a token are accumulated before rounding.
         self.roundings = Roundings(rows=problem.combine is not Combine.SUM)
         self._up, self._down = gemv_gate_up_kernel, gemv_down_kernel
         self._sums = problem.combine is Combine.SUM
@@ -108,7 +108,7 @@ class GemvPath(Path):
         return specs | adapter_specs(problem, pairs)
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Whatever the strides, values beside each other in rows are the fastest."""
+        """Return True: any strides are supported; contiguous rows are the fastest."""
         return True
 
     def run(self, call: PathCall) -> None:
@@ -117,10 +117,10 @@ class GemvPath(Path):
         one, two = call.config.both(LaunchConfig)
         h_PI = workspace.take("workspace13", (pairs, problem.intermediate))
         largest, blocks = h_PI, -(-problem.intermediate // one.block_n)
-        keeps = row_scale(problem.scheme, problem.intermediate) in ("token", "tensor")
-        if keeps:
+        stores_amax = row_scale(problem.scheme, problem.intermediate) in ("token", "tensor")
+        if stores_amax:
             largest = workspace.take("gemv_amax", (pairs * blocks,))
-        use_triton(h_PI)  # the interpreter's numbers are made honest at the first call
+        use_triton(h_PI)  # patches the numerics of the interpreter at the first call
         ids = {**id_arguments(routing, problem.e), **overlap()}
         with stages.stage(self._first_stage(call)):
             up = self._adapters(call, "lora_u13", call.tokens.plain_TH)
@@ -134,7 +134,7 @@ class GemvPath(Path):
                 num_pairs=pairs,
                 TOP_K=problem.top_k,
                 HAS_ROW_WEIGHTS=problem.apply_router_weight_on_input,
-                KEEP_LARGEST=keeps,
+                KEEP_LARGEST=stores_amax,
                 BLOCK_P=min(next_power_of_2(pairs), _MOST_IDS),
                 **self._up_arguments(call, one),
                 **up,
@@ -159,29 +159,34 @@ class GemvPath(Path):
             )
 
     def _adapters(self, call: PathCall, name: str, rows: torch.Tensor | None) -> dict[str, object]:
-        """Launch A of one product's rows; return what its kernel takes to add B of it."""
+        """Launch the shrink of one GEMM and return the LoRA arguments of its kernel."""
         if call.tokens.routing.adapters_T is None:
             return {}
         assert rows is not None
-        weights, first = call.weights, name == "lora_u13"
-        one, two = (weights.lora_a13, weights.lora_b13), (weights.lora_a2, weights.lora_b2)
+        weights, is_gemm1 = call.weights, name == "lora_u13"
+        matrices1, matrices2 = (
+            (weights.lora_a13, weights.lora_b13),
+            (weights.lora_a2, weights.lora_b2),
+        )
         with stages.stage(stages.SHRINK):
-            shrunk = shrink_few(call, name, rows, one if first else two, self.problem)
-        return _adapter_arguments(shrunk, None if first else self.problem.top_k)
+            shrunk = shrink_few(
+                call, name, rows, matrices1 if is_gemm1 else matrices2, self.problem
+            )
+        return _adapter_arguments(shrunk, None if is_gemm1 else self.problem.top_k)
 
     def _first_stage(self, call: PathCall) -> str:
-        """Name what GEMM 1's launch does: x that comes unquantized is quantized in it."""
+        """Return the stages of the GEMM 1 launch, which quantizes x that is not quantized yet."""
         quantizes = self.problem.scheme.quantizes_activations and call.tokens.scale is None
         return stages.fused(stages.QUANTIZE_INPUT, stages.GEMM1) if quantizes else stages.GEMM1
 
     @cached_property
     def _second_stage(self) -> str:
-        """What GEMM 2's launch does: h is quantized in it, rows are weighted and summed."""
+        """Return the stages of the GEMM 2 launch, which also quantizes h and sums over top-k."""
         before = (stages.QUANTIZE,) if self.problem.scheme.quantizes_activations else ()
         return stages.fused(*before, stages.GEMM2, *((stages.REDUCE,) if self._sums else ()))
 
     def _up_arguments(self, call: PathCall, tile: LaunchConfig) -> dict[str, object]:
-        """GEMM 1's, as far as x, the weights and the tile decide."""
+        """Return the arguments of GEMM 1 that depend on x, the weights and the launch."""
         problem = self.problem
         product = first_product(call.weights, problem)
         quant, scales = input_scales(call.tokens, call.weights.a1_scale, problem)
@@ -196,14 +201,14 @@ class GemvPath(Path):
             "stride_xk": x_TH.stride(1),
             "ROW_STEP": product.step,
             "QUANT": quant,
-            "BLOCK_R": min(next_power_of_2(problem.hidden), _MOST_ROW),
+            "BLOCK_R": min(next_power_of_2(problem.hidden), _MAX_AMAX_BLOCK),
             **scales,
             **product.constants,
             **_arguments(product, tile, tile.block_n),
         }
 
     def _down_arguments(self, call: PathCall, tile: LaunchConfig) -> dict[str, object]:
-        """GEMM 2's, as far as h, the weights and the tile decide."""
+        """Return the arguments of GEMM 2 that depend on h, the weights and the launch."""
         problem = self.problem
         slots, held = self._slots(tile)
         static = call.weights.a2_scale
@@ -219,10 +224,10 @@ class GemvPath(Path):
         }
 
     def _slots(self, tile: LaunchConfig) -> tuple[int, int]:
-        """Pairs of an output row, and how many a program of GEMM 2 holds at once."""
+        """Return the pairs per output row, and how many a program of GEMM 2 holds at once."""
         slots = self.problem.top_k if self._sums else 1
-        most = min(next_power_of_2(slots), tile.block_n)
-        held = 1 << (min(most, tile.group_m).bit_length() - 1)
+        max_held = min(next_power_of_2(slots), tile.block_n)
+        held = 1 << (min(max_held, tile.group_m).bit_length() - 1)
         return slots, held
 
     def _down_grid(self, pairs: int, tile: LaunchConfig) -> tuple[int, ...]:
@@ -232,14 +237,14 @@ class GemvPath(Path):
 
 
 def _arguments(product: Product, tile: LaunchConfig, columns: int) -> dict[str, object]:
-    """Return what both kernels take of a product; columns: BLOCK_N."""
+    """Return the weight, scale and bias arguments of both kernels; columns: BLOCK_N."""
     scheme, w = product.scheme, product.w
     scale = w if product.scale is None else product.scale
     zero = w if product.zero_point is None else product.zero_point
     strides = () if product.scale is None else product.scale.stride()
     zeros = (0, 0, 0) if product.zero_point is None else product.zero_point.stride()
     group_n, group_k = scale_group(scheme, product.depth)
-    if not group_k:  # one group is all of the depth: its zero point is everybody's
+    if not group_k:  # one group covers all of K, and so does its zero point
         zeros = (*zeros[:2], 0)
     kind = scheme.activation
     return {
@@ -272,17 +277,17 @@ def _arguments(product: Product, tile: LaunchConfig, columns: int) -> dict[str, 
 
 
 def _adapter_arguments(shrunk: Shrunk, top_k: int | None) -> dict[str, object]:
-    """Return what GEMM 1's kernel takes, or GEMM 2's, which is told top_k."""
-    given = shrunk.arguments()
-    given["LORA_R"] = next_power_of_2(shrunk.b.shape[3])
-    del given["BLOCK_R"]
+    """Return the LoRA arguments of the GEMM 1 kernel, or of the GEMM 2 kernel if top_k is given."""
+    arguments = shrunk.arguments()
+    arguments["LORA_R"] = next_power_of_2(shrunk.b.shape[3])
+    del arguments["BLOCK_R"]
     if top_k is not None:
-        del given["U_UP"]
-        given["LORA_TOP_K"] = top_k
-    return given
+        del arguments["U_UP"]
+        arguments["LORA_TOP_K"] = top_k
+    return arguments
 
 
 def _one_scale_row(product: Product, columns: int, group_n: int) -> bool:
-    """Whether the weights of `columns` columns, from a multiple of it on, share their scales."""
+    """Return whether the weight rows of every block of `columns` columns share one scale."""
     rows = columns * product.step
     return group_n % rows == 0 and (product.step > 1 or product.up_row % rows == 0)

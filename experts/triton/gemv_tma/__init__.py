@@ -1,1 +1,1 @@
-"""A few tokens and fp8 weights that come by TMA, in two launches (sm_90)."""
+"""The TMA-pipelined gemv path: a few tokens and fp8 weights, in two launches (sm_90)."""

@@ -1,7 +1,8 @@
-"""The TMA-pipelined gemv path: which problems it serves, what bounds a launch, which is taken.
+"""Supported problems, limits, launches and tuning candidates of the TMA-pipelined gemv path.
 
-block_n is fixed: 64 rows of weights, which gate and up columns share. block_k is what one place of
-the ring holds of the depth, num_stages how many places there are. block_m and group_m are ignored.
+block_n is fixed: a tile has 64 weight rows, half of them up rows in a gated GEMM. block_k is the K
+extent of one stage of the shared-memory ring, num_stages the number of stages. block_m and group_m
+are ignored.
 """
 
 from collections.abc import Iterator
@@ -13,35 +14,35 @@ from modular_kernel.spec.problem import Combine, Problem
 
 NAME = "gemv_tma"
 
-ROWS = 64  # of weights in a tile
-PANEL = 128  # bytes, and values, of the depth that a box covers
-PIECE = 1024  # values of a vector that are written at once
-VECTORS = 8  # of a product: tokens, or the pairs of one token
-COLUMNS = 32  # of GEMM 1's tile: gate and up rows
+ROWS = 64  # weight rows per tile
+PANEL = 128  # fp8 values (bytes) along K per TMA box
+PIECE = 1024  # values of a vector written at once
+VECTORS = 8  # N of the MMA: tokens, or the pairs of one token
+COLUMNS = 32  # output columns of a GEMM 1 tile, which has as many gate as up rows
 _SCHEMES = ("fp8_w8a8_channel", "fp8_w8a8_block")
 _BLOCK = (128, 128)
-_DEPTHS = (128, 256, 512)  # of a place
-_ALIGNED = 16  # bytes between rows, for TMA
-_ENOUGH = 4  # places of the deepest kind, from which on it is taken
-_STAGING = 1 << 12  # bytes for sums across warps, barriers, and what separates buffers
+_DEPTHS = (128, 256, 512)  # possible block_k
+_ALIGNED = 16  # row pitch alignment in bytes, for TMA
+_MIN_STAGES = 4  # min number of stages for a block_k to be chosen
+_STAGING = 1 << 12  # bytes reserved for cross-warp reductions, barriers and padding
 
 
 def serves(problem: Problem, device: Device) -> bool:
-    """Whether the kernels of this path can compute `problem` on `device`."""
+    """Return whether the kernels of this path support `problem` on `device`."""
     if not fed_by_tma(problem, device, _SCHEMES) or not _one_scale_a_half(problem):
         return False
-    plain = problem.combine is Combine.SUM and not problem.apply_router_weight_on_input
-    even = all(k % _ALIGNED == 0 for k in (problem.hidden, problem.intermediate))
+    weighted_sum = problem.combine is Combine.SUM and not problem.apply_router_weight_on_input
+    aligned = all(k % _ALIGNED == 0 for k in (problem.hidden, problem.intermediate))
     fits = all(_places(_DEPTHS[0], gemm, device) > 1 for gemm in gemms(problem))
-    return plain and even and fits and problem.act.gated and problem.top_k <= VECTORS
+    return weighted_sum and aligned and fits and problem.act.gated and problem.top_k <= VECTORS
 
 
 def _one_scale_a_half(problem: Problem) -> bool:
-    """Whether gate rows of every tile, and so up rows, lie within one scale block, if any."""
+    """Return whether the gate rows of every tile lie in one scale block, and so do the up rows."""
     if problem.scheme.granularity != "block":
         return True
-    whole = problem.act.interleaved or problem.intermediate % COLUMNS == 0
-    return problem.scheme.group == _BLOCK and whole
+    aligned = problem.act.interleaved or problem.intermediate % COLUMNS == 0
+    return problem.scheme.group == _BLOCK and aligned
 
 
 def most_tokens(problem: Problem) -> int:
@@ -49,11 +50,11 @@ def most_tokens(problem: Problem) -> int:
 
     Return 0 if no call should.
 
-    Tokens read the weights of an expert they share once each. Measured on one H200 (2026-11-22,
-    triton 3.6.0): 1 to 8 tokens on Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss, where it is
-    ahead of the aligned path up to half as many pairs as experts, with scales of blocks up to a
-    quarter; 1 and 2 on the layers of all tuned files: scales of blocks need time of their own,
-    which vectors of 1408 values pay for and those of 768 do not.
+    Each token reads the weights of its experts separately. Measured on one H200 (2026-11-22,
+    triton 3.6.0) with 1 to 8 tokens on Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss: the path is
+    faster than the aligned path while pairs <= experts / 2, with block scales while pairs <=
+    experts / 4. With 1 and 2 tokens on the layers of all tuned files: block scales add a cost that
+    pays off with vectors of 1408 values, but not with 768.
     """
     block = problem.scheme.granularity == "block"
     if block and problem.intermediate < PIECE:
@@ -62,7 +63,7 @@ def most_tokens(problem: Problem) -> int:
 
 
 def violations(tile: LaunchConfig, gemm: Gemm, device: Device) -> Iterator[Violation]:
-    """Every reason not to launch `tile` on this path."""
+    """Yield every reason why `tile` cannot be launched on this path."""
     fixed = {"block_n": ROWS // gemm.sides, "num_warps": 4}
     for name, value in fixed.items():
         if getattr(tile, name) != value:
@@ -75,30 +76,32 @@ def violations(tile: LaunchConfig, gemm: Gemm, device: Device) -> Iterator[Viola
 
 
 def pieces(depth: int) -> int:
-    """Of a vector of `depth` values."""
+    """Return the number of pieces of a vector of `depth` values."""
     return -(-depth // PIECE)
 
 
 def _places(block_k: int, gemm: Gemm, device: Device) -> int:
-    """Places of a ring that fit beside the vectors and their scales."""
+    """Return the ring stages that fit in shared memory beside the vectors and their scales."""
     vectors = pieces(gemm.depth) * VECTORS * (PIECE + 4 * VECTORS)
     return max(0, device.shared - _STAGING - vectors) // (ROWS * block_k)
 
 
 def default(problem: Problem, device: Device) -> MoEConfig:
-    """Return the tiles without a tuned file: the deepest places of which there are enough."""
+    """Return the launches without a tuned file: the largest block_k with at least _MIN_SLOTS."""
     first, second = (_tile(gemm, device) for gemm in gemms(problem))
     return MoEConfig(first, second, NAME)
 
 
 def _tile(gemm: Gemm, device: Device) -> LaunchConfig:
-    places = {block_k: _places(block_k, gemm, device) for block_k in reversed(_DEPTHS)}
-    block_k = next((k for k, count in places.items() if count >= _ENOUGH), _DEPTHS[0])
-    return LaunchConfig(16, ROWS // gemm.sides, block_k, 1, 4, places[block_k])
+    stages_by_block_k = {block_k: _places(block_k, gemm, device) for block_k in reversed(_DEPTHS)}
+    block_k = next(
+        (k for k, count in stages_by_block_k.items() if count >= _MIN_STAGES), _DEPTHS[0]
+    )
+    return LaunchConfig(16, ROWS // gemm.sides, block_k, 1, 4, stages_by_block_k[block_k])
 
 
 _ROWS: Rows = {16: (0, 4)}
-# Places of a ring, as many as fit and fewer (config).
+# Ring stages: as many as fit, and fewer.
 _ENTRIES: ByBlock = {
     16: tuple(
         (64, block_k, 4, places)
@@ -109,7 +112,7 @@ _ENTRIES: ByBlock = {
 
 
 def candidates(problem: Problem, tokens: int) -> Groups:
-    """Return launches worth timing with so many tokens."""
+    """Return launches worth timing for `tokens` tokens."""
     if tokens > FEW_TRIED * most_tokens(problem):
         return {}
     return groups(worth(_ROWS, problem, tokens), (_ENTRIES, _ENTRIES), problem)

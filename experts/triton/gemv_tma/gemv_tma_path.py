@@ -1,7 +1,8 @@
 """The TMA-pipelined gemv path: a few tokens and fp8 weights on sm_90, in two launches.
 
-As the gemv path, but weights come through shared memory by TMA, as fast as memory gives them,
-whatever the multiplying warps wait for. What a launch means here: see config.
+It works like the gemv path, but a producer warp loads weights into shared memory by TMA, so memory
+bandwidth is not limited by stalls of the MMA warps. See gemv_tma_config for the meaning of the
+launch fields.
 """
 
 from collections.abc import Iterator
@@ -38,12 +39,12 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec
 
-# Of a thread in GEMM 1 and 2: the loading warp leaves most of its own to the others.
+# Registers per thread in GEMM 1 and GEMM 2; the producer warp gives most of its own to the others.
 _REGISTERS = (128, 144)
 
 
 class GemvTmaPath(Path):
-    """Serves what config.serves says. Row p of h is pair p."""
+    """The path for the problems of gemv_tma_config.serves. Row p of h is pair p."""
 
     name = gemv_tma_config.NAME
     former_names = ("streamed",)
@@ -52,35 +53,35 @@ class GemvTmaPath(Path):
 
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
-        """Return whether fp8 weights come in boxes that TMA fetches."""
+        """Return whether the kernels support `problem`; see gemv_tma_config.serves."""
         return problem.adapters is None and gemv_tma_config.serves(problem, device)
 
     @classmethod
     def most_tokens(cls, problem: Problem) -> int | None:
-        """Return up to where experts are seldom shared."""
+        """Return the token count up to which tokens rarely share an expert."""
         return gemv_tma_config.most_tokens(problem)
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
-        """Return the launches of the deepest places of which there are enough."""
+        """Return the launches with the largest block_k that leaves enough ring stages."""
         return gemv_tma_config.default(problem, device)
 
     @classmethod
     def violations(
         cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
     ) -> Iterator[Violation]:
-        """Yield what bounds the ring of places in shared memory."""
+        """Yield violations of the fixed tile sizes and of the ring in shared memory."""
         assert isinstance(config, LaunchConfig)
         return violations(config, gemm, device)
 
     @classmethod
     def candidates(cls, problem: Problem, tokens: int) -> Groups:
-        """Return rings of as many places as fit, and of fewer."""
+        """Return launches with as many ring stages as fit, and with fewer."""
         return candidates(problem, tokens)
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        # Of a sum: products of all of a token's pairs are added up before anything is rounded.
+        # With a sum over top-k, all pairs of a token are accumulated before rounding.
         self.roundings = Roundings(rows=problem.combine is not Combine.SUM)
         self._grouped = problem.scheme.granularity == "block"
 
@@ -94,13 +95,13 @@ class GemvTmaPath(Path):
 
     @property
     def _blocks(self) -> int:
-        """Of GEMM 1's columns."""
+        """Return the number of column blocks of GEMM 1."""
         return -(-self.problem.intermediate // COLUMNS)
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Whether every tensor lies as the boxes of TMA and the kernels' indices want it."""
-        given = (weights.b1, weights.b2, weights.w1_scale, weights.w2_scale)
-        tensors = (weights.w1, weights.w2, *(t for t in given if t is not None))
+        """Return whether weights, biases and scales are contiguous and weights aligned for TMA."""
+        optional = (weights.b1, weights.b2, weights.w1_scale, weights.w2_scale)
+        tensors = (weights.w1, weights.w2, *(t for t in optional if t is not None))
         return all(t.is_contiguous() for t in tensors) and all(
             t.is_meta or t.data_ptr() % TMA_BYTES == 0 for t in tensors[:2]
         )
@@ -116,7 +117,7 @@ class GemvTmaPath(Path):
         largest = h_PI
         if not self._grouped:
             largest = workspace.take("gemv_tma_amax", (pairs * self._blocks,))
-        most = multiprocessors()
+        num_sms = multiprocessors()
         common = {
             "h_ptr": h_PI,
             "largest_ptr": largest,
@@ -130,7 +131,7 @@ class GemvTmaPath(Path):
         with stages.stage(self._first_stage(call)):
             launch(
                 gemv_tma_gate_up_kernel,
-                (min(most, pairs * self._blocks),),
+                (min(num_sms, pairs * self._blocks),),
                 invalid_ptr=call.tokens.routing.invalid_ids,
                 num_pairs=pairs,
                 maxnreg=_REGISTERS[0],
@@ -142,7 +143,7 @@ class GemvTmaPath(Path):
         with stages.stage(stages.fused(stages.QUANTIZE, stages.GEMM2, stages.REDUCE)):
             launch(
                 gemv_tma_down_kernel,
-                (min(most, tokens * -(-problem.hidden // (ROWS // slots))),),
+                (min(num_sms, tokens * -(-problem.hidden // (ROWS // slots))),),
                 out_ptr=call.output,
                 num_tokens=tokens,
                 maxnreg=_REGISTERS[1],
@@ -152,19 +153,19 @@ class GemvTmaPath(Path):
             )
 
     def _first_stage(self, call: PathCall) -> str:
-        """Name what GEMM 1's launch does: x that comes unquantized is quantized in it."""
-        given = call.tokens.scale is not None
-        return stages.GEMM1 if given else stages.fused(stages.QUANTIZE_INPUT, stages.GEMM1)
+        """Return the stages of the GEMM 1 launch, which quantizes x that is not quantized yet."""
+        is_quantized = call.tokens.scale is not None
+        return stages.GEMM1 if is_quantized else stages.fused(stages.QUANTIZE_INPUT, stages.GEMM1)
 
     def _ids(self, call: PathCall) -> dict[str, object]:
         return id_arguments(call.tokens.routing, self.problem.e)
 
     def _up_arguments(self, call: PathCall) -> dict[str, object]:
-        """GEMM 1's, as far as x, the weights and the tile decide."""
+        """Return the arguments of GEMM 1 that depend on x, the weights and the launch."""
         problem, x_TH = self.problem, call.tokens.x_TH
         product = first_product(call.weights, problem)
         quant, scales = input_scales(call.tokens, None, problem)
-        # A group that is all of the depth is a group still.
+        # The kernel treats one group over all of K as a group.
         quant = "group" if self._grouped and quant == "token" else quant
         constants = {k: v for k, v in product.constants.items() if k != "GATED"}
         return {
@@ -185,7 +186,7 @@ class GemvTmaPath(Path):
         }
 
     def _down_arguments(self, call: PathCall, slots: int) -> dict[str, object]:
-        """GEMM 2's, as far as h, the weights and the tile decide."""
+        """Return the arguments of GEMM 2 that depend on h, the weights and the launch."""
         problem = self.problem
         return {
             "weights_ptr": call.tokens.routing.topk_weights_TK,

@@ -1,1 +1,1 @@
-"""A few tokens and 4-bit weights, in two launches."""
+"""The gemv path for 4-bit weights: a few tokens, in two launches."""

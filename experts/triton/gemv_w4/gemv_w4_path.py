@@ -1,7 +1,7 @@
-"""The gemv path for 4-bit weights: a few tokens without an alignment, in two launches.
+"""The gemv path for 4-bit weights: a few tokens, in two launches without alignment.
 
-As the gemv path, with tensor cores: eight 4-bit weights are a word, unpacked in registers. GEMM 1
-leaves its results in the order and with the factors that GEMM 2's products need.
+It works like the gemv path, but with tensor cores. Words of eight 4-bit weights are unpacked in
+registers. GEMM 1 writes h in the order and with the factors that the MMAs of GEMM 2 need.
 """
 
 from collections.abc import Iterable, Iterator
@@ -25,11 +25,11 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec
 
-_MOST_IDS = 128  # looked at at once: one kernel for all numbers of tokens
+_MOST_IDS = 128  # ids checked per step; fixed, so that one kernel serves all token counts
 
 
 class GemvW4Path(Path):
-    """Serves what config.serves says. Row p of h is pair p."""
+    """The path for the problems of gemv_w4_config.serves. Row p of h is pair p."""
 
     name = gemv_w4_config.NAME
     former_names = ("single",)
@@ -38,35 +38,35 @@ class GemvW4Path(Path):
 
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
-        """Return whether rows and weights fill words of eight."""
+        """Return whether the kernels support `problem`; see gemv_w4_config.serves."""
         return problem.adapters is None and gemv_w4_config.serves(problem)
 
     @classmethod
     def most_tokens(cls, problem: Problem) -> int | None:
-        """Return up to where experts are seldom shared."""
+        """Return the token count up to which tokens rarely share an expert."""
         return gemv_w4_config.most_tokens(problem)
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
-        """Return the launches by how many programs there are."""
+        """Return the launches for the number of programs."""
         return gemv_w4_config.default(problem, tokens)
 
     @classmethod
     def turns(cls, problem: Problem) -> Iterable[int]:
-        """Return every number of tokens that takes this path."""
+        """Return every token count for which this path is chosen untuned."""
         return range(1, gemv_w4_config.most_tokens(problem) + 1)
 
     @classmethod
     def violations(
         cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
     ) -> Iterator[Violation]:
-        """Yield what bounds any tile, but for a scheme's groups."""
+        """Yield the violations of any tiled launch, except those of the scale groups."""
         assert isinstance(config, GemvW4Config)
         return violations(config, gemm, device)
 
     @classmethod
     def candidates(cls, problem: Problem, tokens: int) -> Groups:
-        """Return launches that differ in how many warps share what."""
+        """Return the candidates of gemv_w4_config."""
         return candidates(problem, tokens)
 
     def __init__(self, problem: Problem) -> None:
@@ -77,7 +77,7 @@ class GemvW4Path(Path):
 
         assert gemv_w4_config.serves(problem)
         self.problem = problem
-        # Of a sum: products of all of a token's pairs are added up before anything is rounded.
+        # With a sum over top-k, all pairs of a token are accumulated before rounding.
         self.roundings = Roundings(rows=problem.combine is not Combine.SUM)
         self._up, self._down = gemv_w4_gate_up_kernel, gemv_w4_down_kernel
         self._in_lanes = WORDS_STAY_IN_LANES
@@ -92,13 +92,13 @@ class GemvW4Path(Path):
         return {"workspace13": BufferSpec(shape, problem.dtype)}
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Weights that lie as words are read, 16 bytes at once."""
+        """Return whether the weights can be read as words, 16 bytes at once."""
         return lie_ready(weights)
 
     def run(self, call: PathCall) -> None:
         pairs = call.tokens.routing.topk_ids_TK.numel()
         h_PI = call.workspace.take("workspace13", (pairs, self.problem.intermediate))
-        use_triton(h_PI)  # the interpreter's numbers are made honest at the first call
+        use_triton(h_PI)  # patches the numerics of the interpreter at the first call
         ids = {**id_arguments(call.tokens.routing, self.problem.e), **overlap()}
         with stages.stage(stages.GEMM1):
             self._multiply_x(call, h_PI, ids)
@@ -161,9 +161,9 @@ class GemvW4Path(Path):
 def _arguments(
     product: Product, tile: GemvW4Config, slots: int, halves: int = 1
 ) -> dict[str, object]:
-    """Return what both kernels take of a product.
+    """Return the arguments of both kernels that depend on the weights and the launch.
 
-    slots: pairs whose products a program adds up. halves: of a block, as HALVES of the kernels.
+    slots: pairs per program. halves: see gemv_w4_config.halves.
     """
     _, group = scale_group(product.scheme, product.depth)
     group = group or product.depth
@@ -174,7 +174,7 @@ def _arguments(
     return {
         **w4_arguments(product),
         "DEPTH": product.depth,
-        "IN_TWOS": _in_twos(product, group, chunks),
+        "IN_TWOS": _has_paired_scales(product, group, chunks),
         "BLOCK_N": tile.block_n,
         "EVEN_N": product.columns % tile.block_n == 0,
         "CHUNKS": chunks,
@@ -189,13 +189,15 @@ def _arguments(
 
 
 def _team(tile: GemvW4Config, slots: int) -> int:
-    """Warps that keep to one of a program's pairs; 0 if they cannot be shared out evenly."""
+    """Return the warps per pair of a program; 0 if they cannot be divided evenly."""
     return 0 if tile.num_warps % slots else tile.num_warps // slots
 
 
-def _in_twos(product: Product, group: int, chunks: int) -> bool:
-    """Whether scales can be loaded two at a time: a block has an even number of whole groups, and
-    so has a row, whose scales are contiguous."""
+def _has_paired_scales(product: Product, group: int, chunks: int) -> bool:
+    """Return whether scales can be loaded in pairs.
+
+    The scales of a row are contiguous; a block and a row must have an even number of whole groups.
+    """
     slots = max(1, gemv_w4_config.CHUNK // group)
     assert product.scale is not None
     return (

@@ -1,1 +1,1 @@
-"""Products over rows in the order of experts, on any GPU: what GroupedGemmExperts launches."""
+"""Grouped GEMMs over expert-sorted rows, on any GPU, and the steps shared with other paths."""

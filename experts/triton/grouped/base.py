@@ -1,4 +1,4 @@
-"""Two products over rows in the order of experts, rows summed: the common steps.
+"""The steps shared by all layers with two grouped GEMMs over expert-sorted rows.
 
 Launches: count, scan, place; [permute]; GEMM 1 + activation; [quantize]; GEMM 2; sum.
 """
@@ -29,11 +29,12 @@ from modular_kernel.workspace import BufferSpec
 
 
 class Rows(NamedTuple):
-    """Left operand of a product: (P, K) values, the first of them in use.
+    """The left operand of a GEMM: values (P, K), of which only the leading rows may be used.
 
-    scale: of quantized values, (1,) or a row of scales each. weights: (P, 1) router weights that
-    multiply the product before its bias, or None. tokens: (P,) int32, where row r is in values and
-    scale, which then have a row a token; None if it is row r. shrunk: what adapters add.
+    scale: of quantized values, (1,) or one row of scales per row of values. weights: router weights
+    (P, 1) applied before the bias, or None. tokens: (P,) int32, the index of sorted row r in values
+    and scale, which then have one row per token; None for the identity. shrunk: the shrink output
+    of adapters, or None.
     """
 
     values: torch.Tensor
@@ -44,13 +45,14 @@ class Rows(NamedTuple):
 
 
 class ExpertSortedGemms(ABC):
-    """Row r of both products' inputs and results is sorted row r; see ops.sort.
+    """Two grouped GEMMs whose input and output rows are in the order of ops.sort.
 
-    The buffers have room for every pair; as many rows as pairs have an expert here are used.
-    skips_unused: quantize no more than those. Without it the rows behind them, which hold
-    anything, are quantized too: that costs time with many of them, and spoils a scale of all rows.
-    moves_tokens: a launch moves them into the order of experts; otherwise GEMM 1 finds them.
-    adapters_class: what adapters add to both products, as their kernels take it.
+    Buffers have a row for every pair; only as many rows as there are pairs of local experts are
+    used.
+    skips_unused: quantize only the used rows. Otherwise unused rows, with arbitrary contents, are
+    quantized too, which takes time and makes a scale shared by all rows wrong.
+    moves_tokens: a launch permutes tokens to sorted order; otherwise GEMM 1 gathers them.
+    adapters_class: computes the shrink output in the form that the GEMM kernel takes.
     """
 
     skips_unused = True
@@ -64,7 +66,7 @@ class ExpertSortedGemms(ABC):
     def multiply(
         self, rows: Rows, product: Product, tile: LaunchConfig, order: Sorted, out: torch.Tensor
     ) -> None:
-        """One product: `out` (P, columns) contiguous, as far as there are rows."""
+        """Run one GEMM and write the used rows of `out` (P, columns), contiguous."""
 
     def products(
         self,
@@ -75,15 +77,15 @@ class ExpertSortedGemms(ABC):
         out: torch.Tensor,
         call: PathCall,
     ) -> None:
-        """`multiply` for every expert of the call: at once, unless a path does it in parts."""
+        """Run `multiply` for all experts; a subclass may process some experts at a time."""
         self.multiply(rows, product, tile, order, out)
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
         """Return the buffers of a call of `tokens` tokens in tiles of block_m rows."""
         problem, pairs = self.problem, tokens * self.problem.top_k
         scheme = problem.scheme
-        stored = STORAGE[scheme.activation] if scheme.quantizes_activations else problem.dtype
-        # GEMM 2 writes where GEMM 1's rows were, and its results once they are quantized.
+        dtype = STORAGE[scheme.activation] if scheme.quantizes_activations else problem.dtype
+        # The output of GEMM 2 overlays the input of GEMM 1, and its output once that is quantized.
         over: tuple[str, ...] = ("permuted_x", "permuted_scale") if self.moves_tokens else ()
         if scheme.quantizes_activations:
             over += ("workspace13",)
@@ -97,7 +99,7 @@ class ExpertSortedGemms(ABC):
         if scheme.quantizes_activations:
             specs |= quantize_specs("h", scheme, pairs, problem.intermediate)
         if self.moves_tokens:
-            specs["permuted_x"] = BufferSpec((pairs, problem.hidden), stored)
+            specs["permuted_x"] = BufferSpec((pairs, problem.hidden), dtype)
             if scheme.quantizes_activations and scheme.activation_granularity != "tensor":
                 shape = scale_shape(scheme, pairs, problem.hidden)
                 specs["permuted_scale"] = BufferSpec(shape, torch.float32)
@@ -125,7 +127,7 @@ class ExpertSortedGemms(ABC):
             self._unpermute(rows_RH, order, call)
 
     def hidden_rows(self, x: Rows, tile: LaunchConfig, order: Sorted, call: PathCall) -> Rows:
-        """GEMM 1 with its activation: GEMM 2's rows, quantized where the scheme says so."""
+        """Run GEMM 1 with its activation; return the rows of GEMM 2, quantized if the scheme is."""
         pairs = order.row_of_pair_TK.numel()
         h_RI = call.workspace.take("workspace13", (pairs, self.problem.intermediate))
         adapters = self._adapters(tile, order, call)
@@ -143,14 +145,14 @@ class ExpertSortedGemms(ABC):
     def _adapters(
         self, tile: LaunchConfig, order: Sorted, call: PathCall
     ) -> SegmentAdapters | None:
-        """Return what adapters add to both products; None for a call without adapters."""
+        """Return the shrink launches of the call, or None without adapters."""
         slots_T = call.tokens.routing.adapters_T
         if slots_T is None:
             return None
         return self.adapters_class(slots_T, self.problem, call.workspace, order, tile.block_m)
 
     def _permuted(self, call: PathCall, order: Sorted) -> Rows:
-        """(P, H) sorted rows of x, with their scales and weights."""
+        """Permute x to sorted rows (P, H), with their scales and router weights."""
         pairs, (_, hidden) = order.row_of_pair_TK.numel(), call.tokens.x_TH.shape
         x_RH = call.workspace.take("permuted_x", (pairs, hidden))
         scale = call.tokens.scale
@@ -170,7 +172,7 @@ class ExpertSortedGemms(ABC):
         return Rows(x_RH, scale_of_rows, self._permuted_weights(call, order))
 
     def _permuted_weights(self, call: PathCall, order: Sorted) -> torch.Tensor | None:
-        """(P, 1) router weights of the sorted rows, if they go on the input."""
+        """Return the router weights (P, 1) of the sorted rows if they are applied to the input."""
         if not self.problem.apply_router_weight_on_input:
             return None
         weights_TK = call.tokens.routing.topk_weights_TK
@@ -181,7 +183,7 @@ class ExpertSortedGemms(ABC):
         return weights_R1
 
     def _quantized(self, h_RI: torch.Tensor, order: Sorted, call: PathCall) -> Rows:
-        """GEMM 2's rows and their scales; h_RI itself where activations are not quantized."""
+        """Return the input rows of GEMM 2 with their scales; h_RI itself if not quantized."""
         scheme = self.problem.scheme
         if not scheme.quantizes_activations:
             return Rows(h_RI)
@@ -195,7 +197,7 @@ class ExpertSortedGemms(ABC):
 
     def _unpermute(self, rows_RH: torch.Tensor, order: Sorted, call: PathCall) -> None:
         problem, row_of_pair_TK = self.problem, order.row_of_pair_TK
-        assert len(row_of_pair_TK) == len(call.output)  # rows looked up past its end are anywhere
+        assert len(row_of_pair_TK) == len(call.output)  # the kernels do not check this bound
         if problem.combine is not Combine.SUM:
             gather_rows(rows_RH, row_of_pair_TK, None, scale=1.0, out=call.output)
             return

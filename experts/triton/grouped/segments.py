@@ -1,4 +1,4 @@
-"""Products over segments of sorted rows, in Triton, on any GPU."""
+"""Grouped GEMM over segments of expert-sorted rows, in Triton, on any GPU."""
 
 import torch
 
@@ -11,7 +11,7 @@ from modular_kernel.replay.launch.launch import launch
 
 
 class MGroupedGemms(ExpertSortedGemms):
-    """One launch a product; an expert's rows are a segment."""
+    """One launch per GEMM; the rows of an expert form a segment."""
 
     def multiply(
         self, rows: Rows, product: Product, tile: LaunchConfig, order: Sorted, out: torch.Tensor
@@ -29,10 +29,10 @@ def m_grouped_gemm(
     precision: str,
     tokens: torch.Tensor | None = None,
 ) -> None:
-    """out[r] = rows[r] times the weights of r's expert, for the rows of `tiles`, as ops.sort cuts.
+    """Compute out[r] = rows[r] @ W[expert of r]^T for the rows of `tiles` (see ops.sort).
 
-    out: (R, columns), contiguous as the values of `rows` are. precision: of float32 products.
-    tokens: (R,) each row's, where adapters add to it.
+    out: (R, columns). out and the values of `rows` are contiguous. precision: of float32 GEMMs.
+    tokens: (R,) the token of each row, needed with adapters.
     """
     from experts.triton.grouped.kernels.segment_gemm import segment_gemm_kernel
 

@@ -1,1 +1,1 @@
-"""Persistent grouped GEMMs over rows in the order of experts, fed by TMA (sm_90)."""
+"""The grouped_tma path: persistent grouped GEMMs over expert-sorted rows, with TMA (sm_90)."""

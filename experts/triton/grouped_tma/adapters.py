@@ -1,4 +1,4 @@
-"""Adapters as more depth of products fed by TMA: u of all of a tile's slots, side by side."""
+"""LoRA for the TMA GEMMs: B u is computed as extra K steps, one group per slot of a tile."""
 
 import torch
 
@@ -14,11 +14,11 @@ from modular_kernel.replay.launch.launch import launch
 from modular_kernel.spec.problem import Problem
 from modular_kernel.workspace import BufferSpec
 
-_BOX = 64  # 16-bit values of a TMA box's 128 bytes
+_BOX = 64  # 16-bit values in the 128 bytes of a TMA box
 
 
 def tile_specs(problem: Problem, rows: int, tiles: int) -> dict[str, BufferSpec]:
-    """Return the buffers of `TileAdapters`; none for a problem without adapters."""
+    """Return the buffers of `TileAdapters`; empty for a problem without adapters."""
     spec = problem.adapters
     if spec is None:
         return {}
@@ -33,12 +33,12 @@ def tile_specs(problem: Problem, rows: int, tiles: int) -> dict[str, BufferSpec]
 
 
 def whole_boxes(columns: int) -> int:
-    """Return the columns of u that one slot takes: whole steps of a product fed by TMA."""
+    """Round the columns of u per slot up to whole K steps of the TMA GEMM."""
     return -(-columns // _BOX) * _BOX
 
 
 class TileAdapters(SegmentAdapters):
-    """The same rows for products fed by TMA: u of all of a tile's slots is more depth."""
+    """Shrink launches for the TMA GEMMs, with the u of all slots of a tile side by side."""
 
     def _shrunk(  # type: ignore[override]
         self, name: str, x: torch.Tensor, matrices: Matrices, *, gather: bool
@@ -47,18 +47,18 @@ class TileAdapters(SegmentAdapters):
 
         a, b = matrices
         assert a is not None
-        assert b is not None  # the weights were checked
+        assert b is not None  # validated with the weights
         order, width = self._order, whole_boxes(a.shape[2])
         u = self._workspace.take(name, (order.row_of_pair_TK.numel(), len(a) * width))
-        named = self._workspace.take("lora_named", (order.max_tiles, len(a) + 1))
-        how = shrink_arguments(a, x.shape[1], self._problem, self._block_m)
-        how["BLOCK_R"] = block_r(a.shape[2])  # all rows of A, or a whole box of them
+        tile_slots = self._workspace.take("lora_named", (order.max_tiles, len(a) + 1))
+        launch_args = shrink_arguments(a, x.shape[1], self._problem, self._block_m)
+        launch_args["BLOCK_R"] = block_r(a.shape[2])  # all rows of A, or one box of them
         launch(
             shrink_tiles_kernel,
-            (order.max_tiles, width // _BOX, how["PARTS"]),
+            (order.max_tiles, width // _BOX, launch_args["PARTS"]),
             x_ptr=x,
             u_ptr=u,
-            named_ptr=named,
+            named_ptr=tile_slots,
             slots_ptr=self._slots_T,
             tokens_ptr=order.token_of_row,
             tiles_ptr=order.tiles,
@@ -69,6 +69,6 @@ class TileAdapters(SegmentAdapters):
             GATHER=gather,
             WIDTH=width,
             BOX=_BOX,
-            **how,
+            **launch_args,
         )
-        return TileShrunk(u, named, b, a.shape[2] - b.shape[3])
+        return TileShrunk(u, tile_slots, b, a.shape[2] - b.shape[3])

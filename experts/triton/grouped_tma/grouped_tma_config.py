@@ -1,4 +1,4 @@
-"""Persistent grouped GEMMs: which problems they serve, what bounds a launch, which is taken."""
+"""Supported problems, limits, launches and tuning candidates of the grouped_tma path."""
 
 from collections.abc import Iterator
 
@@ -9,31 +9,31 @@ from modular_kernel.spec.problem import Problem
 
 NAME = "grouped_tma"
 
-BOX_BYTES = 128  # of the depth that one step covers: the widest swizzle of a TMA box
+BOX_BYTES = 128  # bytes along K per step: the widest swizzle of a TMA box
 BLOCK_M = 128  # two warpgroups of 64 rows
-# How the kernel scales, by scheme.
+# Quantization scheme -> MODE of the kernel.
 MODES = {"none": "plain", "fp8_w8a8_channel": "channel", "fp8_w8a8_block": "block"}
 _BLOCK = (128, 128)
-# Weight rows of half a tile. With a scale per block a product has sums of its own beside the
-# tile's, and registers for half as many.
+# Weight rows of half a tile, by MODE. With block scales, partial sums need registers besides the
+# accumulators, so tiles have half the rows.
 _HALVES = {"plain": (64, 128), "channel": (64, 128), "block": (64,)}
-MOST_ADAPTERS = 8  # slots of which a tile may name each, with as many steps more
-# Mean rows of an expert from which the path pays, and below which narrow tiles do. Measured on one
-# H200 (2026-11-28, triton 3.6.0) on seven layers of E 48 to 256, H 2048 to 8192, I 1024 to 3584. In
-# bf16, over the aligned path: 0.97 to 1.02 x its time with 48 rows, 0.87 to 0.91 with 64; fp8 by
-# block 1.03 to 1.07 with 48, 1.01 to 1.05 with 52, 0.84 to 0.92 with 64. Narrow over wide tiles:
-# 0.96 to 1.00 with 64 rows, 0.99 to 1.03 with 96, 1.03 to 1.16 with 128.
+MOST_ADAPTERS = 8  # max slots; each slot in a tile adds K steps
+# Min mean rows per expert for the path to pay off, and max for narrow tiles. Measured on one H200
+# (2026-11-28, triton 3.6.0) on seven layers of E 48 to 256, H 2048 to 8192, I 1024 to 3584. Time
+# relative to the aligned path, bf16: 0.97 to 1.02 x with 48 rows, 0.87 to 0.91 with 64; fp8 with
+# block scales: 1.03 to 1.07 with 48, 1.01 to 1.05 with 52, 0.84 to 0.92 with 64. Narrow relative to
+# wide tiles: 0.96 to 1.00 with 64 rows, 0.99 to 1.03 with 96, 1.03 to 1.16 with 128.
 _LEAST_ROWS = {"plain": 48, "channel": 56, "block": 56}
-_NARROW_ROWS = 88
-_STAGED = BLOCK_M * 2  # bytes of a column of results of half a tile on their way out: 16 bits each
-_MOST_STAGES = 6  # that fit into the shared memory of sm_90 with the narrowest tile
+_MAX_NARROW_ROWS = 88
+_STAGED = BLOCK_M * 2  # bytes per column of staged results of half a tile, 16 bits each
+_MOST_STAGES = 6  # that fit in the shared memory of sm_90 with the narrowest tile
 
 
 def serves(problem: Problem, device: Device) -> bool:
-    """Whether the kernels of this path can compute `problem` on `device`."""
+    """Return whether the kernels of this path support `problem` on `device`."""
     if not fed_by_tma(problem, device, MODES) or not _one_scale_a_half(problem):
         return False
-    if problem.adapters is not None and not _takes_adapters(problem):
+    if problem.adapters is not None and not _supports_adapters(problem):
         return False
     itemsize = 1 if problem.scheme.quantized else problem.dtype.itemsize
     widths = (problem.hidden, problem.intermediate)
@@ -43,50 +43,51 @@ def serves(problem: Problem, device: Device) -> bool:
 
 
 def least_tokens(problem: Problem) -> int:
-    """Return the fewest tokens of a call that takes this path without a tuned file."""
+    """Return the minimum number of tokens for this path to be chosen without a tuned file."""
     return _LEAST_ROWS[MODES[problem.scheme.name]] * problem.experts // problem.top_k
 
 
 def narrow_tokens(problem: Problem) -> int:
-    """Return the most tokens of a call that takes narrow tiles without a tuned file."""
-    return _NARROW_ROWS * problem.experts // problem.top_k
+    """Return the maximum number of tokens for narrow tiles without a tuned file."""
+    return _MAX_NARROW_ROWS * problem.experts // problem.top_k
 
 
-def _takes_adapters(problem: Problem) -> bool:
-    """Whether B of every slot can be fetched by boxes, as more depth of weights in 16 bits.
+def _supports_adapters(problem: Problem) -> bool:
+    """Return whether B of every slot can be loaded by TMA, as extra K steps of 16-bit weights.
 
-    Of alternating gate and up rows one box has both, but their u is not the same.
+    With interleaved gate and up rows a box has both, so they must share u.
     """
     spec = problem.adapters
     assert spec is not None
-    shared = spec.a13_shared or not problem.act.gated or not problem.act.interleaved
-    few = spec.adapters <= MOST_ADAPTERS and spec.rank * problem.dtype.itemsize % TMA_BYTES == 0
-    return MODES[problem.scheme.name] == "plain" and shared and few
+    shares_u = spec.a13_shared or not problem.act.gated or not problem.act.interleaved
+    fits = spec.adapters <= MOST_ADAPTERS and spec.rank * problem.dtype.itemsize % TMA_BYTES == 0
+    return MODES[problem.scheme.name] == "plain" and shares_u and fits
 
 
 def _one_scale_a_half(problem: Problem) -> bool:
-    """Whether every half of a tile lies within one scale block of the weights, if there are any."""
+    """Return whether every half of a tile is inside one scale block of the weights, if any."""
     if problem.scheme.granularity != "block":
         return True
     gate_then_up = problem.act.gated and not problem.act.interleaved
-    whole = problem.intermediate % max(_HALVES["block"]) == 0
-    return problem.scheme.group == _BLOCK and (whole or not gate_then_up)
+    aligned = problem.intermediate % max(_HALVES["block"]) == 0
+    return problem.scheme.group == _BLOCK and (aligned or not gate_then_up)
 
 
 def gathers(problem: Problem) -> bool:
-    """Whether GEMM 1 fetches tokens from where they are, so that no launch moves them before.
+    """Return whether GEMM 1 gathers tokens itself, so that no permute launch is needed.
 
-    It runs ahead into the next tile, but not past it: a tile needs as many steps as it is ahead.
+    Its copies run ahead into the next tile, but not past it, so a tile must have at least as many K
+    steps as the copies are ahead.
     """
     itemsize = 1 if problem.scheme.quantized else problem.dtype.itemsize
     steps = -(-problem.hidden * itemsize // BOX_BYTES)
-    if problem.adapters is not None:  # u lies in the order of experts
+    if problem.adapters is not None:  # u is in sorted order
         return False
     return MODES[problem.scheme.name] != "block" and steps >= _MOST_STAGES - 1
 
 
 def half_rows(tile: LaunchConfig, sides: int) -> int:
-    """Weight rows of half a tile: gate rows, or half the columns."""
+    """Return the weight rows of half a tile: the gate rows, or half the columns."""
     return tile.block_n if sides == 2 else tile.block_n // 2
 
 
@@ -95,16 +96,16 @@ def _ring_bytes(tile: LaunchConfig, half: int) -> int:
 
 
 def staging_slots(tile: LaunchConfig, half: int, columns: int) -> int:
-    """How many boxes of results, `columns` wide, a warpgroup keeps until they are stored: 1 or 2.
+    """Return the staging buffers (boxes of `columns` columns) per warpgroup: 1 or 2.
 
-    Two where they fit beside the ring, so that a tile's second one need not wait for its first.
+    Two if they fit beside the ring, so that the second box of a tile need not wait for the first.
     """
     fit = _ring_bytes(tile, half) + 2 * _STAGED * columns <= Device().shared
     return 2 if fit else 1
 
 
 def violations(tile: LaunchConfig, gemm: Gemm, mode: str, device: Device) -> Iterator[Violation]:
-    """Every reason not to launch `tile` on this path."""
+    """Yield every reason why `tile` cannot be launched on this path."""
     step = BOX_BYTES * 8 // gemm.a_bits
     halves = _HALVES[mode]
     fixed = (
@@ -126,7 +127,7 @@ def violations(tile: LaunchConfig, gemm: Gemm, mode: str, device: Device) -> Ite
 
 
 def default(problem: Problem, tokens: int | None = None) -> MoEConfig:
-    """Return the tiles of a call of `tokens` tokens without a tuned file; None: of many."""
+    """Return the launches of a call of `tokens` tokens, untuned; None means many tokens."""
     mode = MODES[problem.scheme.name]
     half, num_stages = (64, 6) if mode == "block" else (128, 4)
     if mode == "plain" and tokens is not None and tokens <= narrow_tokens(problem):
@@ -138,7 +139,7 @@ def default(problem: Problem, tokens: int | None = None) -> MoEConfig:
 
 
 _ROWS: Rows = {128: (48, 1 << 62)}
-# Boxes are 128 bytes deep whatever the number format.
+# Boxes have 128 bytes along K for every dtype.
 _HALF: ByBlock = {
     128: (
         (256, 64, 4, 4, 8), (256, 64, 4, 4, 4), (256, 64, 4, 4, 16), (256, 64, 4, 4, 32),
@@ -152,8 +153,8 @@ _BLOCK_CANDIDATES: ByBlock = {
 
 
 def candidates(problem: Problem, tokens: int, rows: Rows = _ROWS) -> Groups:
-    """Return launches worth timing with so many tokens."""
-    scheme, known = problem.scheme, _HALF
+    """Return launches worth timing for `tokens` tokens."""
+    scheme, table = problem.scheme, _HALF
     if scheme.quantized:
-        known = _BLOCK_CANDIDATES if scheme.granularity == "block" else _W8A8
-    return groups(worth(rows, problem, tokens), (known, known), problem)
+        table = _BLOCK_CANDIDATES if scheme.granularity == "block" else _W8A8
+    return groups(worth(rows, problem, tokens), (table, table), problem)

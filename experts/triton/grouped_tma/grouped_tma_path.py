@@ -1,8 +1,8 @@
-"""Persistent grouped GEMMs over rows in the order of experts, fed by TMA (sm_90).
+"""The grouped_tma path: persistent grouped GEMMs over expert-sorted rows, with TMA (sm_90).
 
-For many rows an expert: whole boxes are loaded, and nothing is masked. GEMM 1 fetches the tokens
-from where they are; where it cannot, a launch moves them first. What is launched besides the
-products is in experts.triton.grouped.base.
+For many rows per expert: whole boxes are loaded without masks. GEMM 1 gathers the tokens; where it
+cannot, a launch permutes them first. The launches other than the GEMMs are in
+experts.triton.grouped.base.
 """
 
 from collections.abc import Iterable, Iterator
@@ -35,11 +35,11 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec
 
-_BOX_VALUES = BOX_BYTES // 2  # of 16 bits
+_BOX_VALUES = BOX_BYTES // 2  # 16-bit values per box row
 
 
 class GroupedTmaPath(ExpertSortedGemms, Path):
-    """Products in Gluon."""
+    """Grouped GEMMs in Gluon, for the problems of grouped_tma_config.serves."""
 
     name = grouped_tma_config.NAME
     former_names: ClassVar[tuple[str, ...]] = ("permuted",)
@@ -47,39 +47,39 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
 
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
-        """Return whether rows start where TMA fetches them, on sm_90."""
+        """Return whether the kernels support `problem`; see grouped_tma_config.serves."""
         return grouped_tma_config.serves(problem, device)
 
     @classmethod
     def least_tokens(cls, problem: Problem) -> int:
-        """Return from where experts have enough rows."""
+        """Return the token count from which experts have enough rows."""
         return grouped_tma_config.least_tokens(problem)
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
-        """Return the launches that were the fastest on one H200."""
+        """Return the launches measured as fastest on one H200."""
         return grouped_tma_config.default(problem, tokens)
 
     @classmethod
     def turns(cls, problem: Problem) -> Iterable[int]:
-        """Return where tiles become wider."""
+        """Return the token count after which tiles become wider."""
         return (grouped_tma_config.narrow_tokens(problem),)
 
     @classmethod
     def violations(
         cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
     ) -> Iterator[Violation]:
-        """Yield what the kernel's fixed sizes and shared memory forbid."""
+        """Yield violations of the fixed tile sizes and of shared memory."""
         assert isinstance(config, LaunchConfig)
         mode = MODES[problem.scheme.name]
         return violations(config, gemm, mode, device)
 
     @classmethod
     def candidates(cls, problem: Problem, tokens: int) -> Groups:
-        """Return launches with other swizzle groups and fewer stages."""
+        """Return launches with various swizzle groups, widths and stages."""
         return candidates(problem, tokens)
 
-    skips_unused = False  # as it was measured: all rows were in use
+    skips_unused = False  # as measured, with all rows in use
     adapters_class = TileAdapters
 
     def __init__(self, problem: Problem) -> None:
@@ -88,17 +88,17 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
         self.moves_tokens = not gathers(problem)
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
-        """Return buffers of grouped GEMMs, with u of adapters as TMA fetches it."""
+        """Return the buffers of grouped GEMMs, with u of adapters in the layout for TMA."""
         pairs = tokens * self.problem.top_k
         tiles = most_tiles(pairs, block_m, self.problem.e)
         return super().specs(tokens, block_m) | tile_specs(self.problem, pairs, tiles)
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Whether every tensor lies as TMA, 16-byte copies and the kernel's indices want it."""
-        fetched = (weights.w1, weights.w2, weights.lora_b13, weights.lora_b2)
-        given = (*fetched, weights.b1, weights.b2, weights.w1_scale, weights.w2_scale)
-        tensors = [t for t in given if t is not None]
-        starts = [t.data_ptr() for t in fetched if t is not None]
+        """Return whether tensors are contiguous and aligned for TMA and 16-byte copies."""
+        tma_tensors = (weights.w1, weights.w2, weights.lora_b13, weights.lora_b2)
+        all_tensors = (*tma_tensors, weights.b1, weights.b2, weights.w1_scale, weights.w2_scale)
+        tensors = [t for t in all_tensors if t is not None]
+        starts = [t.data_ptr() for t in tma_tensors if t is not None]
         if not self.moves_tokens:
             starts += [x_TH.data_ptr(), x_TH.stride(0) * x_TH.element_size()]
         return all(t.is_contiguous() for t in tensors) and all(n % TMA_BYTES == 0 for n in starts)
@@ -109,12 +109,12 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
         from experts.triton.grouped_tma.kernels.gemm import grouped_gemm_tma_kernel
         from experts.triton.kernels.tma_descriptors import multiprocessors, tma_descriptor
 
-        a, a_scale, _, tokens, shrunk = rows  # it serves no weights on the input
+        a, a_scale, _, tokens, shrunk = rows  # `serves` excludes router weights on the input
         assert shrunk is None or isinstance(shrunk, TileShrunk)
         experts, rows_b, depth = product.w.shape
         itemsize = a.element_size()
         half = half_rows(tile, 2 if product.constants["GATED"] else 1)
-        stored = half // product.step  # gate and up rows by turns give half as many columns
+        out_columns = half // product.step  # interleaved gate and up rows give half as many columns
         b_desc = tma_descriptor(product.w.view(experts * rows_b, depth), half)
         unused = product.w
         b_scale = unused if product.scale is None else product.scale
@@ -123,7 +123,7 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
             (multiprocessors(),),
             a_desc=b_desc if tokens is not None else tma_descriptor(a, BLOCK_M),
             b_desc=b_desc,
-            out_desc=tma_descriptor(out, BLOCK_M // 2, stored),
+            out_desc=tma_descriptor(out, BLOCK_M // 2, out_columns),
             x_ptr=a,
             tokens_ptr=order.tiles if tokens is None else tokens,
             out_ptr=out,
@@ -146,7 +146,7 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
             GATHERED=tokens is not None,
             EVEN_K=depth * itemsize % BOX_BYTES == 0,
             STAGES=tile.num_stages,
-            SLOTS=staging_slots(tile, half, stored),
+            SLOTS=staging_slots(tile, half, out_columns),
             GROUP_M=tile.group_m,
             num_warps=4,
             **_adapter_arguments(shrunk, b_desc, half, order),
@@ -157,7 +157,7 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
 def _adapter_arguments(
     shrunk: TileShrunk | None, unused: object, half: int, order: Sorted
 ) -> dict[str, object]:
-    """Return what the kernel takes of adapters; half: weight rows of a box."""
+    """Return the LoRA arguments of the kernel; half: weight rows per box."""
     from experts.triton.kernels.tma_descriptors import tma_descriptor
 
     if shrunk is None:

@@ -1,1 +1,1 @@
-"""4-bit weights go from their words to the tensor cores through registers alone."""
+"""The grouped_w4 path: grouped GEMMs that unpack 4-bit weights in registers (sm_90)."""

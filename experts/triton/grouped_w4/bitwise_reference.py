@@ -1,6 +1,6 @@
-"""Weights in the order of `experts.triton.grouped_w4.layout`, and back to values, in torch.
+"""Torch reference for tiling weights (see grouped_w4.layout) and for unpacking them.
 
-What the launch that puts them in order, and the instructions that unpack them, are held against.
+Tests compare the tiling kernel and the unpacking instructions with it, bit by bit.
 """
 
 import torch
@@ -21,13 +21,15 @@ from modular_kernel.quant.scale_tiles import pack_pairs, unpack_pairs
 from modular_kernel.spec.problem import dtype_name
 
 _WORD = 0xFFFFFFFF
-_RAISED = 126 - 50  # of an exponent of mxfp4, whose codes read as their value times 2^-126
-_RAISED_INTEGERS = 133 - 50  # of a scale of integers, which read as q times 2^-133
-_INFINITE = 255  # such an exponent
-_NAN = 0x7FC00000  # in float32's bits, the last of which are free
-_SIXTEENTH = 16  # of the depth, of a scale of nvfp4
-_BELOW = (127 - 10) << 3  # of an exponent and three bits of a significand, of nvfp4
-_BF16_LOST = 45  # bits of float64's significand that bf16 has not
+# Added to mxfp4 exponents: codes read as their value times 2^-126; weights are lowered by 2^50.
+_RAISED = 126 - 50
+_RAISED_INTEGERS = 133 - 50  # log2 factor of integer scales, whose codes read as q times 2^-133
+_INF_EXPONENT = 255  # exponent of infinity and NaN
+_NAN = 0x7FC00000  # float32 bits, of which the last four are free
+_SIXTEENTH = 16  # K per NVFP4 scale
+# Offset of an NVFP4 scale byte, which has five exponent and three significand bits.
+_NVFP4_SCALE_OFFSET = (127 - 10) << 3
+_BF16_LOST = 45  # significand bits of float64 beyond those of bf16
 
 
 def tile_weights(
@@ -39,91 +41,97 @@ def tile_weights(
     group: int = GROUP,
     zero_point: torch.Tensor | None = None,
 ) -> Tiled:
-    """Bring weights to this order; rows: as `rows_of_tiles` gives them.
+    """Convert weights to the tiled layout; rows: the result of `rows_of_tiles`.
 
-    w_eNK: uint8 (e, N, K / 2), two codes to a byte, the low nibble first along K, a multiple of 32.
-    scale_eNG: (e, N, G), one for `group` of K, 0 for all: uint8 E8M0 exponents of mxfp4, e4m3 of
-    nvfp4, any floats of integers. zero_point: uint8 (e, N / 2, G), two rows to a byte, if
-    form.zero. ShapeError, DtypeError.
+    w_eNK: uint8 (e, N, K / 2), two codes per byte, the low nibble first; K is a multiple of 32.
+    scale_eNG: (e, N, G), one per `group` columns, 0 for all of K: uint8 E8M0 exponents for mxfp4,
+    e4m3 for NVFP4, any float dtype for integers. zero_point: uint8 (e, N / 2, G), two rows per
+    byte, if form.zero. Raise ShapeError or DtypeError for anything else.
     """
     experts, depth = len(w_eNK), 2 * w_eNK.shape[2]
-    for name, given, need in (("w", w_eNK, True), ("scale", scale_eNG, form.kind == "e2m1")):
-        if need and given.dtype is not torch.uint8:
-            raise DtypeError(name, got=dtype_name(given.dtype), need="uint8")
+    for name, tensor, need in (("w", w_eNK, True), ("scale", scale_eNG, form.kind == "e2m1")):
+        if need and tensor.dtype is not torch.uint8:
+            raise DtypeError(name, got=dtype_name(tensor.dtype), need="uint8")
     shape = (*w_eNK.shape[:2], -(-depth // group) if group else 1)
     if depth % GROUP or scale_eNG.shape != shape:
         raise ShapeError("scale", got=tuple(scale_eNG.shape), need=f"{shape} and a depth of 32s")
     steps, tiles = -(-depth // BLOCK), len(rows)
-    taken = rows.to(w_eNK.device).flatten()
+    tile_rows = rows.to(w_eNK.device).flatten()
 
     def of_groups(values: torch.Tensor, each: int) -> torch.Tensor:
-        """(N, G, ...) to rows of tiles, one for each `each` of their steps."""
+        """Expand (N, G, ...) to the rows of tiles, with one value per `each` columns."""
         at = torch.arange(steps * BLOCK // each, device=values.device) * each
-        inside = (taken >= 0)[:, None] & (at < depth)
+        inside = (tile_rows >= 0)[:, None] & (at < depth)
         index = (at // group if group else at * 0).clamp(max=values.shape[1] - 1)
-        found = values[taken.clamp(min=0)][:, index]
-        return torch.where(inside, found, torch.zeros_like(found))
+        expanded = values[tile_rows.clamp(min=0)][:, index]
+        return torch.where(inside, expanded, torch.zeros_like(expanded))
 
     words, scales = [], []
-    for expert in range(experts):  # one copy of one expert's at a time
-        codes = w_eNK.new_zeros(len(taken), steps * BLOCK // 2)
-        codes[:, : depth // 2] = w_eNK[expert][taken.clamp(min=0)] * (taken >= 0)[:, None]
+    for expert in range(experts):  # to copy only one expert at a time
+        codes = w_eNK.new_zeros(len(tile_rows), steps * BLOCK // 2)
+        codes[:, : depth // 2] = w_eNK[expert][tile_rows.clamp(min=0)] * (tile_rows >= 0)[:, None]
         scale = scale_eNG[expert]
         if form.kind == "e2m1":
-            exponent = (of_groups(scale.int(), GROUP) + _RAISED).clamp(max=_INFINITE)
+            exponent = (of_groups(scale.int(), GROUP) + _RAISED).clamp(max=_INF_EXPONENT)
             exponent *= (of_groups(torch.ones_like(scale), GROUP)).int()
-            # 255 is NaN, and would read as infinity: times codes of 0 that is NaN.
-            number = of_groups((scale != _INFINITE).to(torch.uint8), GROUP)
-            codes *= number.repeat_interleave(GROUP // 2, 1)
+            # 255 is NaN but would read as infinity; with zeroed codes the product is NaN.
+            is_number = of_groups((scale != _INF_EXPONENT).to(torch.uint8), GROUP)
+            codes *= is_number.repeat_interleave(GROUP // 2, 1)
             split = exponent.to(torch.uint8).view(tiles, BLOCKS, 4, 2, 8, steps, 2)
-            made = split.permute(0, 5, 2, 4, 1, 3, 6).reshape(-1, 4).view(torch.int32)
+            scale_words = split.permute(0, 5, 2, 4, 1, 3, 6).reshape(-1, 4).view(torch.int32)
         elif form.kind == "nvfp4":
             value = of_groups(scale.float(), _SIXTEENTH)
             codes = _with_signs(codes, value.repeat_interleave(_SIXTEENTH, 1))
-            bits = (value.abs().view(torch.int32) >> 20) - _BELOW
-            made = bits.clamp(0, 255).to(torch.uint8).view(len(taken), steps, 4).view(torch.int32)
-            made = _in_fours(made[..., 0], tiles, steps, form)
+            bits = (value.abs().view(torch.int32) >> 20) - _NVFP4_SCALE_OFFSET
+            scale_words = (
+                bits.clamp(0, 255).to(torch.uint8).view(len(tile_rows), steps, 4).view(torch.int32)
+            )
+            scale_words = _order_by_threads(scale_words[..., 0], tiles, steps, form)
         else:
             raised = scale.float() * 2.0**_RAISED_INTEGERS
             bits = raised.view(torch.int32)
             if zero_point is not None:
                 bits = torch.where(raised.isnan(), _NAN, bits + 8 & ~15)
                 bits |= unpack_pairs(zero_point[expert], 0).int()
-            made = _in_fours(of_groups(bits, BLOCK // form.groups), tiles, steps, form)
+            scale_words = _order_by_threads(
+                of_groups(bits, BLOCK // form.groups), tiles, steps, form
+            )
         # row: warp, half, row; byte: step, half of it, pair, lane
         split = codes.view(tiles, BLOCKS, 4, 2, 8, steps, 2, 4, 4)
         bytes_ = split.permute(0, 5, 1, 2, 4, 8, 3, 6, 7).reshape(1, -1, 4 * LINE)
         word = _by_halves(bytes_) if form.kind == "integer" else repack(bytes_).view(torch.int32)
         words.append(word.view(tiles, steps, LINES, LINE))
-        scales.append(made.view(tiles, steps, form.lines, SCALE_LINE))
+        scales.append(scale_words.view(tiles, steps, form.lines, SCALE_LINE))
     return Tiled(torch.stack(words), torch.stack(scales))
 
 
 def _with_signs(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Packed e2m1 codes with the signs of their scales; 0 where these are."""
-    each = unpack_pairs(codes, 1)
-    each = torch.where(scale == 0, 0, each ^ (torch.signbit(scale).to(torch.uint8) << 3))
-    return pack_pairs(each, 1)
+    """Apply the signs of scales to packed e2m1 codes; codes are 0 where the scale is 0."""
+    unpacked = unpack_pairs(codes, 1)
+    unpacked = torch.where(scale == 0, 0, unpacked ^ (torch.signbit(scale).to(torch.uint8) << 3))
+    return pack_pairs(unpacked, 1)
 
 
 def _by_halves(bytes_: torch.Tensor) -> torch.Tensor:
-    """Words whose byte i, a pair of nibbles, is at bits 4 i of either half."""
-    four = bytes_.view(-1, 4).long()
-    places = torch.arange(4, device=four.device) * 4
-    word = ((four & 15) << places | (four >> 4) << (16 + places)).sum(1)
+    """Build words from four bytes: the nibbles of byte i go to bits 4 i of the two halves."""
+    byte_values = bytes_.view(-1, 4).long()
+    shifts = torch.arange(4, device=byte_values.device) * 4
+    word = ((byte_values & 15) << shifts | (byte_values >> 4) << (16 + shifts)).sum(1)
     return torch.where(word > _WORD >> 1, word - _WORD - 1, word).to(torch.int32)
 
 
-def _in_fours(words: torch.Tensor, tiles: int, steps: int, form: Form) -> torch.Tensor:
-    """Words (rows of tiles, steps * groups) in the order of threads that share rows."""
+def _order_by_threads(words: torch.Tensor, tiles: int, steps: int, form: Form) -> torch.Tensor:
+    """Reorder words (rows of tiles, steps * groups) by the threads that share rows."""
     # part, block, warp, half, row
     split = words.reshape(tiles, 2, 2, 4, 2, 8, steps, form.groups)
     order = (0, 6, 1, 2, 3, 5, 4, 7) if form.groups > 1 else (0, 6, 1, 3, 5, 2, 4, 7)
     return split.permute(order).contiguous()
 
 
-def _out_of_fours(scales: torch.Tensor, tiles: int, steps: int, form: Form) -> torch.Tensor:
-    """Words as they were before `_in_fours`, (tiles * 256, steps, groups)."""
+def _undo_order_by_threads(
+    scales: torch.Tensor, tiles: int, steps: int, form: Form
+) -> torch.Tensor:
+    """Invert `_in_fours`: return (tiles * 256, steps, groups)."""
     if form.groups > 1:
         split = scales.reshape(tiles, steps, 2, 2, 4, 8, 2, form.groups)
         split = split.permute(0, 2, 3, 4, 6, 5, 1, 7)
@@ -134,16 +142,16 @@ def _out_of_fours(scales: torch.Tensor, tiles: int, steps: int, form: Form) -> t
 
 
 def untiled(tiled: Tiled, form: Form) -> torch.Tensor:
-    """Return float32 weights (e, tiles * 256, steps * 64) as the kernel unpacks them, times 2^n."""
+    """Return float32 weights (e, tiles * 256, steps * 64) as unpacked by the kernel, times 2^n."""
     tiles, steps = tiled.tiles, tiled.steps
-    each = zip(tiled.words, tiled.scales, strict=True)
-    return torch.stack([_values(*one, tiles, steps, form) for one in each])
+    experts = zip(tiled.words, tiled.scales, strict=True)
+    return torch.stack([_values(*parts, tiles, steps, form) for parts in experts])
 
 
 def _values(
     words: torch.Tensor, scales: torch.Tensor, tiles: int, steps: int, form: Form
 ) -> torch.Tensor:
-    """(tiles * 256, steps * 64) of one expert."""
+    """Return the values (tiles * 256, steps * 64) of one expert."""
     wide = words.long() & _WORD
     if form.kind == "integer":
         halves = [((wide >> 4 * i & 15), wide >> 16 + 4 * i & 15) for i in range(4)]
@@ -158,31 +166,31 @@ def _values(
     if form.kind == "e2m1":
         split = scales.contiguous().view(torch.uint8).view(tiles, steps, 4, 8, BLOCKS, 2, 2)
         exponent = split.permute(0, 4, 2, 5, 3, 1, 6).reshape(len(codes), -1)
-        factor = torch.exp2(exponent.double() - 127).where(exponent < _INFINITE, torch.inf)
-        made = codes * factor.repeat_interleave(GROUP, 1)
+        factor = torch.exp2(exponent.double() - 127).where(exponent < _INF_EXPONENT, torch.inf)
+        values = codes * factor.repeat_interleave(GROUP, 1)
     elif form.kind == "nvfp4":
-        of_rows = _out_of_fours(scales, tiles, steps, form)
+        of_rows = _undo_order_by_threads(scales, tiles, steps, form)
         byte = of_rows.contiguous().view(torch.uint8).view(len(codes), -1).int()
         factor = ((byte << 4) + 0x7000 << 16).view(torch.float32).double()
-        made = codes * factor.repeat_interleave(_SIXTEENTH, 1)
+        values = codes * factor.repeat_interleave(_SIXTEENTH, 1)
     else:
-        of_rows = _out_of_fours(scales, tiles, steps, form).reshape(len(codes), -1)
+        of_rows = _undo_order_by_threads(scales, tiles, steps, form).reshape(len(codes), -1)
         of_rows = of_rows.repeat_interleave(BLOCK // form.groups, 1)
         zero = (of_rows & 15).double() if form.zero else 8.0
-        rest = (of_rows & ~15 if form.zero else of_rows).view(torch.float32)
+        scale_value = (of_rows & ~15 if form.zero else of_rows).view(torch.float32)
         count = (codes - zero) * 2.0**-133
-        made = (count.float() * rest).bfloat16().double()
+        values = (count.float() * scale_value).bfloat16().double()
         if form.scale != "float32":
-            high = rest.bfloat16()
-            low = (rest - high.float()).bfloat16().double()
-            made = _rounded(count * high.double() + _rounded(count * low))
-    return (made * 2.0**form.lowered).float()
+            high = scale_value.bfloat16()
+            low = (scale_value - high.float()).bfloat16().double()
+            values = _rounded(count * high.double() + _rounded(count * low))
+    return (values * 2.0**form.lowered).float()
 
 
 def _rounded(value: torch.Tensor) -> torch.Tensor:
-    """float64 to the nearest bf16, once; by way of float32 it could be rounded twice."""
+    """Round float64 to bf16 directly; through float32 it could be rounded twice."""
     bits = value.view(torch.int64)
     half = (1 << _BF16_LOST - 1) - 1
     even = bits + half + (bits >> _BF16_LOST & 1)
-    kept = (even >> _BF16_LOST << _BF16_LOST).view(torch.float64)
-    return torch.where(value.isfinite(), kept, value)
+    truncated = (even >> _BF16_LOST << _BF16_LOST).view(torch.float64)
+    return torch.where(value.isfinite(), truncated, value)

@@ -1,4 +1,4 @@
-"""Products of weights in registers: which problems they serve, what bounds a launch."""
+"""Supported problems, limits, chunk size, launches and tuning candidates of grouped_w4."""
 
 from collections.abc import Iterator
 
@@ -23,40 +23,40 @@ from modular_kernel.spec.problem import Problem, dtype_name
 
 NAME = "grouped_w4"
 
-# Rows of a tile, each with as many stages as fit. Of 128, float32 sums of both its blocks are half
-# a thread's registers.
-_HEIGHTS = (32, 64, 128)
+# Possible block_m, and as many stages as fit for each. At 128, the float32 accumulators of two
+# blocks take half the registers of a thread.
+_BLOCK_M_VALUES = (32, 64, 128)
 _STAGES = {32: 11, 64: 8, 128: 6}
-# Mean rows of an expert for which the path is taken, and below which tiles have 64 rows. Measured
-# on one H200 (2026-11-26, triton 3.6.0) on Mixtral, DeepSeek-V3 EP8, Qwen3-30B and, of mxfp4,
-# gpt-oss. mxfp4, in both orders: 0.73 to 0.83 x what was launched before with 48 rows, 0.87 to 0.96
-# with 512, 0.90 to 1.04 with 768; 0.99 to 1.32 with 32. Integers: 0.78 to 0.87 with 48; with 256
-# 0.84 to 0.98, 0.77 to 0.91 and 0.69 to 0.84 with scales of float32, float16 and bf16; with zero
-# points 0.77 with 24. nvfp4: 0.74 with 48, 0.90 to 1.04 with 128.
-_LEAST_ROWS, _LEAST_WITH_ZEROS, _SHORT_ROWS = 40, 24, 56
+# Min and max mean rows per expert for the path to be chosen, and the limit below which tiles have
+# 64 rows. Measured on one H200 (2026-11-26, triton 3.6.0) on Mixtral, DeepSeek-V3 EP8, Qwen3-30B
+# and, for mxfp4, gpt-oss. Time relative to the previous launches: mxfp4, plain or repacked, 0.73 to
+# 0.83 x with 48 rows, 0.87 to 0.96 with 512, 0.90 to 1.04 with 768, 0.99 to 1.32 with 32. Integers:
+# 0.78 to 0.87 with 48; with 256 rows 0.84 to 0.98, 0.77 to 0.91 and 0.69 to 0.84 for scales of
+# float32, float16 and bf16; 0.77 with 24 rows and zero points. NVFP4: 0.74 with 48, 0.90 to 1.04
+# with 128.
+_LEAST_ROWS, _MIN_ROWS_WITH_ZEROS, _MIN_ROWS_OF_128 = 40, 24, 56
 _MOST_ROWS = {"mxfp4_w4a16": 640, "nvfp4_w4a16": 128, "int4_w4a16_group": 320}
-# Calls with prepared weights: mean rows of an expert from which the path is taken, from which tiles
-# have 64 rows, and from which they have 128. Measured on one H200 (2026-11-28, triton 3.6.0) on
-# layers of E 32 to 160, H 2048 to 5120, I 1024 to 2880. Tiles of 32 rows take 0.91 to 0.95 x the
-# time of mxfp4 as loaded with 6 rows, 0.61 to 0.63 x with 16; of int4 0.96 to 1.03 x with 10 rows.
-# They take 0.74 to 0.77 x the time of whole tiles of 64 with 12.8 rows (int4: 0.84 to 0.85). Beside
-# tiles of 64 that multiply up to 32 rows as half a tile, they take as long with 24 rows, and 1.15
-# to 1.31 x with 32.
-_LEAST_PREPARED = {"mxfp4_w4a16": 6, "nvfp4_w4a16": 8, "int4_w4a16_group": 10}
-_LOW_PREPARED, _SHORT_PREPARED = 22, 56
-# With more rows calls launch what they would without: 1.04 x with 640 rows and float32 scales, 0.94
-# with 640 and 0.97 to 1.09 with 1024 and float16, 1.04 to 1.08 with 4096, bf16 scales and zero
-# points, and of nvfp4.
-# mxfp4 and plain integers with bf16 scales are as fast then.
-_MOST_PREPARED = {"float32": 512, "float16": 768}
-_MOST_WITH_ZEROS = 2048
-_COLUMNS = BLOCK * BLOCKS  # weight rows of a tile
-_MOST_BYTES = 1 << 30  # of tiled weights at a time, unless one expert has more
+# Calls with prepared weights: min mean rows per expert for the path, for tiles of 64 rows and for
+# tiles of 128. Measured on one H200 (2026-11-28, triton 3.6.0) on layers of E 32 to 160, H 2048 to
+# 5120, I 1024 to 2880. Tiles of 32 rows take 0.91 to 0.95 x the time of unprepared mxfp4 with 6
+# rows and 0.61 to 0.63 x with 16; for int4 0.96 to 1.03 x with 10 rows. They take 0.74 to 0.77 x
+# the time of full tiles of 64 with 12.8 rows (int4: 0.84 to 0.85). Compared with tiles of 64 that
+# multiply up to 32 rows as half a tile, they take as long with 24 rows, and 1.15 to 1.31 x with 32.
+_MIN_PREPARED = {"mxfp4_w4a16": 6, "nvfp4_w4a16": 8, "int4_w4a16_group": 10}
+_MIN_PREPARED_OF_64, _MIN_PREPARED_OF_128 = 22, 56
+# Max mean rows per expert for prepared weights to be used, by scale dtype. Relative times above the
+# limits: float32 scales 1.04 x with 640 rows; float16 0.94 with 640 and 0.97 to 1.09 with 1024;
+# bf16 scales with zero points, and NVFP4, 1.04 to 1.08 with 4096. mxfp4, and integers with bf16
+# scales and no zero points, are as fast and have no limit.
+_MAX_PREPARED = {"float32": 512, "float16": 768}
+_MAX_PREPARED_WITH_ZEROS = 2048
+_COLUMNS = BLOCK * BLOCKS  # weight rows per tile
+_MOST_BYTES = 1 << 30  # max size of the tiled weights, unless one expert is larger
 _WORD = 4
 _SCHEMES = ("mxfp4_w4a16", "nvfp4_w4a16", "int4_w4a16_group")
-_SIXTEEN = 2  # bytes of a value of tokens and results
-_PARTS = 2  # warpgroups, each of which stages results
-_BARRIERS = 1 << 10  # bytes, at most
+_BF16_BYTES = 2  # bytes per element of tokens and results
+_PARTS = 2  # consumer warpgroups, each with its own staging buffers
+_BARRIERS = 1 << 10  # upper bound in bytes
 
 _TRIED: Rows = {32: (6, 48), 64: (16, 160), 128: (48, 1 << 62)}
 _ENTRIES: ByBlock = {
@@ -67,7 +67,7 @@ _ENTRIES: ByBlock = {
 
 
 def serves(problem: Problem, device: Device) -> bool:
-    """Whether the kernels of this path can compute `problem` on `device`: 4 bits in bf16."""
+    """Return whether the kernels of this path support `problem`: 4-bit weights, bf16 rows."""
     scheme, depths = problem.scheme, (problem.hidden, problem.intermediate)
     if scheme.name not in _SCHEMES or not dequantized.serves(problem, device):
         return False
@@ -76,21 +76,21 @@ def serves(problem: Problem, device: Device) -> bool:
 
 
 def forms(problem: Problem) -> tuple[Form, Form]:
-    """Return how words and scales of w1 and w2 lie; those of float32 scales are the same size."""
+    """Return the forms of w1 and w2, assuming float32 scales; the sizes do not depend on that."""
     return form_of(problem.scheme, problem.hidden), form_of(problem.scheme, problem.intermediate)
 
 
 def box_bytes(form: Form) -> int:
-    """Return the bytes of words and scales of a step of a tile."""
+    """Return the bytes of words and scales per K step of a tile."""
     return _WORD * (LINES * LINE + form.lines * SCALE_LINE)
 
 
 def violations(
     tile: LaunchConfig, gemm: Gemm, problem: Problem, device: Device
 ) -> Iterator[Violation]:
-    """Every reason not to launch `tile` for this GEMM on this path."""
-    if tile.block_m not in _HEIGHTS:
-        yield Violation("block_m", tile.block_m, f"one of {_HEIGHTS} on the {NAME} path")
+    """Yield every reason why `tile` cannot be launched for this GEMM on this path."""
+    if tile.block_m not in _BLOCK_M_VALUES:
+        yield Violation("block_m", tile.block_m, f"one of {_BLOCK_M_VALUES} on the {NAME} path")
     fixed = (
         ("block_n", tile.block_n, _COLUMNS // gemm.sides),
         ("block_k", tile.block_k, BLOCK),
@@ -105,83 +105,85 @@ def violations(
 
 
 def _shared(tile: LaunchConfig, slots: int, form: Form) -> int:
-    """Bytes of shared memory with so many boxes of results a warpgroup, at most."""
-    box = tile.block_m * BLOCK * _SIXTEEN  # of tokens or of results
+    """Return an upper bound on the shared memory with `slots` staging buffers per warpgroup."""
+    box = tile.block_m * BLOCK * _BF16_BYTES  # bytes per stage of tokens, or per staging buffer
     return tile.num_stages * (box + box_bytes(form)) + _PARTS * slots * box + _BARRIERS
 
 
 def staging_slots(tile: LaunchConfig, form: Form, *, gated: bool) -> int:
-    """How many boxes of results a warpgroup keeps until they are stored: 2 if it has 2 that fit."""
+    """Return the staging buffers per warpgroup: 2 if it stores two boxes and they fit, else 1."""
     return 1 if gated or _shared(tile, 2, form) > Device().shared else 2
 
 
 def short_rows(tile: LaunchConfig) -> int:
-    """Return the rows up to which a tile is multiplied as half of one."""
+    """Return the number of rows up to which only half a tile is multiplied."""
     return tile.block_m // 2
 
 
 def boxes_of(problem: Problem) -> tuple[int, int]:
-    """Return how many steps of tiles one expert's w1 and w2 make."""
+    """Return the boxes (K steps of tiles) in w1 and in w2 of one expert."""
     sides = 2 if problem.act.gated else 1
-    one = -(-problem.intermediate * sides // _COLUMNS) * -(-problem.hidden // BLOCK)
-    two = -(-problem.hidden // _COLUMNS) * -(-problem.intermediate // BLOCK)
-    return one, two
+    w1_boxes = -(-problem.intermediate * sides // _COLUMNS) * -(-problem.hidden // BLOCK)
+    w2_boxes = -(-problem.hidden // _COLUMNS) * -(-problem.intermediate // BLOCK)
+    return w1_boxes, w2_boxes
 
 
 def experts_at_once(problem: Problem) -> int:
-    """How many experts' matrices are tiled and multiplied before the next ones are."""
-    both = zip(boxes_of(problem), forms(problem), strict=True)
-    one = max(boxes * box_bytes(form) for boxes, form in both)
-    parts = -(-problem.e // max(1, _MOST_BYTES // one))
+    """Return the number of experts that are tiled and multiplied at a time."""
+    boxes_and_forms = zip(boxes_of(problem), forms(problem), strict=True)
+    largest = max(boxes * box_bytes(form) for boxes, form in boxes_and_forms)
+    parts = -(-problem.e // max(1, _MOST_BYTES // largest))
     return -(-problem.e // parts)
 
 
 def least_tokens(problem: Problem) -> int:
-    """Return the fewest tokens of a call that takes this path without a tuned file."""
-    rows = _LEAST_WITH_ZEROS if problem.scheme.zero_points else _LEAST_ROWS
+    """Return the minimum number of tokens for this path to be chosen without a tuned file."""
+    rows = _MIN_ROWS_WITH_ZEROS if problem.scheme.zero_points else _LEAST_ROWS
     return -(-rows * problem.experts // problem.top_k)
 
 
 def most_tokens(problem: Problem) -> int:
-    """Return the most tokens of a call that takes this path without a tuned file."""
+    """Return the maximum number of tokens for this path to be chosen without a tuned file."""
     return _MOST_ROWS[problem.scheme.name] * problem.experts // problem.top_k
 
 
 def most_prepared(problem: Problem, scale: torch.dtype) -> int | None:
-    """Return the most tokens of a call that reads prepared weights of such scales; None for all."""
-    scheme, most = problem.scheme, None
+    """Return the max tokens for prepared weights to be used, by scale dtype; None: no limit."""
+    scheme, max_rows = problem.scheme, None
     if scheme.matrix_scales or scheme.zero_points:
-        most = _MOST_WITH_ZEROS
+        max_rows = _MAX_PREPARED_WITH_ZEROS
     if scheme.weight == "uint4":
-        most = _MOST_PREPARED.get(dtype_name(scale), most)
-    return None if most is None else most * problem.experts // problem.top_k
+        max_rows = _MAX_PREPARED.get(dtype_name(scale), max_rows)
+    return None if max_rows is None else max_rows * problem.experts // problem.top_k
 
 
 def turns(problem: Problem) -> tuple[int, ...]:
-    """Return the most tokens before the path is taken, of tiles of 64 rows, and of the path."""
-    short = -(-_SHORT_ROWS * problem.experts // problem.top_k) - 1
-    return least_tokens(problem) - 1, short, most_tokens(problem)
+    """Return the last token counts before the path, with tiles of 64 rows, and with the path."""
+    last_short = -(-_MIN_ROWS_OF_128 * problem.experts // problem.top_k) - 1
+    return least_tokens(problem) - 1, last_short, most_tokens(problem)
 
 
 def turns_of_prepared(problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
-    """Return from how many tokens on calls with prepared weights launch what."""
-    if problem.batch_invariant:  # tiles of every call are the same
+    """Return (minimum tokens, configuration) of calls with prepared weights, ascending."""
+    if problem.batch_invariant:  # all calls use the same tiles
         return ()
-    least = _LEAST_PREPARED[problem.scheme.name]
-    ends = zip((least, _LOW_PREPARED, _SHORT_PREPARED), _HEIGHTS, strict=True)
+    least = _MIN_PREPARED[problem.scheme.name]
+    breakpoints = zip(
+        (least, _MIN_PREPARED_OF_64, _MIN_PREPARED_OF_128), _BLOCK_M_VALUES, strict=True
+    )
     return tuple(
         (-(-rows * problem.experts // problem.top_k), default(problem, height))
-        for rows, height in ends
+        for rows, height in breakpoints
     )
 
 
 def height(problem: Problem, tokens: int) -> int:
-    """Return the rows of a tile in a call of so many tokens whose weights are not prepared."""
-    return _HEIGHTS[1 + (tokens * problem.top_k >= _SHORT_ROWS * problem.experts)]
+    """Return block_m of a call of `tokens` tokens without prepared weights."""
+    return _BLOCK_M_VALUES[1 + (tokens * problem.top_k >= _MIN_ROWS_OF_128 * problem.experts)]
 
 
-def default(problem: Problem, rows: int = _HEIGHTS[-1]) -> MoEConfig:
-    """Return launches with tiles of so many rows."""
+def default(problem: Problem, rows: int = _BLOCK_M_VALUES[-1]) -> MoEConfig:
+    """Return the launches with block_m = rows."""
     first = _COLUMNS // (2 if problem.act.gated else 1)
     stages = _STAGES[rows]
     one, two = (LaunchConfig(rows, n, BLOCK, 8, 4, stages) for n in (first, _COLUMNS))
@@ -189,6 +191,6 @@ def default(problem: Problem, rows: int = _HEIGHTS[-1]) -> MoEConfig:
 
 
 def candidates(problem: Problem, tokens: int) -> Groups:
-    """Return launches worth timing with so many tokens."""
+    """Return launches worth timing for `tokens` tokens."""
     bf16 = plain(problem)
     return groups(worth(_TRIED, bf16, tokens), (_ENTRIES, _ENTRIES), bf16)

@@ -1,7 +1,7 @@
-"""The path of weights in registers: 4-bit weights are put in order, then grouped GEMMs unpack them.
+"""The grouped_w4 path: 4-bit weights are tiled, then grouped GEMMs unpack them in registers.
 
-As the dequantized path, but that a launch rewrites four bits a weight rather than sixteen, and the
-products read so many.
+It works like the dequantized path, but the extra launch writes, and the GEMMs read, 4 bits per
+weight instead of 16.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,7 +32,7 @@ from modular_kernel.workspace import BufferSpec, Workspace
 
 
 class GroupedW4Path(DequantizedPath):
-    """Serves what config.serves says."""
+    """The path for the problems of grouped_w4_config.serves."""
 
     name = grouped_w4_config.NAME
     former_names = ()
@@ -40,51 +40,51 @@ class GroupedW4Path(DequantizedPath):
 
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
-        """Return whether weights have 4 bits, and tokens are bf16 that TMA fetches."""
+        """Return whether the kernels support `problem`; see grouped_w4_config.serves."""
         return problem.adapters is None and grouped_w4_config.serves(problem, device)
 
     @classmethod
     def least_tokens(cls, problem: Problem) -> int:
-        """Return from where experts have enough rows."""
+        """Return the token count from which experts have enough rows."""
         return grouped_w4_config.least_tokens(problem)
 
     @classmethod
     def most_tokens(cls, problem: Problem) -> int | None:
-        """Return up to where weights are not unpacked too often."""
+        """Return the token count up to which repeated unpacking is cheap enough."""
         return grouped_w4_config.most_tokens(problem)
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
-        """Return launches with tiles of 128 rows; of 64 where experts have few."""
+        """Return launches with tiles of 128 rows, or of 64 if experts have few."""
         return grouped_w4_config.default(problem, grouped_w4_config.height(problem, tokens))
 
     @classmethod
     def turns(cls, problem: Problem) -> Iterable[int]:
-        """Return where tiles grow, and both ends of what the path takes."""
+        """Return the token counts where tiles grow and where the path begins and ends."""
         return grouped_w4_config.turns(problem)
 
     @classmethod
     def violations(
         cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
     ) -> Iterator[Violation]:
-        """Yield what the kernel's fixed sizes and shared memory forbid."""
+        """Yield violations of the fixed tile sizes and of shared memory."""
         assert isinstance(config, LaunchConfig)
         return violations(config, gemm, problem, device)
 
     @classmethod
     def candidates(cls, problem: Problem, tokens: int) -> Groups:
-        """Return launches with tiles of 64 and of 128 rows."""
+        """Return the candidates of grouped_w4_config."""
         return grouped_w4_config.candidates(problem, tokens)
 
     @classmethod
     def turns_of_prepared(cls, problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
-        """Return both tiles: weights in order cost nothing."""
+        """Return launches for every block_m; with prepared weights the path pays off earlier."""
         return grouped_w4_config.turns_of_prepared(problem)
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self.moves_tokens = True
-        # nvfp4's are exact in bf16 without the scale of their matrix, which multiplies results.
+        # NVFP4 weights are exact in bf16 without the global scale, which is applied to the results.
         self.roundings = Roundings(weights=not problem.scheme.matrix_scales)
         self._prepares = bool(grouped_w4_config.turns_of_prepared(problem))
         floats = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
@@ -97,53 +97,55 @@ class GroupedW4Path(DequantizedPath):
         self._lines = max(form.lines for form in self._forms)
 
     def weight_buffers(self) -> dict[str, BufferSpec]:
-        """Return the buffers of some experts' words and scales."""
+        """Return the buffers of the words and scales of one chunk of experts."""
         return {
             "tiled_words": BufferSpec((self._boxes, LINES, LINE), torch.int32),
             "tiled_scales": BufferSpec((self._boxes, self._lines, SCALE_LINE), torch.int32),
         }
 
     def prepared_specs(self) -> dict[str, BufferSpec]:
-        """Return the words and scales of all experts' w1 and w2."""
-        problem, found = self.problem, dict[str, BufferSpec]()
+        """Return the tiled words and scales of w1 and w2 of all experts."""
+        problem, specs = self.problem, dict[str, BufferSpec]()
         sizes = (problem.intermediate, problem.hidden), (problem.hidden, problem.intermediate)
         gated = problem.act.gated, False
-        each = zip(("w1", "w2"), sizes, self._forms, gated, strict=True)
-        for name, size, form, sides in each:
-            words, scales = tiled_shapes(problem.e, *size, form, gated=sides)
-            found[f"{name}_tiles"] = BufferSpec(words, torch.int32)
-            found[f"{name}_tile_scales"] = BufferSpec(scales, torch.int32)
-        return found if self._prepares else {}
+        matrices = zip(("w1", "w2"), sizes, self._forms, gated, strict=True)
+        for name, size, form, is_gated in matrices:
+            words, scales = tiled_shapes(problem.e, *size, form, gated=is_gated)
+            specs[f"{name}_tiles"] = BufferSpec(words, torch.int32)
+            specs[f"{name}_tile_scales"] = BufferSpec(scales, torch.int32)
+        return specs if self._prepares else {}
 
     def reads_prepared(self, weights: ExpertWeights, tokens: int) -> bool:
-        """Return whether unpacking in every product costs less than writing bf16 once."""
+        """Return whether unpacking in every GEMM tile is cheaper than dequantizing to bf16 once."""
         assert weights.w1_scale is not None
-        most = self._most_prepared.get(weights.w1_scale.dtype)
-        return most is None or tokens <= most
+        max_tokens = self._most_prepared.get(weights.w1_scale.dtype)
+        return max_tokens is None or tokens <= max_tokens
 
     def specs_of_prepared(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
-        """Return the buffers of grouped GEMMs alone: all weights are in order."""
+        """Return only the buffers of the grouped GEMMs, because all weights are tiled."""
         return super(DequantizedPath, self).specs(tokens, block_m)
 
     def prepare(self, weights: ExpertWeights, out: Mapping[str, torch.Tensor]) -> None:
-        """Put all weights in order, some experts' at a time."""
+        """Tile all weights, a chunk of experts at a time."""
         starts = torch.arange(self.problem.e + 1, dtype=torch.int32, device=weights.w1.device)
-        both = first_product(weights, self.problem), second_product(weights, self.problem)
-        for name, product in zip(("w1", "w2"), both, strict=True):
+        gemms = first_product(weights, self.problem), second_product(weights, self.problem)
+        for name, product in zip(("w1", "w2"), gemms, strict=True):
             assert product.scale is not None
             w, scale = product.w.contiguous(), product.scale.contiguous()
-            if w.storage_offset() % TMA_BYTES or w.data_ptr() % TMA_BYTES:  # read as words
+            if (
+                w.storage_offset() % TMA_BYTES or w.data_ptr() % TMA_BYTES
+            ):  # the kernel reads int32 words
                 w = w.clone()
             zero = product.zero_point
             zero = None if zero is None else zero.contiguous()
             product = replace(product, w=w, scale=scale, zero_point=zero, scheme=self._scheme)
             tiled = out[f"{name}_tiles"], out[f"{name}_tile_scales"]
             for first in range(0, self.problem.e, self._at_once):
-                some = Tiled(*(part[first : first + self._at_once] for part in tiled))
-                tile_experts(product, starts, some, first)
+                chunk = Tiled(*(part[first : first + self._at_once] for part in tiled))
+                tile_experts(product, starts, chunk, first)
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Whether weights lie as they are read: prepared ones do."""
+        """Return whether the layout of the tensors is supported; prepared weights always are."""
         if weights.w1_tiles is None:
             return super().takes(weights, x_TH)
         return all(b is None or b.is_contiguous() for b in (weights.b1, weights.b2))
@@ -157,7 +159,7 @@ class GroupedW4Path(DequantizedPath):
         out: torch.Tensor,
         call: PathCall,
     ) -> None:
-        """One product: at once with prepared weights, else some experts at a time."""
+        """Run one GEMM: at once with prepared weights, else a chunk of experts at a time."""
         if product.tiles is None:
             super().products(rows, product, tile, order, out, call)
         else:
@@ -166,20 +168,22 @@ class GroupedW4Path(DequantizedPath):
     def ready(
         self, product: Product, first: int, count: int, order: Sorted, workspace: Workspace
     ) -> Product:
-        """Return the product of these experts with words and scales in order."""
+        """Return the operands of `count` experts from `first` on, with tiled weights."""
         form = form_of_product(product)
         gated = bool(product.constants["GATED"])
         shapes = tiled_shapes(count, product.columns, product.depth, form, gated=gated)
         tiled = Tiled(*map(workspace.take, ("tiled_words", "tiled_scales"), shapes))
         tile_experts(product, order.starts, tiled, first)
-        whole = product.global_scale
-        whole = None if whole is None else whole[first : first + count]
-        return replace(product, tiles=tiled.words, tile_scales=tiled.scales, global_scale=whole)
+        global_scale = product.global_scale
+        global_scale = None if global_scale is None else global_scale[first : first + count]
+        return replace(
+            product, tiles=tiled.words, tile_scales=tiled.scales, global_scale=global_scale
+        )
 
     def multiply(
         self, rows: Rows, product: Product, tile: LaunchConfig, order: Sorted, out: torch.Tensor
     ) -> None:
-        """One product with weights in order."""
+        """Run one GEMM with tiled weights."""
         assert product.tiles is not None
         assert product.tile_scales is not None
         tiled = Tiled(product.tiles, product.tile_scales)

@@ -1,4 +1,4 @@
-"""Weights brought into the order of `experts.triton.grouped_w4.layout`, and a product with them."""
+"""Launches of the grouped_w4 kernels: tiling weights, and the grouped GEMM on tiled weights."""
 
 import torch
 
@@ -18,11 +18,11 @@ from experts.triton.operands import Product, scale_group, word_format
 from modular_kernel.ops.sort import Sorted
 from modular_kernel.replay.launch.launch import launch
 
-_STEPS = 4  # of the depth that a program tiles: 128 bytes of a row
+_STEPS = 4  # K steps tiled per program: 128 bytes of a row
 
 
 def form_of_product(product: Product) -> Form:
-    """Return how the weights of a product lie, whose scheme, depth and scales it has."""
+    """Return the form of the tiled weights of `product`."""
     assert product.scale is not None
     return form_of(product.scheme, product.depth, product.scale.dtype)
 
@@ -39,14 +39,14 @@ def multiply_tiled(
 ) -> None:
     """Write act(x_RK @ W^T) of every row of `order`, in tiles of tile.block_m rows, to `out`.
 
-    short: rows up to which a tile is multiplied as one of so many, or 0. Of `product`'s weights,
-    scales and zero points only shapes and dtypes are read.
+    short: tiles with at most this many rows are multiplied as tiles of this size; 0 to disable.
+    Only the shapes and dtypes of the weights, scales and zero points of `product` are used.
     """
     from experts.triton.grouped_w4.kernels.gemm import grouped_gemm_w4_tma_kernel
     from experts.triton.kernels.tma_descriptors import multiprocessors, tma_descriptor
 
     form = form_of_product(product)
-    bias, whole = product.bias, product.global_scale
+    bias, global_scale = product.bias, product.global_scale
     launch(
         grouped_gemm_w4_tma_kernel,
         (multiprocessors(),),
@@ -54,7 +54,7 @@ def multiply_tiled(
         w_desc=tma_descriptor(weights.words.view(-1, LINE), LINES),
         scale_desc=tma_descriptor(weights.scales.view(-1, SCALE_LINE), form.lines, SCALE_LINE),
         out_desc=tma_descriptor(out, tile.block_m, BLOCK),
-        factor_ptr=out if whole is None else whole,
+        factor_ptr=out if global_scale is None else global_scale,
         bias_ptr=out if bias is None else bias,
         out_ptr=out,
         tiles_ptr=order.tiles,
@@ -66,7 +66,7 @@ def multiply_tiled(
         up_row=product.up_row,
         FORM=str(form),
         FACTOR=2.0**form.lowered,
-        MATRICES=0 if whole is None else whole.shape[1],
+        MATRICES=0 if global_scale is None else global_scale.shape[1],
         STEP=product.step,
         HAS_BIAS=bias is not None,
         SHORT=short,
@@ -81,17 +81,17 @@ def multiply_tiled(
 def tiled_shapes(
     experts: int, columns: int, depth: int, form: Form, *, gated: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of `Tiled`'s words and scales."""
+    """Return the shapes of the words and scales of `Tiled`."""
     tiles = -(-columns // (BLOCKS * BLOCK // (2 if gated else 1)))
     boxes = (experts, tiles, -(-depth // BLOCK))
     return (*boxes, LINES, LINE), (*boxes, form.lines, SCALE_LINE)
 
 
 def tile_experts(product: Product, starts: torch.Tensor, out: Tiled, first: int) -> None:
-    """Tile the weights of experts `first` and on that have rows: as many as `out` has.
+    """Tile the weights of the experts from `first` on that have rows, as many as `out` holds.
 
-    product: its w, scale and zero_point, contiguous, of all experts. starts: (experts + 1,) int32,
-    each expert's first row.
+    product: w, scale and zero_point of all experts, contiguous. starts: (experts + 1,) int32, the
+    first row of each expert.
     """
     from experts.triton.grouped_w4.kernels.tile import tile_weights_kernel
 

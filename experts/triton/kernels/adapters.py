@@ -1,7 +1,7 @@
-"""Device functions of adapters: A x of a tile's rows, and B of it added to a tile of a product.
+"""Device functions for LoRA adapters: the shrink A x of a tile, and the expand B u added to it.
 
-Both go through the adapters that occur in a tile, each slot once and in order: matrices of the
-others are not read, and rows without an adapter have what they would have alone.
+Both loop over the slots that occur in a tile, each once and in ascending order. Matrices of other
+slots are not read, and rows without an adapter get the same result as without LoRA.
 """
 
 import triton
@@ -12,7 +12,7 @@ NO_SLOT = tl.constexpr(2147483647)
 
 @triton.jit
 def load_slots(slots_ptr, tokens, row_mask, num_slots):
-    """Slot of each row's adapter; NO_SLOT for those without one."""
+    """Load the adapter slot of each row; NO_SLOT for rows without an adapter."""
     slots = tl.load(slots_ptr + tokens, mask=row_mask, other=-1)
     return tl.where((slots >= 0) & (slots < num_slots), slots, NO_SLOT)
 
@@ -22,21 +22,21 @@ def shrunk_tile(
     x_ptrs, slots, a_ptr, rank_row, rank_mask, depth, stride_xk, stride_al, stride_ar,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Float32 (BLOCK_M, BLOCK_R): rows of A times each row x, 0 for rows without an adapter.
+    """Return u = A x of a tile, float32 (BLOCK_M, BLOCK_R); 0 for rows without an adapter.
 
-    x_ptrs (BLOCK_M, 1) and a_ptr (one expert's A of slot 0) point at k = 0; rank_row (BLOCK_R,):
+    x_ptrs (BLOCK_M, 1) and a_ptr (A of slot 0 and one expert) point at k = 0. rank_row (BLOCK_R,):
     rows of A.
     """
     k = tl.arange(0, BLOCK_K)
     total = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
     slot = tl.min(slots, axis=0)  # NaN-free: integers
     while slot < NO_SLOT:
-        mine = (slots == slot)[:, None]
+        in_slot = (slots == slot)[:, None]
         a_ptrs = a_ptr + slot.to(tl.int64) * stride_al + rank_row.to(tl.int64)[None, :] * stride_ar
         for start in range(0, depth, BLOCK_K):
             inside = start + k < depth
             x = tl.load(
-                x_ptrs + (start + k)[None, :] * stride_xk, mask=mine & inside[None, :], other=0.0
+                x_ptrs + (start + k)[None, :] * stride_xk, mask=in_slot & inside[None, :], other=0.0
             )
             a = tl.load(
                 a_ptrs + (start + k)[:, None], mask=rank_mask[None, :] & inside[:, None], other=0.0
@@ -51,26 +51,26 @@ def load_deltas(
     slot, start, slots, rows, u_ptr, b_ptr, row, up_row, column_mask, rank,
     stride_u, stride_bl, stride_bn, U_UP: tl.constexpr, GATED: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """u (BLOCK_M, BLOCK_R) and B (BLOCK_R, BLOCK_N) of one slot from rank `start` on, twice.
+    """Load u (BLOCK_M, BLOCK_R) and B (BLOCK_R, BLOCK_N) of one slot, from rank index `start` on.
 
-    The second two are up's if GATED, else the same. Zeros of rows whose slot is another, and of
-    NO_SLOT, of which nothing is read. Arguments: see add_adapters.
+    Returns (u, B, u of up, B of up); the last two repeat the first two if not GATED. Rows with
+    another slot get zeros; for NO_SLOT nothing is read. Arguments: see add_adapters.
     """
-    at = start + tl.arange(0, BLOCK_R)
-    inside = (at < rank) & (slot < NO_SLOT)
+    rank_index = start + tl.arange(0, BLOCK_R)
+    inside = (rank_index < rank) & (slot < NO_SLOT)
     u_mask, b_mask = (slots == slot)[:, None] & inside[None, :], inside[:, None] & column_mask[None]
-    u_ptrs = u_ptr + rows.to(tl.int64)[:, None] * stride_u + at[None, :]
+    u_ptrs = u_ptr + rows.to(tl.int64)[:, None] * stride_u + rank_index[None, :]
     b_ptr += slot.to(tl.int64) * stride_bl
-    b_ptrs = b_ptr + row.to(tl.int64)[None, :] * stride_bn + at[:, None]
+    b_ptrs = b_ptr + row.to(tl.int64)[None, :] * stride_bn + rank_index[:, None]
     u = tl.load(u_ptrs, mask=u_mask, other=0.0)
     b = tl.load(b_ptrs, mask=b_mask, other=0.0)
     up_u, up_b = u, b
     if GATED:
         if U_UP > 0:
             up_u = tl.load(u_ptrs + U_UP, mask=u_mask, other=0.0)
-        # An argument of 1, as up_row of alternating rows is, is a constant without a dtype of its
-        # own.
-        up_ptrs = b_ptr + (row + up_row).to(tl.int64)[None, :] * stride_bn + at[:, None]
+        # Interleaved rows have up_row = 1, which Triton specializes to a constant without a dtype;
+        # adding it to `row` first gives it one.
+        up_ptrs = b_ptr + (row + up_row).to(tl.int64)[None, :] * stride_bn + rank_index[:, None]
         up_b = tl.load(up_ptrs, mask=b_mask, other=0.0)
     return u, b, up_u, up_b
 
@@ -81,7 +81,7 @@ def add_loaded(
     stride_u, stride_bl, stride_bn, U_UP: tl.constexpr,
     GATED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """(gate, up) with B u of each row added; u to up_b: the first slot's, see load_deltas."""
+    """Add B u of each row to (gate, up). u to up_b: loads of the first slot, see load_deltas."""
     slot, start = tl.min(slots, axis=0), 0  # NaN-free: integers
     while slot < NO_SLOT:
         gate = tl.dot(u, b, gate, input_precision=PRECISION)
@@ -104,10 +104,11 @@ def add_adapters(
     stride_u, stride_bl, stride_bn, U_UP: tl.constexpr,
     GATED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """(gate, up) with B u of each row added.
+    """Add B u of each row to (gate, up).
 
-    rows (BLOCK_M,): where each row's u lies. b_ptr: one expert's B of slot 0, whose row of each
-    column is row (BLOCK_N,), and up_row further for up. U_UP: how far up's u lies behind gate's.
+    rows (BLOCK_M,): the row of u of each tile row. b_ptr: B of slot 0 and one expert. row
+    (BLOCK_N,): the row of B of each column; the one of up is up_row further. U_UP: column offset
+    from gate's u to up's.
     """
     # NaN-free: integers
     u, b, up_u, up_b = load_deltas(

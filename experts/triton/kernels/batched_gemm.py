@@ -1,4 +1,4 @@
-"""Grouped GEMM over rows that already lie expert by expert."""
+"""Grouped GEMM over the batched format, with rows grouped by expert."""
 
 import triton
 import triton.language as tl
@@ -27,10 +27,10 @@ def batched_gemm_kernel(
 ):  # fmt: skip
     """out[i, c, n] = act(a[i, c] @ b[i, rows of n]^T) for c < counts[i].
 
-    a is (e, capacity, depth) and out (e, capacity, columns), both contiguous, and a's scales have
-    strides of expert, row and group; rows from the count on are neither read nor written. b as in
-    grouped_gemm_kernel, and LORA too: slots are (e, capacity), u has a row for each. Grid (tiles
-    of one expert, e).
+    a is (e, capacity, depth) and out is (e, capacity, columns), both contiguous. The scales of a
+    have strides for expert, row and group. Rows from counts[i] on are neither read nor written.
+    b and LORA are as in grouped_gemm_kernel; slots are (e, capacity), with one row of u each.
+    Grid: (tiles of one expert, e).
     """
     expert = tl.program_id(1).to(tl.int64)
     pid_m, pid_n = grouped_tile_order(tl.program_id(0), num_m, tl.cdiv(columns, BLOCK_N), GROUP_M)

@@ -1,4 +1,4 @@
-"""Device functions shared by the contiguous and the batched grouped GEMM: one output tile."""
+"""Device functions for one output tile, shared by the contiguous and the batched grouped GEMM."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from modular_kernel.ops.kernels.activation import activate
 
 @triton.jit
 def grouped_tile_order(pid, num_m, num_n, GROUP_M: tl.constexpr):
-    """(pid_m, pid_n) such that GROUP_M row blocks walk the columns together and share weights."""
+    """Return (pid_m, pid_n), swizzled so that GROUP_M row blocks share weight tiles in L2."""
     per_group = GROUP_M * num_n
     first_m = (pid // per_group) * GROUP_M
     group_m = tl.minimum(num_m - first_m, GROUP_M)  # NaN-free: integers
@@ -18,7 +18,7 @@ def grouped_tile_order(pid, num_m, num_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def zero_sum(dtype: tl.constexpr, SWAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return what add_product adds to at first: (BLOCK_M, BLOCK_N), or its transpose if SWAP."""
+    """Return the initial accumulator of add_product: (BLOCK_M, BLOCK_N), transposed if SWAP."""
     if SWAP:
         result = tl.zeros((BLOCK_N, BLOCK_M), dtype)
     else:
@@ -28,10 +28,10 @@ def zero_sum(dtype: tl.constexpr, SWAP: tl.constexpr, BLOCK_M: tl.constexpr, BLO
 
 @triton.jit
 def add_product(total, a, b, PRECISION: tl.constexpr, SWAP: tl.constexpr):
-    """total + a @ b. SWAP: total is transposed, and so the product is b^T @ a^T.
+    """Return total + a @ b. SWAP: total is transposed, and b^T @ a^T is added.
 
-    A warpgroup's product takes 64 rows or more from its left operand and 8 or more columns from its
-    right one, both from shared memory: with few rows in `a` it is the weights that fill it.
+    wgmma needs 64 or more rows in its left operand but only 8 or more columns in its right one, so
+    with few rows in `a` the weights should be on the left.
     """
     if SWAP:
         result = tl.dot(
@@ -44,7 +44,7 @@ def add_product(total, a, b, PRECISION: tl.constexpr, SWAP: tl.constexpr):
 
 @triton.jit
 def by_rows(total, SWAP: tl.constexpr):
-    """Return a sum of add_product as (BLOCK_M, BLOCK_N)."""
+    """Return the accumulator of add_product as (BLOCK_M, BLOCK_N)."""
     return tl.trans(total) if SWAP else total
 
 
@@ -54,10 +54,11 @@ def multiply_tile(
     GATED: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, SWAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Rows (BLOCK_M, depth) times weights (depth, BLOCK_N), and the up weights beside if GATED.
+    """Multiply rows (BLOCK_M, depth) by weights (depth, BLOCK_N), and by up weights if GATED.
 
-    a_ptrs (BLOCK_M, 1) and b_ptrs (1, BLOCK_N) point at k = 0; masked rows and columns read 0.
-    SWAP: see add_product. Returns float32 (gate, up); `up` is `gate` where not GATED.
+    a_ptrs (BLOCK_M, 1) and b_ptrs (1, BLOCK_N) point at k = 0; masked rows and columns read 0. Up
+    weights are up_offset elements after gate weights. SWAP: see add_product. Returns float32
+    (gate, up); `up` is `gate` if not GATED.
     """
     k = tl.arange(0, BLOCK_K)
     a_ptrs = a_ptrs + k[None, :] * stride_ak
@@ -91,9 +92,9 @@ def finish_tile(
     HAS_BIAS: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr, GATED: tl.constexpr,
     KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Row weight, then bias, then activation (KIND "identity" for none), all in float32.
+    """Apply router weight, bias and activation (KIND "identity": none) to a tile, in float32.
 
-    The weight comes before the bias: weighting the input means (w * x) W + b.
+    The weight is applied before the bias, because weighting the input means (w * x) W + b.
     """
     if HAS_ROW_WEIGHTS:
         gate = gate * row_weights[:, None]

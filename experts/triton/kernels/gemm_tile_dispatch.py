@@ -1,4 +1,4 @@
-"""Device function: the tile of a product, whatever its operands are stored as."""
+"""Device function: one output tile, for every storage format of the operands."""
 
 import triton
 import triton.language as tl
@@ -20,21 +20,23 @@ def product_tile(
     GATED: tl.constexpr, EVEN_K: tl.constexpr, HAS_ORDER: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Float32 (gate, up) tiles of rows times one expert's weights, scales applied.
+    """Multiply rows by one expert's weights; return float32 (gate, up) tiles with scales applied.
 
-    a_ptrs (BLOCK_M, 1) and a_scale_ptrs (BLOCK_M,) point at each row's start; b_ptr, b_scale_ptr
-    and zero_ptr at the expert's. row (BLOCK_N,): the weight row of each column; up_row: how many
-    rows further its up values are, up_offset: how many elements.
-    MODE "plain": no scales. "w8a8": both operands 8 bits. "weight_only": weights are dequantized.
-    One weight scale covers GROUP_N rows and GROUP_K of the depth (0: all of it); ONE_SCALE: every
-    gate row of a tile has the same, and every up row. FORMAT "nvfp4": zero_ptr points at the
-    float32 scale of the gate matrix (or of the only one), and up's behind it. HAS_ORDER: column k
-    of weights alone multiplies column order_ptr[k] of the rows.
+    a_ptrs (BLOCK_M, 1) and a_scale_ptrs (BLOCK_M,) point at the start of each row; b_ptr,
+    b_scale_ptr and zero_ptr at the start of the expert. row (BLOCK_N,): the weight row of each
+    column; its up row is up_row rows, or up_offset elements, further.
+    MODE "plain": no scales. "w8a8": both operands have 8 bits. "weight_only": weights are
+    dequantized. One weight scale covers GROUP_N rows and GROUP_K columns (0: all of K). ONE_SCALE:
+    all gate rows of a tile share a scale, and so do all up rows. FORMAT "nvfp4": zero_ptr points at
+    the float32 global scale of the gate (or only) matrix, followed by that of up. HAS_ORDER
+    (weight_only): column k of the weights multiplies column order_ptr[k] of the rows.
     """
-    # Few rows: the weights take the side of a product that needs 64. Float32 knows no such sides,
-    # and with 64 rows only plain products gain (H200, triton 3.6, 2026-11-20).
-    MOST: tl.constexpr = 64 if MODE == "plain" else 32
-    SWAP: tl.constexpr = BLOCK_M <= MOST and BLOCK_N >= 64 and b_ptr.dtype.element_ty != tl.float32
+    # With few rows, the weights become the left operand of wgmma, which needs 64 rows. Float32 does
+    # not use wgmma, and at 64 rows only plain GEMMs gain (H200, triton 3.6, 2026-11-20).
+    MAX_SWAP_ROWS: tl.constexpr = 64 if MODE == "plain" else 32
+    SWAP: tl.constexpr = (
+        BLOCK_M <= MAX_SWAP_ROWS and BLOCK_N >= 64 and b_ptr.dtype.element_ty != tl.float32
+    )
     b_ptrs = b_ptr + row.to(tl.int64)[None, :] * stride_bn
     if MODE == "plain":
         gate, up = multiply_tile(

@@ -1,4 +1,4 @@
-"""Device function: one output tile from 8-bit rows and 8-bit weights, both with scales."""
+"""Device functions: one output tile from 8-bit rows and 8-bit weights, both with scales."""
 
 import triton
 import triton.language as tl
@@ -14,13 +14,13 @@ def multiply_tile_w8a8(
     SWAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """As multiply_tile, for fp8 or int8 operands; float32 (gate, up) with all scales applied.
+    """Multiply like multiply_tile, for fp8 or int8 operands.
 
-    SWAP: see add_product. GROUP_K 0: one scale per row and per column, applied behind the loop.
-    Otherwise a scale covers GROUP_K of the depth and BLOCK_K divides it, so each step has one
-    scale per row and column.
+    Returns float32 (gate, up) with all scales applied. SWAP: see add_product. GROUP_K 0: one scale
+    per row and per column, applied after the loop. Otherwise a scale covers GROUP_K columns and
+    BLOCK_K divides it, so each K step has one scale per row and column.
     a_scale_ptrs (BLOCK_M,), b_scale_ptrs and up_scale_ptrs (BLOCK_N,) point at the first group;
-    the latter two are one pointer each if ONE_SCALE.
+    the latter two are a single pointer each if ONE_SCALE.
     """
     ACC: tl.constexpr = tl.int32 if b_ptrs.dtype.element_ty == tl.int8 else tl.float32
     SUM: tl.constexpr = ACC if GROUP_K == 0 else tl.float32
@@ -28,7 +28,7 @@ def multiply_tile_w8a8(
     a_ptrs = a_ptrs + k[None, :] * stride_ak
     b_ptrs = b_ptrs + k[:, None] * stride_bk
     rows = tl.reshape(a_mask, (BLOCK_M,))
-    nothing = zero_sum(ACC, SWAP, BLOCK_M, BLOCK_N)
+    zero = zero_sum(ACC, SWAP, BLOCK_M, BLOCK_N)
     gate = zero_sum(SUM, SWAP, BLOCK_M, BLOCK_N)
     up = gate
     for start in range(0, depth, BLOCK_K):
@@ -46,12 +46,12 @@ def multiply_tile_w8a8(
             group = start // GROUP_K
             a_scale = tl.load(a_scale_ptrs + group * stride_ask, mask=rows, other=0.0)
             b_scale = weight_scale(b_scale_ptrs + group * stride_bsk, column_mask, ONE_SCALE)
-            part = add_product(nothing, a, b, "ieee", SWAP).to(tl.float32)
+            part = add_product(zero, a, b, "ieee", SWAP).to(tl.float32)
             gate += part * scale_products(a_scale, b_scale, SWAP)
             if GATED:
                 c = tl.load(b_ptrs + up_offset, mask=b_inside, other=0.0)
                 c_scale = weight_scale(up_scale_ptrs + group * stride_bsk, column_mask, ONE_SCALE)
-                part = add_product(nothing, a, c, "ieee", SWAP).to(tl.float32)
+                part = add_product(zero, a, c, "ieee", SWAP).to(tl.float32)
                 up += part * scale_products(a_scale, c_scale, SWAP)
         a_ptrs += BLOCK_K * stride_ak
         b_ptrs += BLOCK_K * stride_bk
@@ -73,7 +73,7 @@ def multiply_tile_w8a8(
 
 @triton.jit
 def weight_scale(ptrs, column_mask, ONE_SCALE: tl.constexpr):
-    """(1,) if ONE_SCALE, else (BLOCK_N,), 0 where masked."""
+    """Load weight scales: (1,) if ONE_SCALE, else (BLOCK_N,), 0 where masked."""
     if ONE_SCALE:
         result = tl.full((1,), 0.0, tl.float32) + tl.load(ptrs)
     else:
@@ -83,7 +83,7 @@ def weight_scale(ptrs, column_mask, ONE_SCALE: tl.constexpr):
 
 @triton.jit
 def scale_products(a_scale, b_scale, SWAP: tl.constexpr):
-    """Scales of rows times scales of columns: (rows, columns), or its transpose if SWAP."""
+    """Return the outer product of row and column scales, transposed if SWAP."""
     if SWAP:
         result = b_scale[:, None] * a_scale[None, :]
     else:

@@ -8,7 +8,7 @@ from experts.triton.kernels.unpack_w4 import e8m0_values, is_e2m1, unpack_int4
 
 @triton.jit
 def _four_bit_integers(codes, zero, dtype: tl.constexpr):
-    """(q - zero) in `dtype` for q = 0 to 15, without a slow integer conversion.
+    """Return q - zero in `dtype` for q = 0 to 15, without a slow integer conversion.
 
     128 + q is bf16 0x4300 | q, and 1024 + q is fp16 0x6400 | q; the differences are exact.
     """
@@ -25,10 +25,10 @@ def _four_bit_integers(codes, zero, dtype: tl.constexpr):
 
 @triton.jit
 def _e2m1(codes, dtype: tl.constexpr):
-    """e2m1 codes (sign, two exponent bits, one mantissa bit) in `dtype`, exactly.
+    """Convert e2m1 codes (sign, two exponent bits, one mantissa bit) to `dtype`, exactly.
 
-    Moved to the top of a wider format's fields they read as the value times a power of two,
-    subnormals included: 2^-126 in bf16, 2^-14 in fp16.
+    Shifted to the top of the fields of a wider format, the code is the value times a power of two,
+    including subnormals: 2^-126 in bf16, 2^-14 in fp16.
     """
     wide = codes.to(tl.uint16)
     if dtype == tl.bfloat16:
@@ -44,11 +44,11 @@ def _e2m1(codes, dtype: tl.constexpr):
 
 @triton.jit
 def _repacked_values(codes, dtype: tl.constexpr):
-    """(K / 2, N) bytes of repacked e2m1 weights to (K, N) values in `dtype`, exactly."""
+    """Unpack repacked e2m1 weights, bytes (K / 2, N), to values (K, N) in `dtype`, exactly."""
     BYTES: tl.constexpr = codes.shape[0]
     COLUMNS: tl.constexpr = codes.shape[1]
     four = tl.reshape(tl.trans(codes).to(tl.int32), (COLUMNS, BYTES // 4, 2, 2))
-    even, odd = tl.split(four)  # of the bytes of a word
+    even, odd = tl.split(four)  # bytes of a word
     pair = even | (odd << 8)
     low, high = tl.split(pair)
     words = low | (high << 16)
@@ -68,8 +68,10 @@ def _step(
     a, codes, zero, FORMAT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return the unscaled product of one step, float32. Packed: even and odd k are two products,
-    unless they are repacked."""
+    """Return the unscaled float32 partial sum of one K step.
+
+    PACKED: even and odd k are two MMAs, unless the weights are repacked.
+    """
     dtype: tl.constexpr = a.dtype
     if FORMAT == "e2m1_repacked":
         result = tl.dot(a, _repacked_values(codes, dtype), input_precision=PRECISION)
@@ -96,9 +98,9 @@ def _nvfp4_step(
     a, codes, scale_ptrs, mask, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one step by weights times the scales of their groups: exact in 16 bits.
+    """Return the partial sum of one K step with scaled weights, which are exact in 16 bits.
 
-    scale_ptrs, mask: (BLOCK_K / 2, BLOCK_N), of the group of each byte of two weights.
+    scale_ptrs, mask: (BLOCK_K / 2, BLOCK_N), for the group of each byte of two weights.
     """
     dtype: tl.constexpr = a.dtype
     scale = tl.load(scale_ptrs, mask=mask, other=0.0).to(dtype)
@@ -109,7 +111,7 @@ def _nvfp4_step(
 
 @triton.jit
 def _load_scale(ptrs, mask, FORMAT: tl.constexpr, ONE_SCALE: tl.constexpr):
-    """(BLOCK_N,) float32 scales, or (1,) if ONE_SCALE; of e2m1, from E8M0 exponents."""
+    """Load float32 scales (BLOCK_N,), or (1,) if ONE_SCALE; those of e2m1 are E8M0 exponents."""
     if ONE_SCALE:
         scale = tl.load(ptrs + tl.arange(0, 1))
     else:
@@ -123,7 +125,7 @@ def _load_scale(ptrs, mask, FORMAT: tl.constexpr, ONE_SCALE: tl.constexpr):
 
 @triton.jit
 def _load_zero(ptrs, shift, mask, HAS_ZERO: tl.constexpr, MIDDLE: tl.constexpr):
-    """(1, BLOCK_N) int32 zero points, or (1, 1) MIDDLE where none are given."""
+    """Load int32 zero points (1, BLOCK_N); without zero points return MIDDLE (1, 1)."""
     if HAS_ZERO:
         zero = tl.load(ptrs, mask=mask, other=0).to(tl.int32) >> shift
         if MIDDLE == 8:
@@ -145,15 +147,15 @@ def multiply_tile_weight_only(
     HAS_ORDER: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """As multiply_tile, for weights that are dequantized on the way; float32 (gate, up).
+    """Multiply like multiply_tile, dequantizing weights in the loop; return float32 (gate, up).
 
-    Those of nvfp4 still lack the scales of matrices.
+    The global scales of NVFP4 are not applied.
 
-    GROUP_K: the depth one scale covers, a multiple of BLOCK_K, or 0 for all of it. Weights enter
-    the product as whole numbers (float8 or e2m1 values), and the scale multiplies the step's
-    product. b_ptrs (1, BLOCK_N) points at k = 0, two k per byte if PACKED. *scale_ptrs, *zero_ptrs
-    and *zero_shift are (BLOCK_N,), *scale_ptrs one pointer each if ONE_SCALE. HAS_ORDER: column k
-    of weights multiplies column order_ptr[k] of the rows.
+    GROUP_K: K elements per scale, a multiple of BLOCK_K, or 0 for all of K. Weights are multiplied
+    as integers (float8 or e2m1 values), and the scale multiplies the partial sum of the step; NVFP4
+    scales multiply the weights. b_ptrs (1, BLOCK_N) points at k = 0, two k per byte if PACKED.
+    *scale_ptrs, *zero_ptrs and *zero_shift are (BLOCK_N,); *scale_ptrs are single pointers if
+    ONE_SCALE. HAS_ORDER: column k of the weights multiplies column order_ptr[k] of the rows.
     """
     WIDTH: tl.constexpr = 2 if PACKED else 1
     k = tl.arange(0, BLOCK_K)
@@ -168,28 +170,34 @@ def multiply_tile_weight_only(
         b_mask = column_mask[None, :]
         if not EVEN_K:
             a_inside = a_mask & (start + k < depth)[None, :]
-            # In bytes: a bound on start + 2 * row would be unknown to the compiler byte by byte,
-            # which rules out wide asynchronous copies.
+            # The bound is in bytes: with one on start + 2 * row the compiler could not prove that
+            # adjacent bytes share a mask, which rules out wide asynchronous copies.
             b_mask = b_mask & (start // WIDTH + row < depth // WIDTH)[:, None]
         if HAS_ORDER:
             column = tl.load(order_ptr + start + k, mask=start + k < depth, other=-1)
-            known = (column >= 0) & (column < depth)
+            in_range = (column >= 0) & (column < depth)
             ordered = a_rows + column[None, :].to(tl.int64) * stride_ak
-            a = tl.load(ordered, mask=a_mask & known[None, :], other=0.0)
+            a = tl.load(ordered, mask=a_mask & in_range[None, :], other=0.0)
         else:
             a = tl.load(a_ptrs, mask=a_inside, other=0.0)
         codes = tl.load(b_ptrs, mask=b_mask, other=0.0)
         if FORMAT == "nvfp4":
-            # The interpreter divides by 0 without a word, a GPU makes an address of it.
+            # Avoid a division by 0, which the interpreter ignores but a GPU turns into an address.
             group = (start // WIDTH + row) // (GROUP_K // WIDTH) if GROUP_K > 0 else row * 0
-            at = group[:, None] * stride_bsk
+            group_offset = group[:, None] * stride_bsk
             gate += _nvfp4_step(
-                a, codes, scale_ptrs[None, :] + at, b_mask, PRECISION, BLOCK_M, BLOCK_K
+                a, codes, scale_ptrs[None, :] + group_offset, b_mask, PRECISION, BLOCK_M, BLOCK_K
             )
             if GATED:
                 codes = tl.load(b_ptrs + up_offset, mask=b_mask, other=0.0)
                 up += _nvfp4_step(
-                    a, codes, up_scale_ptrs[None, :] + at, b_mask, PRECISION, BLOCK_M, BLOCK_K
+                    a,
+                    codes,
+                    up_scale_ptrs[None, :] + group_offset,
+                    b_mask,
+                    PRECISION,
+                    BLOCK_M,
+                    BLOCK_K,
                 )
         else:
             group = start // GROUP_K if GROUP_K > 0 else 0

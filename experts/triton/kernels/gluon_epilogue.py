@@ -1,4 +1,4 @@
-"""Device functions: what follows the product of a tile."""
+"""Device functions: the epilogue of a tile (scales, bias, activation and store)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -36,7 +36,7 @@ def _tanh(value):
 
 @gluon.jit
 def activate(gate, up, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr):
-    """As modular_kernel.ops.kernels.activation.activate, operation by operation."""
+    """Apply the activation with the same operations as modular_kernel.ops.kernels.activation."""
     if LIMIT > 0 and KIND != "situ":
         up = clamp_nan(up, -LIMIT, LIMIT)
         if KIND != "swiglu_clamp_after":
@@ -73,7 +73,7 @@ def _scaled(
     values, a_scale, expert, rows_b, row_b, b_scale_ptr, bias_ptr,
     MODE: gl.constexpr, LAYOUT: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Float32 values of weight rows row_b and on, with scales by channel and bias applied."""
+    """Return float32 values with channel scales and bias applied; columns are rows row_b on."""
     values = values.to(gl.float32)
     rows = row_b + gl.arange(0, values.shape[1], gl.SliceLayout(0, LAYOUT))
     at = expert.to(gl.int64) * rows_b + rows
@@ -88,7 +88,7 @@ def _scaled(
 
 @gluon.jit
 def store_by_threads(place, row, end, first_column, out_ptr, columns, LAYOUT: gl.constexpr):
-    """Store a tile that lies in shared memory, but for rows from `end` on, and columns."""
+    """Store a tile from shared memory, without rows from `end` on and columns past the end."""
     rows = row + gl.arange(0, place.shape[0], gl.SliceLayout(1, LAYOUT))
     column = first_column + gl.arange(0, place.shape[1], gl.SliceLayout(0, LAYOUT))
     out_ptrs = out_ptr + rows.to(gl.int64)[:, None] * columns + column[None, :]
@@ -102,24 +102,24 @@ def store_rows(
 ):  # fmt: skip
     """Round and store a tile to consecutive rows of an output `columns` wide.
 
-    By way of a slot of `staging`, from where 64 rows go by TMA while the next tile is multiplied.
-    Rows from `end` on are another expert's: where there are such, threads store the others.
+    The tile goes through a slot of `staging`; TMA stores it while the next tile is multiplied. If
+    rows from `end` on belong to another expert, threads store the rows before it instead.
     """
     ROWS: gl.constexpr = values.shape[0]
     WIDTH: gl.constexpr = values.shape[1]
-    place = staging.index(slot)
-    # Everything of the last tile has left its slots. Not the older of two stores alone: of a tile
-    # that threads store there is none to count.
+    buffer = staging.index(slot)
+    # Wait for all stores of the last tile. Waiting only for the older of two does not work, because
+    # a tile stored by threads has no TMA store to count.
     if slot == 0:
         tma.store_wait(0)
-    place.store(values.to(out_desc.dtype))
+    buffer.store(values.to(out_desc.dtype))
     if row + ROWS <= end:
         fence_async_shared()
-        store_box(out_desc, [row, first_column], place)
+        store_box(out_desc, [row, first_column], buffer)
     else:
         LANES: gl.constexpr = WIDTH // 8 if WIDTH < 256 else 32
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-        store_by_threads(place, row, end, first_column, out_ptr, columns, LAYOUT)
+        store_by_threads(buffer, row, end, first_column, out_ptr, columns, LAYOUT)
 
 
 @gluon.jit
@@ -129,14 +129,14 @@ def _finish_half(
     MODE: gl.constexpr, LAYOUT: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr,
     KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """Weight rows row_b and on, which need no others: ungated, or gate and up rows by turns."""
+    """Finish one half of a tile: an ungated one, or one with interleaved gate and up rows."""
     values = _scaled(
         values, a_scale, expert, rows_b, row_b, b_scale_ptr, bias_ptr, MODE, LAYOUT, HAS_BIAS
     )
     if GATED:
         gate, up = values.reshape((values.shape[0], values.shape[1] // 2, 2)).split()
         value = activate(gate, up, KIND, ALPHA, LIMIT).to(out_desc.dtype)
-        # A thread has every fourth column; with two side by side it stores matrices, not values.
+        # A thread has every fourth column; with two adjacent ones it can store whole matrices.
         PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, value.shape[1], 16])
         value = gl.convert_layout(value, PAIRS)
         store_rows(value, row, end, row_b // 2, out_ptr, out_desc, staging, slot, columns)
@@ -154,11 +154,11 @@ def finish(
     MODE: gl.constexpr, LAYOUT: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """Scale, bias, activate, round and store the left and the right columns of a tile.
+    """Scale, add bias, activate, round and store the left and the right half of a tile.
 
-    first: the first left weight row, right_rows: how much further the right ones are. scale_rows:
-    where each row's scale is in a_scale. out_desc: the output in boxes of as many columns as a half
-    gives; staging: one or two of them. At its end a program waits for what it still stores.
+    first: the first weight row of the left half; the right half is right_rows further. scale_rows:
+    the index in a_scale of each row. out_desc: the output, in boxes as wide as the output of a
+    half. staging: one or two such boxes. The caller must wait for pending TMA stores at its end.
     """
     rows = row + gl.arange(0, left.shape[0], gl.SliceLayout(1, LAYOUT))
     a_scale = gl.full(rows.shape, 1.0, gl.float32, rows.type.layout)

@@ -1,4 +1,4 @@
-"""Device functions: a ring of places in shared memory."""
+"""Device function: the mbarriers of a ring of stages in shared memory."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -7,10 +7,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 @gluon.jit
 def barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
-    """(full, empty) of a ring's places: one warp fills a place, so many readers empty it."""
+    """Allocate the (full, empty) barriers of a ring: 1 producer and READERS consumers per stage."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for place in gl.static_range(STAGES):
-        mbarrier.init(full.index(place), count=1)
-        mbarrier.init(empty.index(place), count=READERS)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=READERS)
     return full, empty

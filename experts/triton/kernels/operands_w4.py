@@ -1,8 +1,8 @@
-"""Device functions: int32 words of eight 4-bit weights to operands of a product.
+"""Device functions that turn int32 words of eight 4-bit weights into MMA operands.
 
-Word c of a row holds the weights k = 8c to 8c + 7. Two of them come out at once as the halves of a
-register (`unpack_int4`): j and j + 4, or 2j and 2j + 1 of repacked words. So the weights of a step
-are multiplied in an order of their own; the rows they meet are read in the same one
+Word c of a row has the weights k = 8c to 8c + 7. They are unpacked in pairs, the halves of a
+register (`unpack_int4`): j and j + 4, or 2j and 2j + 1 for repacked words. The weights of a step
+are therefore multiplied in a permuted order of k, and the rows are permuted in the same way
 (`in_word_order`).
 """
 
@@ -24,10 +24,11 @@ def rows_of(
     first, count, inner, outer, STEP: tl.constexpr, UP_ROW: tl.constexpr,
     BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
-    """Rows of weights of columns `first` to first + BLOCK_N, of gate and then of up where there are
-    twice as many, as two summands: block row inner + outer is meant. What comes of `outer`, the
-    firsts of equal shares of BLOCK_N, is known to the compiler if that is, unless `count` columns
-    leave a rest (not EVEN_N): past the last one it is read again.
+    """Return the weight rows of columns first to first + BLOCK_N as a sum of two terms.
+
+    The block row is inner + outer; block rows from BLOCK_N on are up rows. `outer` has the starts
+    of equal parts of BLOCK_N. If EVEN_N, the second term depends on `outer` only, so it is known at
+    compile time if `outer` is. Otherwise columns past the last of `count` repeat it.
     """
     up = outer // BLOCK_N * UP_ROW
     if EVEN_N:
@@ -40,13 +41,13 @@ def rows_of(
 
 @triton.jit
 def times(rows, stride):
-    """Offsets of `rows_of` that lie `stride` apart."""
+    """Multiply both terms of `rows_of` by a stride."""
     return rows[0] * stride, rows[1] * stride
 
 
-# Registers of one lane that a product takes side by side along the depth: two hold four values of
-# weights that were bytes before triton 3.9, and one holds two values from then on. The order that
-# agrees with it needs no exchange between lanes.
+# Adjacent registers of one lane along K of an MMA operand that was unpacked from bytes: two (four
+# values) before triton 3.9, one (two values) since. The matching order needs no exchange between
+# lanes.
 _TWO_REGISTERS: tl.constexpr = tl.constexpr(
     tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 9)
 )
@@ -56,11 +57,11 @@ _TWO_REGISTERS: tl.constexpr = tl.constexpr(
 def in_word_order(
     values, FORMAT: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr
 ):
-    """Bring (STEPS, ROWS, DEPTH) in order of k to the order in which `unpack_words` gives weights.
+    """Permute (STEPS, ROWS, DEPTH) from the order of k to the order of `unpack_words`.
 
-    Words go (lane of four, register), values by the bits of k: a warp's four lanes along the depth
-    of a product each take whole words. Last come the two halves of a register, after the lanes or,
-    with two registers side by side, after those.
+    Words are indexed (lane of four, register), values by the bits of k: each of the four lanes
+    along K takes whole words. The two halves of a register are the last axis, after the lanes or,
+    with two adjacent registers, after those.
     """
     split = tl.reshape(values, (STEPS, ROWS, 4, DEPTH // 32, 2, 2, 2))
     if FORMAT == "e2m1_repacked":
@@ -77,10 +78,10 @@ def in_word_order(
 
 @triton.jit
 def word_order_offsets(DEPTH: tl.constexpr):
-    """Where to read a row for `rows_in_word_order`: (1, DEPTH / 32, 1, 32) offsets along k.
+    """Return the offsets along k for `rows_in_word_order`, (1, DEPTH / 32, 1, 32).
 
-    Eight values side by side meet one word. The words of four lanes, DEPTH / 4 apart, are brought
-    together, so that reading a tile of them from shared memory meets no bank twice.
+    Eight adjacent values belong to one word. The words of four lanes, DEPTH / 4 apart, are made
+    adjacent, so that reading a tile from shared memory has no bank conflicts.
     """
     word = tl.arange(0, DEPTH // 32)[None, :, None, None] * 8
     k = tl.arange(0, 32)[None, None, None, :]
@@ -89,7 +90,7 @@ def word_order_offsets(DEPTH: tl.constexpr):
 
 @triton.jit
 def first_of_eight(DEPTH: tl.constexpr):
-    """`word_order_offsets` rounded down to words: the same for the eight values of one."""
+    """Return `word_order_offsets` rounded down to words, equal for the eight values of one."""
     word = tl.arange(0, DEPTH // 32)[None, :, None, None] * 8
     k = tl.arange(0, 32)[None, None, None, :]
     return word + (k // 8) * (DEPTH // 4)
@@ -99,7 +100,10 @@ def first_of_eight(DEPTH: tl.constexpr):
 def rows_in_word_order(
     a, FORMAT: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr
 ):
-    """Bring (STEPS, DEPTH / 32, ROWS, 32) read at `word_order_offsets` to (STEPS, DEPTH, ROWS)."""
+    """Permute (STEPS, DEPTH / 32, ROWS, 32), loaded at `word_order_offsets`, to word order.
+
+    The result is (STEPS, DEPTH, ROWS).
+    """
     lanes = tl.reshape(a, (STEPS, DEPTH // 32, ROWS, 4, 8))
     rows = tl.reshape(tl.permute(lanes, (0, 2, 3, 1, 4)), (STEPS, ROWS, DEPTH))
     return tl.permute(in_word_order(rows, FORMAT, STEPS, ROWS, DEPTH), (0, 2, 1))
@@ -107,21 +111,22 @@ def rows_in_word_order(
 
 @triton.jit
 def boosted(x, FORMAT: tl.constexpr, DEPTH: tl.constexpr):
-    """x (STEPS, DEPTH, ROWS) in word order as products with unpacked weights need it.
+    """Multiply x (STEPS, DEPTH, ROWS), in word order, by the factor `boost_of` in bf16.
 
-    Exact below 2^63. Counts of odd k come 16 times too large (see _counts).
+    Exact below 2^63. Integers of odd k get a 16 times smaller factor, because they are unpacked 16
+    times too large (see unpack_w4._counts).
     """
     if x.dtype == tl.bfloat16 and FORMAT != "nvfp4":
         if is_e2m1(FORMAT):
             x = x * tl.full((1, 1, 1), boost_of(FORMAT, 0), tl.bfloat16)
         else:
-            # Values between an even k and the odd one after it, in word order.
-            APART: tl.constexpr = 2 if _TWO_REGISTERS else 8
-            even = tl.full((1, DEPTH // APART // 2, 1, 1), boost_of(FORMAT, 0), tl.bfloat16)
-            odd = tl.full((1, DEPTH // APART // 2, 1, 1), boost_of(FORMAT, 1), tl.bfloat16)
-            # Constants alone, so that the compiler can load x as products take it.
+            # Distance from an even k to the odd one after it, in word order.
+            DISTANCE: tl.constexpr = 2 if _TWO_REGISTERS else 8
+            even = tl.full((1, DEPTH // DISTANCE // 2, 1, 1), boost_of(FORMAT, 0), tl.bfloat16)
+            odd = tl.full((1, DEPTH // DISTANCE // 2, 1, 1), boost_of(FORMAT, 1), tl.bfloat16)
+            # Only constants are permuted, so that x can be loaded in the layout of the MMA operand.
             boost = tl.permute(tl.join(even, odd), (0, 1, 4, 2, 3))
-            split = tl.reshape(x, (x.shape[0], DEPTH // APART // 2, 2, APART, x.shape[2]))
+            split = tl.reshape(x, (x.shape[0], DEPTH // DISTANCE // 2, 2, DISTANCE, x.shape[2]))
             x = tl.reshape(split * boost, x.shape)
     return x
 
@@ -131,7 +136,7 @@ def unpack_words(
     words, FORMAT: tl.constexpr, dtype: tl.constexpr,
     STEPS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """int32 (STEPS, ROWS, DEPTH / 8) to `unpack_int4` in the order of `in_word_order`."""
+    """Unpack int32 (STEPS, ROWS, DEPTH / 8) to (STEPS, ROWS, DEPTH), in word order."""
     return in_word_order(unpack_int4(words, FORMAT, dtype), FORMAT, STEPS, ROWS, DEPTH)
 
 
@@ -140,36 +145,41 @@ def unpack_scaled_words(
     words, scale, FORMAT: tl.constexpr, dtype: tl.constexpr,
     STEPS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """As unpack_words, each weight of nvfp4 times the scale of its group, exactly.
+    """Unpack like unpack_words and multiply each NVFP4 weight by its group scale, exactly.
 
-    scale: e4m3 (STEPS, ROWS, DEPTH / 16), one for two words.
+    scale: e4m3 (STEPS, ROWS, DEPTH / 16), one per two words.
     """
     UNIT: tl.constexpr = 2.0**126 if dtype == tl.bfloat16 else 2.0**14
-    two = tl.broadcast_to(scale.to(dtype)[:, :, :, None], (STEPS, ROWS, DEPTH // 16, 2))
-    each = tl.reshape(two, (STEPS, ROWS, DEPTH // 8, 1, 1, 1))
+    scale_per_word = tl.broadcast_to(scale.to(dtype)[:, :, :, None], (STEPS, ROWS, DEPTH // 16, 2))
+    factors = tl.reshape(scale_per_word, (STEPS, ROWS, DEPTH // 8, 1, 1, 1))
     values = unpack_int4(words, FORMAT, dtype) * tl.full((1, 1, 1, 1, 1, 1), UNIT, dtype)
-    return in_word_order(values * each, FORMAT, STEPS, ROWS, DEPTH)
+    return in_word_order(values * factors, FORMAT, STEPS, ROWS, DEPTH)
 
 
 @triton.jit
 def load_scale(ptrs, inside, FORMAT: tl.constexpr, LACK: tl.constexpr):
-    """float32 scales times 2^LACK, 0 where `inside` (None for everywhere) is false; of e2m1 from
-    E8M0 exponents. Infinite where that overflows, which for bf16 is from 2^50 on; NaN of 255."""
+    """Load scales and return them times 2^LACK, float32.
+
+    The result is 0 where `inside` is False (None: inside everywhere). Scales of e2m1 are E8M0
+    exponents: 255 gives NaN, and overflow, for bf16 from 2^50 on, gives infinity.
+    """
     scale = tl.load(ptrs)
     if is_e2m1(FORMAT):
-        # A mask of the load, or values that stay bytes and are taken two at once, cost more.
+        # A masked load, or bytes packed two to a register, would cost more.
         result = scale_values(opaque(scale.to(tl.int32)), FORMAT, LACK, inside)
     else:
-        result = scale_values(_widened(scale), FORMAT, LACK)
+        result = scale_values(_to_float32(scale), FORMAT, LACK)
         if inside is not None:
             result = tl.where(inside, result, 0.0)
     return result
 
 
 @triton.jit
-def _widened(scale):
-    """scale; of bf16 as float32 at once, so that a loop does not carry 16 bits from step to step,
-    two to a register."""
+def _to_float32(scale):
+    """Convert bf16 scales to float32 at once; return other scales unchanged.
+
+    Otherwise the loop would carry 16-bit values, packed two to a register.
+    """
     if ASSEMBLE and scale.dtype == tl.bfloat16:
         scale = tl.inline_asm_elementwise(
             "{ .reg .b32 t; cvt.u32.u16 t, $1; shl.b32 $0, t, 16; }",
@@ -180,14 +190,14 @@ def _widened(scale):
 
 @triton.jit
 def scale_values(scale, FORMAT: tl.constexpr, LACK: tl.constexpr, inside=None):
-    """As load_scale, of what is loaded; `inside` counts for exponents alone."""
+    """Convert loaded scales like load_scale; `inside` is used for exponents only."""
     if is_e2m1(FORMAT):
         # An exponent and one bit of the significand: 510 is infinity, 511 is NaN.
         exponent = scale.to(tl.int32)
-        most = 510 + ((exponent + 1) >> 8)
+        max_bits = 510 + ((exponent + 1) >> 8)
         if inside is not None:
-            most = tl.where(inside, most, 0)
-        bits = tl.minimum(2 * (exponent + LACK), most)  # NaN-free: integers
+            max_bits = tl.where(inside, max_bits, 0)
+        bits = tl.minimum(2 * (exponent + LACK), max_bits)  # NaN-free: integers
         result = (bits << 22).to(tl.float32, bitcast=True)
     else:
         result = scale.to(tl.float32) * 2.0**LACK
@@ -196,7 +206,7 @@ def scale_values(scale, FORMAT: tl.constexpr, LACK: tl.constexpr, inside=None):
 
 @triton.jit
 def load_zero(ptrs, shift, HAS_ZERO: tl.constexpr, FROM_ZERO: tl.constexpr):
-    """float32 zero points, less the 8 that unpacked weights are without if not FROM_ZERO."""
+    """Load float32 zero points, minus 8 unless FROM_ZERO, to match the unpacked weights."""
     if HAS_ZERO:
         zero = (opaque(tl.load(ptrs).to(tl.int32)) >> shift) & 15
         result = (zero if FROM_ZERO else zero - 8).to(tl.float32)
@@ -210,18 +220,18 @@ def multiply_words(
     words, x, zero, FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr,
     STEPS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """float32 (STEPS, ROWS, M): weights less their zero points times x, without scales.
+    """Return (weights - zero points) @ x, without scales: float32 (STEPS, ROWS, M).
 
-    words: int32 (STEPS, ROWS, DEPTH / 8); x: (STEPS, DEPTH, M) in word order, `boosted`; zero: as
-    load_zero gives it, (STEPS, ROWS, 1).
+    words: int32 (STEPS, ROWS, DEPTH / 8). x: (STEPS, DEPTH, M) in word order, `boosted`. zero: the
+    result of load_zero, (STEPS, ROWS, 1).
     """
     start = tl.zeros((STEPS, ROWS, M), tl.float32)
     if HAS_ZERO or counts_from_zero(FORMAT, x.dtype):
-        # Sums of x along the depth, from a product with ones: the same in each of its rows.
+        # Sums of x along K, from an MMA with ones: the same in each of its rows.
         one: tl.constexpr = 1 if counts_from_zero(FORMAT, x.dtype) else 9
         ones = tl.full((STEPS, 16, DEPTH // 8), 0x11111111 * one - (1 << 32) * (one // 8), tl.int32)
         sums = tl.dot(unpack_words(ones, FORMAT, x.dtype, STEPS, 16, DEPTH), x)
-        # By reshape: `[:, None]` would send them through shared memory.
+        # Use a reshape: `[:, None]` would move the values through shared memory.
         sums = tl.reshape(sums, (STEPS, 1, 16, M))
         if HAS_ZERO:
             zeros = tl.reshape(zero, (STEPS, ROWS // 16, 16, 1)) * -sums

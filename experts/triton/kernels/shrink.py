@@ -1,4 +1,4 @@
-"""A x of adapters: few columns for each row, for both products, before each of them."""
+"""LoRA shrink kernels: u = A x, launched before each of the two GEMMs."""
 
 import triton
 import triton.language as tl
@@ -9,14 +9,14 @@ from modular_kernel.ops.kernels.pdl import after_predecessor
 
 
 @triton.jit
-def _own_slots(slots, part, PARTS: tl.constexpr):
-    """Slots, without those that are another program's: slot s is of part s % PARTS."""
+def _slots_of_part(slots, part, PARTS: tl.constexpr):
+    """Return slots, with NO_SLOT for those of other programs; slot s belongs to part s % PARTS."""
     return tl.where(slots % PARTS == part, slots, NO_SLOT)
 
 
 @triton.jit
 def tile_rows(tiles_ptr, tokens_ptr, tile, max_tiles, BLOCK_M: tl.constexpr):
-    """Return a tile's expert, its rows, which of them there are, and their tokens."""
+    """Return the expert, the rows, the row mask and the tokens of a tile."""
     expert = tl.load(tiles_ptr + tile).to(tl.int64)
     row = tl.load(tiles_ptr + max_tiles + tile) + tl.arange(0, BLOCK_M)
     row_mask = row < tl.load(tiles_ptr + 2 * max_tiles + tile)
@@ -24,8 +24,8 @@ def tile_rows(tiles_ptr, tokens_ptr, tile, max_tiles, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _store_shrunk(u_ptr, u, row, slots, rank_row, rank_rows):
-    """Store u where there are a slot and a row of A. row: int64."""
+def _store_u(u_ptr, u, row, slots, rank_row, rank_rows):
+    """Store u for rows with a slot and columns inside rank_rows. row: int64."""
     u_ptrs = u_ptr + row[:, None] * rank_rows + rank_row[None, :]
     mask = (slots < NO_SLOT)[:, None] & (rank_row < rank_rows)[None, :]
     tl.store(u_ptrs, u.to(u_ptr.dtype.element_ty), mask=mask)
@@ -41,8 +41,8 @@ def shrink_few_kernel(
 ):  # fmt: skip
     """u[p] = A[slot of p's token, expert of p] @ x[p // X_TOP_K], without tensor cores.
 
-    u is (num_pairs, rank_rows) contiguous; pairs that are skipped or whose token has no adapter are
-    not written. Grid (num_pairs, parts of rank_rows).
+    u is (num_pairs, rank_rows), contiguous. Skipped pairs and tokens without an adapter are not
+    written. Grid: (num_pairs, blocks of rank_rows).
     """
     after_predecessor(OVERLAP)
     pair = tl.program_id(0)
@@ -79,8 +79,8 @@ def shrink_pairs_kernel(
 ):  # fmt: skip
     """u[p] = A[slot of p's token, expert of p] @ x[p // X_TOP_K] for every aligned pair p.
 
-    u is (num_pairs, rank_rows) contiguous; pairs that are skipped or whose token has no adapter are
-    not written. Grid (blocks of ops.align, parts of rank_rows, PARTS of the slots).
+    u is (num_pairs, rank_rows), contiguous. Skipped pairs and tokens without an adapter are not
+    written. Grid: (blocks of ops.align, blocks of rank_rows, PARTS among which slots are divided).
     """
     pid_m = tl.program_id(0)
     if pid_m * BLOCK_M >= tl.load(num_post_ptr):
@@ -90,7 +90,7 @@ def shrink_pairs_kernel(
         return
     pairs = tl.load(sorted_ptr + pid_m * BLOCK_M + tl.arange(0, BLOCK_M))
     slots = load_slots(slots_ptr, pairs // TOP_K, pairs < num_pairs, num_slots)
-    slots = _own_slots(slots, tl.program_id(2), PARTS)
+    slots = _slots_of_part(slots, tl.program_id(2), PARTS)
     rank_row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     rank_mask = rank_row < rank_rows
     x_row = (pairs // X_TOP_K).to(tl.int64)
@@ -98,7 +98,7 @@ def shrink_pairs_kernel(
         x_ptr + x_row[:, None] * stride_xm, slots, a_ptr + expert * stride_ae, rank_row, rank_mask,
         depth, stride_xk, stride_al, stride_ar, PRECISION, BLOCK_M, BLOCK_R, BLOCK_K,
     )  # fmt: skip
-    _store_shrunk(u_ptr, u, pairs.to(tl.int64), slots, rank_row, rank_rows)
+    _store_u(u_ptr, u, pairs.to(tl.int64), slots, rank_row, rank_rows)
 
 
 @triton.jit(do_not_specialize=["max_tiles"])
@@ -111,15 +111,17 @@ def shrink_segments_kernel(
 ):  # fmt: skip
     """u[r] = A[slot of r's token, expert of r] @ x[r], or x of r's token if GATHER.
 
-    tiles and tokens: as in ops.sort.Sorted, of at most BLOCK_M rows each. u is (rows, rank_rows)
-    contiguous; rows without an adapter are not written. Grid (most tiles, parts of rank_rows,
-    PARTS of the slots).
+    tiles and tokens: as in ops.sort.Sorted, with at most BLOCK_M rows per tile. u is (rows,
+    rank_rows), contiguous. Rows without an adapter are not written. Grid: (max tiles, blocks of
+    rank_rows, PARTS among which slots are divided).
     """
     pid_m = tl.program_id(0)
     if pid_m >= tl.load(tiles_ptr + 3 * max_tiles):
         return
     expert, row, row_mask, tokens = tile_rows(tiles_ptr, tokens_ptr, pid_m, max_tiles, BLOCK_M)
-    slots = _own_slots(load_slots(slots_ptr, tokens, row_mask, num_slots), tl.program_id(2), PARTS)
+    slots = _slots_of_part(
+        load_slots(slots_ptr, tokens, row_mask, num_slots), tl.program_id(2), PARTS
+    )
     rank_row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     rank_mask = rank_row < rank_rows
     x_row = (tokens if GATHER else row).to(tl.int64)
@@ -127,7 +129,7 @@ def shrink_segments_kernel(
         x_ptr + x_row[:, None] * stride_xm, slots, a_ptr + expert * stride_ae, rank_row, rank_mask,
         depth, stride_xk, stride_al, stride_ar, PRECISION, BLOCK_M, BLOCK_R, BLOCK_K,
     )  # fmt: skip
-    _store_shrunk(u_ptr, u, row.to(tl.int64), slots, rank_row, rank_rows)
+    _store_u(u_ptr, u, row.to(tl.int64), slots, rank_row, rank_rows)
 
 
 @triton.jit
@@ -139,9 +141,9 @@ def shrink_batched_kernel(
 ):  # fmt: skip
     """u[i, c] = A[slot of row c, i] @ x[i, c] for c < counts[i].
 
-    x (e, capacity, depth), slots (e, capacity) and u (e, capacity, rank_rows) are contiguous; rows
-    without an adapter are not written. Grid (blocks of an expert's rows times PARTS of the slots,
-    parts of rank_rows, e).
+    x (e, capacity, depth), slots (e, capacity) and u (e, capacity, rank_rows) are contiguous. Rows
+    without an adapter are not written. Grid: (row blocks of an expert times PARTS among which slots
+    are divided, blocks of rank_rows, e).
     """
     expert = tl.program_id(2).to(tl.int64)
     count = tl.load(counts_ptr + expert)
@@ -149,13 +151,13 @@ def shrink_batched_kernel(
     if block * BLOCK_M >= count:
         return
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    place = expert * capacity + row.to(tl.int64)
-    slots = load_slots(slots_ptr, place, row < count, num_slots)
-    slots = _own_slots(slots, tl.program_id(0) % PARTS, PARTS)
+    flat_row = expert * capacity + row.to(tl.int64)
+    slots = load_slots(slots_ptr, flat_row, row < count, num_slots)
+    slots = _slots_of_part(slots, tl.program_id(0) % PARTS, PARTS)
     rank_row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     rank_mask = rank_row < rank_rows
     u = shrunk_tile(
-        x_ptr + place[:, None] * depth, slots, a_ptr + expert * stride_ae, rank_row, rank_mask,
+        x_ptr + flat_row[:, None] * depth, slots, a_ptr + expert * stride_ae, rank_row, rank_mask,
         depth, 1, stride_al, stride_ar, PRECISION, BLOCK_M, BLOCK_R, BLOCK_K,
     )  # fmt: skip
-    _store_shrunk(u_ptr, u, place, slots, rank_row, rank_rows)
+    _store_u(u_ptr, u, flat_row, slots, rank_row, rank_rows)

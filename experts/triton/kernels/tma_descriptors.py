@@ -1,4 +1,4 @@
-"""Host side: how a kernel is told to fetch boxes of rows by TMA, and how many programs it gets."""
+"""Host-side helpers: TMA descriptors for boxes of rows, and the number of SMs."""
 
 from functools import cache
 
@@ -7,16 +7,16 @@ import triton
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-BOX_BYTES = 128  # of a row: the widest swizzle
+BOX_BYTES = 128  # row bytes of a box: the widest swizzle
 
 
 def tma_descriptor(
     rows: torch.Tensor, block_rows: int, columns: int | None = None
 ) -> TensorDescriptor:
-    """Boxes of block_rows rows of `rows`: 2-D, contiguous, rows on 16 bytes.
+    """Return a TMA descriptor for boxes of block_rows rows of `rows`.
 
-    columns: of a box, a power of two, 128 bytes' worth unless told. What a box has beyond the
-    tensor's end reads as zero and is not stored.
+    rows: 2-D and contiguous, with rows aligned to 16 bytes. columns: box width, a power of two, by
+    default 128 bytes. Elements of a box outside the tensor read as zero and are not stored.
     """
     itemsize = rows.element_size()
     columns = columns or BOX_BYTES // itemsize
@@ -28,7 +28,7 @@ def tma_descriptor(
 
 
 def multiprocessors() -> int:
-    """How many the current device has."""
+    """Return the number of SMs of the current device."""
     return _multiprocessors(triton.runtime.driver.active.get_current_device())
 
 

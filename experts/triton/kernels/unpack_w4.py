@@ -1,8 +1,8 @@
-"""Device functions: int32 words of eight 4-bit weights to values.
+"""Device functions that unpack int32 words of eight 4-bit weights.
 
-FORMAT says what a word holds: an "integer" or "e2m1" code a nibble, the low one first, or codes of
-"e2m1_repacked", whose bits `modular_kernel.quant.repacking` has reordered. "nvfp4" is "e2m1" but
-for its scales.
+FORMAT is the content of a word: "integer" or "e2m1", one code per nibble, the low one first, or
+"e2m1_repacked", whose bits are reordered by `modular_kernel.quant.repacking`. "nvfp4" differs from
+"e2m1" only in its scales.
 """
 
 from collections.abc import Callable
@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 
 
-# A mask takes two nibbles out of the word, $4, or of it shifted by 8, at once: the lowest of each
-# half by 0x000F000F, the next one by 0x00F000F0.
+# A mask selects two nibbles of the word ($4, or it shifted right by 8) at once: 0x000F000F the
+# lowest nibble of each half, 0x00F000F0 the next one.
 def _by_pairs(pair: Callable[[int], str]) -> tl.constexpr:
-    """pair(i): instructions for nibbles i and i + 4 of word W, into the halves of T."""
+    """Build the PTX for a word; pair(i) moves nibbles i and i + 4 of W to the halves of T."""
     code = "shr.b32 w, $4, 8; "
     for j in range(4):
         code += pair(j % 2).replace("W", "w" if j > 1 else "$4").replace("T", f"${j}")
@@ -22,23 +22,28 @@ def _by_pairs(pair: Callable[[int], str]) -> tl.constexpr:
 
 
 def _counts(i: int) -> str:
-    """Nibbles as they read at the low end of bf16: q 2^-133, or 16 q 2^-133. Below 2^8 these bits
-    count on from the subnormal numbers into the least normal ones."""
+    """Return code for nibbles as low bf16 bits: q 2^-133, or 16 q 2^-133 for i = 1.
+
+    Below 2^8, bf16 bit patterns count up linearly from the subnormals into the smallest normals.
+    """
     return f"and.b32 T, W, {0x000F000F << 4 * i:#010x}; "
 
 
 def _integers_fp16(i: int) -> str:
-    """q - 8: 0x6400 | q is 1024 + q in fp16, and 0x6400 | 16 q is 1024 + 16 q."""
-    one, less = ((0x3C003C00, 0xE408E408), (0x2C002C00, 0xD480D480))[i]
+    """Return code for q - 8: 0x6400 | q is 1024 + q in fp16, and 0x6400 | 16 q is 1024 + 16 q."""
+    one, offset = ((0x3C003C00, 0xE408E408), (0x2C002C00, 0xD480D480))[i]
     return (
         f"lop3.b32 T, W, {0x000F000F << 4 * i:#010x}, 0x64006400, 0xEA; "
-        f"mov.b32 u, {one:#010x}; mov.b32 v, {less:#010x}; fma.rn.f16x2 T, T, u, v; "
+        f"mov.b32 u, {one:#010x}; mov.b32 v, {offset:#010x}; fma.rn.f16x2 T, T, u, v; "
     )
 
 
 def _e2m1_bf16(i: int) -> str:
-    """e2m1 codes (sign, two exponent bits, one mantissa bit) at the top of bf16's fields: a product
-    puts one copy where the sign belongs and one where the rest does."""
+    """Return code that moves e2m1 codes to the top of the bf16 fields.
+
+    A code is a sign, two exponent bits and a mantissa bit. A multiplication places one copy at the
+    sign bit and one at the exponent.
+    """
     copies = (1 << 12 - 4 * i) + (1 << 6 - 4 * i)
     return (
         f"and.b32 T, W, {0x000F000F << 4 * i:#010x}; "
@@ -47,7 +52,7 @@ def _e2m1_bf16(i: int) -> str:
 
 
 def _e2m1_fp16(i: int) -> str:
-    """As _e2m1_bf16; there the copies would overlap."""
+    """Return code like _e2m1_bf16 for fp16, with shifts, because the two copies would overlap."""
     right = f"shl.b32 u, W, {9 - 4 * i}; "
     return (
         f"shl.b32 T, W, {12 - 4 * i}; {right}"
@@ -59,13 +64,13 @@ _INTEGER_BF16: tl.constexpr = _by_pairs(_counts)
 _INTEGER_FP16: tl.constexpr = _by_pairs(_integers_fp16)
 _E2M1_BF16: tl.constexpr = _by_pairs(_e2m1_bf16)
 _E2M1_FP16: tl.constexpr = _by_pairs(_e2m1_fp16)
-# The interpreter, for which kernels are decorated or not, knows no assembler.
+# The interpreter does not support inline assembly.
 ASSEMBLE: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 @triton.jit
 def opaque(value):
-    """value, an int32 or int64, and nothing else of it known to the compiler; no instruction."""
+    """Return value, an int32 or int64, hiding it from compiler analysis; emits no instruction."""
     if ASSEMBLE and value.dtype.primitive_bitwidth == 64:
         value = tl.inline_asm_elementwise(
             "mov.b64 $0, $1;", "=l,l", [value], dtype=tl.int64, is_pure=True, pack=1
@@ -79,19 +84,19 @@ def opaque(value):
 
 @triton.constexpr_function
 def is_e2m1(form: str) -> bool:
-    """Whether words of this format hold e2m1 values, and their scales are E8M0 exponents."""
+    """Return whether words hold e2m1 values with E8M0 scales."""
     return form in ("e2m1", "e2m1_repacked")
 
 
 @triton.constexpr_function
 def holds_e2m1(form: str) -> bool:
-    """Whether words of this format hold e2m1 values, whatever their scales are."""
+    """Return whether words hold e2m1 values, with any scales."""
     return is_e2m1(form) or form == "nvfp4"
 
 
-# Weights in bf16, and e2m1 values in fp16, come as their bits read, subnormals included: e2m1
-# times 2^-126 or 2^-14, counts times 2^-133. Products of such weights in bf16 would leave float32's
-# range, so that the rows they meet are `boosted` first, by two to these powers.
+# Unpacked weights in bf16, and e2m1 values in fp16, are the bit patterns read as floats, including
+# subnormals: e2m1 times 2^-126 or 2^-14, integers times 2^-133. Their products in bf16 would
+# underflow float32, so the rows are first multiplied by these powers of two (`boosted`).
 @triton.constexpr_function
 def boost_of(form: str, odd: int) -> float:
     """Return the factor of a value of x in bf16, for an even or an odd k."""
@@ -100,14 +105,16 @@ def boost_of(form: str, odd: int) -> float:
 
 @triton.constexpr_function
 def counts_from_zero(form: str, dtype: tl.dtype) -> bool:
-    """Whether unpacked integers are q, rather than q - 8."""
+    """Return whether unpacked integers are q, not q - 8."""
     return not holds_e2m1(form) and dtype == tl.bfloat16
 
 
 @triton.constexpr_function
 def lacking(form: str, dtype: tl.dtype) -> int:
-    """log2 of the factor that products of unpacked weights and `boosted` rows lack. Those of nvfp4
-    lack none: a weight has its factor before it meets its scale."""
+    """Return log2 of the factor still missing in products of unpacked weights and `boosted` rows.
+
+    It is 0 for NVFP4, whose weights get their factor before they are scaled.
+    """
     if form == "nvfp4":
         return 0
     if dtype == tl.bfloat16:
@@ -117,13 +124,13 @@ def lacking(form: str, dtype: tl.dtype) -> int:
 
 @triton.jit
 def e8m0_values(exponents):
-    """float32 2^(exponent - 127) of bytes, NaN of 255."""
+    """Convert E8M0 bytes to float32: 2^(exponent - 127), NaN for 255."""
     return tl.where(exponents == 255, float("nan"), tl.exp2(exponents.to(tl.float32) - 127.0))
 
 
 @triton.jit
 def _plain(words, J: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
-    """Nibble J of each word as a value, where there is no assembler."""
+    """Return nibble J of each word as a value, without inline assembly."""
     code = (words >> (4 * J)) & 15
     if holds_e2m1(FORMAT):
         low = code & 7
@@ -140,16 +147,21 @@ def _plain(words, J: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _halves(pair, dtype: tl.constexpr):
-    """Return the values in the lower and the upper half of an int32. The compiler sees that they
-    were one, and makes them one again where a product takes them so."""
+    """Return the values in the lower and the upper half of an int32.
+
+    The compiler recognizes the pair and keeps it in one register if an MMA takes it so.
+    """
     low = pair.to(tl.int16).to(dtype, bitcast=True)
     return low, (pair >> 16).to(tl.int16).to(dtype, bitcast=True)
 
 
 @triton.jit
 def _repacked(words, dtype: tl.constexpr):
-    """Values 2i and 2i + 1 of repacked words as the halves of int32 i: five shifts and four masks,
-    as `modular_kernel.quant.repacking.unpack_words` does it, which leave them in bf16's fields."""
+    """Unpack repacked words to four int32, with values 2i and 2i + 1 in the halves of int32 i.
+
+    Five shifts and four masks, as in `modular_kernel.quant.repacking.unpack_words`, move the values
+    to the bf16 fields.
+    """
     w = words.to(tl.uint32, bitcast=True)
     p0 = w & 0x81C081C0
     p1 = (w << 3) & 0x81C081C0
@@ -170,16 +182,16 @@ def _repacked(words, dtype: tl.constexpr):
 
 @triton.jit
 def _fp16_fields(pair):
-    """Two e2m1 values in bf16's fields to those of fp16, whose exponent ends three bits higher."""
+    """Move two e2m1 values from bf16 to fp16 fields, whose exponent ends three bits higher."""
     return ((pair & 0x01C001C0) << 3) | (pair & 0x80008000)
 
 
 @triton.jit
 def unpack_int4(words, FORMAT: tl.constexpr, dtype: tl.constexpr):
-    """int32 (...) to (..., 2, 2, 2) by the bits of k, the highest first: q or q - 8
-    (`counts_from_zero`), or e2m1 values, in bf16 or fp16.
+    """Unpack int32 (...) to (..., 2, 2, 2), indexed by the bits of k, the highest first.
 
-    Exact but for a factor (`lacking`).
+    The values are q or q - 8 (`counts_from_zero`), or e2m1, in bf16 or fp16, exact up to a factor
+    (`lacking`).
     """
     if FORMAT == "e2m1_repacked":
         p0, p1, p2, p3 = _repacked(words, dtype)

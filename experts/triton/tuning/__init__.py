@@ -1,1 +1,1 @@
-"""What `mk tune` tries: candidates, and how the best is found and kept."""
+"""Tuning of the Triton experts for `mk tune`: candidates, selection and storage."""

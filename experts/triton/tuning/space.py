@@ -1,4 +1,4 @@
-"""How the Triton experts are tuned: what is worth timing, and where the best are kept."""
+"""Tuning space of the Triton experts: candidates, finalists, and storage of the best."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,11 +39,12 @@ _GROUPS_KEPT, _TILES_KEPT, _FINALISTS = 2, 2, 4
 
 
 class ConfigSpace(Tunable):
-    """Configurations. A choice is a MoEConfig, and its GEMMs are told apart by their stages.
+    """The search space of launch configurations. A choice is a MoEConfig.
 
-    experts_part: name of the part, noted in the file. paths: those it has; what they serve of
-    `problem` depends on the device. prepared: of calls with prepared weights, in a file of their
-    own. Hand it to another process, and `using` pretends this one's GPU there.
+    The GEMMs of a choice are timed separately, by their stages. experts_part: name of the part,
+    recorded in the file. paths: the paths of the part; those that do not support `problem` on the
+    device are dropped. prepared: tune calls with prepared weights, stored in a separate file.
+    After pickling to another process, `using` still chooses for the GPU of this process.
     """
 
     stages = (stages.GEMM1, stages.GEMM2)
@@ -67,7 +68,7 @@ class ConfigSpace(Tunable):
     def unless_fixed(
         cls, problem: Problem, experts_part: str, paths: Sequence[type[LaunchPath]] = (BASE,)
     ) -> "ConfigSpace | None":
-        """Return the space; None of a batch-invariant problem, whose tiles are fixed."""
+        """Return the space, or None for a batch-invariant problem, whose tiles are fixed."""
         return None if problem.batch_invariant else cls(problem, experts_part, paths)
 
     def _serving(self, device: Device) -> tuple[str, ...]:
@@ -94,14 +95,14 @@ class ConfigSpace(Tunable):
             yield
 
     def candidates(self, tokens: int) -> Sequence[Choice]:
-        """GEMM 1 and GEMM 2 are tried at once: their times are told apart."""
-        # Of a file, if there is one.
-        now = choose_config(self.problem, tokens, self.paths, prepared=self.prepared)
-        found = [now] if self._sound_both(now) else []
+        """Return choices that cover every launch of each GEMM; the GEMMs are timed separately."""
+        # The current configuration, from a file if there is one.
+        current = choose_config(self.problem, tokens, self.paths, prepared=self.prepared)
+        choices = [current] if self._sound_both(current) else []
         for path in self.paths:
-            for block_m, (one, two) in BY_NAME[path].candidates(self.problem, tokens).items():
-                found += self._diagonal(path, block_m, (one, two))
-        return list(dict.fromkeys(found))
+            for block_m, (first, second) in BY_NAME[path].candidates(self.problem, tokens).items():
+                choices += self._diagonal(path, block_m, (first, second))
+        return list(dict.fromkeys(choices))
 
     def _untuned_of(self, path: str, block_m: int) -> list[MoEConfig]:
         return [
@@ -111,7 +112,7 @@ class ConfigSpace(Tunable):
     def _diagonal(
         self, path: str, block_m: int, tried: tuple[Sequence[Launch], Sequence[Launch]]
     ) -> list[MoEConfig]:
-        """Every launch of either GEMM with this block_m, in as few choices as there can be."""
+        """Pair the launches of both GEMMs with this block_m into as few choices as possible."""
         untuned = self._untuned_of(path, block_m)
         lists: list[list[Launch]] = []
         for index, gemm in enumerate(self._gemms):
@@ -127,18 +128,18 @@ class ConfigSpace(Tunable):
         ]
 
     def _sound(self, launch: Launch, gemm: Gemm, path: str) -> bool:
-        """Whether it can be launched and is no deeper than the product."""
-        deep = getattr(launch, "block_k", 0) >= 2 * gemm.depth
-        found = BY_NAME[path].violations(launch, gemm, self.problem, self._device)
-        return not deep and next(found, None) is None
+        """Return whether `launch` is valid and its block_k does not exceed K, rounded up."""
+        too_deep = getattr(launch, "block_k", 0) >= 2 * gemm.depth
+        violations = BY_NAME[path].violations(launch, gemm, self.problem, self._device)
+        return not too_deep and next(violations, None) is None
 
     def _sound_both(self, config: MoEConfig) -> bool:
         launches = zip((config.gemm1, config.gemm2), self._gemms, strict=True)
-        fit = config.path in self.paths and fits(config, self.problem, self._device)
-        return fit and all(self._sound(*each, config.path) for each in launches)
+        launchable = config.path in self.paths and fits(config, self.problem, self._device)
+        return launchable and all(self._sound(*item, config.path) for item in launches)
 
     def finalists(self, tokens: int, took: Mapping[Choice, Took]) -> Sequence[Choice]:
-        """Pair the best GEMM 1 with the best GEMM 2 of the same path and block_m, and near ones."""
+        """Return the best pairs of GEMM 1 and GEMM 2 launches that share path and block_m."""
         model = Additive(took)
         kinds = sorted(model.kinds(), key=model.least)[:_GROUPS_KEPT]
         pairs = [pair for kind in kinds for pair in model.best_pairs(kind, _TILES_KEPT)]
@@ -157,15 +158,15 @@ class ConfigSpace(Tunable):
             got = recipe.tuned_for if recipe.strict else "a file of vLLM's or SGLang's"
             need = f"{self._tuned_for()}; another folder, or to start afresh"
             raise ConfigurationError(f"config file {path}", got=got, need=need)
-        found = {}
+        result = {}
         for tokens, config in recipe.configs().items():
             times = recipe.times.get(tokens)
             if times is None:
                 continue
             if recipe.version < VERSION:
                 config = in_words_of_now(config, tokens, self.problem, self._device, self.paths)
-            found[tokens] = Best(config, times.us / 1e6, _seconds(times.untuned_us))
-        return found
+            result[tokens] = Best(config, times.us / 1e6, _seconds(times.untuned_us))
+        return result
 
     def save(self, best: Mapping[int, Best], folder: Path) -> Path:
         pairs: dict[int, MoEConfig] = {}
@@ -210,37 +211,37 @@ Kind = tuple[str, int]  # path and block_m
 
 
 class Additive:
-    """What pairs take by what others took: GEMM 1, GEMM 2 and, for each kind, the rest."""
+    """Additive time model: GEMM 1 + GEMM 2 + a rest that depends on path and block_m only."""
 
     def __init__(self, took: Mapping[Choice, Took]) -> None:
         self.tiles: dict[Kind, tuple[dict[Launch, float], dict[Launch, float]]] = {}
         rests: dict[Kind, list[float]] = {}
-        for pair, one in took.items():
+        for pair, timing in took.items():
             assert isinstance(pair, MoEConfig)
             kind = pair.path, pair.gemm1.block_m
             first, second = self.tiles.setdefault(kind, ({}, {}))
-            seconds = [one.stages.get(name, 0.0) for name in ConfigSpace.stages]
-            for tiles, tile, each in zip(
+            seconds = [timing.stages.get(name, 0.0) for name in ConfigSpace.stages]
+            for tiles, tile, stage_seconds in zip(
                 (first, second), (pair.gemm1, pair.gemm2), seconds, strict=True
             ):
-                tiles[tile] = min(each, tiles.get(tile, each))
-            rests.setdefault(kind, []).append(one.seconds - sum(seconds))
-        self.rest = {kind: median(of) for kind, of in rests.items()}
+                tiles[tile] = min(stage_seconds, tiles.get(tile, stage_seconds))
+            rests.setdefault(kind, []).append(timing.seconds - sum(seconds))
+        self.rest = {kind: median(values) for kind, values in rests.items()}
 
     def kinds(self) -> list[Kind]:
         return list(self.tiles)
 
     def least(self, kind: Kind) -> float:
-        """Seconds of the best pair of this kind."""
+        """Return the modeled seconds of the best pair of this kind."""
         return self.rest[kind] + sum(min(tiles.values()) for tiles in self.tiles[kind])
 
     def best_pairs(self, kind: Kind, count: int) -> list[MoEConfig]:
-        """Every pair of the `count` fastest launches of either GEMM."""
+        """Return all pairs of the `count` fastest launches of each GEMM."""
         fastest = (sorted(tiles, key=tiles.__getitem__)[:count] for tiles in self.tiles[kind])
         return [MoEConfig(one, two, kind[0]) for one, two in product(*fastest)]
 
     def seconds(self, pair: MoEConfig) -> float:
-        """Of a whole call; KeyError where one of its launches was not timed."""
+        """Return the modeled seconds of a call; KeyError if one of its launches was not timed."""
         kind = pair.path, pair.gemm1.block_m
         first, second = self.tiles[kind]
         return self.rest[kind] + first[pair.gemm1] + second[pair.gemm2]

@@ -1,1 +1,1 @@
-"""The grouped GEMM over aligned pairs."""
+"""Kernel of the aligned path."""

@@ -9,7 +9,7 @@ from experts.triton.kernels.gemm_tile_dispatch import product_tile
 from modular_kernel.ops.kernels.pdl import after_predecessor
 
 
-# Numbers that change with the tokens of a call and are only compared: no kernel of their own.
+# These depend on the number of tokens and are only compared: do not specialize on them.
 @triton.jit(do_not_specialize=["num_pairs", "num_m"])
 def grouped_gemm_kernel(
     a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, row_weights_ptr, out_ptr,
@@ -33,11 +33,11 @@ def grouped_gemm_kernel(
 ):  # fmt: skip
     """out[p, n] = act(a[p // A_TOP_K] @ b[expert of p, rows of n]^T) for every aligned pair p.
 
-    b is (e, rows, depth); column n uses row n * ROW_STEP, and n * ROW_STEP + up_row if GATED.
+    b is (e, rows, depth); column n uses row n * ROW_STEP, and row n * ROW_STEP + up_row if GATED.
     out is (num_pairs, columns), contiguous. Blocks of skipped pairs write zeros if WRITE_ZEROS,
-    else nothing. Blocks past the last used one return at once: the grid is the worst case.
-    Scales and zero points: see product_tile. LORA: deltas of adapters, see add_loaded; slots are
-    those of tokens, u has a row a pair, and lora_b is (slots, e, rows, rank).
+    else nothing. The grid is the worst case; blocks past the last used one return at once.
+    Scales and zero points: see product_tile. LORA: adds B u of adapters, see add_loaded; there is
+    one slot per token and one row of u per pair, and lora_b is (slots, e, rows, rank).
     """
     after_predecessor(OVERLAP)
     pid_m, pid_n = grouped_tile_order(tl.program_id(0), num_m, tl.cdiv(columns, BLOCK_N), GROUP_M)
@@ -53,7 +53,7 @@ def grouped_gemm_kernel(
             zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             store_rows(out_ptr, pairs, row_mask, column, column_mask, columns, zeros)
         return
-    if LORA:  # asked for before the product, and there when it is done
+    if LORA:  # issued before the GEMM loop, which hides the latency
         slots = load_slots(slots_ptr, pairs // LORA_TOP_K, row_mask, num_slots)
         lora_b_ptr += expert * stride_lbe
         # NaN-free: integers

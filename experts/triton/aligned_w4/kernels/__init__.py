@@ -1,1 +1,1 @@
-"""The grouped GEMM of small M and 4-bit weights."""
+"""Kernel of the aligned path for 4-bit weights and small M."""

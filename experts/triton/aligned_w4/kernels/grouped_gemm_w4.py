@@ -1,4 +1,4 @@
-"""Grouped GEMM of small M with 4-bit weights (w4a16), for calls bound by reading those."""
+"""Grouped GEMM with small M and 4-bit weights (w4a16), for calls bound by reading weights."""
 
 import triton
 import triton.language as tl
@@ -25,7 +25,7 @@ def _rows_of_spans(
     first, count, ROWS: tl.constexpr, STEP: tl.constexpr, UP_ROW: tl.constexpr,
     BLOCK_N: tl.constexpr, SPAN: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
-    """`rows_of` spans of SPAN rows, (1, ROWS, 1) each."""
+    """Return `rows_of` for spans of SPAN rows, (1, ROWS, 1) each."""
     row = tl.arange(0, ROWS)[None, :, None]
     span = row // SPAN * SPAN
     return rows_of(first, count, row % SPAN, span, STEP, UP_ROW, BLOCK_N, EVEN_N)
@@ -37,9 +37,11 @@ def _load_scales(
     FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr, LACK: tl.constexpr, FROM_ZERO: tl.constexpr,
     STEP_K: tl.constexpr, GROUP_K: tl.constexpr, EVEN_K: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Scales and zero points of a step, (STEPS, ROWS, 1), or scales of nvfp4 (STEPS, ROWS, DEPTH /
-    16). Past the depth the last ones are loaded: a load with a mask takes an instruction more to
-    set a register to 0 before."""
+    """Load scales and zero points of a step, (STEPS, ROWS, 1); NVFP4: (STEPS, ROWS, DEPTH / 16).
+
+    Past the end of K the last ones are loaded: a masked load takes an extra instruction to zero its
+    register first.
+    """
     if EVEN_K:
         start = tl.minimum(start, depth - STEP_K)  # NaN-free: integers
     if FORMAT == "nvfp4":
@@ -54,7 +56,7 @@ def _load_scales(
         group = tl.minimum(group, (depth - 1) // GROUP_K)  # NaN-free: integers
     scale_ptrs = (scale_ptr + (scale_at[0] + group)) + scale_at[1]
     zero_ptrs = (zero_ptr + (zero_at[0] + group)) + zero_at[1]
-    if FORMAT == "nvfp4":  # words past the depth are zeros
+    if FORMAT == "nvfp4":  # words past the end of K are zeros
         scale = tl.load(scale_ptrs)
     else:
         scale = load_scale(scale_ptrs, inside, FORMAT, LACK)
@@ -77,11 +79,11 @@ def grouped_gemm_w4_kernel(
 ):  # fmt: skip
     """out[p, n] = act(a[p // A_TOP_K] @ b[expert of p, rows of n]^T) for every aligned pair p.
 
-    As grouped_gemm_kernel, with weights in bytes, read as int32 words of eight. The weights
-    are the left operand, so that they go from a word to the product within a thread. A step is
-    PARTS * GROUPS products of DEPTH, a part being a warp's: each adds up a share of the depth.
-    DEPTH divides GROUP_K, the depth of one scale; 32 divides the depth of the product. Of nvfp4 a
-    product has several groups, and zero_ptr points at the scales of an expert's matrices.
+    Like grouped_gemm_kernel, but weights are bytes, read as int32 words of eight. The weights are
+    the left operand, so that each thread unpacks the words it multiplies. A step has PARTS * GROUPS
+    MMAs of K = DEPTH; each part is a warp and sums a share of K. DEPTH divides GROUP_K, the K of
+    one scale, and 32 divides K. With NVFP4 an MMA spans several groups, and zero_ptr points at the
+    global scales of an expert.
     """
     after_predecessor(OVERLAP)
     num_n = tl.cdiv(columns, BLOCK_N)
@@ -104,21 +106,21 @@ def grouped_gemm_w4_kernel(
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     LACK: tl.constexpr = lacking(FORMAT, a_ptr.dtype.element_ty)
     FROM_ZERO: tl.constexpr = counts_from_zero(FORMAT, a_ptr.dtype.element_ty)
-    # From one address of a thread on, its others are as far as the compiler knows: in steps of
-    # eight rows, or of as many as a load of scales takes. 32 bits are enough for one expert.
+    # A thread computes one address; the distances to its others are known at compile time: spans of
+    # eight rows, or of as many as one load of scales covers. 32-bit offsets suffice in an expert.
     first = pid_n * BLOCK_N
     rows = _rows_of_spans(first, columns, ROWS, ROW_STEP, UP_ROW, BLOCK_N, 8, EVEN_N)
     words_at = times(rows, stride_bn // 4)
     SPAN: tl.constexpr = min(32 // GROUPS, BLOCK_N)
     rows = _rows_of_spans(first, columns, ROWS, ROW_STEP, UP_ROW, BLOCK_N, SPAN, EVEN_N)
     scale_at = times(rows, stride_bsn)
-    # One of the two is even.
+    # One of the two terms is even.
     zero_at = times((rows[0] // 2, rows[1] // 2), stride_bzn)
     shift = (rows[0] + rows[1]) % 2 * 4
     step = tl.arange(0, STEPS)[:, None, None]
     step_k = (step % PARTS) * PART_K + (step // PARTS) * DEPTH
     words_ptr = b_ptr.to(tl.pointer_type(tl.int32)) + expert * (stride_be // 4)
-    # A part's words stand side by side: pieces of 16 bytes would be fetched twice, by sectors.
+    # The words of a part are adjacent: 16-byte pieces would load each 32-byte sector twice.
     word = tl.arange(0, PARTS)[:, None, None] * (PART_K // 8)
     word += tl.arange(0, PART_K // 8)[None, None, :]
     a_row = (pairs // A_TOP_K).to(tl.int64)[None, None, :, None]
@@ -128,7 +130,7 @@ def grouped_gemm_w4_kernel(
     b_scale_ptr += expert * stride_bse
     zero_ptr += expert * stride_bze
     total = tl.zeros((PARTS, ROWS, BLOCK_M), tl.float32)
-    # Scales and zero points are loaded a step ahead: nothing else hides their way from memory.
+    # Scales and zero points are loaded a step ahead to hide their latency.
     scale, zero = _load_scales(
         b_scale_ptr, scale_at, zero_ptr, zero_at, shift, 0, step_k, depth,
         FORMAT, HAS_ZERO, LACK, FROM_ZERO, STEP_K, GROUP_K, EVEN_K, DEPTH,
@@ -136,12 +138,12 @@ def grouped_gemm_w4_kernel(
     for start in range(0, depth, STEP_K):
         a_inside = a_mask
         if not EVEN_K:
-            # A copy of 16 bytes holds 32 weights.
+            # One 16-byte copy has 32 weights.
             words_mask = word // 4 * 32 < depth - start
             a_inside = a_mask & (step_k[:, :, :, None] + first_of_eight(DEPTH) < depth - start)
-        # Opaque, or each row's pointer would be carried, two registers, from step to step.
-        here = tl.multiple_of(opaque(words_ptr.to(tl.int64)).to(words_ptr.dtype), 16)
-        words_ptrs = (here + (words_at[0] + word)) + words_at[1]
+        # Opaque, so that the loop does not carry a pointer (two registers) for every row.
+        base_ptr = tl.multiple_of(opaque(words_ptr.to(tl.int64)).to(words_ptr.dtype), 16)
+        words_ptrs = (base_ptr + (words_at[0] + word)) + words_at[1]
         if EVEN_K:
             words = tl.load(words_ptrs)
         else:
@@ -169,8 +171,8 @@ def grouped_gemm_w4_kernel(
         a_ptrs += STEP_K
     tile = tl.sum(total, 0)
     if GATED:
-        sides = tl.permute(tl.reshape(tile, (2, BLOCK_N, BLOCK_M)), (2, 1, 0))
-        gate_tile, up_tile = tl.split(sides)
+        halves = tl.permute(tl.reshape(tile, (2, BLOCK_N, BLOCK_M)), (2, 1, 0))
+        gate_tile, up_tile = tl.split(halves)
     else:
         gate_tile = tl.trans(tile)
         up_tile = gate_tile
@@ -178,7 +180,7 @@ def grouped_gemm_w4_kernel(
         gate_tile *= tl.load(zero_ptr)
         if GATED:
             up_tile *= tl.load(zero_ptr + 1)
-    # Once more, rather than to keep them in registers over the loop.
+    # Loaded again instead of kept in registers during the loop.
     pairs = tl.load(sorted_ptr + opaque(pid_m) * BLOCK_M + tl.arange(0, BLOCK_M))
     row_mask = pairs < num_pairs
     row_weights = gate_tile

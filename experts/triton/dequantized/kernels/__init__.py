@@ -1,1 +1,1 @@
-"""Weights of 4 or 8 bits as bf16, and the tiles of some experts."""
+"""Kernels that dequantize weights and select the tiles of some experts."""

@@ -1,7 +1,7 @@
-"""Stored 4- and 8-bit weights to bf16, for experts that have rows; and their tiles, by themselves.
+"""Kernels that dequantize 4- and 8-bit weights to bf16 and select the tiles of some experts.
 
-A call with many rows an expert reads each weight many times: writing it once as a value is cheaper
-than unpacking it in every product (experts.triton.dequantized.dequantized_path).
+With many rows per expert each weight is read many times, so dequantizing once is cheaper than
+unpacking in every GEMM tile (see experts.triton.dequantized.dequantized_path).
 """
 
 import triton
@@ -9,17 +9,17 @@ import triton.language as tl
 
 from experts.triton.kernels.unpack_w4 import e8m0_values, unpack_int4
 
-TARGETS = ("sm_90",)  # as their products: the only ones that `mk compile` can compile them for
+TARGETS = ("sm_90",)  # the target of the GEMM kernels; `mk compile` supports no other
 LEFT_OUT = {"tiles_of_experts_kernel": "launched for weights of more than 1 GiB alone"}
 _E2M1_UNIT: tl.constexpr = tl.constexpr(2.0**126)
 
 
 @triton.jit
 def _values(codes, FORMAT: tl.constexpr, PACKED: tl.constexpr):
-    """(ROWS, GROUPS, stored) to float32 (ROWS, GROUPS, STEP): integers or small floats, exactly.
+    """Unpack (ROWS, GROUPS, stored) to float32 (ROWS, GROUPS, STEP), exactly and unscaled.
 
-    e2m1 codes moved to the top of float32's fields read as the value times 2^-126, subnormals
-    included.
+    e2m1 codes shifted to the top of the float32 fields are the value times 2^-126, including
+    subnormals.
     """
     ROWS: tl.constexpr = codes.shape[0]
     GROUPS: tl.constexpr = codes.shape[1]
@@ -29,8 +29,8 @@ def _values(codes, FORMAT: tl.constexpr, PACKED: tl.constexpr):
         values = wide.to(tl.float32) * _E2M1_UNIT
     elif PACKED:
         wide = codes.to(tl.int32)
-        both = tl.join(wide & 15, wide >> 4)
-        code = tl.reshape(both, (ROWS, GROUPS, 2 * codes.shape[2]))
+        nibbles = tl.join(wide & 15, wide >> 4)
+        code = tl.reshape(nibbles, (ROWS, GROUPS, 2 * codes.shape[2]))
         if FORMAT == "e2m1" or FORMAT == "nvfp4":
             bits = ((code & 8) << 28) | ((code & 7) << 22)
             values = bits.to(tl.float32, bitcast=True) * _E2M1_UNIT
@@ -53,18 +53,18 @@ def dequantize_kernel(
 ):  # fmt: skip
     """out[e, n, k] = bf16((q - zero) * scale) of expert first_expert + e, if it has rows.
 
-    Program (block of rows, block of the depth, e) writes ROWS rows by STEPS * STEP of the depth.
-    starts_ptr: first row of each expert, and how many there are (ops.sort). w: (experts, rows,
-    depth) stored values, two to a byte if PACKED, int32 words of eight if repacked. scale:
-    (experts, scale_rows, scale_groups), one for GROUP_N rows and GROUP_K of the depth, a multiple
-    of STEP, or for all of either where that is 0. zero: (experts, rows, scale_groups), or two rows
-    to a byte if PACKED; of nvfp4, the float32 scales (experts, MATRICES), those of up rows being
-    UP_ROW rows behind gate's. All contiguous.
+    Program (row block, K block, e) writes ROWS rows by STEPS * STEP columns. starts_ptr: the first
+    row of each expert, then the number of rows (ops.sort). w: (experts, rows, depth) stored values,
+    two per byte if PACKED, int32 words of eight if repacked. scale: (experts, scale_rows,
+    scale_groups), one per GROUP_N rows and GROUP_K columns, a multiple of STEP; 0 means all rows or
+    all of K. zero: (experts, rows, scale_groups), or two rows per byte if PACKED. For NVFP4, zero
+    has the float32 global scales (experts, MATRICES), and up rows are UP_ROW rows after gate rows.
+    All tensors are contiguous.
     """
     expert = first_expert + tl.program_id(2)
     if tl.load(starts_ptr + expert) < tl.load(starts_ptr + expert + 1):
         REPACKED: tl.constexpr = FORMAT == "e2m1_repacked"
-        EACH: tl.constexpr = 8 if REPACKED else (2 if PACKED else 1)  # values a stored number holds
+        EACH: tl.constexpr = 8 if REPACKED else (2 if PACKED else 1)  # values per stored element
         row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None, None]
         start = (tl.program_id(1) * STEPS + tl.arange(0, STEPS))[None, :, None] * STEP
         stored = start // EACH + tl.arange(0, STEP // EACH)[None, None, :]
@@ -109,15 +109,15 @@ def tiles_of_experts_kernel(
     tiles_ptr, starts_ptr, out_ptr, first_expert, experts, max_tiles,
     TILE_M: tl.constexpr, BINS: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    """Write the tiles (ops.sort) of `experts` experts from first_expert on, from 0, to `out`.
+    """Copy the tiles (ops.sort) of `experts` experts from first_expert on to `out`.
 
-    Program i copies FILL of them; the first one says how many there are. BINS: a power of two, at
-    least first_expert + experts.
+    Experts are renumbered from 0. Each program copies FILL tiles; the first one also writes their
+    number. BINS: a power of two >= first_expert + experts.
     """
     expert = tl.arange(0, BINS)
-    known = expert < first_expert + experts
-    begin = tl.load(starts_ptr + expert, mask=known, other=0)
-    end = tl.load(starts_ptr + expert + 1, mask=known, other=0)
+    in_range = expert < first_expert + experts
+    begin = tl.load(starts_ptr + expert, mask=in_range, other=0)
+    end = tl.load(starts_ptr + expert + 1, mask=in_range, other=0)
     counts = (end - begin + TILE_M - 1) // TILE_M
     first = tl.sum(tl.where(expert < first_expert, counts, 0), axis=0)
     count = tl.sum(tl.where(expert >= first_expert, counts, 0), axis=0)
@@ -127,8 +127,8 @@ def tiles_of_experts_kernel(
     from_ptr = tiles_ptr + first + tile
     tl.store(out_ptr + tile, tl.load(from_ptr, mask=used, other=0) - first_expert, mask=used)
     row = tl.load(from_ptr + max_tiles, mask=used, other=0)
-    past = tl.load(from_ptr + 2 * max_tiles, mask=used, other=0)
+    end_row = tl.load(from_ptr + 2 * max_tiles, mask=used, other=0)
     tl.store(out_ptr + max_tiles + tile, row, mask=used)
-    tl.store(out_ptr + 2 * max_tiles + tile, past, mask=used)
+    tl.store(out_ptr + 2 * max_tiles + tile, end_row, mask=used)
     if pid == 0:
         tl.store(out_ptr + 3 * max_tiles, count)

@@ -1,1 +1,1 @@
-"""Matrix-vector products of a token's pairs, without tensor cores."""
+"""Matrix-vector kernels of the gemv path, without tensor cores."""

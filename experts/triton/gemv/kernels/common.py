@@ -1,8 +1,8 @@
-"""Device functions of the gemv path: rows of weights times one vector each, without tensor cores.
+"""Device functions of the gemv path: matrix-vector products without tensor cores.
 
-A program holds slots x rows x depth weights at once, (S, N, K). Each thread loads VEC values beside
-each other, multiplies them with the vector's and keeps one sum of them: sums are (S, N, K / VEC).
-Reading the weights is all that takes time, so what counts is how many bytes are on their way.
+A program holds a tile of weights (S, N, K): slots x rows x K step. Each thread loads VEC adjacent
+values, multiplies them by those of the vector and keeps one sum of them: sums are (S, N, K / VEC).
+The kernels are bound by reading weights, so they maximize the bytes in flight.
 """
 
 import triton
@@ -14,9 +14,9 @@ from modular_kernel.ops.kernels.quantize import quantized_values, scale_of
 
 @triton.jit
 def float_weights(codes, MIDDLE: tl.constexpr):
-    """Float32 values of stored weights, MIDDLE subtracted from integers.
+    """Convert stored weights to float32, subtracting MIDDLE from integers.
 
-    1.5 * 2^23 + n has the bits 0x4B400000 + n: converting bytes as such is slow on a GPU.
+    1.5 * 2^23 + n has the bits 0x4B400000 + n; a direct conversion of bytes is slow on a GPU.
     """
     if codes.dtype == tl.int8 or codes.dtype == tl.uint8:
         bits = codes.to(tl.int32) + 0x4B400000
@@ -32,10 +32,10 @@ def step_sums(
     MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr,
     S: tl.constexpr, N: tl.constexpr, K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Return sums (S, N, K / VEC) of codes (S, N, K) times x (S, K), scaled where GROUP_K > 0.
+    """Return sums (S, N, K / VEC) of codes (S, N, K) times x (S, K), scaled if GROUP_K > 0.
 
-    x_scale (S, K / VEC), scale_ptrs, zero_ptrs and mask, which keeps rows and depth that have no
-    scales from being read: (S, N or 1, K / VEC).
+    x_scale: (S, K / VEC). scale_ptrs, zero_ptrs, mask: (S, N or 1, K / VEC); mask excludes rows
+    and K past the end, which have no scales.
     """
     values = tl.reshape(float_weights(codes, MIDDLE), (S, N, K // VEC, VEC))
     if HAS_ZERO:
@@ -53,7 +53,10 @@ def quantized_groups(
     x, LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, TYPE: tl.constexpr,
     GROUP: tl.constexpr, S: tl.constexpr, K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """x (S, K) quantized with one scale for each GROUP columns, as float32; scales (S, K / VEC)."""
+    """Quantize x (S, K) with one scale per GROUP columns.
+
+    Returns the quantized values as float32, and scales (S, K / VEC).
+    """
     groups = tl.reshape(x, (S, K // GROUP, GROUP))
     scale = scale_of(max_nan(tl.abs(groups), 2), LARGEST, MIN_SCALE)
     q = requantized(groups, scale[:, :, None], LARGEST, ROUND, TYPE)
@@ -65,8 +68,11 @@ def quantized_groups(
 def adapter_sums(
     u_ptrs, u_mask, b_ptrs, b_mask, rank, R: tl.constexpr
 ):  # fmt: skip
-    """Return B u (S, N). u_ptrs (S, 1) and b_ptrs (S, N, 1) point at rank 0 of pairs' u and of the
-    rows of each one's B; R: the rank and more, a power of two."""
+    """Return B u (S, N).
+
+    u_ptrs (S, 1) and b_ptrs (S, N, 1) point at rank index 0 of u and of the rows of B. R: a power
+    of two >= rank.
+    """
     r = tl.arange(0, R)
     inside = r < rank
     u = tl.load(u_ptrs + r[None, :], mask=u_mask & inside[None, :], other=0.0).to(tl.float32)
@@ -76,6 +82,6 @@ def adapter_sums(
 
 @triton.jit
 def requantized(x, scale, LARGEST: tl.constexpr, ROUND: tl.constexpr, TYPE: tl.constexpr):
-    """Float32 x as `quantize_rows` would store it with this scale, as float32 again."""
+    """Round float32 x to TYPE as `quantize_rows` does with this scale; return it as float32."""
     q = quantized_values(x, tl.div_rn(1.0, scale), LARGEST, ROUND)
     return q.to(TYPE).to(tl.float32)

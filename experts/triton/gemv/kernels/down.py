@@ -1,4 +1,4 @@
-"""GEMM 2 of the gemv path: a program for each token (or pair) and block of hidden values."""
+"""GEMM 2 of the gemv path: one program per token (or pair) and block of hidden columns."""
 
 import triton
 import triton.language as tl
@@ -22,7 +22,7 @@ def _pair_scales(
     QUANT: tl.constexpr, LARGEST: tl.constexpr, MIN_SCALE: tl.constexpr,
     S: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """Scales (S,) of h, from the largest values that GEMM 1's programs left."""
+    """Compute the scales (S,) of h from the amax values that GEMM 1 wrote."""
     block = tl.arange(0, BLOCK_B)
     if QUANT == "token":
         mask = live[:, None] & (block < blocks)[None, :]
@@ -30,15 +30,15 @@ def _pair_scales(
         largest = max_nan(tl.load(ptrs, mask=mask, other=0.0), 1)
     else:
         tl.static_assert(QUANT == "tensor")
-        most = tl.zeros((BLOCK_B,), tl.float32)
+        block_amax = tl.zeros((BLOCK_B,), tl.float32)
         for pair in range(num_pairs):
             local, _ = load_local_ids(
                 ids_ptr, pair, pair >= 0, map_ptr, num_experts, num_local, HAS_MAP
             )
             mask = (block < blocks) & (local >= 0)
-            other = tl.load(largest_ptr + pair * blocks + block, mask=mask, other=0.0)
-            most = maximum_nan(most, other)
-        largest = tl.zeros((S,), tl.float32) + max_nan(most, 0)
+            pair_amax = tl.load(largest_ptr + pair * blocks + block, mask=mask, other=0.0)
+            block_amax = maximum_nan(block_amax, pair_amax)
+        largest = tl.zeros((S,), tl.float32) + max_nan(block_amax, 0)
     return scale_of(largest, LARGEST, MIN_SCALE)
 
 
@@ -50,8 +50,10 @@ def _add_step(
     TYPE: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr,
     S: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Return sums with the products of one step added. h (S, BLOCK_K), h_scale (S,), scale_mask
-    (S, rows with scales, 1)."""
+    """Return sums with one K step added.
+
+    h: (S, BLOCK_K). h_scale: (S,). scale_mask: (S, rows with scales, 1).
+    """
     h = h.to(tl.float32)
     scales = tl.zeros((S, BLOCK_K // VEC), tl.float32)
     if QUANT == "group":
@@ -92,12 +94,12 @@ def gemv_down_kernel(
 ):  # fmt: skip
     """out[t, n] = factor * sum over the pairs p of t of weight[p] * (h[p] @ w[expert, n] + bias).
 
-    Pairs are added in their order; skipped ones are not read. h is (num_pairs, depth) and out
-    (num_pairs // SLOTS, hidden), both contiguous; with SLOTS = 1 every pair keeps a row, zero if
-    skipped. w is (e, hidden, depth). Grid (num_pairs // SLOTS * blocks of BLOCK_N columns,), tokens
-    side by side. S slots are held at once.
-    QUANT: how h is quantized, as in gemv_gate_up_kernel; `blocks` largest values of each pair are
-    at largest_ptr. LORA: B[slot of the pair's token, expert] @ u[p] is added before the bias.
+    Pairs are summed in order; weights of skipped pairs are not read. h is (num_pairs, depth) and
+    out is (num_pairs // SLOTS, hidden), both contiguous. With SLOTS = 1, every pair has an output
+    row, zero if skipped. w is (e, hidden, depth). Grid: (num_pairs // SLOTS * blocks of BLOCK_N
+    columns,), tokens varying fastest. S pairs are processed at once.
+    QUANT: quantization of h, as in gemv_gate_up_kernel; largest_ptr has `blocks` amax values per
+    pair. LORA: B[slot of the pair's token, expert] @ u[p] is added before the bias.
     """
     TYPE: tl.constexpr = b_ptr.dtype.element_ty
     rows = num_pairs // SLOTS
@@ -120,13 +122,13 @@ def gemv_down_kernel(
         row_mask = live[:, None, None] & column_mask[None, :, None]
         scale_mask = live[:, None, None] & (scale_row < hidden)[None, :, None]
         codes = tl.load(w_ptrs, mask=row_mask & (k < depth)[None, None, :], other=0.0)
-        # The first weights are on their way before anything waits for h: GEMM 1 has waited for
-        # the ids when this kernel may begin. See after_predecessor.
+        # Load the first weights before waiting for h. The ids are valid here, because GEMM 1
+        # waited for them before it let this kernel start. See after_predecessor.
         if OVERLAP:
             gdc_wait()
             gdc_launch_dependents()
         h_ptrs = h_ptr + pairs.to(tl.int64)[:, None] * depth + k[None, :]
-        # h sets off before anything waits for its largest values.
+        # Issue the loads of h before those of its amax values.
         h = tl.load(h_ptrs, mask=live[:, None] & (k < depth)[None, :], other=0.0)
         h_scale = tl.full((S,), 1.0, tl.float32)
         if QUANT == "token" or QUANT == "tensor":
@@ -179,10 +181,10 @@ def gemv_down_kernel(
             ptrs = bias_ptr + expert[:, None] * stride_bias + column[None, :]
             row += tl.load(ptrs, mask=row_live, other=0.0).to(tl.float32)
         if HAS_ROW_WEIGHTS:
-            # A skipped pair's weight may be anything, NaN too.
+            # The router weight of a skipped pair may be anything, including NaN.
             row *= tl.load(row_weights_ptr + pairs, mask=live, other=0.0)[:, None]
         if QUANT == "tensor" or QUANT == "static":
-            # The scale of all pairs may be NaN, and so zero times it.
+            # A shared scale may be NaN, and 0 * NaN is NaN.
             row = tl.where(live[:, None], row, 0.0)
         total += tl.sum(row, axis=0)
     out_ptrs = out_ptr + token.to(tl.int64) * hidden + column

@@ -1,4 +1,4 @@
-"""GEMM 1 of the gemv path: a program for each routed pair and block of intermediate values."""
+"""GEMM 1 of the gemv path: one program per routed pair and block of intermediate columns."""
 
 import triton
 import triton.language as tl
@@ -18,7 +18,7 @@ from modular_kernel.ops.kernels.quantize import scale_of
 
 @triton.jit
 def _largest(x_ptr, rows, hidden, stride_xm, stride_xk, BLOCK_R: tl.constexpr):
-    """Return the largest magnitude of x's first rows."""
+    """Return the largest magnitude in the `rows` rows from x_ptr on."""
     largest = tl.zeros((BLOCK_R,), tl.float32)
     column = tl.arange(0, BLOCK_R)
     for _ in range(rows):
@@ -36,8 +36,10 @@ def _step_input(
     QUANT: tl.constexpr, LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
     TYPE: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """x (BLOCK_K,) as (1, BLOCK_K) float32, quantized already or here, and its scales
-    (1, BLOCK_K / VEC)."""
+    """Return x (BLOCK_K,) as float32 (1, BLOCK_K), quantized according to QUANT, and its scales.
+
+    The scales are (1, BLOCK_K / VEC).
+    """
     x = x.to(tl.float32)[None, :]
     scales = tl.zeros((1, BLOCK_K // VEC), tl.float32)
     if QUANT == "group":
@@ -64,7 +66,7 @@ def _add_step(
     TYPE: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, GATED: tl.constexpr,
     GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """gate and up with the products of one step added. scale_mask: (rows with scales,)."""
+    """Return gate and up with one K step added. scale_mask: (rows with scales,)."""
     x, scales = _step_input(
         x, x_scale_ptr, start, hidden, x_scale, stride_xsk,
         QUANT, LARGEST, ROUND, MIN_SCALE, TYPE, GROUP_K, BLOCK_K, VEC,
@@ -106,18 +108,18 @@ def gemv_gate_up_kernel(
     stride_u=0, stride_lbl=0, stride_lbe=0, stride_lbn=0,
     U_UP: tl.constexpr = 0, LORA: tl.constexpr = False, LORA_R: tl.constexpr = 16,
 ):  # fmt: skip
-    """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of experts here.
+    """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of local experts.
 
-    w is (e, rows, hidden) and column n uses row n * ROW_STEP, and up_row further if GATED; h is
-    (num_pairs, intermediate), contiguous; rows of skipped pairs are not written. Grid
-    (num_pairs, blocks of BLOCK_N columns + 1); the first program behind all blocks counts invalid
-    ids.
-    QUANT: how x is quantized: "none", "given" with its scales, or here, with one scale a "token",
-    a "group", a "tensor", or the "static" one at x_scale_ptr. SCALED: weights have scales, one for
-    GROUP_N rows and GROUP_K of the depth (0: all); SCALE_ROWS: 1 if one serves all BLOCK_N rows.
-    KEEP_LARGEST: largest[p, block] = largest magnitude of the program's values.
-    LORA: B[slot of p's token, expert] @ u[p] is added before anything else; U_UP: how far up's u
-    lies behind gate's.
+    w is (e, rows, hidden); column n uses row n * ROW_STEP, and row n * ROW_STEP + up_row if GATED.
+    h is (num_pairs, intermediate), contiguous; rows of skipped pairs are not written. Grid:
+    (num_pairs, blocks of BLOCK_N columns + 1); pair 0 of the extra block counts invalid ids.
+    QUANT: "none"; "given": x comes quantized, with scales; otherwise x is quantized here with one
+    scale per "token", "group" or "tensor", or with the "static" one at x_scale_ptr. SCALED: weights
+    have scales, one per GROUP_N rows and GROUP_K columns (0: all of K). SCALE_ROWS: 1 if all
+    BLOCK_N rows share a scale, else BLOCK_N. KEEP_LARGEST: write largest[p, block], the amax of
+    the block of h.
+    LORA: B[slot of p's token, expert] @ u[p] is added before anything else. U_UP: column offset
+    from gate's u to up's.
     """
     after_predecessor(OVERLAP)
     pair = tl.program_id(0)
@@ -141,14 +143,14 @@ def gemv_gate_up_kernel(
         + (column * ROW_STEP).to(tl.int64)[None, :, None] * stride_bn + k[None, None, :] * stride_bk
     )  # fmt: skip
     w_mask = column_mask[None, :, None] & (k < hidden)[None, None, :]
-    # The first weights set off before anything waits for x.
+    # Issue the loads of the first weights before those of x.
     gate_codes = tl.load(w_ptrs, mask=w_mask, other=0.0)
     up_codes = gate_codes
     if GATED:
         up_codes = tl.load(w_ptrs + up_offset, mask=w_mask, other=0.0)
     x_ptr += token * stride_xm
     x_scale_ptr += token * stride_xsm
-    # And so does x before anything waits for its largest value.
+    # Issue the load of x before its amax is needed.
     x = tl.load(x_ptr + k * stride_xk, mask=k < hidden, other=0.0)
     x_scale = 1.0
     if QUANT == "token":
@@ -160,7 +162,7 @@ def gemv_gate_up_kernel(
         x_scale = scale_of(largest, LARGEST, MIN_SCALE)
     elif QUANT == "static" or (QUANT == "given" and GROUP_K == 0):
         x_scale = tl.load(x_scale_ptr)
-    # Scales and zero points: of each row, or one for all of them.
+    # Scales and zero points: one per row, or one for all rows.
     scale_column = block * BLOCK_N + tl.arange(0, SCALE_ROWS)
     scale_mask = scale_column < intermediate
     scale_row = scale_column * ROW_STEP

@@ -1,3 +1,3 @@
-"""Matrix-vector products in Gluon: layouts, copies and warps are spelled out. For sm_90."""
+"""Matrix-vector kernels in Gluon, with explicit layouts, copies and warp roles, for sm_90."""
 
-TARGETS = ("sm_90",)  # the only ones that `mk compile` can compile them for
+TARGETS = ("sm_90",)  # `mk compile` supports no other target

@@ -1,4 +1,4 @@
-"""GEMM 2 of the TMA-pipelined gemv: a tile has some rows of each expert that a token goes to."""
+"""GEMM 2 of the TMA-pipelined gemv: a tile has some weight rows of each expert of a token."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -37,13 +37,13 @@ def _load(
     num_experts, num_local, scale_rows, scale_groups,
     GROUPED: gl.constexpr, HAS_MAP: gl.constexpr, TOP_K: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Be the loading warp."""
+    """Run the producer warp: load weight panels by TMA."""
     EACH: gl.constexpr = ring.shape[0] // full.shape[0]
     EACH_ROWS: gl.constexpr = ROWS // SLOTS
     step = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         token, first = item // blocks, item % blocks * EACH_ROWS
-        experts, here = (), 0
+        experts, num_live = (), 0
         for slot in gl.static_range(TOP_K):
             local, _ = load_local_ids(
                 ids_ptr, token * TOP_K + slot, slot >= 0, map_ptr, num_experts, num_local, HAS_MAP
@@ -53,49 +53,51 @@ def _load(
                 # NaN-free: integers
                 scale_row = gl.maximum(local, 0).to(gl.int64) * scale_rows + first // PANEL
                 fetch_scales(w_scale_ptr + scale_row * scale_groups, scale_groups)
-            here += (local >= 0).to(gl.int32)
+            num_live += (local >= 0).to(gl.int32)
         for start in range(0, depth, EACH * PANEL):
-            place, ready = empty_place(step, full, empty)
-            # One announcement a place: one for each of 8 slots took 10 to 22 us a layer (H200).
-            if here == TOP_K:
+            stage, ready = empty_place(step, full, empty)
+            # One expect per stage: one for each of 8 slots cost 10 to 22 us per layer (H200).
+            if num_live == TOP_K:
                 mbarrier.expect(ready, TOP_K * EACH * EACH_ROWS * PANEL)
             else:
                 for count in gl.static_range(TOP_K):
-                    mbarrier.expect(ready, count * (EACH * EACH_ROWS * PANEL), pred=here == count)
-            # Rows of skipped pairs are not fetched. By a branch: predicates take time even where
-            # none is skipped.
+                    mbarrier.expect(
+                        ready, count * (EACH * EACH_ROWS * PANEL), pred=num_live == count
+                    )
+            # Rows of skipped pairs are not loaded. A branch is faster than predicates, which cost
+            # time even if no pair is skipped.
             for slot in gl.static_range(TOP_K):
                 if experts[slot] >= 0:
                     row = experts[slot] * hidden + first
                     for p in gl.static_range(EACH):
-                        rows = ring.index(place * EACH + p).slice(slot * EACH_ROWS, EACH_ROWS, 0)
+                        rows = ring.index(stage * EACH + p).slice(slot * EACH_ROWS, EACH_ROWS, 0)
                         load_box(w_desc, [row, start + p * PANEL], ready, rows)
             step += 1
 
 
 @gluon.jit
-def _hold_pairs(
+def _store_pairs(
     vectors, scales, token, h_ptr, largest_ptr, depth, largest_blocks,
     TOP_K: gl.constexpr, SLOTS: gl.constexpr, GROUPED: gl.constexpr, LARGEST: gl.constexpr,
     MIN_SCALE: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """Hold h of a token's pairs; their scales as `spread` does, 1 where GROUPED.
+    """Store h of a token's pairs to shared memory; return their scales (8,), 1 if GROUPED.
 
-    Rows of skipped pairs may hold anything. Nobody asks what they give.
+    Rows of skipped pairs may contain anything; their results are discarded.
     """
-    LOOK: gl.constexpr = gl.BlockedLayout([SLOTS, 1], [1, 32], [1, 4], [1, 0])
-    LOOK_ROWS: gl.constexpr = gl.SliceLayout(1, LOOK)
+    AMAX: gl.constexpr = gl.BlockedLayout([SLOTS, 1], [1, 32], [1, 4], [1, 0])
+    AMAX_ROWS: gl.constexpr = gl.SliceLayout(1, AMAX)
     QUANT: gl.constexpr = "group" if GROUPED else "token"
     PIECES: gl.constexpr = vectors.shape[0]
     slot = gl.arange(0, SLOTS, rows_of(SLOTS))
     row_ptrs = h_ptr + (token * TOP_K + slot).to(gl.int64) * depth
     pieces = load_pieces(row_ptrs, 1, slot < TOP_K, depth, PIECES)
-    scale = gl.full((SLOTS,), 1.0, gl.float32, LOOK_ROWS)
+    scale = gl.full((SLOTS,), 1.0, gl.float32, AMAX_ROWS)
     if not GROUPED:
-        looked = gl.arange(0, SLOTS, LOOK_ROWS)[:, None]
-        block = gl.arange(0, BLOCKS, gl.SliceLayout(0, LOOK))[None, :]
-        ptrs = largest_ptr + (token * TOP_K + looked) * largest_blocks + block
-        mask = (looked < TOP_K) & (block < largest_blocks)
+        amax_slot = gl.arange(0, SLOTS, AMAX_ROWS)[:, None]
+        block = gl.arange(0, BLOCKS, gl.SliceLayout(0, AMAX))[None, :]
+        ptrs = largest_ptr + (token * TOP_K + amax_slot) * largest_blocks + block
+        mask = (amax_slot < TOP_K) & (block < largest_blocks)
         largest = max_nan(gl.load(ptrs, mask=mask, other=0.0), 1)
         scale = scale_of(largest, LARGEST, MIN_SCALE)
     inverse = gl.convert_layout(div_rn(1.0, scale), rows_of(SLOTS))
@@ -115,10 +117,10 @@ def _compute(
     GROUPED: gl.constexpr, LARGEST: gl.constexpr, MIN_SCALE: gl.constexpr, BLOCKS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """Be the multiplying warpgroup."""
+    """Run the consumer warpgroup: multiply, reduce over pairs and store."""
     COLUMNS: gl.constexpr = gl.SliceLayout(0, ACC)
     EACH_ROWS: gl.constexpr = ROWS // SLOTS
-    # Weights are on their way; h is not there before this.
+    # The producer already loads weights; h is valid only after this wait.
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
@@ -126,15 +128,15 @@ def _compute(
     slot = row // EACH_ROWS
     vector = gl.arange(0, VECTORS, COLUMNS)
     h_scale = gl.full((VECTORS,), 1.0, gl.float32, COLUMNS)
-    step, held = 0, -1
+    step, resident = 0, -1
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         token = item // blocks
-        if token != held:
-            h_scale = _hold_pairs(
+        if token != resident:
+            h_scale = _store_pairs(
                 vectors, scales, token, h_ptr, largest_ptr, depth, largest_blocks,
                 TOP_K, SLOTS, GROUPED, LARGEST, MIN_SCALE, BLOCKS,
             )  # fmt: skip
-            held = token
+            resident = token
         pair = token * TOP_K + slot
         local, _ = load_local_ids(
             ids_ptr, pair, slot < TOP_K, map_ptr, num_experts, num_local, HAS_MAP
@@ -150,14 +152,14 @@ def _compute(
             w_scale = gl.load(ptrs, mask=inside, other=0.0)
         if HAS_BIAS:
             bias = gl.load(bias_ptr + expert * hidden + column, mask=inside, other=0.0)
-        # A skipped pair's weight may be anything, NaN too.
+        # The router weight of a skipped pair may be anything, including NaN.
         weight = gl.load(weights_ptr + pair, mask=inside, other=0.0)
         acc, step = multiply(
             ring, vectors, scales, full, empty, step, depth, ptrs, inside, GROUPED
         )  # fmt: skip
-        # Of skipped pairs, and of other pairs' vectors, products are of whatever lay there.
-        mine = (vector[None, :] == (slot * (VECTORS // SLOTS))[:, None]) & inside[:, None]
-        value = gl.sum(gl.where(mine, acc * h_scale[None, :], 0.0), axis=1)
+        # Discard skipped pairs and the products with the vectors of other pairs.
+        own_column = (vector[None, :] == (slot * (VECTORS // SLOTS))[:, None]) & inside[:, None]
+        value = gl.sum(gl.where(own_column, acc * h_scale[None, :], 0.0), axis=1)
         if not GROUPED:
             value *= w_scale
         if HAS_BIAS:
@@ -181,11 +183,11 @@ def gemv_tma_down_kernel(
 ):  # fmt: skip
     """out[t, n] = factor * sum over the pairs p of t of weight[p] * (h[p] @ w[expert, n] + bias).
 
-    w_desc: (experts * hidden, depth) fp8 in boxes of 128 bytes and 64 / SLOTS rows; SLOTS is TOP_K
-    or the next power of two, at most 8. h (num_tokens * TOP_K, depth) and out (num_tokens, hidden),
-    contiguous. Skipped pairs are not read. Any number of programs.
-    h is quantized here: with GROUPED, scales of 128 values, otherwise one for each pair from its
-    largest_blocks largest values.
+    w_desc: (experts * hidden, depth) fp8, in boxes of 128 bytes and 64 / SLOTS rows. SLOTS is TOP_K
+    rounded up to a power of two, at most 8. h (num_tokens * TOP_K, depth) and out (num_tokens,
+    hidden) are contiguous. Weights of skipped pairs are not read. Any number of programs.
+    h is quantized here: if GROUPED, with a scale per 128 values, otherwise with one scale per pair,
+    computed from its largest_blocks amax values.
     """
     ring, full, empty = make_ring(w_desc.dtype, STAGES, EACH)
     vectors = gl.allocate_shared_memory(w_desc.dtype, [PIECES, VECTORS, PIECE], SWIZZLED)

@@ -1,4 +1,4 @@
-"""GEMM 1 of the TMA-pipelined gemv: programs go from block to block of the intermediate values."""
+"""GEMM 1 of the TMA-pipelined gemv: persistent programs over blocks of intermediate columns."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -30,7 +30,7 @@ from modular_kernel.ops.kernels.ids import load_local_ids
 from modular_kernel.ops.kernels.quantize import scale_of
 from modular_kernel.replay.launch.triton_versions import load_box
 
-_COLUMNS = gl.constexpr(32)  # of a tile: gate and up rows
+_COLUMNS = gl.constexpr(32)  # output columns per tile, with as many gate as up rows
 _HALVES = gl.constexpr(gl.BlockedLayout([1, 2], [32, 1], [4, 1], [1, 0]))
 _BLOCK_IDS = gl.constexpr(128)
 _IDS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
@@ -38,14 +38,17 @@ _IDS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 @gluon.jit
 def _item(index, num_pairs, intermediate, TOP_K: gl.constexpr, HELD: gl.constexpr):
-    """Pair and block of an item, and the first of the HELD tokens of which the pair's is one: those
-    come together, so that their values are held once, and the pairs of a block side by side."""
+    """Return the pair and block of a work item, and the first token of its group.
+
+    Items are ordered by groups of HELD tokens, whose vectors are loaded once, then by block, then
+    by pair.
+    """
     blocks = gl.cdiv(intermediate, _COLUMNS)
-    turn = index // (HELD * TOP_K * blocks)
-    first = turn * HELD * TOP_K
+    group = index // (HELD * TOP_K * blocks)
+    first = group * HELD * TOP_K
     within = index - first * blocks
     count = gl.minimum(HELD * TOP_K, num_pairs - first)  # NaN-free: integers
-    return first + within % count, within // count, turn * HELD
+    return first + within % count, within // count, group * HELD
 
 
 @gluon.jit
@@ -55,7 +58,7 @@ def _load(
     GROUPED: gl.constexpr, TOP_K: gl.constexpr, HELD: gl.constexpr, HAS_MAP: gl.constexpr,
     STEP: gl.constexpr,
 ):  # fmt: skip
-    """Be the loading warp."""
+    """Run the producer warp: load weight panels by TMA."""
     EACH: gl.constexpr = ring.shape[0] // full.shape[0]
     HALF: gl.constexpr = w_desc.block_type.shape[0]
     step = 0
@@ -74,10 +77,10 @@ def _load(
                     row += up_rows
                     fetch_scales(scale_ptr + row // PANEL * scale_groups, scale_groups)
             for start in range(0, hidden, EACH * PANEL):
-                place, ready = empty_place(step, full, empty)
+                stage, ready = empty_place(step, full, empty)
                 mbarrier.expect(ready, EACH * ROWS * PANEL)
                 for p in gl.static_range(EACH):
-                    panel, k = ring.index(place * EACH + p), start + p * PANEL
+                    panel, k = ring.index(stage * EACH + p), start + p * PANEL
                     if STEP == 2:
                         load_box(w_desc, [first, k], ready, panel)
                     else:
@@ -91,7 +94,7 @@ def _load(
 def _count_invalid(
     ids_ptr, map_ptr, invalid_ptr, num_pairs, num_experts, num_local, HAS_MAP: gl.constexpr
 ):
-    """Add the ids that name no expert to the counter."""
+    """Add the number of invalid expert ids to the counter."""
     for first in range(0, num_pairs, _BLOCK_IDS):
         pairs = first + gl.arange(0, _BLOCK_IDS, _IDS)
         _, invalid = load_local_ids(
@@ -103,13 +106,13 @@ def _count_invalid(
 
 
 @gluon.jit
-def _hold_tokens(
+def _store_tokens(
     vectors, scales, first, num_tokens, hidden, x_ptr, x_scale_ptr,
     stride_xm, stride_xk, stride_xsm, stride_xsk,
     HELD: gl.constexpr, QUANT: gl.constexpr, GROUPED: gl.constexpr, LARGEST: gl.constexpr,
     MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
-    """Hold HELD tokens from `first` on; their scales as `spread` does, 1 where GROUPED."""
+    """Store HELD tokens from `first` on to shared memory; return scales (8,), 1 if GROUPED."""
     PIECES: gl.constexpr = vectors.shape[0]
     rows = first + gl.arange(0, HELD, rows_of(HELD))
     live = rows < num_tokens
@@ -140,22 +143,22 @@ def _compute(
     KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, QUANT: gl.constexpr,
     GROUPED: gl.constexpr, LARGEST: gl.constexpr, MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
-    """Be the multiplying warpgroup."""
+    """Run the consumer warpgroup: multiply, activate and store."""
     if gl.program_id(0) == 0:
         _count_invalid(ids_ptr, map_ptr, invalid_ptr, num_pairs, num_experts, num_local, HAS_MAP)
     vector = gl.arange(0, VECTORS, gl.SliceLayout(0, ACC))
     row = gl.arange(0, ROWS, gl.SliceLayout(1, ACC))
     x_scale = gl.full((VECTORS,), 1.0, gl.float32, gl.SliceLayout(0, ACC))
-    step, held = 0, -1
+    step, resident = 0, -1
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         pair, block, first = _item(item, num_pairs, intermediate, TOP_K, HELD)
-        if first != held:
-            x_scale = _hold_tokens(
+        if first != resident:
+            x_scale = _store_tokens(
                 vectors, scales, first, num_pairs // TOP_K, hidden, x_ptr, x_scale_ptr,
                 stride_xm, stride_xk, stride_xsm, stride_xsk,
                 HELD, QUANT, GROUPED, LARGEST, MIN_SCALE,
             )  # fmt: skip
-            held = first
+            resident = first
         local, _ = load_local_ids(
             ids_ptr, pair, pair >= 0, map_ptr, num_experts, num_local, HAS_MAP
         )
@@ -164,7 +167,7 @@ def _compute(
                 w_row = block * ROWS + row
             else:
                 w_row = block * _COLUMNS + row % _COLUMNS + row // _COLUMNS * up_rows
-            # A last block's rows may lie past the expert's: what they give is not stored.
+            # Rows of the last block past the end of the expert are not stored.
             inside = w_row < w_rows
             at = local.to(gl.int64) * w_rows + w_row
             ptrs = w_scale_ptr + at
@@ -178,9 +181,9 @@ def _compute(
             acc, step = multiply(
                 ring, vectors, scales, full, empty, step, hidden, ptrs, inside, GROUPED
             )
-            # Of other tokens' products nothing is known here.
-            mine = (vector == (pair // TOP_K - first) * (VECTORS // HELD))[None, :]
-            value = gl.sum(gl.where(mine, acc * x_scale[None, :], 0.0), axis=1)
+            # Discard the products with the vectors of other tokens.
+            own_column = (vector == (pair // TOP_K - first) * (VECTORS // HELD))[None, :]
+            value = gl.sum(gl.where(own_column, acc * x_scale[None, :], 0.0), axis=1)
             if not GROUPED:
                 value *= w_scale
             if HAS_BIAS:
@@ -195,8 +198,8 @@ def _compute(
             mask = column < intermediate
             gl.store(h_ptr + pair.to(gl.int64) * intermediate + column, h, mask=mask)
             if not GROUPED:
-                most = max_nan(gl.where(mask, gl.abs(h.to(gl.float32)), 0.0), 0)
-                gl.store(largest_ptr + pair * gl.cdiv(intermediate, _COLUMNS) + block, most)
+                amax = max_nan(gl.where(mask, gl.abs(h.to(gl.float32)), 0.0), 0)
+                gl.store(largest_ptr + pair * gl.cdiv(intermediate, _COLUMNS) + block, amax)
 
 
 @gluon.jit
@@ -211,16 +214,17 @@ def gemv_tma_gate_up_kernel(
     PIECES: gl.constexpr, EACH: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
     OVERLAP: gl.constexpr = False,
 ):  # fmt: skip
-    """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of experts here.
+    """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of local experts.
 
-    w_desc: (experts * w_rows, hidden) fp8 in boxes of 128 bytes and 32 rows, gate rows and up rows
-    up_rows apart, or 64 rows in which they alternate (STEP 2). x: (num_pairs // TOP_K, hidden), of
-    which HELD tokens, a power of two up to 8, are held at once.
-    h (num_pairs, intermediate), contiguous; rows of skipped pairs are not written. Any number of
+    w_desc: (experts * w_rows, hidden) fp8, in boxes of 128 bytes and 32 rows, with up rows up_rows
+    after gate rows, or 64 rows if they are interleaved (STEP 2). x: (num_pairs // TOP_K, hidden);
+    HELD tokens, a power of two up to 8, are in shared memory at once.
+    h (num_pairs, intermediate) is contiguous; rows of skipped pairs are not written. Any number of
     programs; the first counts invalid ids.
-    QUANT: x is fp8 "given" with its scales, or quantized here with one scale a "token" or a
-    "group" of 128. GROUPED: weights have scales (experts, scale_rows, scale_groups) of 128 by 128,
-    otherwise (experts, w_rows), and largest[p, block] = largest magnitude of 32 values of h.
+    QUANT: "given": x is fp8 with scales; otherwise x is quantized here, with one scale per "token"
+    or per "group" of 128. GROUPED: weight scales are (experts, scale_rows, scale_groups), one per
+    128 x 128 block. Otherwise they are (experts, w_rows), and largest[p, block] = amax of 32 values
+    of h is written.
     """
     ring, full, empty = make_ring(w_desc.dtype, STAGES, EACH)
     vectors = gl.allocate_shared_memory(w_desc.dtype, [PIECES, VECTORS, PIECE], SWIZZLED)

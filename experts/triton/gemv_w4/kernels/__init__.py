@@ -1,1 +1,1 @@
-"""Matrix-vector products with 4-bit weights, unpacked in registers."""
+"""Matrix-vector kernels with 4-bit weights, unpacked in registers."""

@@ -1,14 +1,16 @@
-"""Device functions of the w4a16 gemv: one row of x times 4-bit weights, from registers alone.
+"""Device functions of the w4a16 gemv: one row of x times 4-bit weights, through registers only.
 
-A warp multiplies a block of each of its rows at once: CHUNKS * 128 weights. A chunk of a row is
-four lanes' 16 bytes side by side, and a lane's words go from memory to the product without leaving
-it: whatever is loaded for it has axes of four and of eight first, the warp's lanes, then PARTS, the
-warps. Right of the product stand eight columns of one row of x, each with the values of one slot
-and zeros besides: a slot is what of a block shares a scale, a chunk of it at most. So the sums of
-all slots are scaled at once, and added up last.
+A warp multiplies one block, CHUNKS * 128 weights, of each of its rows at a time. A chunk of a row
+is 16 adjacent bytes in each of four lanes. The words of a lane are unpacked and used as an MMA
+operand in the same lane. Loaded tensors therefore start with axes of four and eight, the lanes of a
+warp, followed by PARTS, the warps.
 
-A product has 16 rows. Where that is too many, HALVES = 2: they are 8 rows twice, first with one
-half of a block, then with the other, and a row's columns are the slots of its half.
+A slot is the part of a block that shares a scale, at most a chunk. The right operand of the MMA has
+eight columns, one per slot: each contains the values of x of that slot, and zeros elsewhere. So the
+sums of all slots are scaled at once, and added last.
+
+An MMA has 16 rows. If that is too many, HALVES = 2: the 16 rows are the same 8 weight rows twice,
+with the first and the second half of a block, and the columns of a row are the slots of its half.
 """
 
 import triton
@@ -27,18 +29,17 @@ from experts.triton.kernels.unpack_w4 import (
 
 @triton.constexpr_function
 def slots_of_chunk(group: int) -> int:
-    """Slots of a chunk where `group` weights share a scale: 1, 2 or 4 of 128, 64 or 32 weights."""
+    """Return the slots per chunk if `group` weights share a scale: 1, 2 or 4."""
     return next(slots for slots in (1, 2, 4) if group % (128 // slots) == 0)
 
 
 @triton.jit
 def loads_are_off(WARPS: tl.constexpr):
-    """0, but only once the loads before this have set off.
+    """Return 0, after all preceding loads have been issued.
 
-    Left alone the compiler waits with loads until there are registers for their values, which is
-    when they should have arrived. What it may not move a load past is a barrier, here of two warps;
-    what it may not move before one is what needs a value from behind it. Barrier 0 is for the whole
-    program.
+    The compiler would otherwise delay loads until registers are free for their results, too late to
+    hide their latency. It does not move loads past a barrier, here of two warps, nor anything that
+    depends on the result of the barrier before it. Barrier 0 is reserved for the whole program.
     """
     zero = 0
     if ASSEMBLE:
@@ -57,7 +58,7 @@ def rows_of_lanes(
     first, count, ROWS: tl.constexpr, STEP: tl.constexpr, UP_ROW: tl.constexpr,
     BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
-    """`rows_of` eight lanes, (1, 8, 1, 1), and groups of eight rows, (1, 1 or 8, 1, ROWS / 8)."""
+    """Return `rows_of` for lanes, (1, 8, 1, 1), and row groups, (1, 1 or 8, 1, ROWS / 8)."""
     lane = tl.arange(0, 8)[None, :, None, None]
     group = tl.arange(0, ROWS // 8)[None, None, None, :] * 8
     return rows_of(first, count, lane, group, STEP, UP_ROW, BLOCK_N, EVEN_N)
@@ -68,22 +69,22 @@ def load_words(
     ptr, offset, chunk, inside, depth, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """int32 (4, 8, PARTS, ROWS / 8, CHUNKS, 4): a block of each row, or the half that is its own.
+    """Load words, int32 (4, 8, PARTS, ROWS / 8, CHUNKS, 4): a block of each row, or its half.
 
-    ptr: to int32, or as many of them as lanes; offset, in words: of `rows_of_lanes`; chunk: the
-    first of a block, and inside: whether it is to be read, (1 or 4, 1 or 8, PARTS, 1).
+    ptr: an int32 pointer, or one per lane. offset: of `rows_of_lanes`, in words. chunk: the first
+    of a block. inside: whether to read it. Both are (1 or 4, 1 or 8, PARTS, 1).
     """
     lane = tl.arange(0, 4)[:, None, None, None]
     half = tl.arange(0, HALVES)[None, None, None, :] * CHUNKS
-    here = tl.arange(0, CHUNKS)[None, None, None, None, :, None]
+    chunk_index = tl.arange(0, CHUNKS)[None, None, None, None, :, None]
     word = tl.arange(0, 4)[None, None, None, None, None, :]
-    # One address, and from there as far as the compiler knows.
-    first = ptr + (offset[0] + (chunk * 16 + lane * 4))
-    known = (offset[1] + half * 16)[:, :, :, :, None, None]
-    ptrs = first[:, :, :, :, None, None] + (known + (here * 16 + word))
+    # One base address per lane; the other offsets from it are known at compile time.
+    base_ptrs = ptr + (offset[0] + (chunk * 16 + lane * 4))
+    static_offset = (offset[1] + half * 16)[:, :, :, :, None, None]
+    ptrs = base_ptrs[:, :, :, :, None, None] + (static_offset + (chunk_index * 16 + word))
     mask = inside[:, :, :, :, None, None]
     if not EVEN_K:
-        k = ((chunk + half) * 128 + lane * 32)[:, :, :, :, None, None] + here * 128
+        k = ((chunk + half) * 128 + lane * 32)[:, :, :, :, None, None] + chunk_index * 128
         mask = mask & (k < depth)
     return tl.load(ptrs, mask=mask, other=0, eviction_policy="evict_first")
 
@@ -93,7 +94,7 @@ def _is_inside(
     chunk, inside, slot, depth, CHUNKS: tl.constexpr, HALVES: tl.constexpr, SLOTS: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """Whether a slot begins within a row's half of its block, and within the depth."""
+    """Return whether a slot starts inside its row's half of the block and inside K."""
     half = tl.arange(0, HALVES)[None, None, None, :]
     mask = inside & (slot // (CHUNKS * SLOTS) == half)
     if not EVEN_K:
@@ -103,7 +104,7 @@ def _is_inside(
 
 @triton.jit
 def _load_slots(ptr, offset, chunk, slot, mask, SLOTS: tl.constexpr, GROUP_K: tl.constexpr):
-    """As load_by_slot, of one slot or several."""
+    """Load like load_by_slot, for one slot or several."""
     if GROUP_K == 128 // SLOTS:
         group = chunk * SLOTS + slot
     else:
@@ -116,15 +117,15 @@ def load_by_slot(
     ptr, offset, chunk, inside, depth, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
     SLOTS: tl.constexpr, GROUP_K: tl.constexpr, EVEN_K: tl.constexpr, IN_TWOS: tl.constexpr,
 ):  # fmt: skip
-    """(4, 8, PARTS, ROWS / 8, 2): scales, or what lies like them, of each row and slot.
+    """Load scales or zero points (4, 8, PARTS, ROWS / 8, 2), one per row and slot.
 
-    ptr, offset, chunk, inside: as in load_words. Slots past a block or half are 0. IN_TWOS: two can
-    be loaded at once. Where they cannot, a load of both would be laid out otherwise, and its values
-    would go through shared memory.
+    ptr, offset, chunk, inside: as in load_words. Slots past the block or half are 0. IN_TWOS: two
+    slots are loaded at once. Otherwise they are loaded separately, because a single load would get
+    another layout and move its values through shared memory.
     """
     slot = (tl.arange(0, 4) * 2)[:, None, None, None]
     mask = _is_inside(chunk, inside, slot, depth, CHUNKS, HALVES, SLOTS, EVEN_K)
-    if IN_TWOS:  # the second slot is inside as the first is
+    if IN_TWOS:  # both slots are inside or neither is
         two = tl.arange(0, 2)[None, None, None, None, :]
         first = ptr + (offset[0] + (chunk * SLOTS + slot))
         ptrs = first[:, :, :, :, None] + (offset[1][:, :, :, :, None] + two)
@@ -139,7 +140,7 @@ def load_by_slot(
 
 @triton.jit
 def by_slot(values):
-    """(4, 8, PARTS, ROWS / 8, 2) to (PARTS, ROWS, 8), as sums are."""
+    """Reshape (4, 8, PARTS, ROWS / 8, 2) to (PARTS, ROWS, 8), the shape of sums."""
     parts: tl.constexpr = values.shape[2]
     groups: tl.constexpr = values.shape[3]
     return tl.reshape(tl.permute(values, (2, 3, 1, 0, 4)), (parts, groups * 8, 8))
@@ -147,21 +148,25 @@ def by_slot(values):
 
 @triton.jit
 def _value_offsets(chunk, inside, depth, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
-    """Where lanes find a block of a row of x, eight values each, and whether they are to read
-    them: (4, 8, PARTS, 1, 4, 1). chunk, inside: as in load_words."""
+    """Return offsets and masks (4, 8, PARTS, 1, 4, 1) of a block of a row of x, per eight values.
+
+    chunk, inside: as in load_words.
+    """
     lane = tl.arange(0, 4)[:, None, None, None]
     slot = tl.arange(0, 8)[None, :, None, None]
     k = (chunk + slot // SLOTS) * 128 + lane * 32
-    own = (slot % SLOTS == lane * SLOTS // 4) & (slot < CHUNKS * SLOTS)
-    mask = inside & own & (k < depth)
+    is_own_slot = (slot % SLOTS == lane * SLOTS // 4) & (slot < CHUNKS * SLOTS)
+    mask = inside & is_own_slot & (k < depth)
     word = tl.arange(0, 4)[None, None, None, None, :, None]
     return k[:, :, :, :, None, None] + word * 8, mask[:, :, :, :, None, None]
 
 
 @triton.jit
 def load_pairs(ptr, row, inside, chunk, depth, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
-    """int32 (4, 8, PARTS, 1, 4, 4) of rows `depth` wide that `store_paired` has written, seen as
-    int32. row: as chunk."""
+    """Load int32 (4, 8, PARTS, 1, 4, 4) from rows of `depth` values written by `store_paired`.
+
+    ptr: an int32 pointer. row: shaped like chunk.
+    """
     offset, mask = _value_offsets(chunk, inside, depth, CHUNKS, SLOTS)
     pair = tl.arange(0, 4)[None, None, None, None, None, :]
     ptrs = ptr + (row.to(tl.int64) * (depth // 2))[:, :, :, :, None, None]
@@ -170,7 +175,7 @@ def load_pairs(ptr, row, inside, chunk, depth, CHUNKS: tl.constexpr, SLOTS: tl.c
 
 @triton.jit
 def load_row(ptr, stride, inside, chunk, depth, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
-    """int32 (4, 8, PARTS, 1, 4, 4) of a row of x: two values side by side each, for `pairs_of`."""
+    """Load a row of x as int32 (4, 8, PARTS, 1, 4, 4), two adjacent values each, for `pairs_of`."""
     offset, mask = _value_offsets(chunk, inside, depth, CHUNKS, SLOTS)
     k = tl.arange(0, 8)[None, None, None, None, None, :]
     x = tl.load(ptr + (offset + k) * stride, mask=mask, other=0.0)
@@ -181,16 +186,18 @@ def load_row(ptr, stride, inside, chunk, depth, CHUNKS: tl.constexpr, SLOTS: tl.
 
 @triton.jit
 def pairs_of(x, after, dtype: tl.constexpr, FORMAT: tl.constexpr):
-    """int32 (4, 8, PARTS, 1, 4, 4) of what load_row gave of values of dtype: those that meet the
-    halves of a register of weights are one pair, `boosted`; the two pairs of a product are side by
-    side. after: as in slot_sums."""
+    """Permute the result of load_row, of type `dtype`, to MMA order: int32 (4, 8, PARTS, 1, 4, 4).
+
+    The two values that meet the halves of a register of weights form a pair, `boosted`; the two
+    pairs of an MMA are adjacent. after: as in slot_sums.
+    """
     parts: tl.constexpr = x.shape[2]
     bits = tl.join(x.to(tl.int16), (x >> 16).to(tl.int16))
     if dtype == tl.bfloat16:
         odd = tl.arange(0, 2)[None, None, None, None, None, None, :] + after
         boost = tl.where(odd == 1, boost_of(FORMAT, 1), boost_of(FORMAT, 0)).to(tl.bfloat16)
         bits = (bits.to(tl.bfloat16, bitcast=True) * boost).to(tl.int16, bitcast=True)
-    if FORMAT != "e2m1_repacked":  # values k and k + 4: their bits in reverse
+    if FORMAT != "e2m1_repacked":  # pairs are k and k + 4: reverse the bits of k
         bits = tl.reshape(bits, (4, 8, parts, 1, 4, 2, 2, 2))
         bits = tl.reshape(tl.permute(bits, (0, 1, 2, 3, 4, 7, 6, 5)), (4, 8, parts, 1, 4, 4, 2))
     low, high = tl.split(bits)
@@ -199,21 +206,21 @@ def pairs_of(x, after, dtype: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def store_paired(row_ptr, column, mask, values, FORMAT: tl.constexpr):
-    """Store values, rounded to what row_ptr points at, as `load_pairs` reads them."""
+    """Round values to the element type of row_ptr and store them in the order of `load_pairs`."""
     dtype: tl.constexpr = row_ptr.dtype.element_ty
     values = values.to(dtype)
     if dtype == tl.bfloat16:
         odd = column & 1 == 1
         values = values * tl.where(odd, boost_of(FORMAT, 1), boost_of(FORMAT, 0)).to(tl.bfloat16)
     if FORMAT != "e2m1_repacked":
-        k = column & 7  # bits: of a number that may be negative a remainder takes more
+        k = column & 7  # `% 8` of a signed number takes more instructions
         column = (column ^ k) + ((k & 1) << 2) + (k & 2) + (k >> 2)  # see pairs_of
     tl.store(row_ptr + column, values, mask=mask)
 
 
 @triton.jit
-def _left(words, FORMAT: tl.constexpr, dtype: tl.constexpr):
-    """Words (4, 8, PARTS, ROWS / 8, CHUNKS, 4) to weights (CHUNKS * PARTS, ROWS, 128)."""
+def _weight_operand(words, FORMAT: tl.constexpr, dtype: tl.constexpr):
+    """Unpack words (4, 8, PARTS, ROWS / 8, CHUNKS, 4) to weights (CHUNKS * PARTS, ROWS, 128)."""
     parts: tl.constexpr = words.shape[2]
     groups: tl.constexpr = words.shape[3]
     chunks: tl.constexpr = words.shape[4]
@@ -226,8 +233,8 @@ def _left(words, FORMAT: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _right(pairs, dtype: tl.constexpr):
-    """Pairs (4, 8, PARTS, 1, 4, 4) to x (PARTS, 128, 8): in each slot's column its own chunk."""
+def _x_operand(pairs, dtype: tl.constexpr):
+    """Convert pairs (4, 8, PARTS, 1, 4, 4) to x (PARTS, 128, 8), the chunk of a slot per column."""
     parts: tl.constexpr = pairs.shape[2]
     low = pairs.to(tl.int16).to(dtype, bitcast=True)
     high = (pairs >> 16).to(tl.int16).to(dtype, bitcast=True)
@@ -236,18 +243,18 @@ def _right(pairs, dtype: tl.constexpr):
 
 
 @triton.jit
-def _for_each(values, CHUNKS: tl.constexpr):
-    """(PARTS, M, N) to (CHUNKS * PARTS, M, N), the same for every chunk."""
+def _repeat_per_chunk(values, CHUNKS: tl.constexpr):
+    """Repeat (PARTS, M, N) for every chunk: (CHUNKS * PARTS, M, N)."""
     parts: tl.constexpr = values.shape[0]
     m: tl.constexpr = values.shape[1]
     n: tl.constexpr = values.shape[2]
-    same = tl.broadcast_to(values[None, :, :, :], (CHUNKS, parts, m, n))
-    return tl.reshape(same, (CHUNKS * parts, m, n))
+    repeated = tl.broadcast_to(values[None, :, :, :], (CHUNKS, parts, m, n))
+    return tl.reshape(repeated, (CHUNKS * parts, m, n))
 
 
 @triton.jit
-def _of_own_chunk(sums, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
-    """(CHUNKS * PARTS, ROWS, 8) to (PARTS, ROWS, 8): of each column what its slot's chunk gave."""
+def _select_own_chunk(sums, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
+    """Select from (CHUNKS * PARTS, ROWS, 8) the chunk of each column's slot: (PARTS, ROWS, 8)."""
     parts: tl.constexpr = sums.shape[0] // CHUNKS
     rows: tl.constexpr = sums.shape[1]
     result = tl.permute(tl.reshape(sums, (CHUNKS, parts, rows, 8)), (1, 2, 3, 0))
@@ -261,23 +268,25 @@ def _of_own_chunk(sums, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def _share_of_zeros(
+def _zero_point_term(
     x, zero, zero_yet, rows: tl.constexpr, dtype: tl.constexpr, FORMAT: tl.constexpr,
     HAS_ZERO: tl.constexpr,
 ):  # fmt: skip
-    """float32 (PARTS, rows, 8): minus the zero points times the sums of x along the depth, which a
-    product with ones gives, the same in each of its rows."""
+    """Return minus the zero points times the sums of x along K, float32 (PARTS, rows, 8).
+
+    An MMA with ones computes the sums, the same in each of its rows.
+    """
     parts: tl.constexpr = x.shape[0]
     one: tl.constexpr = 0x11111111 if counts_from_zero(FORMAT, dtype) else 0x99999999 - (1 << 32)
     ones = tl.full((4, 8, parts, 2, 1, 4), one, tl.int32)
-    nothing = tl.zeros((parts, 16, 8), tl.float32) + zero_yet
-    # By reshape: `[:, None]` would send them through shared memory.
-    sums = tl.reshape(tl.dot(_left(ones, FORMAT, dtype), x, nothing), (parts, 1, 16, 8))
+    start = tl.zeros((parts, 16, 8), tl.float32) + zero_yet
+    # Use a reshape: `[:, None]` would move the values through shared memory.
+    sums = tl.reshape(tl.dot(_weight_operand(ones, FORMAT, dtype), x, start), (parts, 1, 16, 8))
     if HAS_ZERO:
-        less = tl.reshape(zero, (parts, rows // 16, 16, 8)) * -sums
+        share = tl.reshape(zero, (parts, rows // 16, 16, 8)) * -sums
     else:
-        less = tl.broadcast_to(sums * -8.0, (parts, rows // 16, 16, 8))
-    return tl.reshape(less, (parts, rows, 8))
+        share = tl.broadcast_to(sums * -8.0, (parts, rows // 16, 16, 8))
+    return tl.reshape(share, (parts, rows, 8))
 
 
 @triton.jit
@@ -285,35 +294,39 @@ def slot_sums(
     words, pairs, zero, after, dtype: tl.constexpr, FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr,
     SLOTS: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """float32 (PARTS, ROWS, 8): weights less their zero points times x, without scales.
+    """Return (weights - zero points) @ x per slot, without scales: float32 (PARTS, ROWS, 8).
 
-    words (4, 8, PARTS, ROWS / 8, CHUNKS, 4), pairs (4, 8, PARTS, 1, 4, 4), zero float32
-    (PARTS, ROWS, 8); after: 0, and nothing is multiplied before it is known. Every chunk is
-    multiplied with all columns, and those of other chunks are let go: fewer instructions than to
-    put zeros into them. APART: the product does not wait for the zero points' share, which is added
-    behind it; otherwise it starts from there, which takes fewer registers.
+    words: (4, 8, PARTS, ROWS / 8, CHUNKS, 4). pairs: (4, 8, PARTS, 1, 4, 4). zero: float32
+    (PARTS, ROWS, 8). after: 0, a dependency that keeps the MMAs behind `loads_are_off`. Every chunk
+    is multiplied by all columns and the columns of other chunks are dropped, which takes fewer
+    instructions than zeroing them. APART: the zero-point term is added after the MMA; otherwise the
+    MMA accumulates onto it, which takes fewer registers.
     """
     parts: tl.constexpr = words.shape[2]
     rows: tl.constexpr = words.shape[3] * 8
     chunks: tl.constexpr = words.shape[4]
     SHIFTED: tl.constexpr = HAS_ZERO or counts_from_zero(FORMAT, dtype)
-    x = _right(pairs, dtype)
+    x = _x_operand(pairs, dtype)
     zero_yet = after.to(tl.float32, bitcast=True)
     start = tl.zeros((parts, rows, 8), tl.float32) + zero_yet
     if SHIFTED and not APART:
-        start = _share_of_zeros(x, zero, zero_yet, rows, dtype, FORMAT, HAS_ZERO)
-    part = tl.dot(_left(words, FORMAT, dtype), _for_each(x, chunks), _for_each(start, chunks))
-    sums = _of_own_chunk(part, chunks, SLOTS)
+        start = _zero_point_term(x, zero, zero_yet, rows, dtype, FORMAT, HAS_ZERO)
+    part = tl.dot(
+        _weight_operand(words, FORMAT, dtype),
+        _repeat_per_chunk(x, chunks),
+        _repeat_per_chunk(start, chunks),
+    )
+    sums = _select_own_chunk(part, chunks, SLOTS)
     if SHIFTED and APART:
-        sums += _share_of_zeros(x, zero, zero_yet, rows, dtype, FORMAT, HAS_ZERO)
+        sums += _zero_point_term(x, zero, zero_yet, rows, dtype, FORMAT, HAS_ZERO)
     return sums
 
 
 @triton.jit
 def zero_values(codes, shift, HAS_ZERO: tl.constexpr, FROM_ZERO: tl.constexpr):
-    """float32 zero points, less the 8 that unpacked weights are without if not FROM_ZERO.
+    """Return float32 zero points, minus 8 unless FROM_ZERO, to match the unpacked weights.
 
-    codes (4, 8, PARTS, ROWS / 8, 2), bytes; shift (1, 8, 1, ROWS / 8, 1).
+    codes: bytes (4, 8, PARTS, ROWS / 8, 2). shift: (1, 8, 1, ROWS / 8, 1).
     """
     zero = ((codes.to(tl.int32) >> shift) & 15).to(tl.float32)
     return zero if FROM_ZERO else zero - 8.0
@@ -324,13 +337,13 @@ def scaled_sums(
     words, pairs, scale, zero, shift, after, dtype: tl.constexpr, FORMAT: tl.constexpr,
     HAS_ZERO: tl.constexpr, SLOTS: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """float32 (PARTS, ROWS, 8): what a block adds to each slot's column.
+    """Return the scaled sums of a block per slot, float32 (PARTS, ROWS, 8).
 
-    scale, zero: as load_by_slot gives them; shift: 0 or 4 by rows, (1, 8, 1, ROWS / 8, 1); APART:
-    as in slot_sums.
+    scale, zero: results of load_by_slot. shift: 0 or 4 per row, (1, 8, 1, ROWS / 8, 1). APART: as
+    in slot_sums.
     """
     if is_e2m1(FORMAT):
-        # More than bytes, so that they are not computed two to a register and parted again.
+        # Wider than bytes, so that they are not packed two to a register and unpacked again.
         scale = scale.to(tl.int32) + after
     values = by_slot(scale_values(scale, FORMAT, lacking(FORMAT, dtype)))
     zeros = values

@@ -1,4 +1,4 @@
-"""GEMM 2 of the w4a16 gemv: a program for each token (or pair) and block of hidden values."""
+"""GEMM 2 of the w4a16 gemv: one program per token (or pair) and block of hidden columns."""
 
 import triton
 import triton.language as tl
@@ -20,23 +20,25 @@ from modular_kernel.ops.kernels.ids import load_local_ids
 
 @triton.constexpr_function
 def blocks_along(depth: int, chunks: int) -> int:
-    """Blocks of chunks * 128 along the depth of a pair."""
+    """Return the number of blocks of chunks * 128 along K."""
     return -(-depth // (chunks * 128))
 
 
 @triton.jit
-def _own_pair(
+def _pair_of_part(
     token, num_experts, num_local, ids_ptr, map_ptr,
     TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, PARTS: tl.constexpr, TEAM: tl.constexpr,
     LOOPED: tl.constexpr,
 ):  # fmt: skip
-    """Of part p, one of TEAM that share a pair: the pair, its local expert, and whether it is not
-    skipped, (4, 8, PARTS, 1); nothing where TEAM is 0."""
+    """Return the pair of each part, its local expert, and whether it is not skipped.
+
+    The results are (4, 8, PARTS, 1). TEAM parts share a pair; if TEAM is 0 the results are unused.
+    """
     if TEAM > 0:
         slot = tl.arange(0, PARTS)[None, None, :, None] // TEAM
         if LOOPED:
-            # All lanes of a warp load the same id, and none has to be told it. Where steps are laid
-            # out one by one the compiler sees to that, and would lay these out otherwise.
+            # All lanes of a warp load the same id, so it need not be broadcast. With unrolled steps
+            # the compiler does this itself, and this addition would change the layout.
             slot += tl.zeros((4, 8, 1, 1), tl.int32)
         pair = token * TOP_K + slot
         local, _ = load_local_ids(
@@ -49,25 +51,28 @@ def _own_pair(
 
 
 @triton.jit
-def _own_biases(
+def _initial_biases(
     ptr, stride, first_column, hidden, token, num_experts, num_local, ids_ptr, map_ptr,
     TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     PARTS: tl.constexpr, TEAM: tl.constexpr,
 ):  # fmt: skip
-    """float32 (PARTS, ROWS, 8): the biases of each pair, once: in the first slot of the first of
-    its parts, which begins to add up there. Its router weight comes with that of the products."""
+    """Return the biases of each pair as initial sums, float32 (PARTS, ROWS, 8).
+
+    Each bias is in the first slot of the first part of its pair, zeros are elsewhere. The router
+    weight is applied later, together with that of the sums.
+    """
     part = tl.arange(0, PARTS)[:, None, None]
     row = tl.arange(0, ROWS)[None, :, None]
     slot = tl.arange(0, 8)[None, None, :]
-    # Looked up once more than in _own_pair, which has its lanes otherwise.
+    # Loaded again, because _pair_of_part has another layout.
     pair = token * TOP_K + part // TEAM + tl.zeros((1, 1, 8), tl.int32)
     local, _ = load_local_ids(
         ids_ptr, pair, slot == 0, map_ptr, num_experts, num_local, HAS_MAP
     )  # fmt: skip
     column = first_column + row
-    once = (local >= 0) & (part % TEAM == 0) & (row < BLOCK_N) & (column < hidden)
+    is_first = (local >= 0) & (part % TEAM == 0) & (row < BLOCK_N) & (column < hidden)
     ptrs = ptr + tl.maximum(local, 0).to(tl.int64) * stride + column  # NaN-free: integers
-    return tl.load(ptrs, mask=once, other=0.0).to(tl.float32)
+    return tl.load(ptrs, mask=is_first, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -76,9 +81,11 @@ def _block(
     TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
     PARTS: tl.constexpr, TEAM: tl.constexpr,
 ):  # fmt: skip
-    """Return what part p multiplies in `step`: a block's pair, local expert, whether to read it,
-    and its first chunk, (4, 8, PARTS, 1). Of its own pair if there are TEAM parts for each, else
-    block step * PARTS + p of all the token's pairs, one behind the other."""
+    """Return the block of each part in `step`: pair, local expert, whether to read it, first chunk.
+
+    The results are (4, 8, PARTS, 1). If TEAM > 0, the block belongs to the part's own pair.
+    Otherwise it is block step * PARTS + p of the concatenated pairs of the token.
+    """
     BLOCKS: tl.constexpr = blocks_along(DEPTH, CHUNKS * HALVES)
     part = tl.arange(0, PARTS)[None, None, :, None]
     if TEAM > 0:
@@ -89,7 +96,7 @@ def _block(
     else:
         index = step * PARTS + part
         if TOP_K * BLOCKS > PARTS:
-            # As in _own_pair.
+            # As in _pair_of_part.
             index += tl.zeros((4, 8, 1, 1), tl.int32)
         pair = token * TOP_K + index // BLOCKS
         local, _ = load_local_ids(
@@ -111,8 +118,10 @@ def _load_block(
     IN_TWOS: tl.constexpr, GROUP_K: tl.constexpr, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
     PARTS: tl.constexpr, TEAM: tl.constexpr,
 ):  # fmt: skip
-    """Words, scales, zero points and router weights of a block of each part; its pair, whether it
-    is to be read, and its first chunk."""
+    """Load words, scales, zero points and router weights of a block of each part.
+
+    Also returns its pair, whether to read it, and its first chunk.
+    """
     SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
     pair, local, live, chunk = _block(
         token, own, step, num_experts, num_local, ids_ptr, map_ptr,
@@ -133,14 +142,14 @@ def _load_block(
         )
     weight = live
     if HAS_ROW_WEIGHTS and TEAM == 0:
-        # A skipped pair's weight may be anything, NaN too.
+        # The router weight of a skipped pair may be anything, including NaN.
         weight = tl.load(row_weights_ptr + pair, mask=live, other=0.0)
     return words, scale, zero, weight, pair, live, chunk
 
 
 @triton.jit
-def _for_sums(weight, GROUPS: tl.constexpr):
-    """(4, 8, PARTS, 1), of each part one, to (PARTS, 8 * GROUPS, 8), as sums are."""
+def _broadcast_to_sums(weight, GROUPS: tl.constexpr):
+    """Broadcast (4, 8, PARTS, 1), one per part, to the shape of sums (PARTS, 8 * GROUPS, 8)."""
     parts: tl.constexpr = weight.shape[2]
     return by_slot(tl.broadcast_to(weight[:, :, :, :, None], (4, 8, parts, GROUPS, 2)))
 
@@ -156,8 +165,10 @@ def _step(
     HALVES: tl.constexpr, PARTS: tl.constexpr, TEAM: tl.constexpr, STAGES: tl.constexpr,
     LATE: tl.constexpr,
 ):  # fmt: skip
-    """total with the products of ring[0] and h added, the next h, and the ring moved on: what
-    comes next sets off before, or with LATE behind."""
+    """Add ring[0] times h to total; return it, the next h and the advanced ring.
+
+    The next block is loaded before the MMAs, or after them if LATE.
+    """
     SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
     words, scale, zero, weight, _, _, _ = ring[0]
     pairs = h
@@ -177,7 +188,7 @@ def _step(
     after = loads_are_off(PARTS)
     sums = scaled_sums(words, pairs, scale, zero, shift, after, TYPE, FORMAT, HAS_ZERO, SLOTS, True)
     if HAS_ROW_WEIGHTS and TEAM == 0:
-        sums *= _for_sums(weight, words.shape[3])
+        sums *= _broadcast_to_sums(weight, words.shape[3])
     if STEPS > 1 and LATE:
         new = _load_block(
             token, own, step + 1, num_experts, num_local, ids_ptr, map_ptr,
@@ -206,13 +217,12 @@ def gemv_w4_down_kernel(
 ):  # fmt: skip
     """out[t, n] = factor * sum over the pairs p of t of weight[p] * (h[p] @ w[expert, n] + bias).
 
-    h is (tokens * TOP_K, DEPTH), as `store_paired` writes it, out (tokens, hidden), both
-    contiguous; skipped pairs are not read. With TOP_K = 1 every pair keeps a row, zero if skipped.
-    PARTS warps share a token's pairs and their depth in blocks of HALVES * CHUNKS * 128; STAGES
-    blocks of each are on their way while one is multiplied, or with LATE one, once the last is
-    multiplied.
-    Sums are added in a fixed order. BLOCK_K: a power of two from TOP_K on. Grid
-    (tokens, blocks of BLOCK_N columns).
+    h is (tokens * TOP_K, DEPTH), as written by `store_paired`; out is (tokens, hidden). Both are
+    contiguous. Weights of skipped pairs are not read. With TOP_K = 1, every pair has an output row,
+    zero if skipped. PARTS warps split the pairs of a token and their K in blocks of HALVES * CHUNKS
+    * 128. Each warp has STAGES blocks in flight while it multiplies one; if LATE, it loads one
+    block after it has multiplied the previous one. Sums are added in a fixed order. BLOCK_K: a
+    power of two >= TOP_K. Grid: (tokens, blocks of BLOCK_N columns).
     """
     TYPE: tl.constexpr = h_ptr.dtype.element_ty
     ROWS: tl.constexpr = BLOCK_N * HALVES
@@ -224,11 +234,11 @@ def gemv_w4_down_kernel(
     rows = rows_of_lanes(first_column, hidden, ROWS, 1, 0, BLOCK_N, EVEN_N)
     shift = ((rows[0] + rows[1]) % 2 * 4)[:, :, :, :, None]
     words_at, scale_at = times(rows, stride_bn // 4), times(rows, stride_bsn)
-    # The rows of lanes or those of groups are even.
+    # Either the lane offsets or the group offsets are even.
     zero_at = times((rows[0] // 2, rows[1] // 2), stride_bzn)
-    # The first weights are on their way before anything waits for h: GEMM 1 has waited for the ids
-    # when this kernel may begin. See after_predecessor.
-    own = _own_pair(
+    # Load the first weights before waiting for h. The ids are valid here, because GEMM 1 waited for
+    # them before it let this kernel start. See after_predecessor.
+    own = _pair_of_part(
         token, num_experts, num_local, ids_ptr, map_ptr, TOP_K, HAS_MAP, PARTS, TEAM,
         STEPS > STAGES,
     )  # fmt: skip
@@ -247,7 +257,7 @@ def gemv_w4_down_kernel(
     total = tl.zeros((PARTS, ROWS, 8), tl.float32)
     bias = tl.zeros((BLOCK_N,), tl.float32)
     if HAS_BIAS and TEAM > 0:
-        total += _own_biases(
+        total += _initial_biases(
             bias_ptr, stride_bias, first_column, hidden, token, num_experts, num_local, ids_ptr,
             map_ptr, TOP_K, HAS_MAP, BLOCK_N, ROWS, PARTS, TEAM,
         )  # fmt: skip
@@ -268,12 +278,12 @@ def gemv_w4_down_kernel(
         gdc_wait()
         gdc_launch_dependents()
     pairs_ptr = h_ptr.to(tl.pointer_type(tl.int32))
-    # All of h at once where all steps are laid out one by one.
+    # If all steps are unrolled, load all of h at once.
     ahead = ()
     for s in tl.static_range(STEPS if STEPS <= STAGES else 1):
         _, _, _, _, pair, live, chunk = ring[s]
         ahead += (load_pairs(pairs_ptr, pair, live, chunk, DEPTH, CHUNKS * HALVES, SLOTS),)
-    # In a loop what does not change would be unpacked before it.
+    # Unrolled, because in a loop the compiler would hoist the unpacking of invariant words.
     if STEPS <= STAGES:
         for s in tl.static_range(STEPS):
             total, _, ring = _step(
@@ -296,9 +306,9 @@ def gemv_w4_down_kernel(
                 )  # fmt: skip
     if HAS_ROW_WEIGHTS and TEAM > 0:
         pair, _, live = own
-        # A skipped pair's weight may be anything, NaN too.
+        # The router weight of a skipped pair may be anything, including NaN.
         weight = tl.load(row_weights_ptr + pair, mask=live, other=0.0)
-        total *= _for_sums(weight, ROWS // 8)
+        total *= _broadcast_to_sums(weight, ROWS // 8)
     if HALVES == 2:
         total = tl.sum(tl.reshape(total, (PARTS, 2, BLOCK_N, 8)), 1)
     out = tl.sum(tl.sum(total, 2), 0) + bias

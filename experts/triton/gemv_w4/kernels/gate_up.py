@@ -1,4 +1,4 @@
-"""GEMM 1 of the w4a16 gemv: a program for each routed pair and block of intermediate values."""
+"""GEMM 1 of the w4a16 gemv: one program per routed pair and block of intermediate columns."""
 
 import triton
 import triton.language as tl
@@ -26,7 +26,7 @@ def _load_block(
     HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr, IN_TWOS: tl.constexpr, GROUP_K: tl.constexpr,
     CHUNKS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Words, scales and zero points of block step * PARTS + p of the depth, for part p."""
+    """Load words, scales and zero points of block step * PARTS + p along K, for each part p."""
     SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
     part = tl.arange(0, PARTS)[None, None, :, None]
     chunk = (step * PARTS + part) * CHUNKS
@@ -48,7 +48,7 @@ def _load_x(
     x_ptr, stride, step, depth,
     GROUP_K: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Return the values of x that meet _load_block's words."""
+    """Load the values of x that belong to the words of _load_block."""
     part = tl.arange(0, PARTS)[None, None, :, None]
     chunk = (step * PARTS + part) * CHUNKS
     inside, slots = chunk * 128 < depth, slots_of_chunk(GROUP_K)
@@ -63,8 +63,10 @@ def _step(
     HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr, IN_TWOS: tl.constexpr, GROUP_K: tl.constexpr,
     CHUNKS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    """total with the products of ring[0] and x added, the next x, and the ring moved on: what
-    comes next sets off before, or with LATE behind."""
+    """Add ring[0] times x to total; return it, the next x and the advanced ring.
+
+    The next block is loaded before the MMAs, or after them if LATE.
+    """
     SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
     words, scale, zero = ring[0]
     row = x
@@ -80,7 +82,7 @@ def _step(
         x = _load_x(x_ptr, stride_xk, step + 1, DEPTH, GROUP_K, CHUNKS, PARTS)
     after = loads_are_off(PARTS)
     pairs = pairs_of(row, after, TYPE, FORMAT)
-    # Not apart: the registers are for weights.
+    # APART = False saves registers for weights.
     total += scaled_sums(
         words, pairs, scale, zero, shift, after, TYPE, FORMAT, HAS_ZERO, SLOTS, False
     )
@@ -109,13 +111,13 @@ def gemv_w4_gate_up_kernel(
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr, CHUNKS: tl.constexpr,
     PARTS: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of experts here.
+    """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of local experts.
 
-    As gemv_gate_up_kernel, with weights in bytes, read as int32 words of eight, and with h as
-    `store_paired` writes it for GEMM 2. Grid (num_pairs, blocks of BLOCK_N columns + 1): the first
-    program behind all blocks counts invalid ids. PARTS warps share the depth in blocks of
-    CHUNKS * 128; STAGES blocks of each are on their way while one is multiplied, or with LATE one,
-    once the last is multiplied.
+    Like gemv_gate_up_kernel, but weights are bytes, read as int32 words of eight, and h is written
+    by `store_paired` in the order of GEMM 2. Grid: (num_pairs, blocks of BLOCK_N columns + 1); pair
+    0 of the extra block counts invalid ids. PARTS warps split K in blocks of CHUNKS * 128. Each
+    warp has STAGES blocks in flight while it multiplies one; if LATE, it loads one block after it
+    has multiplied the previous one.
     """
     after_predecessor(OVERLAP)
     pair = tl.program_id(0)
@@ -140,7 +142,7 @@ def gemv_w4_gate_up_kernel(
     rows = rows_of_lanes(block * BLOCK_N, intermediate, ROWS, ROW_STEP, UP_ROW, BLOCK_N, EVEN_N)
     shift = ((rows[0] + rows[1]) % 2 * 4)[:, :, :, :, None]
     words_at, scale_at = times(rows, stride_bn // 4), times(rows, stride_bsn)
-    # The rows of lanes or those of groups are even.
+    # Either the lane offsets or the group offsets are even.
     zero_at = times((rows[0] // 2, rows[1] // 2), stride_bzn)
     ring = ()
     for s in tl.static_range(STAGES):
@@ -152,7 +154,7 @@ def gemv_w4_gate_up_kernel(
         )  # fmt: skip
     x = _load_x(x_ptr, stride_xk, 0, DEPTH, GROUP_K, CHUNKS, PARTS)
     total = tl.zeros((PARTS, ROWS, 8), tl.float32)
-    # In a loop what does not change would be unpacked before it.
+    # Unrolled, because in a loop the compiler would hoist the unpacking of invariant words.
     if STEPS <= STAGES:
         for s in tl.static_range(STEPS):
             total, x, ring = _step(
@@ -170,7 +172,7 @@ def gemv_w4_gate_up_kernel(
                     DEPTH, STEPS, TYPE, FORMAT, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, PARTS,
                     STAGES, LATE,
                 )  # fmt: skip
-    # Not earlier: that takes registers of the loop.
+    # Computed here and not earlier, to save registers in the loop.
     end = tl.arange(0, ROWS)
     end_column = block * BLOCK_N + end % BLOCK_N
     bias = tl.zeros((ROWS,), tl.float32)

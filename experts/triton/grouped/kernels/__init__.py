@@ -1,1 +1,1 @@
-"""The m-grouped product over an expert's segment of rows."""
+"""Kernel of the grouped GEMM over segments of expert-sorted rows."""

@@ -1,4 +1,4 @@
-"""Grouped GEMM over rows that lie expert by expert without gaps, cut into tiles of one expert."""
+"""Grouped GEMM over expert-sorted rows without gaps, in tiles of one expert each."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from experts.triton.kernels.gemm_tile import finish_tile, grouped_tile_order, st
 from experts.triton.kernels.gemm_tile_dispatch import product_tile
 
 
-# Changes with the tokens of a call, and is only an offset: no kernel of its own.
+# It depends on the number of tokens and is only an offset: do not specialize on it.
 @triton.jit(do_not_specialize=["max_tiles"])
 def segment_gemm_kernel(
     a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, row_weights_ptr, out_ptr,
@@ -29,10 +29,10 @@ def segment_gemm_kernel(
 ):  # fmt: skip
     """out[r, n] = act(a[r] @ b[expert of r, rows of n]^T) for the rows of every tile in use.
 
-    a is (R, depth) and out (R, columns), both contiguous; other rows are neither read nor written.
-    tiles: as in ops.sort.Sorted, of at most BLOCK_M rows each. b as in grouped_gemm_kernel. The
-    grid is the worst case: programs behind the tiles in use return at once. LORA: as in
-    grouped_gemm_kernel, with a row of u for each row, whose token is in tokens.
+    a is (R, depth) and out is (R, columns), both contiguous; other rows are neither read nor
+    written. tiles: as in ops.sort.Sorted, with at most BLOCK_M rows each. b: as in
+    grouped_gemm_kernel. The grid is the worst case; programs past the tiles in use return at once.
+    LORA: as in grouped_gemm_kernel, with one row of u per row of a, whose token is in tokens.
     """
     num_m = tl.load(tiles_ptr + 3 * max_tiles)
     num_n = tl.cdiv(columns, BLOCK_N)

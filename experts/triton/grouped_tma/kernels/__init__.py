@@ -1,3 +1,3 @@
-"""The persistent grouped GEMM in Gluon: layouts, copies and warps are spelled out. For sm_90."""
+"""The persistent grouped GEMM in Gluon, with explicit layouts and warp roles, for sm_90."""
 
-TARGETS = ("sm_90",)  # the only ones that `mk compile` can compile them for
+TARGETS = ("sm_90",)  # `mk compile` supports no other target

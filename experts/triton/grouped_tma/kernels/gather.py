@@ -1,8 +1,7 @@
-"""Device functions: a tile's rows copied from where their tokens are into a ring of shared memory.
+"""Device functions that gather the rows of a tile into a ring in shared memory.
 
-TMA fetches no rows that lie apart. So the warpgroup that multiplies the rows copies them itself, by
-cp.async, LEAD = STAGES - 1 steps before it needs them; behind a tile's end it goes on with the
-next tile's.
+TMA does not gather rows. The consumer warpgroup therefore copies its rows with cp.async, LEAD =
+STAGES - 1 steps ahead; at the end of a tile it continues with the rows of the next one.
 """
 
 from triton.experimental import gluon
@@ -16,21 +15,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from modular_kernel.replay.launch.triton_versions import copy_rows
 
-_COPY = gl.constexpr(16)  # bytes
+_COPY = gl.constexpr(16)  # bytes per cp.async
 
 
 @gluon.jit
 def tokens_of(tokens_ptr, row, end, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the tokens of sorted rows `row` and on, in the rows of LAYOUT; -1 from `end` on."""
+    """Load the tokens of ROWS sorted rows from `row` on, in rows of LAYOUT; -1 from `end` on."""
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     return gl.load(tokens_ptr + rows, mask=rows < end, other=-1)
 
 
 @gluon.jit
 def first_step(x_ptr, stride_x, tokens, BLOCK_K: gl.constexpr, COPIES: gl.constexpr):
-    """Pointers to the first step of the tokens' rows, and which of the rows there are.
+    """Return pointers to the first K step of the tokens' rows, and the row mask.
 
-    stride_x: from token to token, in copies, so that the compiler knows every row to begin on one.
+    stride_x: row stride in units of 16 bytes, so that the compiler knows the alignment of rows.
     """
     WIDTH: gl.constexpr = _COPY * 8 // x_ptr.dtype.element_ty.primitive_bitwidth
     columns = gl.arange(0, BLOCK_K, gl.SliceLayout(0, COPIES))
@@ -40,15 +39,15 @@ def first_step(x_ptr, stride_x, tokens, BLOCK_K: gl.constexpr, COPIES: gl.conste
 
 @gluon.jit
 def copy_step(ptrs, mask, step, depth, place, COPIES: gl.constexpr, EVEN_K: gl.constexpr):
-    """Begin to copy step `step` of a tile's rows to `place`; zeros for what there is not.
+    """Issue the copies of K step `step` of a tile's rows to `place`, with zeros where masked.
 
-    EVEN_K: the depth is whole steps. It is whole copies anyway.
+    EVEN_K: K is a multiple of the step. It is always a multiple of 16 bytes.
     """
     if not EVEN_K:
         BLOCK_K: gl.constexpr = place.shape[1]
         WIDTH: gl.constexpr = _COPY * 8 // place.dtype.primitive_bitwidth
         columns = step * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, COPIES))
-        # Rounded, so that the compiler sees that no copy is cut.
+        # Rounded, so that the compiler knows that no 16-byte copy is partial.
         mask = mask & (columns < depth // WIDTH * WIDTH)[None, :]
     copy_rows(place, ptrs, mask=mask)
     async_copy.commit_group()
@@ -59,19 +58,19 @@ def _step(
     a_ring, b_ring, full, empty, turn, acc, ptrs, mask, ahead, depth, goes_on,
     COPIES: gl.constexpr, EVEN_K: gl.constexpr,
 ):  # fmt: skip
-    """Multiply turn `turn`, and give its predecessor's places to those that come."""
+    """Multiply iteration `turn`, and refill or release the stages of the previous iteration."""
     STAGES: gl.constexpr = a_ring.shape[0]
-    place = turn % STAGES
-    # No proxy fence: CUTLASS's cp.async main loop for sm_90 and Triton's have none either, and an
-    # earlier form of this one gave the same outputs in the same time with one.
+    stage = turn % STAGES
+    # No proxy fence: the cp.async main loops of CUTLASS (sm_90) and Triton have none either, and an
+    # earlier version of this one gave the same outputs in the same time with one.
     async_copy.wait_group(STAGES - 2)
-    mbarrier.wait(full.index(place), (turn // STAGES) & 1)
-    b = b_ring.index(place).permute((1, 0))
-    acc = warpgroup_mma(a_ring.index(place), b, acc, is_async=True)
+    mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
+    b = b_ring.index(stage).permute((1, 0))
+    acc = warpgroup_mma(a_ring.index(stage), b, acc, is_async=True)
     acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-    before = (turn + STAGES - 1) % STAGES
-    copy_step(ptrs, mask, ahead, depth, a_ring.index(before), COPIES, EVEN_K)
-    mbarrier.arrive(empty.index(before), pred=goes_on)
+    previous = (turn + STAGES - 1) % STAGES
+    copy_step(ptrs, mask, ahead, depth, a_ring.index(previous), COPIES, EVEN_K)
+    mbarrier.arrive(empty.index(previous), pred=goes_on)
     return acc
 
 
@@ -80,10 +79,10 @@ def multiply_gathered(
     a_ring, b_ring, full, empty, turn, depth, ptrs, mask, x_ptr, stride_x, next_tokens, acc,
     COPIES: gl.constexpr, EVEN_K: gl.constexpr,
 ):  # fmt: skip
-    """Add a tile's product to acc; return it, the next turn, pointers and mask of the next rows.
+    """Accumulate a tile into acc; return it, the next iteration, and next pointers and mask.
 
-    ptrs: LEAD steps into this tile; those returned are LEAD steps into the next. A tile has LEAD
-    steps or more. The tokens are looked at late: by then they have come.
+    ptrs: LEAD steps into this tile; the returned ones are LEAD steps into the next. A tile has at
+    least LEAD steps. next_tokens is used late, when its load has completed.
     """
     STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_K: gl.constexpr = a_ring.shape[2]

@@ -1,11 +1,11 @@
-"""Grouped GEMM over rows sorted by expert, for sm_90: TMA, wgmma, specialized warps, one wave.
+"""Persistent, warp-specialized grouped GEMM over expert-sorted rows, for sm_90, with TMA and wgmma.
 
-One warp loads: tiles of weights, and of rows that lie in order, arrive in a ring of shared memory
-by TMA. Two warpgroups multiply 64 rows each by the same weights, and finish their tile while the
-next one is being loaded; rows that lie apart they copy themselves. Results leave by TMA too. A
-program serves tile after tile, as many programs as multiprocessors.
+A producer warp loads weights, and rows unless they are gathered, into a ring in shared memory by
+TMA. Two consumer warpgroups multiply 64 rows each by the same weights, and finish their tile while
+the next one is being loaded; they gather rows themselves. Results are stored by TMA. There is one
+program per SM, which loops over tiles.
 
-A tile's weight rows are two halves, left and right: gate and up rows, or adjacent ones.
+The weight rows of a tile form two halves, left and right: gate and up rows, or adjacent rows.
 """
 
 from triton.experimental import gluon
@@ -28,14 +28,14 @@ from experts.triton.kernels.gluon_epilogue import finish
 from experts.triton.kernels.gluon_ring import barriers
 from modular_kernel.replay.launch.triton_versions import load_box
 
-ROWS = gl.constexpr(64)  # of a warpgroup
+ROWS = gl.constexpr(64)  # per warpgroup
 
 
 @gluon.jit
 def tile_at(index, num_m, num_n, GROUP_M: gl.constexpr):
-    """(m, n) of a tile: GROUP_M row tiles walk the columns together and share weights.
+    """Return (m, n) of a tile, swizzled so that GROUP_M row tiles share weights in L2.
 
-    Anything past the last tile, but no division by zero.
+    Past the last tile the result is arbitrary, but there is no division by zero.
     """
     per_group = GROUP_M * num_n
     first_m = (index // per_group) * GROUP_M
@@ -46,8 +46,10 @@ def tile_at(index, num_m, num_n, GROUP_M: gl.constexpr):
 
 @gluon.jit
 def look_up(index, num_m, num_n, tiles_ptr, max_tiles, GROUP_M: gl.constexpr):
-    """Return a tile's expert, first row, the row past the expert's last, and column; no row past
-    the last tile. Asked for a tile or two before it is needed, so that nothing waits for it."""
+    """Load a tile: expert, first row, end of the expert's rows, and column tile.
+
+    Past the last tile there are no rows. It is called one or two tiles ahead to hide the latency.
+    """
     inside = index < num_m * num_n
     m, n = tile_at(index, num_m, num_n, GROUP_M)
     tile_ptr = tiles_ptr + gl.where(inside, m, 0)
@@ -59,8 +61,7 @@ def look_up(index, num_m, num_n, tiles_ptr, max_tiles, GROUP_M: gl.constexpr):
 
 @gluon.jit
 def _named(index, num_m, num_n, named_ptr, stride_named, GROUP_M: gl.constexpr):
-    """Return how many slots of adapters a tile's rows name, and where they are; none past the last
-    tile."""
+    """Return the number of adapter slots in a tile and a pointer to them; 0 past the last tile."""
     inside = index < num_m * num_n
     m, _ = tile_at(index, num_m, num_n, GROUP_M)
     tile_ptr = named_ptr + gl.where(inside, m, 0) * stride_named
@@ -74,7 +75,7 @@ def _load(
     STRIDE_N: gl.constexpr, GROUP_M: gl.constexpr, GATHERED: gl.constexpr,
     LORA_STEPS: gl.constexpr,
 ):  # fmt: skip
-    """Be the loading warp: fill ring places as they become empty."""
+    """Run the producer warp: fill the stages of the ring as they become empty."""
     STAGES: gl.constexpr = b_ring.shape[0]
     BLOCK_K: gl.constexpr = b_ring.shape[2]
     HALF: gl.constexpr = b_desc.block_type.shape[0]
@@ -84,100 +85,100 @@ def _load(
     programs = gl.num_programs(0)
     first = gl.program_id(0)
     expert, row, _, n = look_up(first, num_m, num_n, tiles_ptr, max_tiles, GROUP_M)
-    turn = 0
+    iteration = 0
     for index in range(first, num_m * num_n, programs):
         next_expert, next_row, _, next_n = look_up(
             index + programs, num_m, num_n, tiles_ptr, max_tiles, GROUP_M
         )
         row_b = expert * rows_b + n * STRIDE_N
         for start in range(0, depth, BLOCK_K):
-            place = turn % STAGES
-            mbarrier.wait(empty.index(place), ((turn // STAGES) & 1) ^ 1)
-            ready = full.index(place)
+            stage = iteration % STAGES
+            mbarrier.wait(empty.index(stage), ((iteration // STAGES) & 1) ^ 1)
+            ready = full.index(stage)
             mbarrier.expect(ready, BYTES)
             if not GATHERED:
-                load_box(a_desc, [row, start], ready, a_ring.index(place))
-            b = b_ring.index(place)
+                load_box(a_desc, [row, start], ready, a_ring.index(stage))
+            b = b_ring.index(stage)
             load_box(b_desc, [row_b, start], ready, b.slice(0, HALF, 0))
             load_box(b_desc, [row_b + right_rows, start], ready, b.slice(HALF, HALF, 0))
-            turn += 1
+            iteration += 1
         if LORA_STEPS > 0:
-            # More depth: u, times B of each slot in turn. What a box has outside of B is zero: so
-            # gate's u meets gate's B alone, and up's, u_up further, up's.
+            # Extra K steps: u times B of each slot. Elements of a box outside B are zero, so gate's
+            # u is multiplied only by gate's B, and up's u, u_up further, only by up's.
             count, slots_ptr = _named(index, num_m, num_n, named_ptr, stride_named, GROUP_M)
             for step in range(count * LORA_STEPS):
                 slot = gl.load(slots_ptr + step // LORA_STEPS)
                 column = step % LORA_STEPS * BLOCK_K
-                place = turn % STAGES
-                mbarrier.wait(empty.index(place), ((turn // STAGES) & 1) ^ 1)
-                ready = full.index(place)
+                stage = iteration % STAGES
+                mbarrier.wait(empty.index(stage), ((iteration // STAGES) & 1) ^ 1)
+                ready = full.index(stage)
                 mbarrier.expect(ready, BYTES)
-                load_box(u_desc, [row, step * BLOCK_K], ready, a_ring.index(place))
-                b = b_ring.index(place)
+                load_box(u_desc, [row, step * BLOCK_K], ready, a_ring.index(stage))
+                b = b_ring.index(stage)
                 row_b = slot * slot_rows + expert * expert_rows + n * STRIDE_N
                 load_box(lora_b_desc, [row_b, column], ready, b.slice(0, HALF, 0))
                 load_box(
                     lora_b_desc, [row_b + right_rows, column - u_up], ready,
                     b.slice(HALF, HALF, 0),
                 )  # fmt: skip
-                turn += 1
+                iteration += 1
         expert, row, n = next_expert, next_row, next_n
 
 
 @gluon.jit
 def _multiply_plain(a_ring, b_ring, full, empty, turn, depth, acc, PART: gl.constexpr):
-    """Add a tile's product to acc; return it and the next turn."""
+    """Accumulate a tile into acc; return it and the next iteration."""
     STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_K: gl.constexpr = a_ring.shape[2]
-    last = 0
+    previous = 0
     for start in range(0, depth, BLOCK_K):
-        place = turn % STAGES
-        mbarrier.wait(full.index(place), (turn // STAGES) & 1)
-        a = a_ring.index(place).slice(PART * ROWS, ROWS, 0)
-        b = b_ring.index(place).permute((1, 0))
+        stage = turn % STAGES
+        mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
+        a = a_ring.index(stage).slice(PART * ROWS, ROWS, 0)
+        b = b_ring.index(stage).permute((1, 0))
         acc = warpgroup_mma(a, b, acc, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-        mbarrier.arrive(empty.index(last), pred=start > 0)
-        last = place
+        mbarrier.arrive(empty.index(previous), pred=start > 0)
+        previous = stage
         turn += 1
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-    mbarrier.arrive(empty.index(last))
+    mbarrier.arrive(empty.index(previous))
     return acc, turn
 
 
 @gluon.jit
 def _halves(values):
-    """Split the left and the right half of the columns; they lie in the same threads."""
+    """Split the columns into the left and the right half, which are in the same threads."""
     HALF: gl.constexpr = values.shape[1] // 2
     return values.reshape((values.shape[0], 2, HALF)).permute((0, 2, 1)).split()
 
 
 @gluon.jit
 def _begin(a_ring, b_ring, full, turn, zero, PART: gl.constexpr):
-    """Begin the product of a turn's step, into accumulators of its own."""
+    """Issue the wgmma of iteration `turn` into separate accumulators."""
     STAGES: gl.constexpr = a_ring.shape[0]
-    place = turn % STAGES
-    mbarrier.wait(full.index(place), (turn // STAGES) & 1)
-    a = a_ring.index(place).slice(PART * ROWS, ROWS, 0)
-    b = b_ring.index(place).permute((1, 0))
+    stage = turn % STAGES
+    mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
+    a = a_ring.index(stage).slice(PART * ROWS, ROWS, 0)
+    b = b_ring.index(stage).permute((1, 0))
     return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _scales(a_scale_ptrs, b_scale_ptr, right_groups, row_mask):
-    """Scales of a step: of the rows, and of the left and the right half's weights."""
+    """Load the scales of a K step: of the rows, and of the left and right weights."""
     a_scale = gl.load(a_scale_ptrs, mask=row_mask, other=0.0)
     return a_scale, gl.load(b_scale_ptr), gl.load(b_scale_ptr + right_groups)
 
 
 @gluon.jit
 def _add_scaled(left, right, part, a_scale, left_scale, right_scale, LAYOUT: gl.constexpr):
-    """Both halves of a step's product, scaled and added to the sums."""
-    one, two = _halves(part)
-    one = gl.convert_layout(one, LAYOUT, assert_trivial=True)
-    two = gl.convert_layout(two, LAYOUT, assert_trivial=True)
-    left = left + one * (a_scale * left_scale)[:, None]
-    right = right + two * (a_scale * right_scale)[:, None]
+    """Scale both halves of a partial sum and add them to left and right."""
+    left_part, right_part = _halves(part)
+    left_part = gl.convert_layout(left_part, LAYOUT, assert_trivial=True)
+    right_part = gl.convert_layout(right_part, LAYOUT, assert_trivial=True)
+    left = left + left_part * (a_scale * left_scale)[:, None]
+    right = right + right_part * (a_scale * right_scale)[:, None]
     return left, right
 
 
@@ -186,12 +187,12 @@ def _multiply_scaled(
     a_ring, b_ring, full, empty, turn, depth, a_scale_ptrs, b_scale_ptr, right_groups, row_mask,
     PART: gl.constexpr, LAYOUT: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
-    """Both halves of a tile's product, scaled step by step into float32 sums, and the next turn.
+    """Multiply a tile with block scales; return the float32 halves and the next iteration.
 
-    One scale for each row and 128 of the depth, at a_scale_ptrs (64,); one for each half's weight
-    rows and 128 of the depth. A step is 128 deep. Two steps an iteration: the first one's product
-    is added while the second is multiplied, and scales were loaded an iteration before. None is on
-    its way from one iteration to the next: the assembler would let every product end at once.
+    There is one scale per row and 128 columns, at a_scale_ptrs (64,), and one per half of the
+    weight rows and 128 columns. A K step is 128. The loop is unrolled by two: the partial sum of
+    the first step is scaled while the second is multiplied. Scales are loaded one iteration ahead.
+    No wgmma stays in flight across iterations, because ptxas would then serialize all of them.
     """
     STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_K: gl.constexpr = a_ring.shape[2]
@@ -218,7 +219,7 @@ def _multiply_scaled(
         for pairs in range(steps // 2, 0, -1):
             first = _begin(a_ring, b_ring, full, turn, zero, PART)
             second = _begin(a_ring, b_ring, full, turn + 1, zero, PART)
-            ahead = gl.where(pairs > 1, 2, 0)  # no scales lie behind the last ones
+            ahead = gl.where(pairs > 1, 2, 0)  # do not read past the last scales
             a_scale_ptrs += ahead
             b_scale_ptr += ahead
             a2, left2, right2 = _scales(a_scale_ptrs, b_scale_ptr, right_groups, row_mask)
@@ -246,7 +247,7 @@ def _compute(
     STEP: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
     KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """Be a multiplying warpgroup: rows PART * 64 and on of every tile of this program."""
+    """Run a consumer warpgroup: 64 rows from PART * 64 on of every tile of this program."""
     STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_K: gl.constexpr = a_ring.shape[2]
     HALF: gl.constexpr = b_ring.shape[1] // 2
@@ -268,7 +269,7 @@ def _compute(
         for step in gl.static_range(STAGES - 1):
             copy_step(ptrs, ptr_mask, step, depth, a_ring.index(step), COPIES, EVEN_K)
             ptrs += BLOCK_K
-    turn = 0
+    iteration = 0
     for index in range(first, num_m * num_n, programs):
         row += PART * ROWS
         rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
@@ -277,11 +278,11 @@ def _compute(
         if MODE == "block":
             group = (n * STRIDE_N) // 128
             b_scales = b_scale_ptr + (expert * b_scale_rows + group).to(gl.int64) * b_groups
-            # A last tile's right half may lie past the expert's weights; what it gives is masked.
+            # The right half of the last tile may be past the end of the expert; it is masked later.
             # NaN-free: integers
             right_group = gl.minimum((n * STRIDE_N + right_rows) // 128, b_scale_rows - 1)
-            left, right, turn = _multiply_scaled(
-                a_ring, b_ring, full, empty, turn, depth,
+            left, right, iteration = _multiply_scaled(
+                a_ring, b_ring, full, empty, iteration, depth,
                 a_scale_ptr + rows.to(gl.int64) * a_groups, b_scales,
                 (right_group - group) * b_groups, row_mask, PART, LAYOUT, WIDE,
             )  # fmt: skip
@@ -290,20 +291,22 @@ def _compute(
             if GATHERED:
                 tokens = tokens_of(tokens_ptr, next_row + PART * ROWS, next_end, ROWS, COPIES)
                 scale_rows = tokens_of(tokens_ptr, row, end, ROWS, LAYOUT)
-                acc, turn, ptrs, ptr_mask = multiply_gathered(
-                    a_ring, b_ring, full, empty, turn, depth, ptrs, ptr_mask, x_ptr, stride_x,
+                acc, iteration, ptrs, ptr_mask = multiply_gathered(
+                    a_ring, b_ring, full, empty, iteration, depth, ptrs, ptr_mask, x_ptr, stride_x,
                     tokens, acc, COPIES, EVEN_K,
                 )  # fmt: skip
             else:
-                deep = depth
+                total_depth = depth
                 if LORA_STEPS > 0:
                     count, _ = _named(index, num_m, num_n, named_ptr, stride_named, GROUP_M)
-                    deep = (gl.cdiv(depth, BLOCK_K) + count * LORA_STEPS) * BLOCK_K
-                acc, turn = _multiply_plain(a_ring, b_ring, full, empty, turn, deep, acc, PART)
+                    total_depth = (gl.cdiv(depth, BLOCK_K) + count * LORA_STEPS) * BLOCK_K
+                acc, iteration = _multiply_plain(
+                    a_ring, b_ring, full, empty, iteration, total_depth, acc, PART
+                )
             left, right = _halves(acc)
             left = gl.convert_layout(left, LAYOUT, assert_trivial=True)
             right = gl.convert_layout(right, LAYOUT, assert_trivial=True)
-        later_expert, later_row, later_end, later_n = look_up(
+        after_next_expert, after_next_row, after_next_end, after_next_n = look_up(
             index + 2 * programs, num_m, num_n, tiles_ptr, max_tiles, GROUP_M
         )
         finish(
@@ -312,7 +315,12 @@ def _compute(
             MODE, LAYOUT, STEP, GATED, HAS_BIAS, KIND, ALPHA, LIMIT,
         )  # fmt: skip
         expert, row, end, n = next_expert, next_row, next_end, next_n
-        next_expert, next_row, next_end, next_n = later_expert, later_row, later_end, later_n
+        next_expert, next_row, next_end, next_n = (
+            after_next_expert,
+            after_next_row,
+            after_next_end,
+            after_next_n,
+        )
     tma.store_wait(0)
     if GATHERED:
         async_copy.wait_group(0)
@@ -331,22 +339,22 @@ def grouped_gemm_tma_kernel(
 ):  # fmt: skip
     """out[r, n] = act(a[r] @ b[expert of r, rows of n]^T) for every row r of every tile.
 
-    a_desc: (rows, depth) in boxes of 128 rows and 128 bytes; b_desc: (experts * rows_b, depth) in
-    boxes of half a tile's rows; out_desc: (rows, columns) of out, in boxes of 64 rows and as many
-    columns as half a tile gives. tiles_ptr: int32, max_tiles experts, first rows and rows past the
-    expert's last, then the number of tiles. A tile's halves are gate and up rows, up_rows apart,
-    if GATED, otherwise columns side by side. STEP 2: gate and up rows alternate, so the halves
-    lie side by side too, and columns are 2 rows apart.
-    GATHERED: row r of a is row tokens[r] of x, stride_x times 16 bytes from its predecessor; a_desc
-    is not used. Not in MODE "block". EVEN_K: the depth is whole steps of 128 bytes.
-    SLOTS: boxes of results that a warpgroup keeps until they are stored, 1 or 2.
-    LORA_STEPS: 0, or how many boxes of a slot's B its u needs; in MODE "plain", not GATHERED.
-    Then u_desc: (rows, slots * LORA_STEPS boxes) of u of the slots that a tile's rows name, in the
-    order of named_ptr: int32, stride_named a tile, how many and which. lora_b_desc: B of all slots,
-    slot_rows rows each, of which expert i's begin at i * expert_rows, in boxes as b_desc's. u_up:
-    how far up's u lies behind gate's.
-    MODE "plain": no scales; "channel": a_scale (rows of a or x,), b_scale (experts, rows_b);
-    "block": a_scale (rows, a_groups) and b_scale (experts, b_scale_rows, b_groups), 128 by 128.
+    a_desc: (rows, depth), in boxes of 128 rows and 128 bytes. b_desc: (experts * rows_b, depth), in
+    boxes of half the weight rows of a tile. out_desc: out (rows, columns), in boxes of 64 rows and
+    the output columns of half a tile. tiles_ptr: int32, three arrays of max_tiles (expert, first
+    row, end row of the expert), then the number of tiles. If GATED, the halves of a tile are gate
+    and up rows, up_rows apart; otherwise they are adjacent. STEP 2: gate and up rows are
+    interleaved, so the halves are adjacent and each output column takes 2 rows.
+    GATHERED: row r of a is row tokens[r] of x, whose row stride is stride_x * 16 bytes; a_desc is
+    unused. Not with MODE "block". EVEN_K: K is a multiple of 128 bytes.
+    SLOTS: staging buffers per warpgroup, 1 or 2.
+    LORA_STEPS: 0, or the number of boxes of u per slot; only with MODE "plain", not GATHERED.
+    u_desc: (rows, slots * LORA_STEPS boxes), u of the slots in a tile, in the order of named_ptr:
+    int32, stride_named values per tile, the number of slots and then the slots. lora_b_desc: B of
+    all slots, slot_rows rows per slot, expert i from row i * expert_rows on, in boxes as in b_desc.
+    u_up: column offset from gate's u to up's.
+    MODE "plain": no scales. "channel": a_scale (rows of a or x,), b_scale (experts, rows_b).
+    "block": a_scale (rows, a_groups) and b_scale (experts, b_scale_rows, b_groups), 128 x 128.
     """
     HALF: gl.constexpr = b_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = b_desc.block_type.shape[1]
@@ -356,7 +364,7 @@ def grouped_gemm_tma_kernel(
     A_ROWS: gl.constexpr = ROWS if GATHERED else 2 * ROWS
     a_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES, A_ROWS, BLOCK_K], b_desc.layout)
     other_ring = a_ring
-    if GATHERED:  # one for each warpgroup
+    if GATHERED:  # one ring per warpgroup
         other_ring = gl.allocate_shared_memory(
             b_desc.dtype, [STAGES, A_ROWS, BLOCK_K], b_desc.layout
         )

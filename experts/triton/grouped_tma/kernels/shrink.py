@@ -1,4 +1,4 @@
-"""A x of adapters as products fed by TMA take it: of a tile's slots side by side."""
+"""LoRA shrink kernel for the TMA GEMMs: u = A x, with the slots of a tile side by side."""
 
 import triton
 import triton.language as tl
@@ -15,12 +15,12 @@ def shrink_tiles_kernel(
     GATHER: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BOX: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """u[r, s * WIDTH:] = A[s-th slot that r's tile names, expert of r] @ x[r], else zeros.
+    """u[r, s * WIDTH:] = A[s-th slot of r's tile, expert of r] @ x[r], or zeros for other slots.
 
-    As `shrink_segments_kernel`, but that rows of a tile have u of all of its slots side by side, in
-    WIDTH columns each, zeros where the slot is not theirs. named (max_tiles, num_slots + 1) int32:
-    how many slots a tile names, and which. BLOCK_R: BOX columns, or all
-    rows of A, if fewer. Grid (most tiles, parts of WIDTH, PARTS of the slots).
+    Like `shrink_segments_kernel`, but a row has WIDTH columns for every slot of its tile, zero
+    except for its own slot. named (max_tiles, num_slots + 1) int32: the number of slots of a tile,
+    then the slots. BLOCK_R: BOX columns, or all rows of A if fewer. Grid: (max tiles, blocks of
+    WIDTH, PARTS among which slots are divided).
     """
     pid_m = tl.program_id(0)
     if pid_m >= tl.load(tiles_ptr + 3 * max_tiles):
@@ -32,23 +32,23 @@ def shrink_tiles_kernel(
     u_ptrs = u_ptr + row.to(tl.int64)[:, None] * stride_u + rank_row[None, :]
     named_ptr += pid_m * (num_slots + 1)
     slot = tl.min(slots, axis=0)  # NaN-free: integers
-    place = 0
+    index = 0
     while slot < NO_SLOT:
-        if place % PARTS == tl.program_id(2):
+        if index % PARTS == tl.program_id(2):
             u = shrunk_tile(
                 x_ptr + x_row[:, None] * stride_xm, tl.where(slots == slot, slots, NO_SLOT),
                 a_ptr + expert * stride_ae, rank_row, rank_row < rank_rows,
                 depth, stride_xk, stride_al, stride_ar, PRECISION, BLOCK_M, BLOCK_R, BLOCK_K,
             )  # fmt: skip
-            at = u_ptrs + place * WIDTH
+            slot_ptrs = u_ptrs + index * WIDTH
             u_mask = row_mask[:, None] & (rank_row < WIDTH)[None, :]
-            tl.store(at, u.to(u_ptr.dtype.element_ty), mask=u_mask)
+            tl.store(slot_ptrs, u.to(u_ptr.dtype.element_ty), mask=u_mask)
             zeros = tl.zeros((BLOCK_M, BLOCK_R), u_ptr.dtype.element_ty)
-            for further in tl.static_range(BLOCK_R, BOX, BLOCK_R):  # the box's other columns
-                tl.store(at + further, zeros, mask=row_mask[:, None])
+            for offset in tl.static_range(BLOCK_R, BOX, BLOCK_R):  # zero the rest of the box
+                tl.store(slot_ptrs + offset, zeros, mask=row_mask[:, None])
             if tl.program_id(1) == 0:
-                tl.store(named_ptr + 1 + place, slot)
+                tl.store(named_ptr + 1 + index, slot)
         slot = tl.min(tl.where(slots > slot, slots, NO_SLOT), axis=0)  # NaN-free: integers
-        place += 1
+        index += 1
     if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
-        tl.store(named_ptr, place)
+        tl.store(named_ptr, index)

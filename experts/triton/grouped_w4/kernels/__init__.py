@@ -1,3 +1,3 @@
-"""Weights of four bits in the order of products from registers, and these."""
+"""Kernels that tile 4-bit weights and multiply them from registers."""
 
-TARGETS = ("sm_90",)  # the only ones that `mk compile` can compile them for
+TARGETS = ("sm_90",)  # `mk compile` supports no other target

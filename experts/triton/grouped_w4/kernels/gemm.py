@@ -1,11 +1,12 @@
-"""Grouped GEMM of 4-bit weights that are unpacked in registers, for sm_90: TMA, wgmma, one wave.
+"""Persistent grouped GEMM that unpacks 4-bit weights in registers, for sm_90, with TMA and wgmma.
 
-The product is W x^T: weights are the left operand, which wgmma takes from registers, so that none
-goes back to shared memory; tokens are the right one, in shared memory as TMA brings them. One warp
-loads, two warpgroups multiply 128 weight rows each, in two blocks of 64, by the same tokens. While
-one block is multiplied the next one is unpacked, and so is the other warpgroup's.
+It computes W x^T: weights are the left operand, which wgmma reads from registers, so unpacked
+weights never go back to shared memory; tokens are the right operand, in shared memory as loaded by
+TMA. A producer warp loads; two consumer warpgroups multiply 128 weight rows each, in two blocks of
+64, by the same tokens. Unpacking a block overlaps with the MMAs of the previous block and of the
+other warpgroup.
 
-How weights lie: experts.triton.grouped_w4.layout; how they are unpacked: unpack.
+See experts.triton.grouped_w4.layout for the weight layout, and the module unpack for unpacking.
 """
 
 from triton.experimental import gluon
@@ -29,7 +30,7 @@ def _load(
     x_desc, w_desc, scale_desc, x_ring, w_ring, scale_ring, full, empty, tiles_ptr, max_tiles,
     num_n, steps, GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """Be the loading warp: fill ring places as they become empty."""
+    """Run the producer warp: fill the stages of the ring as they become empty."""
     STAGES: gl.constexpr = w_ring.shape[0]
     LINES: gl.constexpr = w_ring.shape[1]
     SCALE_LINES: gl.constexpr = scale_ring.shape[1]
@@ -39,21 +40,21 @@ def _load(
     programs = gl.num_programs(0)
     first = gl.program_id(0)
     expert, row, _, n = look_up(first, num_m, num_n, tiles_ptr, max_tiles, GROUP_M)
-    turn = 0
+    iteration = 0
     for index in range(first, num_m * num_n, programs):
         next_expert, next_row, _, next_n = look_up(
             index + programs, num_m, num_n, tiles_ptr, max_tiles, GROUP_M
         )
         box = (expert * num_n + n) * steps
         for step in range(steps):
-            place = turn % STAGES
-            mbarrier.wait(empty.index(place), ((turn // STAGES) & 1) ^ 1)
-            ready = full.index(place)
+            stage = iteration % STAGES
+            mbarrier.wait(empty.index(stage), ((iteration // STAGES) & 1) ^ 1)
+            ready = full.index(stage)
             mbarrier.expect(ready, BYTES)
-            load_box(x_desc, [row, step * BLOCK], ready, x_ring.index(place))
-            load_box(w_desc, [(box + step) * LINES, 0], ready, w_ring.index(place))
-            load_box(scale_desc, [(box + step) * SCALE_LINES, 0], ready, scale_ring.index(place))
-            turn += 1
+            load_box(x_desc, [row, step * BLOCK], ready, x_ring.index(stage))
+            load_box(w_desc, [(box + step) * LINES, 0], ready, w_ring.index(stage))
+            load_box(scale_desc, [(box + step) * SCALE_LINES, 0], ready, scale_ring.index(stage))
+            iteration += 1
         expert, row, n = next_expert, next_row, next_n
 
 
@@ -62,35 +63,35 @@ def _multiply(
     x_ring, w_ring, scale_ring, full, empty, turn, steps, PART: gl.constexpr,
     TOKENS: gl.constexpr, MMA: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
-    """Products of a tile's two blocks with its first TOKENS rows."""
+    """Multiply both blocks of a warpgroup by the first TOKENS rows of a tile."""
     STAGES: gl.constexpr = x_ring.shape[0]
     LINES: gl.constexpr = w_ring.shape[1] // 4
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     acc0 = gl.zeros((BLOCK, TOKENS), gl.float32, MMA)
     acc1 = gl.zeros((BLOCK, TOKENS), gl.float32, MMA)
     for _ in range(steps):
-        place = turn % STAGES
-        mbarrier.wait(full.index(place), (turn // STAGES) & 1)
-        scales0, scales1 = scales_of_blocks(scale_ring.index(place), PART, FORM)
-        words = w_ring.index(place)
-        x = x_ring.index(place).slice(0, TOKENS, 0).permute((1, 0))
+        stage = turn % STAGES
+        mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
+        scales0, scales1 = scales_of_blocks(scale_ring.index(stage), PART, FORM)
+        words = w_ring.index(stage)
+        x = x_ring.index(stage).slice(0, TOKENS, 0).permute((1, 0))
         w0 = unpack(words.slice(2 * PART * LINES, LINES, 0), scales0, OPERAND, FORM)
         acc0 = warpgroup_mma(w0, x, acc0, is_async=True)
         w1 = unpack(words.slice((2 * PART + 1) * LINES, LINES, 0), scales1, OPERAND, FORM)
         acc1 = warpgroup_mma(w1, x, acc1, is_async=True)
-        # Nothing in flight goes to the next iteration: the assembler would serialize all products.
+        # No wgmma stays in flight across iterations, because ptxas would serialize all of them.
         acc0, acc1, w0, w1 = warpgroup_mma_wait(num_outstanding=0, deps=(acc0, acc1, w0, w1))
-        mbarrier.arrive(empty.index(place))
+        mbarrier.arrive(empty.index(stage))
         turn += 1
     return acc0, acc1
 
 
 @gluon.jit
-def _finished(
+def _scale_and_add_bias(
     acc, factor, bias_ptr, column, columns, STEP: gl.constexpr, MMA: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """acc times factor, and the bias of its rows, of columns `column` and on."""
+    """Return acc * factor plus the bias; row i of acc is output column column + i."""
     values = acc * factor
     if HAS_BIAS:
         rows = column + gl.arange(0, BLOCK, gl.SliceLayout(1, MMA))
@@ -100,21 +101,21 @@ def _finished(
 
 
 @gluon.jit
-def _store_columns(
+def _store_transposed(
     values, row, end, column, out_ptr, out_desc, staging, slot: gl.constexpr, columns,
 ):  # fmt: skip
-    """Round, turn and store (64, TOKENS) as rows of TOKENS, of which columns there are."""
+    """Round, transpose and store (64, TOKENS), masking columns past the end."""
     if column < columns:
-        turned = values.to(out_desc.dtype).permute((1, 0))
-        if turned.shape[0] == out_desc.block_type.shape[0]:
-            store_rows(turned, row, end, column, out_ptr, out_desc, staging, slot, columns)
+        transposed = values.to(out_desc.dtype).permute((1, 0))
+        if transposed.shape[0] == out_desc.block_type.shape[0]:
+            store_rows(transposed, row, end, column, out_ptr, out_desc, staging, slot, columns)
         else:
             LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
             if slot == 0:
                 tma.store_wait(0)
-            place = staging.index(slot).slice(0, turned.shape[0], 0)
-            place.store(turned)
-            store_by_threads(place, row, end, column, out_ptr, columns, LAYOUT)
+            buffer = staging.index(slot).slice(0, transposed.shape[0], 0)
+            buffer.store(transposed)
+            store_by_threads(buffer, row, end, column, out_ptr, columns, LAYOUT)
 
 
 @gluon.jit
@@ -131,21 +132,25 @@ def _tile(
     )
     if GATED:
         column = (2 * n + PART) * BLOCK
-        gate = _finished(acc0, factor0, bias_ptr, column, columns, STEP, MMA, HAS_BIAS)
-        up = _finished(acc1, factor1, bias_ptr + up_row, column, columns, STEP, MMA, HAS_BIAS)
+        gate = _scale_and_add_bias(acc0, factor0, bias_ptr, column, columns, STEP, MMA, HAS_BIAS)
+        up = _scale_and_add_bias(
+            acc1, factor1, bias_ptr + up_row, column, columns, STEP, MMA, HAS_BIAS
+        )
         value = activate(gate, up, KIND, ALPHA, LIMIT)
-        _store_columns(value, row, end, column, out_ptr, out_desc, staging, 0, columns)
+        _store_transposed(value, row, end, column, out_ptr, out_desc, staging, 0, columns)
     else:
         column = (4 * n + 2 * PART) * BLOCK
-        other = column + BLOCK
+        right_column = column + BLOCK
         LAST: gl.constexpr = staging.shape[0] - 1
-        one = _finished(acc0, factor0, bias_ptr, column, columns, STEP, MMA, HAS_BIAS)
-        two = _finished(acc1, factor1, bias_ptr, other, columns, STEP, MMA, HAS_BIAS)
+        left = _scale_and_add_bias(acc0, factor0, bias_ptr, column, columns, STEP, MMA, HAS_BIAS)
+        right = _scale_and_add_bias(
+            acc1, factor1, bias_ptr, right_column, columns, STEP, MMA, HAS_BIAS
+        )
         if KIND != "identity":
-            one = activate(one, one, KIND, ALPHA, LIMIT)
-            two = activate(two, two, KIND, ALPHA, LIMIT)
-        _store_columns(one, row, end, column, out_ptr, out_desc, staging, 0, columns)
-        _store_columns(two, row, end, other, out_ptr, out_desc, staging, LAST, columns)
+            left = activate(left, left, KIND, ALPHA, LIMIT)
+            right = activate(right, right, KIND, ALPHA, LIMIT)
+        _store_transposed(left, row, end, column, out_ptr, out_desc, staging, 0, columns)
+        _store_transposed(right, row, end, right_column, out_ptr, out_desc, staging, LAST, columns)
 
 
 @gluon.jit
@@ -156,13 +161,13 @@ def _compute(
     FACTOR: gl.constexpr, MATRICES: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """Be a multiplying warpgroup: blocks 2 * PART and 2 * PART + 1 of every tile."""
+    """Run a consumer warpgroup: blocks 2 * PART and 2 * PART + 1 of every tile."""
     TOKENS: gl.constexpr = x_ring.shape[1]
     num_m = gl.load(tiles_ptr + 3 * max_tiles)
     programs = gl.num_programs(0)
     first = gl.program_id(0)
     expert, row, end, n = look_up(first, num_m, num_n, tiles_ptr, max_tiles, GROUP_M)
-    turn = 0
+    iteration = 0
     for index in range(first, num_m * num_n, programs):
         next_expert, next_row, next_end, next_n = look_up(
             index + programs, num_m, num_n, tiles_ptr, max_tiles, GROUP_M
@@ -176,17 +181,17 @@ def _compute(
             factor1 = gl.load(factors + MATRICES - 1) * FACTOR
         if end - row > SHORT:
             _tile(
-                x_ring, w_ring, scale_ring, full, empty, turn, steps, row, end, n, factor0,
+                x_ring, w_ring, scale_ring, full, empty, iteration, steps, row, end, n, factor0,
                 factor1, bias, up_row, out_ptr, out_desc, staging, columns, PART, TOKENS, FORM,
                 STEP, GATED, HAS_BIAS, KIND, ALPHA, LIMIT,
             )  # fmt: skip
         elif SHORT > 0:
             _tile(
-                x_ring, w_ring, scale_ring, full, empty, turn, steps, row, end, n, factor0,
+                x_ring, w_ring, scale_ring, full, empty, iteration, steps, row, end, n, factor0,
                 factor1, bias, up_row, out_ptr, out_desc, staging, columns, PART, SHORT, FORM,
                 STEP, GATED, HAS_BIAS, KIND, ALPHA, LIMIT,
             )  # fmt: skip
-        turn += steps
+        iteration += steps
         expert, row, end, n = next_expert, next_row, next_end, next_n
     tma.store_wait(0)
 
@@ -202,15 +207,15 @@ def grouped_gemm_w4_tma_kernel(
 ):  # fmt: skip
     """out[r, n] = act(x[r] @ w[expert of r, rows of n]^T) for every row r of every tile.
 
-    x_desc: (rows, depth) bf16 in boxes of a tile's rows and 64 of the depth. w_desc, scale_desc:
-    int32 words and scales in boxes of (64, 32) and (form.lines, 16): a step of a tile of four
-    blocks each. FORM: the text of a layout.Form, whose weights are less by FACTOR. factor_ptr:
-    float32 (experts, MATRICES), of gate and up results or of all, unless MATRICES is 0. out_desc:
-    (rows, columns) of out in boxes of a tile's rows and 64 columns. tiles_ptr: as ops.sort has
-    them. num_n: tiles of an expert's weights, whose blocks are gate and up rows by turns if GATED;
-    steps: of the depth. STEP, up_row: where a column's bias is, and up's behind it. SHORT: 0, or
-    tiles of as many rows and fewer are multiplied by so many. SLOTS: boxes of results that a
-    warpgroup keeps until they are stored.
+    x_desc: (rows, depth) bf16, in boxes of the rows of a tile and 64 columns. w_desc, scale_desc:
+    int32 words and scales, in boxes of (64, 32) and (form.lines, 16), one step of a tile each.
+    FORM: str of a layout.Form; results are multiplied by FACTOR. factor_ptr: global scales, float32
+    (experts, MATRICES), of gate and up or of all results; unused if MATRICES is 0. out_desc: out
+    (rows, columns), in boxes of the rows of a tile and 64 columns. tiles_ptr: see ops.sort. num_n:
+    weight tiles per expert, with alternating blocks of gate and up rows if GATED. steps: K steps.
+    STEP, up_row: the bias of column n is at n * STEP, that of up at up_row further. SHORT: tiles
+    with at most this many rows are multiplied as tiles of this size; 0 to disable. SLOTS: staging
+    buffers per warpgroup.
     """
     TOKENS: gl.constexpr = x_desc.block_type.shape[0]
     LINES: gl.constexpr = w_desc.block_type.shape[0]
@@ -221,7 +226,7 @@ def grouped_gemm_w4_tma_kernel(
         scale_desc.dtype, [STAGES, SCALE_LINES, 16], scale_desc.layout
     )
     staging = gl.allocate_shared_memory(out_desc.dtype, [SLOTS, TOKENS, BLOCK], out_desc.layout)
-    other = gl.allocate_shared_memory(out_desc.dtype, [SLOTS, TOKENS, BLOCK], out_desc.layout)
+    staging1 = gl.allocate_shared_memory(out_desc.dtype, [SLOTS, TOKENS, BLOCK], out_desc.layout)
     full, empty = barriers(STAGES, 2)
     first: gl.constexpr = 0
     second: gl.constexpr = 1
@@ -235,7 +240,7 @@ def grouped_gemm_w4_tma_kernel(
             )),
             (_compute, (
                 x_ring, w_ring, scale_ring, full, empty, tiles_ptr, max_tiles, num_n, steps,
-                factor_ptr, bias_ptr, stride_bias, up_row, out_ptr, out_desc, other, columns,
+                factor_ptr, bias_ptr, stride_bias, up_row, out_ptr, out_desc, staging1, columns,
                 second, GROUP_M, SHORT, FORM, FACTOR, MATRICES, STEP, GATED, HAS_BIAS, KIND, ALPHA,
                 LIMIT,
             )),

@@ -1,4 +1,4 @@
-"""4-bit weights and their scales to the order of `experts.triton.grouped_w4.layout`."""
+"""Kernel that converts 4-bit weights and scales to the layout of grouped_w4.layout."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ _FIELDS: tl.constexpr = tl.constexpr(0x81C081C0)
 
 @triton.jit
 def _pair(word, INDEX: tl.constexpr, FORMAT: tl.constexpr):
-    """Pair INDEX of a word of eight codes in bf16's fields; all uint32."""
+    """Return pair INDEX of a word of eight codes in the bf16 fields; all uint32."""
     if FORMAT == "e2m1":
         byte = word >> (8 * INDEX)
         codes = (byte & 0xF) | (byte & 0xF0) << 12
@@ -28,7 +28,7 @@ def _pair(word, INDEX: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _repacked(w0, w1, w2, w3, INDEX: tl.constexpr, FORMAT: tl.constexpr):
-    """Pair INDEX of each word, four, in one word as modular_kernel.quant.repacking packs them."""
+    """Pack pair INDEX of four words into one word, as in modular_kernel.quant.repacking."""
     p2 = _pair(w2, INDEX, FORMAT)
     p3 = _pair(w3, INDEX, FORMAT)
     w = _pair(w0, INDEX, FORMAT) | _pair(w1, INDEX, FORMAT) >> 3
@@ -41,20 +41,20 @@ def _repacked(w0, w1, w2, w3, INDEX: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _by_halves(w0, w1, w2, w3, INDEX: tl.constexpr):
-    """Byte INDEX of each word, four pairs of integers, in one word: pair i at bits 4i of halves."""
+    """Pack byte INDEX of four words, a pair of integers each: pair i at bits 4i of both halves."""
     word = (w0 >> (8 * INDEX)) & 0xFF
-    made = (word & 0xF) | (word & 0xF0) << 12
+    packed = (word & 0xF) | (word & 0xF0) << 12
     word = (w1 >> (8 * INDEX)) & 0xFF
-    made |= (word & 0xF) << 4 | (word & 0xF0) << 16
+    packed |= (word & 0xF) << 4 | (word & 0xF0) << 16
     word = (w2 >> (8 * INDEX)) & 0xFF
-    made |= (word & 0xF) << 8 | (word & 0xF0) << 20
+    packed |= (word & 0xF) << 8 | (word & 0xF0) << 20
     word = (w3 >> (8 * INDEX)) & 0xFF
-    return made | (word & 0xF) << 12 | (word & 0xF0) << 24
+    return packed | (word & 0xF) << 12 | (word & 0xF0) << 24
 
 
 @triton.jit
 def _with_signs(w, scale):
-    """Word of e2m1 codes, two to a byte, with the sign of their e4m3 scale; 0 where it is."""
+    """Apply the sign of the e4m3 scale to a word of e2m1 codes; 0 if the scale is 0."""
     zero = (scale & 0x7F) == 0
     signed = w ^ tl.where(scale > 0x7F, 0x88888888, 0).to(tl.uint32)
     return tl.where(zero, 0, signed)
@@ -62,7 +62,7 @@ def _with_signs(w, scale):
 
 @triton.jit
 def _words(w0, w1, w2, w3, FORMAT: tl.constexpr):
-    """Four words along the depth to those of four lanes, (..., 2, 2) by the bits of the lane."""
+    """Convert four words along K to those of four lanes, (..., 2, 2) by the bits of the lane."""
     if FORMAT == "integer":
         c0 = _by_halves(w0, w1, w2, w3, 0)
         c1 = _by_halves(w0, w1, w2, w3, 1)
@@ -78,20 +78,22 @@ def _words(w0, w1, w2, w3, FORMAT: tl.constexpr):
 
 @triton.jit
 def _stored(scale, inside, FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr):
-    """Scales as products read them, with room for integers' zero points; 0 where none is."""
-    if FORMAT == "integer":  # raised by what codes read too low, less what weights are lowered
+    """Convert scales to the stored format, with space for integer zero points; 0 if outside."""
+    if (
+        FORMAT == "integer"
+    ):  # compensates the 2^-133 of the codes, except for the 2^50 by which weights are lowered
         raised = scale.to(tl.float32) * 2.0 ** (133 - 50)
-        made = raised.to(tl.int32, bitcast=True)
-        if HAS_ZERO:  # a GPU's NaN has all bits set, and would be rounded to a zero
-            made = tl.where(raised == raised, (made + 8) & ~15, 0x7FC00000)
-    elif FORMAT == "nvfp4":  # of the value's bits five of the exponent and three below them
+        stored = raised.to(tl.int32, bitcast=True)
+        if HAS_ZERO:  # a GPU's NaN has all bits set and would round to zero
+            stored = tl.where(raised == raised, (stored + 8) & ~15, 0x7FC00000)
+    elif FORMAT == "nvfp4":  # five exponent bits and three significand bits of the value
         value = scale.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         # NaN-free: integers
-        made = tl.minimum(tl.maximum((bits >> 20) - ((127 - 10) << 3), 0), 255)
-    else:  # an exponent, raised likewise
-        made = tl.minimum(scale.to(tl.int32) + (126 - 50), 255)  # NaN-free: integers
-    return tl.where(inside, made, 0)
+        stored = tl.minimum(tl.maximum((bits >> 20) - ((127 - 10) << 3), 0), 255)
+    else:  # an exponent, with the same compensation
+        stored = tl.minimum(scale.to(tl.int32) + (126 - 50), 255)  # NaN-free: integers
+    return tl.where(inside, stored, 0)
 
 
 @triton.jit
@@ -103,12 +105,12 @@ def tile_weights_kernel(
 ):  # fmt: skip
     """Tile weights of expert first_expert + e, if it has rows, to `words` and `scales` of e.
 
-    Program (tile, STEPS steps of 64 of the depth, e). w_ptr: int32 (experts, rows, row_words) of
-    eight codes, a multiple of four words; FORMAT as operands.word_format has it. scale: (experts,
-    rows, scale_groups), one for GROUP_K of the depth, or for all where that is 0. zero: uint8
-    (experts, rows / 2, scale_groups), two rows to a byte. starts_ptr: first row of each expert, and
-    how many there are (ops.sort). STEP, up_row, SIDES: as layout.rows_of_tiles has them, SIDES 2 if
-    gated. GROUPS: layout.Form's, of integers.
+    Program (tile, block of STEPS steps of 64 columns, e). w_ptr: int32 (experts, rows, row_words)
+    of eight codes; row_words is a multiple of four. FORMAT: see operands.word_format. scale:
+    (experts, rows, scale_groups), one per GROUP_K columns, or for all of K if that is 0. zero:
+    uint8 (experts, rows / 2, scale_groups), two rows per byte. starts_ptr: the first row of each
+    expert, then the number of rows (ops.sort). STEP, up_row: see layout.rows_of_tiles. SIDES: 2 if
+    gated, else 1. GROUPS: Form.groups, for integers.
     """
     tile = tl.program_id(0)
     first_step = tl.program_id(1) * STEPS
@@ -116,20 +118,20 @@ def tile_weights_kernel(
     expert = (first_expert + local).to(tl.int64)
     if tl.load(starts_ptr + expert) == tl.load(starts_ptr + expert + 1):
         return
-    # In the order in which threads have them: block, warp, row of eight, row half.
-    place = tl.arange(0, 256)
-    block = place // 64
-    in_block = place // 16 % 4 * 16 + place % 2 * 8 + place // 2 % 8
+    # In thread order: block, warp, row of eight, row half.
+    position = tl.arange(0, 256)
+    block = position // 64
+    in_block = position // 16 % 4 * 16 + position % 2 * 8 + position // 2 % 8
     column = (tile * (4 // SIDES) + block // SIDES) * 64 + in_block
     row = tl.minimum(column, columns - 1) * STEP + block % SIDES * up_row  # NaN-free: integers
-    here = (column < columns)[:, None]
-    half = first_step * 2 + tl.arange(0, 2 * STEPS)  # of a step
-    inside = here & (half < row_words // 4)[None, :]
+    column_mask = (column < columns)[:, None]
+    half = first_step * 2 + tl.arange(0, 2 * STEPS)  # half steps
+    inside = column_mask & (half < row_words // 4)[None, :]
     at = (expert * rows + row)[:, None] * row_words + half[None, :] * 4
-    four = tl.arange(0, 4)[None, None, :]
-    given = tl.load(w_ptr + at[:, :, None] + four, mask=inside[:, :, None], other=0)
-    given = given.to(tl.uint32, bitcast=True)
-    even, odd = tl.split(tl.reshape(given, (256, 2 * STEPS, 2, 2)))
+    word_in_half = tl.arange(0, 4)[None, None, :]
+    loaded = tl.load(w_ptr + at[:, :, None] + word_in_half, mask=inside[:, :, None], other=0)
+    loaded = loaded.to(tl.uint32, bitcast=True)
+    even, odd = tl.split(tl.reshape(loaded, (256, 2 * STEPS, 2, 2)))
     w0, w2 = tl.split(even)
     w1, w3 = tl.split(odd)
     scale_ptr += (expert * rows + row)[:, None] * scale_groups
@@ -141,7 +143,7 @@ def tile_weights_kernel(
         w2 = _with_signs(w2, second)
         w3 = _with_signs(w3, second)
     elif FORMAT != "integer":
-        # 255 reads as infinity: codes of 0 make a NaN of it, as E8M0 has it.
+        # 255 reads as infinity; times codes of 0 it gives NaN, as E8M0 defines.
         scale = tl.load(scale_ptr + half[None, :], mask=inside, other=0)
         w0 = tl.where(scale == 255, 0, w0)
         w1 = tl.where(scale == 255, 0, w1)
@@ -150,16 +152,16 @@ def tile_weights_kernel(
     lanes = _words(w0, w1, w2, w3, "e2m1" if FORMAT == "nvfp4" else FORMAT)
     # (block, warp and row, row half, step, half of it, lane) to (step, block, ..., lane, halves)
     split = tl.reshape(lanes, (128, 2, STEPS, 2, 4))
-    made = tl.reshape(tl.permute(split, (2, 0, 4, 1, 3)), (STEPS, 2048))
+    values = tl.reshape(tl.permute(split, (2, 0, 4, 1, 3)), (STEPS, 2048))
     step = first_step + tl.arange(0, STEPS)
     box = (local.to(tl.int64) * tiles + tile) * steps + step
-    to = words_ptr + box[:, None] * 2048 + tl.arange(0, 2048)[None, :]
-    tl.store(to, made.to(tl.int32, bitcast=True), mask=(step < steps)[:, None])
-    # Scales: how many a row has in a step, and which.
+    out_ptrs = words_ptr + box[:, None] * 2048 + tl.arange(0, 2048)[None, :]
+    tl.store(out_ptrs, values.to(tl.int32, bitcast=True), mask=(step < steps)[:, None])
+    # Scales per row and step.
     EACH: tl.constexpr = 4 if FORMAT == "nvfp4" else (GROUPS if FORMAT == "integer" else 2)
     k = first_step * 64 + tl.arange(0, EACH * STEPS) * (64 // EACH)
     group = (k // GROUP_K if GROUP_K > 0 else k * 0)[None, :]
-    inside = here & (k < row_words * 8)[None, :]
+    inside = column_mask & (k < row_words * 8)[None, :]
     scale = tl.load(scale_ptr + group, mask=inside, other=0.0)
     stored = _stored(scale, inside, FORMAT, HAS_ZERO)
     if HAS_ZERO:
@@ -168,7 +170,7 @@ def tile_weights_kernel(
         stored |= (zero.to(tl.int32) >> (row % 2 * 4)[:, None]) & 15
     if FORMAT != "integer":
         stored = stored.to(tl.uint8)
-    # (part, block of two, quad, row half, step, scale of it) to the order of layout
+    # (warpgroup, block of two, quad, row half, step, scale of it) to the order of layout
     split = tl.reshape(stored, (2, 2, 32, 2, STEPS, EACH))
     if FORMAT == "integer" and EACH == 2:
         ordered = tl.permute(split, (4, 0, 1, 2, 3, 5))
@@ -176,6 +178,6 @@ def tile_weights_kernel(
         ordered = tl.permute(split, (4, 0, 2, 1, 3, 5))
     else:
         ordered = tl.permute(split, (4, 2, 0, 1, 3, 5))
-    made = tl.reshape(ordered, (STEPS, 256 * EACH))
-    to = scales_ptr + box[:, None] * (256 * EACH) + tl.arange(0, 256 * EACH)[None, :]
-    tl.store(to, made, mask=(step < steps)[:, None])
+    values = tl.reshape(ordered, (STEPS, 256 * EACH))
+    out_ptrs = scales_ptr + box[:, None] * (256 * EACH) + tl.arange(0, 256 * EACH)[None, :]
+    tl.store(out_ptrs, values, mask=(step < steps)[:, None])

@@ -1,7 +1,7 @@
-"""Words of eight 4-bit weights to pairs in bf16, in the registers that wgmma takes them from.
+"""Unpacking of words of eight 4-bit weights to bf16 pairs, in the register layout of wgmma.
 
-Four threads share weight rows r and r + 8, and their scales. Of a block each thread has four words:
-of either row, 32 of the depth each. FORM says what they hold: the text of a layout.Form.
+Four threads share weight rows r and r + 8 and their scales. Each thread has four words of a block:
+two per row, of 32 columns each. FORM is the str of a layout.Form and determines their content.
 """
 
 from itertools import product
@@ -9,25 +9,27 @@ from itertools import product
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-BLOCK = gl.constexpr(64)  # weight rows of one product, and the depth of a step
-_WORDS = 4  # of a thread and block
+BLOCK = gl.constexpr(64)  # weight rows per MMA, and K per step
+_WORDS = 4  # per thread and block
 _FIELDS = "0x81C081C0"
-# As modular_kernel.quant.repacking has it: pair i of word W, in bf16's fields, to t.
+# PTX that moves pair i of word W to the bf16 fields of t; see modular_kernel.quant.repacking.
 _PAIRS = (
     f"and.b32 t, W, {_FIELDS}; ",
     f"shl.b32 t, W, 3; and.b32 t, t, {_FIELDS}; ",
     f"shl.b32 t, W, 6; shl.b32 u, W, 1; lop3.b32 t, t, u, {_FIELDS}, 0x28; ",
     f"shr.u32 t, W, 3; shl.b32 u, W, 2; lop3.b32 t, t, u, {_FIELDS}, 0x28; ",
 )
-# Pair i of integers, as they read at the low end of bf16: q 2^-133, or 16 q 2^-133. Below 2^8 these
-# bits count on from the subnormal numbers into the least normal ones.
-_COUNTS = tuple(f"and.b32 t, {w}, {mask}; " for w in "Ww" for mask in ("0x000F000F", "0x00F000F0"))
-_MIDDLE = "0x80088008"  # -8 2^-133 twice
-_SIXTEENTH = "0x3D803D80"  # twice
+# PTX that moves pair i of integers to the low bf16 bits of t: q 2^-133, or 16 q 2^-133. Below 2^8,
+# bf16 bit patterns count up linearly from the subnormals into the smallest normals.
+_INTEGER_PAIRS = tuple(
+    f"and.b32 t, {w}, {mask}; " for w in "Ww" for mask in ("0x000F000F", "0x00F000F0")
+)
+_MIDDLE = "0x80088008"  # -8 * 2^-133 in both halves
+_SIXTEENTH = "0x3D803D80"  # 2^-4 in both halves
 
 
 def _e2m1() -> str:
-    """mxfp4: the exponents of the factors of four words are the bytes of $20."""
+    """Return PTX for mxfp4; the bytes of $20 are the exponents of the factors of four words."""
     code = ""
     for q in range(_WORDS):
         code += f"prmt.b32 s, $20, 0, 0x4{q}4{q}; shl.b32 s, s, 7; "
@@ -37,9 +39,9 @@ def _e2m1() -> str:
 
 
 def _nvfp4() -> str:
-    """nvfp4: $20 and $21, of either row, have a byte for each 16 of the depth.
+    """Return PTX for NVFP4; $20 and $21, one per row, have a byte per 16 columns.
 
-    A byte is five bits of an exponent, less by 224, and three of a significand.
+    A byte is five exponent bits, lowered by 224, and three significand bits.
     """
     code = ""
     for q in range(_WORDS):
@@ -53,7 +55,7 @@ def _nvfp4() -> str:
 
 
 def _scale(word: str, scale: str, zero: bool) -> str:
-    """Take a scale of integers from its word: float32 f, bf16 h, what it lacks l; -zero to m."""
+    """Return PTX that splits an integer scale word: float32 f, bf16 h, the rest l; -zero in m."""
     code = f"and.b32 f, {word}, 0xFFFFFFF0; " if zero else f"mov.b32 f, {word}; "
     if scale != "float32":
         code += "cvt.rn.bf16x2.f32 h, f, f; "
@@ -66,7 +68,7 @@ def _scale(word: str, scale: str, zero: bool) -> str:
     return code
 
 
-# (q - zero) scale, rounded once, of what t holds, to TO. float16's scales are the sum of two bf16
+# PTX for (q - zero) * scale, rounded once, from t to TO. A float16 scale is the sum of two bf16
 # terms, the second of which has so few bits that its product with t is exact.
 _SCALED = {
     "bfloat16": "mul.bf16x2 TO, t, h; ",
@@ -77,47 +79,47 @@ _SCALED = {
 
 
 def _integers(groups: int, scale: str, zero: bool) -> str:
-    """Write (q - zero) scale of integers q whose scales are $20 and on.
+    """Return PTX for (q - zero) * scale of integers q, with scale words from $20 on.
 
-    Each is float32, but for its last four bits if these are the zero point. 8 times a bf16 scale is
-    exact: such a product needs no difference before.
+    A scale is float32; with zero points, its last four bits are the zero point. 8 times a bf16
+    scale is exact, so in that case no subtraction is needed before the product.
     """
     code = f"mov.b32 m, {_MIDDLE}; mov.b32 e, {_SIXTEENTH}; "
     for q in range(_WORDS):
         if q % 2 == 0 or groups == 2:
             code += _scale(f"${20 + (q if groups == 2 else q // 2)}", scale, zero)
         code += f"shr.u32 w, ${16 + q}, 8; "
-        for i, pair in enumerate(_COUNTS):
-            to = f"${4 * q + i}"
+        for i, pair in enumerate(_INTEGER_PAIRS):
+            register = f"${4 * q + i}"
             code += pair.replace("W", f"${16 + q}")
             if scale == "bfloat16" and not zero:
-                code += f"fma.rn.bf16x2 {to}, t, {'l' if i % 2 else 'h'}, k; "
+                code += f"fma.rn.bf16x2 {register}, t, {'l' if i % 2 else 'h'}, k; "
             else:
-                less = "fma.rn.bf16x2 t, t, e, m; " if i % 2 else "add.bf16x2 t, t, m; "
-                code += less + _SCALED[scale].replace("TO", to)
+                subtract = "fma.rn.bf16x2 t, t, e, m; " if i % 2 else "add.bf16x2 t, t, m; "
+                code += subtract + _SCALED[scale].replace("TO", register)
     return code
 
 
 def _codes() -> dict[str, str]:
-    """Assembler by form: words $16 to $19 and their scales from $20 on, to pairs $0 to $15."""
-    found = {"e2m1": _e2m1(), "nvfp4": _nvfp4()}
+    """Return PTX by form: words $16 to $19 and scales from $20 on to pairs $0 to $15."""
+    code_by_form = {"e2m1": _e2m1(), "nvfp4": _nvfp4()}
     for groups, scale, zero in product((1, 2), _SCALED, (False, True)):
-        found[f"integer {groups} {scale}{' zero' * zero}"] = _integers(groups, scale, zero)
+        code_by_form[f"integer {groups} {scale}{' zero' * zero}"] = _integers(groups, scale, zero)
     registers = "{ .reg .b32 s, t, u, w, f, h, l, k, m, e; "
-    return {form: registers + code + "}" for form, code in found.items()}
+    return {form: registers + code + "}" for form, code in code_by_form.items()}
 
 
-_CODES = gl.constexpr(_codes())
-
-
-@gluon.constexpr_function
-def _code_of(form: str) -> str:
-    return _CODES.value[form]
+_PTX_BY_FORM = gl.constexpr(_codes())
 
 
 @gluon.constexpr_function
-def _scales_of_a_thread(form: str) -> int:
-    """Return how many words of scales four threads have for a block."""
+def _ptx_of_form(form: str) -> str:
+    return _PTX_BY_FORM.value[form]
+
+
+@gluon.constexpr_function
+def _num_scale_words(form: str) -> int:
+    """Return the scale words per four threads and block."""
     return {"e2m1": 1, "nvfp4": 2}.get(form, 4 if form.startswith("integer 2") else 2)
 
 
@@ -128,13 +130,13 @@ def _constraints(scales: int) -> str:
 
 @gluon.jit
 def _four(a, b, c, d):
-    """Join four to (..., 2, 2), in order."""
+    """Join four tensors to (..., 2, 2), in order."""
     return gl.join(gl.join(a, c), gl.join(b, d))
 
 
 @gluon.jit
 def _quads(place):
-    """Four words of each four threads, (32, 1) each, of (8, 16) in shared memory."""
+    """Load (8, 16) words from shared memory as four words per four threads, (32, 1) each."""
     LINES: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2]], [[0, 0], [0, 0], [0, 4], [0, 8], [1, 0]], [[2, 0], [4, 0]], [], [8, 16]
     )
@@ -156,35 +158,35 @@ def _quads(place):
 
 @gluon.jit
 def scales_of_blocks(place, PART: gl.constexpr, FORM: gl.constexpr):
-    """Scales of both blocks of a warpgroup as `unpack` takes them, of a step's in shared memory."""
-    COUNT: gl.constexpr = _scales_of_a_thread(FORM)
-    if COUNT == 1:  # a word of either block, of both warpgroups
+    """Load the scales of both blocks of a warpgroup for `unpack`, from those of a step."""
+    COUNT: gl.constexpr = _num_scale_words(FORM)
+    if COUNT == 1:  # one word per block, for both warpgroups
         s = _quads(place)
         return (s[2 * PART],), (s[2 * PART + 1],)
-    elif COUNT == 4:  # a word of each row and 32 of the depth
+    elif COUNT == 4:  # one word per row and 32 columns
         return _quads(place.slice(16 * PART, 8, 0)), _quads(place.slice(16 * PART + 8, 8, 0))
-    else:  # a word of each row
+    else:  # one word per row
         s = _quads(place.slice(8 * PART, 8, 0))
         return (s[0], s[1]), (s[2], s[3])
 
 
 @gluon.jit
 def unpack(place, scales, OPERAND: gl.constexpr, FORM: gl.constexpr):
-    """(64, 64) bf16, the left operand, of (16, 32) words in shared memory and (32, 1) scales.
+    """Unpack (16, 32) words in shared memory with (32, 1) scales to the left operand (64, 64) bf16.
 
-    A thread has four words side by side and what they give: rows 8 apart, 32 of the depth each.
+    A thread has four adjacent words and unpacks them: two rows, 8 apart, with two words each.
     """
     LINES: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     QUADS: gl.constexpr = scales[0].type.layout
     words = place.load(LINES).reshape((32, 4, 2, 2))
-    even, odd = words.split()  # group 0 and 1 of the depth
+    even, odd = words.split()  # columns 0 to 31, and 32 to 63
     w0, w2 = even.split()  # the upper and the lower row
     w1, w3 = odd.split()
     w0 = gl.convert_layout(w0, QUADS, assert_trivial=True)
     w1 = gl.convert_layout(w1, QUADS, assert_trivial=True)
     w2 = gl.convert_layout(w2, QUADS, assert_trivial=True)
     w3 = gl.convert_layout(w3, QUADS, assert_trivial=True)
-    CODE: gl.constexpr = _code_of(FORM)
+    CODE: gl.constexpr = _ptx_of_form(FORM)
     OPERANDS: gl.constexpr = _constraints(len(scales))
     if len(scales) == 1:
         p = gl.inline_asm_elementwise(
@@ -208,7 +210,7 @@ def unpack(place, scales, OPERAND: gl.constexpr, FORM: gl.constexpr):
     pairs = _four(up0, up1, low0, low1)  # (32, 4, pair, pair, row half, group)
     first = pairs.to(gl.int16).to(gl.bfloat16, bitcast=True)
     second = (pairs >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
-    both = gl.join(first, second).reshape((4, 8, 4, 4, 2, 2, 2))
-    # (warp, row, lane of four, pair, row half, group, second) to rows and depth
-    values = both.permute((0, 4, 1, 5, 3, 2, 6)).reshape((BLOCK, BLOCK))
+    joined = gl.join(first, second).reshape((4, 8, 4, 4, 2, 2, 2))
+    # (warp, row, lane of four, pair, row half, group, second) to rows and columns
+    values = joined.permute((0, 4, 1, 5, 3, 2, 6)).reshape((BLOCK, BLOCK))
     return gl.convert_layout(values, OPERAND, assert_trivial=True)
