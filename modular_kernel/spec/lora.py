@@ -109,7 +109,7 @@ class Adapter:
     lora_b2: torch.Tensor
 
     def share(self, rank: int, ranks: int, *, gated: bool = True) -> "Adapter":
-        """Return one TP rank's shard, as views; the shards split I, and their results add up.
+        """Return one TP rank's shard; the shards split I, and their results add up.
 
         A of w1 and B of w2 are replicated. B of w1 is split by rows, separately for gate and up;
         A of w2 is split by columns. gated: w1 has gate and up rows. Pass False for interleaved
