@@ -118,10 +118,10 @@ class CommunicationError(ModularKernelError):
         self.what, self.got, self.need = what, got, need
         self.layer = self.call = 0
         self.rank, self.phase, self.step, self.peers = rank, phase, step, tuple(peers)
-        named = ", ".join(map(str, self.peers)) or "unknown"
-        word = "peer" if len(self.peers) == 1 else "peers"
-        where = f"rank {rank}, {phase} of step {step}, {word} {named}"
-        super().__init__(f"{what}: got {got}, need {need} ({where})")
+        peer_list = ", ".join(map(str, self.peers)) or "unknown"
+        noun = "peer" if len(self.peers) == 1 else "peers"
+        location = f"rank {rank}, {phase} of step {step}, {noun} {peer_list}"
+        super().__init__(f"{what}: got {got}, need {need} ({location})")
 
 
 def _restore(cls: type[ModularKernelError], args: tuple[object, ...]) -> ModularKernelError:

@@ -144,15 +144,15 @@ class Execution:
 
     def check_weights(self, weights: ExpertWeights, x_TH: torch.Tensor) -> recording.CheckedWeights:
         """Check weights on their first call, and again if the memory of a tensor was replaced."""
-        known = self.known_weights.bound(weights, x_TH.device)
-        if known is None:
+        checked = self.known_weights.bound(weights, x_TH.device)
+        if checked is None:
             validate.check_weights(weights, x_TH, self.problem)
             specs = self.experts.prepared_specs()
             prepared.check_prepared(weights, specs, x_TH.device, self._reader)
-            known = self.known_weights.bind(
+            checked = self.known_weights.bind(
                 weights, prepared.sources(weights), prepared.made(weights)
             )
-        return known
+        return checked
 
     def check_call(
         self,

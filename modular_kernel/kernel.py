@@ -62,8 +62,8 @@ class FusedMoEModularKernel(Execution):
             raise ConfigurationError("the two parts' problems", got=got, need=need)
         if machine is None:
             declared = prepare_finalize.requires, experts.requires
-            packages = tuple(package for each in declared for package in each.packages)
-            providers = tuple(provider for each in declared for provider in each.providers)
+            packages = tuple(package for requires in declared for package in requires.packages)
+            providers = tuple(provider for requires in declared for provider in requires.providers)
             machine = current_machine(packages, providers=providers)
         pair, problem = (type(prepare_finalize), type(experts)), experts.problem
         verdict = judge(*pair, problem, machine)

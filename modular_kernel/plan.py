@@ -318,12 +318,14 @@ class Plan(BoundCalls):
         support inplace.
         """
         parts = (self.kernel.prepare_finalize, self.kernel.experts)
-        same = x_TH.shape == output.shape and x_TH.is_contiguous()
-        same &= x_TH.data_ptr() == output.data_ptr() and all(p.requires.inplace for p in parts)
+        is_last_output = x_TH.shape == output.shape and x_TH.is_contiguous()
+        is_last_output &= x_TH.data_ptr() == output.data_ptr() and all(
+            p.requires.inplace for p in parts
+        )
         read = {"topk_weights": routing.topk_weights_TK, "topk_ids": routing.topk_ids_TK}
         if routing.slots_T is not None:
             read["adapters"] = routing.slots_T
-        for name, tensor in (read if same else {"x": x_TH, **read}).items():
+        for name, tensor in (read if is_last_output else {"x": x_TH, **read}).items():
             if tensor.numel() and self._own.holds([tensor.data_ptr()]):
                 need = "memory of its own: a copy, or another plan's output"
                 raise ConfigurationError(name, got="memory of the plan's own output", need=need)

@@ -68,10 +68,10 @@ def check_adapters_given(routing: Routing, problem: Problem) -> None:
 
     "none" must be explicit, so that adapters cannot be lost silently on the way.
     """
-    given = routing.adapters_T is not None
-    if given != (problem.adapters is not None):
+    has_adapters = routing.adapters_T is not None
+    if has_adapters != (problem.adapters is not None):
         got, need = "None", f'(T,) int32 slots of lora={problem.lora}, or "none"'
-        if given:
+        if has_adapters:
             got, need = "slots", "None: the problem has no adapters"
         raise RoutingError("adapters", got=got, need=need)
 

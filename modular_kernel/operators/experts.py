@@ -94,9 +94,9 @@ def experts_backward(
 def _(grad_TH, x_TH, ids_TK, weights_TK, params, fields, layer):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
     """Return empty tensors with the shapes and dtypes of the gradients."""
     biases = [x_TH.new_empty(0)] * 2
-    for at, name in enumerate(fields.split(",")):
+    for index, name in enumerate(fields.split(",")):
         if name in ("b1", "b2"):
-            biases[name == "b2"] = torch.empty_like(params[at])
+            biases[name == "b2"] = torch.empty_like(params[index])
     return torch.empty_like(x_TH), torch.empty_like(weights_TK), *biases
 
 

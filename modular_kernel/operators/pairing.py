@@ -226,6 +226,6 @@ def _part_text(part: Part) -> str:
     """Return the name of a catalog part, or module:qualname of another class."""
     if isinstance(part, str):
         return part
-    if part in {known.cls for known in load_catalog().parts}:
+    if part in {part_entry.cls for part_entry in load_catalog().parts}:
         return part.__name__
     return f"{part.__module__}:{part.__qualname__}"

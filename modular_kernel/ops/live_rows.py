@@ -62,6 +62,6 @@ def live_rows(x: torch.Tensor, live: Live) -> torch.Tensor:
         routing = replace(live.routing, invalid_ids=uncounted)
         return local_ids(routing, live.num_local).flatten() >= 0
     if isinstance(live, BatchedRows):
-        places = torch.arange(x.shape[0] // live.counts_e.numel(), device=x.device)
-        return (places < live.counts_e[:, None]).flatten()
+        positions = torch.arange(x.shape[0] // live.counts_e.numel(), device=x.device)
+        return (positions < live.counts_e[:, None]).flatten()
     return torch.ones(x.shape[0], dtype=torch.bool, device=x.device)

@@ -71,8 +71,8 @@ class MoELoRABatchInfo:
             if tensor.dtype not in need:
                 raise DtypeError(name, got=tensor.dtype, need=" or ".join(map(str, need)))
             if tensor.device != self.weight_indices.device:
-                where = f"{self.weight_indices.device}, where weight_indices are"
-                raise DeviceError(name, got=tensor.device, need=where)
+                need_device = f"{self.weight_indices.device}, where weight_indices are"
+                raise DeviceError(name, got=tensor.device, need=need_device)
         for name, tensor in tensors.items():
             dims = (1, 2) if name == "lora_ranks" else (1,)
             if tensor.dim() not in dims:

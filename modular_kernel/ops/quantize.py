@@ -261,9 +261,9 @@ def tile_arguments(
     group = _group(scheme, columns) if computed else min(columns, _CHUNK)
     group = min(group, columns)
     groups = -(-columns // group)
-    most = _MAX_PROGRAMS if isinstance(live, BatchedRows) else rows
+    max_programs = _MAX_PROGRAMS if isinstance(live, BatchedRows) else rows
     segments, capacity = segments_of(rows, live)
-    tiles = row_tiles(segments, capacity, group, most)
+    tiles = row_tiles(segments, capacity, group, max_programs)
     if streams:
         tiles = group_tiles(tiles, columns, group)
     if out.along_rows and len(out.scale) != segments:

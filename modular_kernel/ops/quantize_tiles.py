@@ -62,8 +62,8 @@ def group_tiles(plain: Tiles, columns: int, group: int) -> Tiles:
     """
     capacity, groups = plain.capacity, -(-columns // group)
     few = groups == 1 or capacity * columns < _STREAMED
-    whole = group == plain.block_c <= _STREAM_COLUMNS
-    if few or not whole or plain.segments > 1:
+    full_groups = group == plain.block_c <= _STREAM_COLUMNS
+    if few or not full_groups or plain.segments > 1:
         return plain
     # The power of two that divides the number of groups, so that no lane idles.
     wide = min(groups & -groups, _STREAM_COLUMNS // group)

@@ -219,13 +219,13 @@ _loaded_places = set[tuple[object, ...]]()
 
 def _check_loaded_once(tensors: Sequence[torch.Tensor]) -> None:
     """Raise StateError for unloaded tensors; memory found loaded is not checked again."""
-    places, known = [(t.data_ptr(), t.shape, t.device) for t in tensors], _loaded_places
-    if known.issuperset(places):
+    locations, known = [(t.data_ptr(), t.shape, t.device) for t in tensors], _loaded_places
+    if known.issuperset(locations):
         return
-    check_loaded({f"parameter {at} of the router": t for at, t in enumerate(tensors)})
+    check_loaded({f"parameter {index} of the router": t for index, t in enumerate(tensors)})
     if len(known) > _MAX_LOADED_PLACES:
         known.clear()
-    known.update(places)
+    known.update(locations)
 
 
 def _launch(

@@ -84,16 +84,16 @@ def allocated(
 
     Raises ConfigurationError if a part declares a field that is not in MADE_OF.
     """
-    made = {}
+    tensors = {}
     if unknown := sorted(specs.keys() - MADE_OF.keys()):
         need = f"some of {', '.join(MADE_OF)}"
         raise ConfigurationError("prepared_specs", got=", ".join(unknown), need=need)
     with modes.kept():
         for name, spec in specs.items():
-            made[name] = torch.empty(spec.shape, dtype=spec.dtype, device=weights.w1.device)
+            tensors[name] = torch.empty(spec.shape, dtype=spec.dtype, device=weights.w1.device)
             sources = (_Source(_place(t), storage_of(t)) for t in _tensors(weights, MADE_OF[name]))
-            _made[made[name]] = _Made(reader, tuple(sources))
-    return made
+            _made[tensors[name]] = _Made(reader, tuple(sources))
+    return tensors
 
 
 def finish(made: Mapping[str, torch.Tensor]) -> None:

@@ -128,10 +128,10 @@ def _weight_specs(problem: Problem) -> Mapping[str, TensorSpec]:
         shape = (problem.e, problem.hidden)
         specs["w1_order"] = TensorSpec(shape, (torch.int32,), "(e, H)")
     if scheme.static:
-        one = TensorSpec((1,), (torch.float32,), "(1,)")
+        scale_spec = TensorSpec((1,), (torch.float32,), "(1,)")
         if scheme.scales_by_expert:
-            one = TensorSpec((problem.e,), (torch.float32,), "(e,)")
-        specs |= {"a1_scale": one, "a2_scale": one}
+            scale_spec = TensorSpec((problem.e,), (torch.float32,), "(e,)")
+        specs |= {"a1_scale": scale_spec, "a2_scale": scale_spec}
     return specs
 
 

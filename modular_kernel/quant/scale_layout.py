@@ -51,5 +51,5 @@ def from_tiles(tiled: torch.Tensor, rows: int, groups: int) -> torch.Tensor:
     *outer, blocks, size = tiled.shape
     steps = size // STEP_BYTES
     parts = tiled.view(torch.uint8).reshape(-1, blocks, steps, 4, 32, 4, 4)
-    whole = parts.permute(0, 1, 5, 4, 2, 3, 6).reshape(*outer, blocks * ROWS, steps * STEP)
-    return whole[..., :rows, :groups].contiguous()
+    scales = parts.permute(0, 1, 5, 4, 2, 3, 6).reshape(*outer, blocks * ROWS, steps * STEP)
+    return scales[..., :rows, :groups].contiguous()

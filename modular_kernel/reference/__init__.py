@@ -311,8 +311,8 @@ def _as_quantized(
         scale = (amax / top).clamp(min=_MIN_SCALE) if given is None else given
         scaled = part * (1 / scale) if reciprocal else part / scale
         scaled = scaled.clamp(-largest, largest)
-        near = scaled.round() if integers else scaled.to(torch.float8_e4m3fn).to(rows.dtype)
-        parts.append(near * scale)
+        nearest = scaled.round() if integers else scaled.to(torch.float8_e4m3fn).to(rows.dtype)
+        parts.append(nearest * scale)
     return torch.cat(parts, dim=1)
 
 

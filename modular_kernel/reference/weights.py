@@ -81,9 +81,9 @@ def code_at(
         for position, sources in enumerate(bits):
             bit = torch.zeros_like(code)
             for source in sources:
-                at = source + 16 * (k % 2)
-                byte = stored[n, k // 8 * 4 + at.clamp(max=31) // 8].long()
-                bit ^= torch.where(at < 32, byte >> (at % 8) & 1, 0)
+                bit_index = source + 16 * (k % 2)
+                byte = stored[n, k // 8 * 4 + bit_index.clamp(max=31) // 8].long()
+                bit ^= torch.where(bit_index < 32, byte >> (bit_index % 8) & 1, 0)
             code += torch.where(k % 8 // 2 == pair, bit << position, 0)
     return code
 

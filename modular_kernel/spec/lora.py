@@ -84,10 +84,10 @@ class AdapterSpec:
 @lru_cache(maxsize=64)
 def _parsed(text: str) -> AdapterSpec:
     """Parse a spec; cached, because many problems name the same one."""
-    words = text.split(",")
-    options = [_OPTION.fullmatch(word) for word in words]
+    items = text.split(",")
+    options = [_OPTION.fullmatch(item) for item in items]
     keys = [match[1] or match[3] for match in options if match]
-    if not {"adapters", "rank"} <= set(keys) or len(set(keys)) < len(words):
+    if not {"adapters", "rank"} <= set(keys) or len(set(keys)) < len(items):
         raise ConfigurationError("lora", got=shown(text), need=_NEED)
     sizes = {match[1]: int(match[2]) for match in options if match and match[1]}
     return AdapterSpec(sizes["adapters"], sizes["rank"], "a13" in keys, "outer" in keys)
@@ -142,7 +142,9 @@ class Adapter:
 
     def __repr__(self) -> str:
         """Return the shapes, without values."""
-        shapes = (f"{each.name}={tuple(getattr(self, each.name).shape)}" for each in fields(self))
+        shapes = (
+            f"{field.name}={tuple(getattr(self, field.name).shape)}" for field in fields(self)
+        )
         return f"Adapter({', '.join(shapes)})"
 
 

@@ -128,13 +128,13 @@ class Placement:
         ((2, 1), (3, 0))
         """
         lost = expect_each("lost ranks", ranks, Annotated[int, Between(0, self.world_size - 1)])
-        kept = tuple(held for rank, held in enumerate(self.slots) if rank not in lost)
-        missing = sorted(set(range(self.experts)).difference(*kept))
-        if missing or not kept:
+        remaining = tuple(held for rank, held in enumerate(self.slots) if rank not in lost)
+        missing = sorted(set(range(self.experts)).difference(*remaining))
+        if missing or not remaining:
             what = f"placement without ranks {', '.join(map(str, lost))}"
             got = f"no copy of experts {', '.join(map(str, missing))}"
             raise ConfigurationError(what, got=got, need="a copy of each on a rank that is left")
-        return Placement(kept)
+        return Placement(remaining)
 
     @classmethod
     def from_eplb(
@@ -302,10 +302,10 @@ def pairs_to_slots(
     valid = (ids >= 0) & (ids < experts)
     invalid = ((ids < -1) | (ids >= experts)).sum().to(torch.int32).reshape(1)
     ids = torch.where(valid, ids, 0)
-    turn = torch.arange(first_token, first_token + ids.shape[0], device=ids.device)[:, None]
+    copy_index = torch.arange(first_token, first_token + ids.shape[0], device=ids.device)[:, None]
     if not together:
-        turn = turn + torch.arange(ids.shape[1], device=ids.device)
-    homes = tables.homes_ER2[ids, turn % tables.copies_E[ids]].long()
+        copy_index = copy_index + torch.arange(ids.shape[1], device=ids.device)
+    homes = tables.homes_ER2[ids, copy_index % tables.copies_E[ids]].long()
     destination = torch.where(valid[..., None], homes, -1)
     return destination[..., 0], destination[..., 1], invalid
 

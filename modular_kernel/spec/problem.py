@@ -120,13 +120,13 @@ class ActivationSpec:
             need = f"one of {', '.join(GATED + UNGATED)}"
             raise ConfigurationError("activation", got=self.kind, need=need)
         if (self.alpha is not None) != (self.kind in _TAKE_ALPHA):
-            some = " or ".join(_TAKE_ALPHA)
-            need = "a value" if self.alpha is None else f"alpha only with {some}"
+            kinds = " or ".join(_TAKE_ALPHA)
+            need = "a value" if self.alpha is None else f"alpha only with {kinds}"
             raise ConfigurationError(f"activation {self.kind} alpha", got=self.alpha, need=need)
         has_limit, needs_limit = self.limit is not None, self.kind.startswith("swiglu")
         if has_limit != needs_limit and not (has_limit and self.kind in _TAKE_LIMIT):
-            some = ", ".join(_TAKE_LIMIT)
-            need = "a value" if needs_limit else f"a limit only with a swiglu_* rule, {some}"
+            kinds = ", ".join(_TAKE_LIMIT)
+            need = "a value" if needs_limit else f"a limit only with a swiglu_* rule, {kinds}"
             raise ConfigurationError(f"activation {self.kind} limit", got=self.limit, need=need)
         if self.limit is not None and not self.limit > 0:
             raise ConfigurationError("activation limit", got=self.limit, need="a finite value > 0")

@@ -121,8 +121,8 @@ class QuantScheme:
             return replace(self, static=value == "true")
         if key == "repacked" and self.name == "mxfp4_w4a16" and value in ("true", "false"):
             return replace(self, repacked=value == "true")
-        known = "block=NxK, group=G, zero_points=true, static=true or repacked=true"
-        need = f"an option this scheme has: {known}"
+        options = "block=NxK, group=G, zero_points=true, static=true or repacked=true"
+        need = f"an option this scheme has: {options}"
         raise ConfigurationError(f"quant {self.name}", got=f"{key}={value}"[:80], need=need)
 
     def __str__(self) -> str:

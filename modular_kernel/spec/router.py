@@ -139,8 +139,8 @@ class RouterSpec:
         # No divmod: torch.compile cannot trace it if the number of experts is symbolic.
         size, rest = experts // self.groups, experts % self.groups
         if rest or (self.group_score == "top2" and size < 2):
-            least = 2 if self.group_score == "top2" else 1
-            need = f"groups = {self.groups} of one size, {least} or more each"
+            min_size = 2 if self.group_score == "top2" else 1
+            need = f"groups = {self.groups} of one size, {min_size} or more each"
             raise ConfigurationError("router experts", got=experts, need=need)
         if size * self.topk_groups < self.top_k:
             need = f"top_k = {self.top_k} experts or more in topk_groups = {self.topk_groups}"

@@ -111,12 +111,12 @@ def available_device(device: object, *, meta: bool = False, what: str = "device"
     meta: accept the meta device, whose tensors have no memory. Raises ConfigurationError if
     `device` does not name a device, and DeviceError if the device is not available.
     """
-    named = device_named(device)
+    parsed = device_named(device)
     try:
-        actual = torch.empty(0, device=named).device
+        actual = torch.empty(0, device=parsed).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         why = str(error).splitlines()[0][:160]
-        raise DeviceError(what, got=f"{named}: {why}", need="a device of this torch") from None
+        raise DeviceError(what, got=f"{parsed}: {why}", need="a device of this torch") from None
     if actual.type == "meta" and not meta:
         raise DeviceError(what, got="meta", need="a device whose tensors have memory")
     return actual

@@ -49,8 +49,8 @@ def loaded_within(load: Callable[[], object], seconds: float, whose: str) -> obj
     if results:
         return results[0]
     if not failures:
-        where = _innermost(thread.ident)
-        raise TimeoutError(f"did not end within {seconds:g} s (MK_IMPORT_DEADLINE_S){where}")
+        location = _innermost(thread.ident)
+        raise TimeoutError(f"did not end within {seconds:g} s (MK_IMPORT_DEADLINE_S){location}")
     error = failures[0]
     if isinstance(error, Exception):
         raise error

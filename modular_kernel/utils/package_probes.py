@@ -69,14 +69,14 @@ def importing(provider: Provider, *, need: str) -> Iterator[Path]:
     need: description of a usable copy, for messages. Raises ConfigurationError if the provider is
     missing, or if importing it fails as a build for another machine does.
     """
-    found = find(provider)
-    if found.folder is None:
-        raise ConfigurationError(provider.name, got=found.why or "nothing", need=provider.need)
+    location = find(provider)
+    if location.folder is None:
+        raise ConfigurationError(provider.name, got=location.why or "nothing", need=provider.need)
     try:
-        yield found.folder
+        yield location.folder
     except _FAILURES as error:
         got = f"{type(error).__name__}: {error}"[:300]
-        what = f"{provider.places[0]} in {found.folder}"
+        what = f"{provider.places[0]} in {location.folder}"
         raise ConfigurationError(what, got=got, need=need) from error
 
 
@@ -107,9 +107,11 @@ def forget(name: str) -> None:
 
 def sort_out(providers: Iterable[Provider]) -> tuple[frozenset[str], dict[str, str]]:
     """Return the names of available providers, and why similar packages do not qualify."""
-    found = {provider.name: find(provider) for provider in providers}
-    available = frozenset(name for name, location in found.items() if location.folder is not None)
-    return available, {name: location.why for name, location in found.items() if location.why}
+    locations = {provider.name: find(provider) for provider in providers}
+    available = frozenset(
+        name for name, location in locations.items() if location.folder is not None
+    )
+    return available, {name: location.why for name, location in locations.items() if location.why}
 
 
 def version_in(folder: Path, file: str = "__init__.py") -> str:

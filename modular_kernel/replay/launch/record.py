@@ -40,9 +40,9 @@ def note(
         value = arguments.get(parameter.name, parameter.default)
         tensor = value.base if isinstance(value, TensorDescriptor) else value
         if isinstance(tensor, torch.Tensor):
-            place = recording.place(tensor)
-            if place is not None:
-                slots[len(values)] = place
+            slot = recording.place(tensor)
+            if slot is not None:
+                slots[len(values)] = slot
             value = value.data_ptr() if value is tensor else value
         elif not parameter.is_constexpr and not isinstance(value, int | float | None):
             recording.refuse(f"{parameter.name} is a {type(value).__name__}")
