@@ -13,7 +13,7 @@ from modular_kernel.settings import read_settings
 from modular_kernel.spec.problem import Machine
 from modular_kernel.utils.package_probes import Provider, sort_out
 
-_twins: ContextVar[bool] = ContextVar("torch_twins", default=False)
+_torch_reference: ContextVar[bool] = ContextVar("torch_twins", default=False)
 
 
 def importable(packages: Iterable[str]) -> frozenset[str]:
@@ -79,13 +79,13 @@ def torch_twins(*, wanted: bool = True) -> Iterator[None]:
 
     For timing plain-torch parts as a user runs them. wanted: False changes nothing.
     """
-    before = _twins.set(_twins.get() or wanted)
+    before = _torch_reference.set(_torch_reference.get() or wanted)
     try:
         yield
     finally:
-        _twins.reset(before)
+        _torch_reference.reset(before)
 
 
 def twins_are_wanted() -> bool:
     """Return whether `torch_twins` is active in this context."""
-    return _twins.get()
+    return _torch_reference.get()

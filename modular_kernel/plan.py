@@ -535,7 +535,7 @@ class CallPlans:
             if index != _C._cuda_getDevice() or _C._cuda_isCurrentStreamCapturing():
                 return None
             trees = modules.get("torch._inductor.cudagraph_trees")
-            if trees is not None and _in_graph_trees(trees, index):
+            if trees is not None and _uses_graph_trees(trees, index):
                 return None
             stream = _C._cuda_getCurrentRawStream(index)
         plan = self._plans.get((index, stream, (tokens - 1).bit_length()))
@@ -669,7 +669,7 @@ def may_keep_buffers(device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     trees = modules.get("torch._inductor.cudagraph_trees")
-    in_trees = trees is not None and _in_graph_trees(trees, _index_of(device))
+    in_trees = trees is not None and _uses_graph_trees(trees, _index_of(device))
     return not (in_trees or capturing(device))
 
 
@@ -681,6 +681,6 @@ def _index_of(device: torch.device) -> int:
     return torch.cuda.current_device() if index is None else index
 
 
-def _in_graph_trees(trees: Any, index: int) -> bool:
+def _uses_graph_trees(trees: Any, index: int) -> bool:
     manager: Callable[..., object] = trees.get_manager
     return manager(index, create_if_none_exists=False) is not None

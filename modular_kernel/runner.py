@@ -139,7 +139,7 @@ class Half:
     lacks: str
 
 
-class _Pool(Generic[T]):
+class _Registry(Generic[T]):
     """Values registered under pairs of names; each key at most once."""
 
     def __init__(self, kind: str) -> None:
@@ -180,7 +180,7 @@ class FusedOpPool:
     """Fused operations by (all2all backend, runner backend)."""
 
     def __init__(self) -> None:
-        self.ops = _Pool[FusedOp]("fused operation")
+        self.ops = _Registry[FusedOp]("fused operation")
         self.parts: dict[Key, type[PermuteExpertsUnpermute]] = {}  # built from the operations
 
     def get_fused_func(self, a2a_backend: str, runner_backend: str) -> FusedOp | None:
@@ -192,9 +192,9 @@ class PermuteMethodPool:
     """Stages: pre by (format, backend), post by (backend, format), cores by (backend, "core")."""
 
     def __init__(self) -> None:
-        self.pre = _Pool[PrePermute]("pre-permute")
-        self.post = _Pool[PostPermute]("post-permute")
-        self.cores = _Pool[type[MoeRunnerCore[Any]]]("core")
+        self.pre = _Registry[PrePermute]("pre-permute")
+        self.post = _Registry[PostPermute]("post-permute")
+        self.cores = _Registry[type[MoeRunnerCore[Any]]]("core")
         self.parts: dict[Key, type[PermuteExpertsUnpermute]] = {}  # by (backend, format)
 
     def stages_of(self, backend: str, format: str) -> Stages:

@@ -257,11 +257,13 @@ def check_weights(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem) 
         _shape("w2", weights.w2, (e, h, i), "(e, H, I)")
         _dtype("w1", weights.w1, problem.dtype)
         _dtype("w2", weights.w2, problem.dtype)
-        _no_scales(weights)
-    _optional("b1", weights.b1, problem.bias, (e, n), x_TH, (torch.float32, problem.dtype))
-    _optional("b2", weights.b2, problem.bias, (e, h), x_TH, (torch.float32, problem.dtype))
+        _check_no_scales(weights)
+    _check_optional("b1", weights.b1, problem.bias, (e, n), x_TH, (torch.float32, problem.dtype))
+    _check_optional("b2", weights.b2, problem.bias, (e, h), x_TH, (torch.float32, problem.dtype))
     shape = (problem.experts,)
-    _optional("expert_map", weights.expert_map, problem.expert_map, shape, x_TH, (torch.int32,))
+    _check_optional(
+        "expert_map", weights.expert_map, problem.expert_map, shape, x_TH, (torch.int32,)
+    )
     _device("w1", weights.w1, x_TH.device)
     _device("w2", weights.w2, x_TH.device)
     _check_adapters(weights, x_TH, problem)
@@ -289,14 +291,14 @@ def _check_adapters(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem
             raise LayoutError(name, got=got, need="its last dimension contiguous")
 
 
-def _no_scales(weights: ExpertWeights) -> None:
+def _check_no_scales(weights: ExpertWeights) -> None:
     present = [name for name in SCALE_FIELDS if getattr(weights, name) is not None]
     if present:
         need = "no scales or zero points for quant=none"
         raise WeightsError("expert weights", got=", ".join(present), need=need)
 
 
-def _optional(
+def _check_optional(
     what: str,
     tensor: torch.Tensor | None,
     declared: bool,

@@ -60,7 +60,7 @@ def experts(
     pairing: str,
 ) -> torch.Tensor:
     """Return a new tensor like x, (T, H) or (T, K, H). ids_TK and weights_TK as in Routing."""
-    weights = _prepared_of(params, fields, layer, pairing)
+    weights = _find_prepared(params, fields, layer, pairing)
     if weights is None:
         weights = _weights(params, fields)
     return pairing_of(pairing).run(layer, x_TH, weights, Routing(weights_TK, ids_TK))
@@ -122,7 +122,7 @@ experts.register_autograd(_backward, setup_context=_keep_inputs)
 EXPERTS = torch.ops.modular_kernel.experts
 
 
-def _prepared_of(
+def _find_prepared(
     params: Sequence[torch.Tensor], fields: str, layer: str, pairing: str
 ) -> ExpertWeights | None:
     """Return weights that were prepared from exactly these tensors, if any."""

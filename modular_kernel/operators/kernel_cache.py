@@ -34,7 +34,7 @@ _Key = tuple[Pairing, Problem, torch.device]
 
 
 @lru_cache(maxsize=1 << 12)
-def _of_tokens(problem: Problem, tokens: int) -> Problem:
+def _with_tokens(problem: Problem, tokens: int) -> Problem:
     """Return one object for equal problems, so that lookups by it compare by identity."""
     return problem.with_tokens(tokens)
 
@@ -125,7 +125,7 @@ class Planned:
         Raises every InputError of a kernel's call, and IncompatibleError if the pairing is refused.
         """
         device = x_TH.device
-        problem = _of_tokens(problem, capacity_of(x_TH.shape[0]))
+        problem = _with_tokens(problem, capacity_of(x_TH.shape[0]))
         with current(device):
             kernel = self.kernel(pairing, problem, device)
             return kernel(x_TH, weights, with_ids_of(kernel, routing))
@@ -135,7 +135,7 @@ class Planned:
 
         Calls that allocate their own workspace are not prepared (see `modular_kernel.plan`).
         """
-        problem = _of_tokens(problem, capacity_of(problem.tokens))
+        problem = _with_tokens(problem, capacity_of(problem.tokens))
         with current(device):
             self.kernel(pairing, problem, device).reserve_workspace(problem.tokens, device)
 

@@ -44,7 +44,7 @@ _OPTIONAL = frozenset(
     }
 )
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_BY_CALL = frozenset({"tokens", "ids_dtype"})  # do not affect a call's result
+_PER_CALL = frozenset({"tokens", "ids_dtype"})  # do not affect a call's result
 
 Part = str | type[PrepareAndFinalize] | type[PermuteExpertsUnpermute]
 
@@ -218,7 +218,7 @@ def pairing_of(text: str) -> Pairing:
 _DEFAULTS = {
     field.name: getattr(Problem(1, 1, 1, 1, 1), field.name)
     for field in fields(Problem)
-    if field.name not in _FIELDS | _BY_CALL
+    if field.name not in _FIELDS | _PER_CALL
 }
 
 

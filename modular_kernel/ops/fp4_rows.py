@@ -132,11 +132,11 @@ def _check(
     for name, tensor in (("rows to quantize", x), ("rows", out.q_RK), ("scales", out.scale)):
         if tensor.shape[1] > 1 and tensor.stride(1) != 1:
             raise LayoutError(name, got=f"strides {tensor.stride()}", need="values side by side")
-    _check_lines(tiles, scale_e, out, source_R)
+    _check_vectors(tiles, scale_e, out, source_R)
     return max_tiles
 
 
-def _check_lines(
+def _check_vectors(
     tiles: torch.Tensor, scale_e: torch.Tensor, out: Fp4Rows, source_R: torch.Tensor | None
 ) -> None:
     """Check the one-dimensional tensors, and the dtypes."""

@@ -46,7 +46,7 @@ def expert_mlps(
     read unquantized rows.
     """
     with stages.stage(stages.GEMM1):
-        hidden = [_hidden(rows, weights, problem) for rows in tokens]
+        hidden = [_gemm1_activation(rows, weights, problem) for rows in tokens]
     unquantized = hidden
     if hidden and problem.scheme.quantizes_activations:
         with stages.stage(stages.QUANTIZE):
@@ -69,13 +69,13 @@ def mlp_roundings(weights: ExpertWeights, problem: Problem, *, row_weights: bool
     )
 
 
-def _hidden(rows: ExpertTokens, weights: ExpertWeights, problem: Problem) -> torch.Tensor:
+def _gemm1_activation(rows: ExpertTokens, weights: ExpertWeights, problem: Problem) -> torch.Tensor:
     """Compute GEMM 1 and the activation, (R, H) -> (R, I), rounded to the problem's dtype."""
     x_RH = rows.x_RH
     if rows.scale is not None:
         x_RH = dequantize_rows(x_RH, rows.scale, problem.scheme)
     elif problem.scheme.scales_by_expert:
-        x_RH = _of_expert(x_RH, weights.a1_scale, rows.expert)
+        x_RH = _nvfp4_round_trip(x_RH, weights.a1_scale, rows.expert)
     no_additions = weights.b1 is None and rows.row_weights_R is None
     w1_NH = _matrix(weights, "w1", rows.expert, problem)
     deltas = _deltas(rows, rows.plain_RH, weights.lora_a13, weights.lora_b13, problem)
@@ -103,7 +103,9 @@ def _output(
     return y_RH.to(problem.dtype)
 
 
-def _of_expert(x_RK: torch.Tensor, scale_e: torch.Tensor | None, expert: int) -> torch.Tensor:
+def _nvfp4_round_trip(
+    x_RK: torch.Tensor, scale_e: torch.Tensor | None, expert: int
+) -> torch.Tensor:
     """Quantize rows of one expert to nvfp4 and back, float32."""
     assert scale_e is not None
     expert_scale = scale_e[expert]
@@ -120,7 +122,7 @@ def _as_quantized(
     """Quantize h and dequantize it to float32."""
     if problem.scheme.scales_by_expert:
         pairs = zip(tokens, hidden, strict=True)
-        return [_of_expert(h_RI, weights.a2_scale, rows.expert) for rows, h_RI in pairs]
+        return [_nvfp4_round_trip(h_RI, weights.a2_scale, rows.expert) for rows, h_RI in pairs]
     all_rows = torch.cat(hidden).float()
     static = weights.a2_scale if problem.scheme.static else None
     q, scale = quantized(all_rows, problem.scheme, static)

@@ -321,7 +321,7 @@ def quantize_weights(
             need = " or ".join(map(dtype_name, allowed))
             raise ConfigurationError("scale_dtype", got=dtype_name(scale_dtype), need=need)
         if scheme.act_order and name == "w1":
-            w_eNK, fields["w1_order"] = _by_size(w_eNK)
+            w_eNK, fields["w1_order"] = _sort_columns(w_eNK)
         parts = (name, f"{name}_scale", f"{name}_zero_point")
         if scheme.matrix_scales:
             parts = (name, f"{name}_scale", f"{name}_global_scale")
@@ -332,19 +332,19 @@ def quantize_weights(
             )
         else:
             quantize = partial(_quantize, scheme=scheme, scale_dtype=scale_dtype)
-        fields |= zip(parts, _quantize_in_pieces(w_eNK, quantize), strict=True)
+        fields |= zip(parts, _quantize_in_chunks(w_eNK, quantize), strict=True)
     quantized = replace(weights, **fields)  # type: ignore[arg-type]
     check_weights_quantized(quantized, problem, weights.w1.device)
     return quantized
 
 
-def _by_size(w_eNK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _sort_columns(w_eNK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Sort columns by their largest weight; return them and their old indices, (e, K) int32."""
     order = w_eNK.abs().amax(1).argsort(dim=1, descending=True, stable=True)
     return w_eNK.gather(2, order[:, None].expand_as(w_eNK)), order.int()
 
 
-def _quantize_in_pieces(w_eNK: torch.Tensor, quantize: _Quantize) -> list[torch.Tensor | None]:
+def _quantize_in_chunks(w_eNK: torch.Tensor, quantize: _Quantize) -> list[torch.Tensor | None]:
     """Quantize weights of any floating dtype, converting a few experts at a time to float32."""
     step = max(1, _WEIGHTS_AT_ONCE // w_eNK[0].numel())
     results: list[torch.Tensor | None] = []

@@ -181,7 +181,7 @@ class ActivationSpec:
 
 
 @lru_cache(maxsize=64)
-def _in_blocks(experts: int, world_size: int) -> Placement:
+def _linear_placement(experts: int, world_size: int) -> Placement:
     """Return the linear placement; cached, because many problems differ in tokens only."""
     return Placement.linear(experts, world_size)
 
@@ -223,7 +223,7 @@ class Parallel:
     def place(self, experts: int) -> Placement:
         """Return the placement of `experts` experts; ConfigurationError if it does not fit."""
         if not isinstance(self.placement, Placement):
-            return _in_blocks(experts, self.world_size)
+            return _linear_placement(experts, self.world_size)
         if self.placement.experts != experts:
             got, need = f"{self.placement.experts} experts", f"experts = {experts}"
             raise ConfigurationError("placement", got=got, need=need)

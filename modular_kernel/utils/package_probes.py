@@ -54,7 +54,9 @@ def find(provider: Provider) -> Found:
     reasons = []
     for place in provider.places:
         for folder in _folders(place):
-            missing = next(filter(None, (_lacks(folder, *sign) for sign in provider.signs)), "")
+            missing = next(
+                filter(None, (_missing_sign(folder, *sign) for sign in provider.signs)), ""
+            )
             stated = version_in(folder, provider.version_file)
             if not missing:
                 return Found(folder, stated)
@@ -140,7 +142,7 @@ def _folders(place: str) -> Iterator[Path]:
             yield folder
 
 
-def _lacks(folder: Path, file: str, word: str) -> str:
+def _missing_sign(folder: Path, file: str, word: str) -> str:
     text = _text(folder / file)
     if text is None:
         return f"no {file}"

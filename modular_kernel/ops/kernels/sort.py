@@ -34,7 +34,7 @@ def chunk_rows(
 
 
 @triton.jit
-def _name_tiles(
+def _store_tiles(
     first_tile, rows, starts, tiles_ptr, max_tiles,
     TILE_M: tl.constexpr, BINS: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
@@ -74,7 +74,7 @@ def sort_place_kernel(
         tl.store(token_of_row_ptr + row, pairs // top_k, mask=mask & (row >= 0))
     else:
         first = (pid - num_chunks) * FILL
-        _name_tiles(first, rows, starts, tiles_ptr, max_tiles, TILE_M, BINS, FILL)
+        _store_tiles(first, rows, starts, tiles_ptr, max_tiles, TILE_M, BINS, FILL)
         if first == 0:
             used = tl.sum((rows + TILE_M - 1) // TILE_M, axis=0)
             tl.store(tiles_ptr + 3 * max_tiles, used)

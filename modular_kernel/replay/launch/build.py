@@ -33,7 +33,7 @@ def module_of(
     Raises BuildError if there is no compiler, if it fails, or if the result cannot be loaded.
     """
     compiler = c_compiler()
-    flags = (*_FLAGS, *(f"-I{folder}" for folder in (*include_dirs, *_python_s())))
+    flags = (*_FLAGS, *(f"-I{folder}" for folder in (*include_dirs, *_python_include_dirs())))
     facts = (release, compiler, *flags, _SUFFIX, platform.machine(), *platform.libc_ver())
     stem = f"{name}-{key_of(*facts, files=(source,))}"
     library = find(stem, _SUFFIX)
@@ -48,7 +48,7 @@ def module_of(
     return _loaded(name, library)
 
 
-def _python_s() -> tuple[str, ...]:
+def _python_include_dirs() -> tuple[str, ...]:
     """Return the folders of Python's headers; Debian's scheme for local packages has none."""
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     return (sysconfig.get_paths(scheme=scheme)["include"],)

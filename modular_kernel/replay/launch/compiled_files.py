@@ -96,11 +96,11 @@ def _folder() -> Path:
 
 
 def _of_this_process() -> Path:
-    return _of_process(forks.generation())
+    return _process_folder(forks.generation())
 
 
 @cache
-def _of_process(generation: int) -> Path:
+def _process_folder(generation: int) -> Path:
     """Make a folder that is removed when this process ends, but not when a forked child does."""
     folder = Path(tempfile.mkdtemp(prefix="modular_kernel-built-"))
     atexit.register(_remove, folder, generation)

@@ -22,16 +22,16 @@ RELEASE = ".".join(triton.__version__.split(".")[:2])
 REPLAYED = ("3.6", "3.7", "3.8", "3.9")
 
 
-def _either(owner: Foreign, new: str, old: str) -> Foreign:
+def _first_attribute(owner: Foreign, new: str, old: str) -> Foreign:
     return getattr(owner, new) if hasattr(owner, new) else getattr(owner, old)
 
 
 # Gluon renamed the copies to and from shared memory in 3.8; 3.9 rejects the old names.
-copy_rows = _either(async_copy, "async_load", "async_copy_global_to_shared")
-load_box = _either(tma, "async_load", "async_copy_global_to_shared")
-store_box = _either(tma, "async_store", "async_copy_shared_to_global")
+copy_rows = _first_attribute(async_copy, "async_load", "async_copy_global_to_shared")
+load_box = _first_attribute(tma, "async_load", "async_copy_global_to_shared")
+store_box = _first_attribute(tma, "async_store", "async_copy_shared_to_global")
 # reinterpret(memory, dtype, shape, layout): a public method since 3.9.
-reinterpret = _either(shared_memory_descriptor, "reinterpret", "_reinterpret")
+reinterpret = _first_attribute(shared_memory_descriptor, "reinterpret", "_reinterpret")
 
 # Up to 3.6, lanes are distributed over axes without contiguity starting from the first axis; since
 # 3.7, from the last. The packed path was designed for the former: in newer releases its words pass
