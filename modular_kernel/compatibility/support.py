@@ -31,17 +31,26 @@ ALL_ACTIVATIONS = frozenset(GATED + UNGATED)
 class Requirements:
     """Declarations common to both kinds of part.
 
-    devices: supported device types. triton: uses Triton kernels, so a CPU needs the interpreter.
-    min_arch: least compute capability; archs: the only supported ones, None for any.
-    packages: optional packages it imports; providers: probes for those that are identified by their
-    content. packages_from: source location if a package index lacks them under that name.
-    packages_extra: this distribution's extra that installs those whose distribution name differs.
-    top_k: least and greatest K. hidden_multiple, hidden_sizes: H must be a multiple of the first
-    and, if given, one of the second. graph_capturable: no sync, no allocation, no data-dependent
-    shape. deterministic: bitwise equal output for equal input. batch_invariant: if the problem
-    requests it, a token's bits equal those of a call with that token alone (its reducers included).
+    activation_format: format that prepare returns and the experts accept.
+    devices: supported device types.
+    triton: uses Triton kernels, so a CPU needs the interpreter.
+    min_arch: least compute capability. archs: the only supported ones, None for any.
+    packages: optional packages that it imports.
+    providers: probes for those packages that are identified by their content.
+    packages_from: source location, if a package index lacks them under that name.
+    packages_extra: extra of this distribution that installs those with another distribution name.
+    dtypes: supported dtypes of the problem.
+    top_k: least and greatest K.
+    hidden_multiple, hidden_sizes: H must be a multiple of the first and, if given, one of the
+    second.
+    inplace: the output may overwrite x.
+    graph_capturable: no synchronization, no allocation, no data-dependent shape.
+    deterministic: bitwise equal output for equal input.
+    batch_invariant: if the problem requests it, a token's bits equal those of a call with that
+    token
+        alone, including the part's reducers.
     lora: supports adapters: either dispatches their slots with the tokens, or adds their deltas in
-    both GEMMs.
+        both GEMMs.
     """
 
     activation_format: ActivationFormat
@@ -79,26 +88,30 @@ class Requirements:
 class PrepareFinalizeRequirements(Requirements):
     """Declarations of a PrepareAndFinalize.
 
-    reduces: the experts' Reduce kinds that finalize can handle. keep_topk: can return (T, K, H).
-    topk_indices_dtype: the only id dtype it accepts, or None. localizes_ids: its dispatch yields
-    local ids or none, so experts need no expert_map. multiplies_input: it applies the router weight
-    to x itself (K = 1 only) if the weight goes on the input.
-    padding: content of rows without a token, None if there are none. dispatch_schemes: schemes
-    whose activations it quantizes before dispatch. can_defer_quant: it can leave that to the
-    experts. scale_layout: layout of the scales it dispatches. world_sizes: least and greatest world
-    size (None: no bound). linear_placement: requires E divisible by ranks, in blocks. max_tokens:
-    its own bound on tokens.
+    reduces: the experts' Reduce kinds that finalize can handle.
+    keep_topk: can return (T, K, H).
+    topk_indices_dtype: the only id dtype it accepts, or None.
+    localizes_ids: its dispatch yields local ids or none, so experts need no expert_map.
+    multiplies_input: applies the router weight to x itself (K = 1 only) if it goes on the input.
+    padding: content of rows without a token, None if there are none.
+    dispatch_schemes: schemes whose activations it quantizes before dispatch.
+    can_defer_quant: can leave quantization to the experts.
+    scale_layout: layout of the scales it dispatches.
+    world_sizes: least and greatest world size (None: no bound).
+    one_host: ranks share one host's memory, so all must be on it.
+    ranks_per_host: most ranks per host. full_hosts: several hosts must have exactly that many.
+    graph_across_hosts: graph_capturable also holds with several hosts.
+    linear_placement: requires E divisible by the world size, in blocks.
+    max_tokens: its own bound on tokens.
+    asynchronous: implements `prepare_no_receive`.
     replicated_input: every rank passes the same tokens and routing and gets the full output;
-    otherwise each rank passes its own tokens, in any number.
-    one_host: ranks share one host's memory, so all must be on it. ranks_per_host: most ranks per
-    host; full_hosts: if there are several hosts, each has exactly that many. graph_across_hosts:
-    graph_capturable also holds with several hosts.
+        otherwise each rank passes its own tokens, in any number.
     received_by_library: a library receives the rows into memory from torch's allocator in every
-    call, including planned and captured ones; only it has the received counts.
+        call, including planned and captured ones; only it has the received counts.
     bounds_received: its buffers can be sized for Problem.max_received rows.
     capacity_unit: in the batched format each expert has capacity for T tokens of every rank, with T
-    rounded up to a multiple of this. rounds_capacity: it also rounds the capacity to the experts'
-    multiple.
+        rounded up to a multiple of this.
+    rounds_capacity: also rounds the capacity to the experts' multiple.
     """
 
     reduces: frozenset[Reduce]
@@ -130,18 +143,29 @@ class PrepareFinalizeRequirements(Requirements):
 class ExpertsRequirements(Requirements):
     """Declarations of a PermuteExpertsUnpermute.
 
-    reduce: the reduction it leaves to finalize; keep_topk: it can leave (T, K, H) rows unreduced.
+    reduce: the reduction it leaves to finalize.
+    keep_topk: can leave (T, K, H) rows unreduced.
+    activations: supported kinds. interleaved: supports interleaved gate and up rows.
     up_first: requires a gated w1 with its up rows first; otherwise gate rows first.
-    weight_on_input: it can apply the router weight in GEMM 1. invalid_rows: content of output rows
-    of skipped pairs. skips_padding: it never reads rows without a token. schemes: supported
-    quantization schemes; quantizes_input: it expects unquantized activations. whole_blocks: H and I
-    must be multiples of the scheme's group. min_tokens: least T that it supports.
+    bias: supports b1 and b2.
+    weight_on_input: can apply the router weight in GEMM 1.
+    expert_map: supports ExpertWeights.expert_map.
+    chunking: calls may be split along their tokens.
+    invalid_rows: content of output rows of skipped pairs.
+    skips_padding: never reads rows without a token.
+    schemes: supported quantization schemes. quantizes_input: expects unquantized activations.
+    scale_layout: layout of the activation scales it reads.
+    whole_blocks: H and I must be multiples of the scheme's group.
+    intermediate_multiple: I must be a multiple of this.
+    min_tokens: least T that it supports. max_experts: most experts E, None for any.
     max_elements: bound on T * K * max(N, H) if offsets are 32-bit, None if 64-bit.
     blocks: supported (rows, depth) of weight blocks in block schemes, None for any.
     capacity_multiple: in the batched format, an expert's capacity must be a multiple of this.
     library_allocates: a library allocates from torch's allocator in every call, including planned
-    and captured ones. hides_nan: activations whose clamp, in a library, turns a NaN of weights,
-    scales or biases into the limit; a NaN of x or of a router weight is still propagated.
+        and captured ones.
+    hides_nan: activations whose clamp, in a library, turns a NaN of weights, scales or biases into
+        the limit; a NaN of x or of a router weight is still propagated.
+    tf32: float32 GEMMs may use TF32.
     """
 
     reduce: Reduce

@@ -7,7 +7,7 @@ from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.pdl import overlap
 from modular_kernel.replay.launch.runtime import use_triton
 
-_BLOCK = 256  # pairs per program
+_BLOCK = 256  # pairs per program, two per lane
 
 
 def live_pairs(

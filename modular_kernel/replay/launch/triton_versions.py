@@ -51,7 +51,7 @@ _OVERSIZED_SHARED = 228 * 1024
 def for_programs(count: int) -> dict[str, str]:
     """Return launch options for a kernel with `count` programs per multiprocessor.
 
-    Registers are allocated for exactly that occupancy, in releases that do not do so themselves.
+    Limits the occupancy that registers are allocated for, in the releases that may spill for more.
     """
     if RELEASE not in _TOO_MANY_PROGRAMS or triton.knobs.runtime.interpret:
         return {}
