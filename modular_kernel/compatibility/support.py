@@ -41,14 +41,12 @@ class Requirements:
     packages_extra: extra of this distribution that installs those with another distribution name.
     dtypes: supported dtypes of the problem.
     top_k: least and greatest K.
-    hidden_multiple, hidden_sizes: H must be a multiple of the first and, if given, one of the
-    second.
+    hidden_multiple: H must be a multiple of this. hidden_sizes: the only supported H, None for any.
     inplace: the output may overwrite x.
     graph_capturable: no synchronization, no allocation, no data-dependent shape.
     deterministic: bitwise equal output for equal input.
-    batch_invariant: if the problem requests it, a token's bits equal those of a call with that
-    token
-        alone, including the part's reducers.
+    batch_invariant: if the problem requests it, a token's bits equal those of a call with only that
+        token, including the part's reducers.
     lora: supports adapters: either dispatches their slots with the tokens, or adds their deltas in
         both GEMMs.
     """
