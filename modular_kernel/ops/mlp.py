@@ -46,7 +46,7 @@ def expert_mlps(
     read unquantized rows.
     """
     with stages.stage(stages.GEMM1):
-        hidden = [_gemm1_activation(rows, weights, problem) for rows in tokens]
+        hidden = [_hidden(rows, weights, problem) for rows in tokens]
     unquantized = hidden
     if hidden and problem.scheme.quantizes_activations:
         with stages.stage(stages.QUANTIZE):
@@ -69,17 +69,17 @@ def mlp_roundings(weights: ExpertWeights, problem: Problem, *, row_weights: bool
     )
 
 
-def _gemm1_activation(rows: ExpertTokens, weights: ExpertWeights, problem: Problem) -> torch.Tensor:
+def _hidden(rows: ExpertTokens, weights: ExpertWeights, problem: Problem) -> torch.Tensor:
     """Compute GEMM 1 and the activation, (R, H) -> (R, I), rounded to the problem's dtype."""
     x_RH = rows.x_RH
     if rows.scale is not None:
         x_RH = dequantize_rows(x_RH, rows.scale, problem.scheme)
     elif problem.scheme.scales_by_expert:
         x_RH = _nvfp4_round_trip(x_RH, weights.a1_scale, rows.expert)
-    no_additions = weights.b1 is None and rows.row_weights_R is None
+    alone = weights.b1 is None and rows.row_weights_R is None
     w1_NH = _matrix(weights, "w1", rows.expert, problem)
     deltas = _deltas(rows, rows.plain_RH, weights.lora_a13, weights.lora_b13, problem)
-    h_RN = _product(x_RH, w1_NH, deltas, alone=no_additions)
+    h_RN = _product(x_RH, w1_NH, deltas, alone=alone)
     if rows.row_weights_R is not None:
         h_RN = h_RN * rows.row_weights_R[:, None]
     if weights.b1 is not None:
