@@ -1,6 +1,6 @@
-"""Compose fused Mixture-of-Experts layers from interchangeable, verified parts.
+"""Composable fused Mixture-of-Experts layers from interchangeable, verified parts.
 
-Names are loaded on first use, so that `mk --help` does not import torch.
+Public names are imported on first use, so that `mk --help` does not import torch.
 """
 
 from importlib import import_module
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     )
     from modular_kernel.tensors import ExpertWeights, Routing
 
-_HOME = {
+_MODULE_OF = {
     "check": "catalog",
     "check_all": "catalog",
     "make_kernel": "catalog",
@@ -52,7 +52,7 @@ _HOME = {
     "Problem": "spec.problem",
 }
 
-__all__ = [  # noqa: RUF022 (in the order of the table above)
+__all__ = [  # noqa: RUF022 (same order as _MODULE_OF)
     "check",
     "check_all",
     "make_kernel",
@@ -82,11 +82,11 @@ def __getattr__(name: str) -> object:
         metadata = import_module("importlib.metadata")
         try:
             return metadata.version("modular-kernel")
-        except metadata.PackageNotFoundError:  # a checkout that is not installed
+        except metadata.PackageNotFoundError:  # a source checkout that is not installed
             return "unknown"
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'modular_kernel' has no attribute {name!r}")
-    return getattr(import_module(f"modular_kernel.{_HOME[name]}"), name)
+    return getattr(import_module(f"modular_kernel.{_MODULE_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""`python -m modular_kernel VERB` is `mk VERB`."""
+"""Entry point of `python -m modular_kernel VERB`, the same as `mk VERB`."""
 
 from modular_kernel.cli.main import run
 

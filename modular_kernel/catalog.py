@@ -1,8 +1,8 @@
-"""Finds parts through entry points and resolves them by name.
+"""Catalog of parts: discovery through entry points, and lookup by name.
 
-A package offers parts in the entry-point group "modular_kernel.parts": each entry point names a
-tuple of classes. The built-in parts come in the same way. Reading the entry points is a thin
-impure shell (`load_catalog`); everything else is pure.
+A package provides parts in the entry-point group "modular_kernel.parts"; each entry point names a
+tuple of classes. Built-in parts are registered the same way. Only `load_catalog` reads the entry
+points and has side effects; everything else is pure.
 """
 
 import difflib
@@ -61,15 +61,15 @@ _DECLARED: dict[Kind, type] = {
     "prepare_finalize": PrepareFinalizeRequirements,
     "experts": ExpertsRequirements,
 }
-_MOST_OF_AN_ORIGIN = 200
+_MAX_ORIGIN_CHARS = 200
 P = TypeVar("P")
 
 
 @dataclass(frozen=True)
 class Offer:
-    """One entry point, not yet imported: its name, where it comes from, and how to load it.
+    """An entry point that is not yet imported: its name, its origin, and how to load it.
 
-    ours: of this distribution, so that its import needs no deadline.
+    ours: True for this distribution's own entry points, whose import needs no deadline.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Part:
-    """One class and the entry point it came from."""
+    """A part class and the entry point it came from."""
 
     name: str
     kind: Kind
@@ -90,7 +90,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Broken:
-    """An entry point, or one class of its parts, that could not be used, and why."""
+    """An entry point, or one class it names, that cannot be used, and the reason."""
 
     name: str
     origin: str
@@ -99,30 +99,31 @@ class Broken:
 
 @dataclass(frozen=True)
 class Catalog:
-    """Every part found, everything that failed, and what is not there yet."""
+    """All usable parts, all failures, and the parts that are planned but not implemented."""
 
     parts: tuple[Part, ...]
     broken: tuple[Broken, ...] = ()
     planned: tuple[Planned, ...] = ()
 
     def names(self, kind: Kind) -> tuple[str, ...]:
-        """Return the names of one kind that stand for exactly one class, in the order found.
+        """Return the unambiguous part names of one kind, in discovery order.
 
-        ConfigurationError where nothing offers parts.
+        A name claimed by several classes is left out. Raises ConfigurationError if no entry point
+        provides parts.
         """
         self.require_parts()
         names = [part.name for part in self.parts if part.kind == kind]
         return tuple(name for name in dict.fromkeys(names) if names.count(name) == 1)
 
     def duplicates(self) -> dict[str, tuple[str, ...]]:
-        """Name -> origins, for names that more than one class claims."""
+        """Return name -> origins for every name that more than one class claims."""
         claims: dict[str, list[str]] = {}
         for part in self.parts:
             claims.setdefault(part.name, []).append(part.origin)
         return {name: tuple(origins) for name, origins in claims.items() if len(origins) > 1}
 
     def require_parts(self) -> None:
-        """Raise a ConfigurationError that says what to do where nothing offers parts."""
+        """Raise ConfigurationError, with installation advice, if no entry point provides parts."""
         if not self.parts and not self.broken:
             need = (
                 "an installed package that offers some: parts are found by entry points, and a "
@@ -131,7 +132,7 @@ class Catalog:
             raise ConfigurationError("parts", got=f"no entry point of {GROUP}", need=need)
 
     def require_pairs(self) -> None:
-        """Raise a BrokenPartError with every failure where no pair can be made for them."""
+        """Raise BrokenPartError, listing every failure, if failures leave a kind without parts."""
         self.require_parts()
         kinds: tuple[Kind, ...] = ("prepare_finalize", "experts")
         if self.broken and not all(self.names(kind) for kind in kinds):
@@ -141,11 +142,11 @@ class Catalog:
         return "; ".join(f"{b.name} from {b.origin}: {b.error}" for b in self.broken)
 
     def prepare_finalize(self, part: str | type[PrepareAndFinalize]) -> type[PrepareAndFinalize]:
-        """Return the class of that name; a class is passed through."""
+        """Return the class with this name; a class is returned unchanged."""
         return self._get("prepare_finalize", part)
 
     def experts(self, part: str | type[PermuteExpertsUnpermute]) -> type[PermuteExpertsUnpermute]:
-        """Return the class of that name; a class is passed through."""
+        """Return the class with this name; a class is returned unchanged."""
         return self._get("experts", part)
 
     def _get(self, kind: Kind, wanted: str | type[P]) -> type[P]:
@@ -155,18 +156,18 @@ class Catalog:
                 raise ConfigurationError(f"{kind} part", got=wanted.__name__, need=need)
             return wanted
         expect(f"{kind} part", wanted, str | type)
-        found = [part for part in self.parts if part.kind == kind and part.name == wanted]
-        if len(found) == 1:
-            return found[0].cls
-        if found:
-            origins = " and ".join(part.origin for part in found)
+        matches = [part for part in self.parts if part.kind == kind and part.name == wanted]
+        if len(matches) == 1:
+            return matches[0].cls
+        if matches:
+            origins = " and ".join(part.origin for part in matches)
             raise DuplicatePartError(f"part {wanted!r}", got=origins, need="one origin")
-        failed = [b for b in self.broken if wanted in (b.name, b.origin)]
-        if failed:
-            raise BrokenPartError(f"part {wanted!r}", got=failed[0].error, need="an import")
-        meant = next((one for one in self.planned if one.name == wanted), None)
-        if meant is not None:
-            need = f"a part that is there; this one is planned: {meant.why}"
+        failures = [b for b in self.broken if wanted in (b.name, b.origin)]
+        if failures:
+            raise BrokenPartError(f"part {wanted!r}", got=failures[0].error, need="an import")
+        plan = next((entry for entry in self.planned if entry.name == wanted), None)
+        if plan is not None:
+            need = f"a part that is there; this one is planned: {plan.why}"
             raise UnknownPartError(f"{kind} part", got=repr(wanted), need=need)
         names = self.names(kind)
         nearest = difflib.get_close_matches(wanted, names, n=3, cutoff=0.4)
@@ -181,11 +182,11 @@ class Catalog:
 
 
 def build_catalog(offers: Iterable[Offer]) -> Catalog:
-    """Load every offer; one that fails, or a class in it, is kept as Broken and harms no other."""
+    """Load every offer. A failing offer or class becomes a Broken entry; the others still load."""
     parts: list[Part] = []
     broken: list[Broken] = []
     for offer in offers:
-        # A foreign package can fail in any way at import; none of them may be fatal to others.
+        # A third-party package can fail in any way on import; that must not affect the others.
         try:
             classes = _classes(_loaded(offer))
         except (Exception, SystemExit) as error:  # noqa: BLE001
@@ -194,7 +195,7 @@ def build_catalog(offers: Iterable[Offer]) -> Catalog:
         for cls in classes:
             try:
                 parts.append(_part(cls, offer))
-            except Exception as error:  # noqa: BLE001  what they declare may be code too
+            except Exception as error:  # noqa: BLE001  reading a declaration may run code
                 broken.append(Broken(_name(cls) or offer.name, offer.origin, reason(error)))
     return Catalog(tuple(parts), tuple(broken))
 
@@ -212,15 +213,15 @@ def _classes(loaded: object) -> tuple[type, ...]:
 
 
 def _name(cls: type) -> str:
-    """Return a class's own name, whatever its metaclass answers; "" if that is no identifier."""
+    """Return the class's real name, bypassing its metaclass; "" if it is not an identifier."""
     name = type.__dict__["__name__"].__get__(cls)
     return name if name.isidentifier() else ""
 
 
 def _part(cls: type, offer: Offer) -> Part:
-    """Return the part that a class is.
+    """Build the Part for a class.
 
-    ConfigurationError if it does not declare what its kind must.
+    Raises ConfigurationError if the class lacks the declaration its kind requires.
     """
     name = _name(cls)
     if not name:
@@ -240,29 +241,29 @@ def _part(cls: type, offer: Offer) -> Part:
 
 @cache
 def load_catalog() -> Catalog:
-    """Return the parts of every installed package; they are read once per process.
+    """Return the parts of every installed package. Entry points are read once per process.
 
-    Stages of backends that were registered without their counterparts are among what is broken.
+    Backend stages registered without their counterparts are listed as broken.
     """
-    found = sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value))
-    # An editable and a built copy of one distribution list the same entry point twice.
-    unique = {(entry.name, entry.value): entry for entry in found}
+    entries = sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value))
+    # An editable and a regular install of one distribution list the same entry point twice.
+    unique = {(entry.name, entry.value): entry for entry in entries}
     catalog = build_catalog(_offer(entry) for entry in unique.values())
     broken = (*catalog.broken, *broken_halves())
     return replace(catalog, broken=broken, planned=_planned())
 
 
 def broken_halves() -> tuple[Broken, ...]:
-    """Return stages of backends that were registered without what has to go with them."""
+    """Return the backend stages that were registered without their counterparts."""
     return tuple(Broken(half.name, half.origin, half.lacks) for half in missing_halves())
 
 
 def _planned() -> tuple[Planned, ...]:
-    """Return what this distribution's packages name and do not have, in the order of names."""
-    found = {(entry.name, entry.value): entry for entry in entry_points(group=PLANNED_GROUP)}
+    """Return the parts this distribution plans but does not implement, ordered by name."""
+    entries = {(entry.name, entry.value): entry for entry in entry_points(group=PLANNED_GROUP)}
     packages = {package for package in OWN_PACKAGES if shadow_of(package) is None}
-    ours = [entry for _, entry in sorted(found.items()) if entry.module in packages]
-    return tuple(one for entry in ours for one in entry.load() if isinstance(one, Planned))
+    ours = [entry for _, entry in sorted(entries.items()) if entry.module in packages]
+    return tuple(part for entry in ours for part in entry.load() if isinstance(part, Planned))
 
 
 def _offer(entry: EntryPoint) -> Offer:
@@ -275,24 +276,24 @@ def _offer(entry: EntryPoint) -> Offer:
         return entry.load()
 
     distribution = entry.dist.name if entry.dist else "unknown"
-    origin = printable(f"{distribution} ({entry.value})", most=_MOST_OF_AN_ORIGIN)
-    return Offer(printable(entry.name, most=_MOST_OF_AN_ORIGIN), origin, load, ours)
+    origin = printable(f"{distribution} ({entry.value})", most=_MAX_ORIGIN_CHARS)
+    return Offer(printable(entry.name, most=_MAX_ORIGIN_CHARS), origin, load, ours)
 
 
 def packages_of(catalog: Catalog) -> frozenset[str]:
-    """Return every optional package that some part requires."""
+    """Return every optional package that a part requires."""
     declared = [getattr(part.cls, "requires", None) for part in catalog.parts]
     return frozenset(p for requires in declared if requires for p in requires.packages)
 
 
 def providers_of(catalog: Catalog) -> tuple[Provider, ...]:
-    """Return how packages are told that some part requires, and whose names prove nothing."""
+    """Return the probes of all parts' packages that a name alone does not identify."""
     declared = [getattr(part.cls, "requires", None) for part in catalog.parts]
     return tuple(dict.fromkeys(p for requires in declared if requires for p in requires.providers))
 
 
 def this_machine(*, device: Literal["cuda", "cpu"] | None = None) -> Machine:
-    """Describe this machine, with every package that some part asks for looked up."""
+    """Describe this machine, including which of the parts' packages are installed."""
     catalog = load_catalog()
     return current_machine(packages_of(catalog), device=device, providers=providers_of(catalog))
 
@@ -301,7 +302,7 @@ def needs_triton(
     prepare_finalize: str | type[PrepareAndFinalize],
     experts: str | type[PermuteExpertsUnpermute],
 ) -> bool:
-    """Return whether either part's kernels are Triton's; UnknownPartError for an unknown part."""
+    """Return whether either part uses Triton kernels; UnknownPartError for an unknown part."""
     catalog = load_catalog()
     parts = catalog.prepare_finalize(prepare_finalize), catalog.experts(experts)
     return any(part.requires.triton for part in parts)
@@ -313,7 +314,7 @@ def check(
     problem: Problem,
     machine: Machine | None = None,
 ) -> Verdict:
-    """Judge a pairing by names or classes. machine: None means this one.
+    """Judge one pair of parts, given as names or classes. machine: None means this machine.
 
     >>> problem = Problem(tokens=64, hidden=256, intermediate=192, experts=4, top_k=2)
     >>> hopper = Machine("cuda", (9, 0), frozenset({"triton"}))
@@ -335,7 +336,7 @@ def check_all(problem: Problem, machine: Machine | None = None) -> Verdicts:
     """
     catalog = load_catalog()
     machine = this_machine() if machine is None else machine
-    expect("problem", problem, Problem)  # where there is no part to judge it with, too
+    expect("problem", problem, Problem)  # also if there are no pairs to judge
     return Verdicts(
         check(pf, ex, problem, machine)
         for pf in catalog.names("prepare_finalize")
@@ -353,9 +354,9 @@ def make_kernel(
     checked: bool = False,
     poison: bool = False,
 ) -> FusedMoEModularKernel:
-    """Build both parts and compose them; IncompatibleError with every reason if refused.
+    """Build both parts and compose them; raise IncompatibleError with every reason if refused.
 
-    group: the process group where ranks take part. The rest as FusedMoEModularKernel.
+    group: the process group of a multi-rank layer. Other arguments: see FusedMoEModularKernel.
 
     >>> problem = Problem(tokens=64, hidden=256, intermediate=192, experts=4, top_k=2)
     >>> parts = "MoEPrepareAndFinalizeNoEP", "TorchExperts"
@@ -367,7 +368,7 @@ def make_kernel(
     process_status.tell(process_status.without_compiling())
     machine = this_machine() if machine is None else machine
     verdict = check(prepare_finalize, experts, problem, machine)
-    if not verdict.ok:  # before a constructor may touch a vendor library
+    if not verdict.ok:  # before a constructor touches a vendor library
         raise IncompatibleError(verdict.pairing, verdict.rejections)
     catalog = load_catalog()
     pf_part = catalog.prepare_finalize(prepare_finalize)(problem, group)

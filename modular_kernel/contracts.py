@@ -1,16 +1,15 @@
-"""The three abstract parts a fused MoE layer is composed from.
+"""Abstract interfaces of the three parts that form a fused MoE layer.
 
     PrepareAndFinalize.prepare -> PermuteExpertsUnpermute.apply -> PrepareAndFinalize.finalize
 
-The class body of a part declares (`requires = ...`), its constructor binds kernels or a vendor
-library, its methods compute. Nothing is kept on `self` between prepare and finalize: the handle
-carries it, so two batches in flight are safe.
+The class body of a part declares its capabilities (`requires = ...`), its constructor binds kernels
+or a vendor library, and its methods compute. No state is kept on `self` between prepare and
+finalize; the handle carries it, so two batches may be in flight.
 
-`replayable = True` in a part's own class body promises that whatever it does on the device in a
-call are launches through `modular_kernel.replay.launch`, and that it chooses them by shapes,
-strides, dtypes and alignment alone: a plan then repeats them without asking the part. torch
-operations and kernels of Triton's interpreter are noticed, and are not replayed; another library's
-are not.
+`replayable = True` in a part's own class body promises that all device work of a call is launched
+through `modular_kernel.replay.launch`, and that the launches depend only on shapes, strides, dtypes
+and alignment. A plan then replays them without calling the part. Torch operations and interpreted
+Triton kernels are detected and not replayed; launches by other libraries are not detected.
 """
 
 import math
@@ -46,7 +45,7 @@ Choice = Hashable
 
 @dataclass(frozen=True)
 class Took:
-    """Seconds of one call, and of those of its stages that `Tunable.stages` names."""
+    """Time of one call and of its stages (those in `Tunable.stages`), in seconds."""
 
     seconds: float
     stages: Mapping[str, float] = field(default_factory=dict)
@@ -54,9 +53,9 @@ class Took:
 
 @dataclass(frozen=True)
 class Best:
-    """The fastest choice for some number of tokens.
+    """The fastest choice for one token count.
 
-    untuned_seconds: of the untuned choice, None if that could not be timed.
+    untuned_seconds: time of the untuned choice; None if it could not be timed.
     """
 
     choice: Choice
@@ -65,133 +64,134 @@ class Best:
 
 
 class Tunable(ABC):
-    """The launches of one part for one problem, whose number of tokens plays no role.
+    """Search space over the launches of one part, for one problem and any token count.
 
-    A choice is in force inside `using(choice)`, in this thread: kernels and plans are made and
-    called there.
+    A choice is active inside `using(choice)`, in the current thread. Kernels and plans must be made
+    and called there.
 
-    Tuned in two steps. Every candidate is compiled ahead and screened: its output is checked, and
-    a few calls are timed stage by stage. By those times the part names a few finalists, of code
-    that the candidates have compiled (one stage's launch of this one, another's of that), whose
-    whole calls are then timed beside the untuned choice.
+    Tuning has two steps. First, every candidate is compiled and screened: its output is checked,
+    and a few calls are timed by stage. From those times the part selects a few finalists, which may
+    combine the stages of different candidates, so that nothing new is compiled. Whole calls of the
+    finalists are then timed against the untuned choice.
     """
 
     stages: tuple[str, ...] = ()
 
     def of_prepared(self, device_name: str | None = None) -> "Tunable | None":
-        """Return those of calls with prepared weights, kept apart; None where none can be prepared.
+        """Return the search space for calls with prepared weights, which is tuned separately.
 
-        device_name: on this GPU, of which the result can explain; None means this machine's.
+        None if these experts prepare no weights. device_name: a GPU whose choices the result can
+        explain; None means this machine's.
         """
         return None
 
     @abstractmethod
     def untuned(self, tokens: int) -> Choice:
-        """Return what the part launches where nothing was tuned."""
+        """Return the choice that the part uses when nothing was tuned."""
 
     @abstractmethod
     def candidates(self, tokens: int) -> Sequence[Choice]:
-        """Return choices worth a try, all different, the likeliest first."""
+        """Return distinct choices to try, most promising first."""
 
     @abstractmethod
     def finalists(self, tokens: int, took: Mapping[Choice, Took]) -> Sequence[Choice]:
-        """Return the few choices that are fastest by what was measured.
+        """Return the few choices with the best measured times.
 
-        took: what the candidates and the untuned choice took. Candidates that did not run, or had
-        no time to, are not in it.
+        took: times of the candidates and of the untuned choice. Candidates that failed or were
+        skipped for lack of time are missing.
         """
 
     @abstractmethod
     def using(self, choice: Choice) -> AbstractContextManager[None]:
-        """Launch `choice` inside the block, whatever the number of tokens."""
+        """Use `choice` inside the block, for every token count."""
 
     @abstractmethod
     def as_json(self, choice: Choice) -> Mapping[str, object]:
-        """Return `choice` as a record keeps it."""
+        """Return `choice` as JSON-serializable data."""
 
     @abstractmethod
     def saved(self, folder: Path) -> Mapping[int, Best]:
-        """Read what a former run left in `folder` for this problem, by tokens; empty if nothing.
+        """Read earlier results for this problem from `folder`, by token count; empty if none.
 
-        ConfigurationError if what is there cannot be continued.
+        Raises ConfigurationError if the stored results cannot be extended.
         """
 
     @abstractmethod
     def save(self, best: Mapping[int, Best], folder: Path) -> Path:
-        """Write all of `best` where the part finds it if `folder` is its user's; whole or not."""
+        """Write all of `best` atomically where the part will find it if `folder` is in use."""
 
     @abstractmethod
     def explain(self, tokens: int, device_name: str | None = None) -> str:
-        """Say what is launched, where that comes from, and why: on this machine, or on that GPU."""
+        """Describe the launch, its source and the reason, for this machine or the named GPU."""
 
 
 Receiver = Callable[[], tuple[Dispatched, Handle]]
 
 
 class TopKWeightAndReduce(ABC):
-    """Applies router weights and the routed scaling factor once, and sums over top-k."""
+    """Applies router weights and the routed scaling factor, and sums over top-k."""
 
-    kind: ClassVar[Reduce | None]  # None: keeps top-k
+    kind: ClassVar[Reduce | None]  # None: keeps the top-k dimension
 
     @abstractmethod
     def apply(self, rows: ExpertRows, out: torch.Tensor) -> None:
         """Write every element of `out`, (T, H) or (T, K, H) in the problem's dtype.
 
-        `out` may be the very tensor `rows.rows`; then the work is done in place.
+        `out` may be the same tensor as `rows.rows`; the work is then done in place.
         """
 
 
 class Judged:
-    """What both kinds of part that are judged answer about themselves, before one is made."""
+    """Declarations that both kinds of judged part share, available before construction."""
 
     replayable: ClassVar[bool] = False
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        """Return rejections by rules that `requires` has no word for.
+        """Return rejections by rules that `requires` cannot express.
 
-        Such a rule is this part's alone, and is named after it.
+        Each rule applies to this part alone and is named after it.
         """
         return ()
 
     @classmethod
     def explained(cls, problem: Problem) -> tuple[str, ...]:
-        """Return lines that say what calls of `problem` take, of a part that chooses."""
+        """Return lines describing which implementation calls of `problem` use, if there is one."""
         return ()
 
     @classmethod
     def described(cls, machine: Machine) -> AbstractContextManager[None]:
-        """Have launches chosen inside, in this thread, as on `machine`, which need not be here."""
+        """Inside the block, in this thread, choose launches as if running on `machine`."""
         return nullcontext()
 
     @classmethod
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
-        """Return calls, by name, with tensors that have no memory.
+        """Return named calls with meta tensors, for `mk compile`.
 
-        They launch kernels beyond what a layer of one rank does, so that `mk compile` meets them.
+        They launch the kernels that a single-rank layer does not reach.
         """
         return {}
 
 
 class PrepareAndFinalize(Judged, ABC):
-    """Quantize and dispatch before the experts; combine after them.
+    """Quantizes and dispatches before the experts, and combines after them.
 
-    problem: the layer it serves. group: the process group, where ranks take part.
+    problem: the problem of the layer. group: the process group of a multi-rank layer.
     """
 
     requires: ClassVar[PrepareFinalizeRequirements]
-    keeps_expert_output: ClassVar[bool] = False  # memory that other ranks read, say
+    keeps_expert_output: ClassVar[bool] = False  # e.g. in memory that other ranks read
     makes_output: ClassVar[bool] = False  # see `combined`
-    # `prepare` costs less than `prepare_no_receive` and what waits for it.
+    # `prepare` is cheaper than `prepare_no_receive` followed by its receiver.
     prepares_at_once: ClassVar[bool] = False
-    capacity_multiple: int = 1  # of batched rows, if `requires.rounds_capacity`
+    capacity_multiple: int = 1  # of rows per expert (batched), if `requires.rounds_capacity`
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         self.problem = problem
         self.group = group
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what pickle and copy take; UnsupportedError with a process group.
+        """Return the state for pickle and copy; UnsupportedError with a process group.
 
         Connections to other ranks belong to the process that opened them.
         """
@@ -202,99 +202,98 @@ class PrepareAndFinalize(Judged, ABC):
         return self.__dict__
 
     def round_capacity(self, multiple: int) -> None:
-        """Make the room of an expert a multiple of this, if `requires.rounds_capacity`.
+        """Round each expert's capacity to a multiple of `multiple`.
 
-        Called where a kernel is composed, before anything is sized.
+        Called when a kernel is composed, before any buffer is sized, if `requires.rounds_capacity`.
         """
         self.capacity_multiple = math.lcm(self.capacity_multiple, multiple)
 
     def rounded(self, rows: int) -> int:
-        """Return the room for `rows` rows of an expert."""
+        """Return `rows` rounded up to the capacity multiple."""
         return -(-rows // self.capacity_multiple) * self.capacity_multiple
 
     def check_machine(self, machine: Machine) -> None:  # most have nothing to check
-        """Raise the InputError of a part whose group, say, cannot serve `machine`."""
+        """Raise InputError if the part (for example its process group) cannot run on `machine`."""
 
     def destroy(self) -> None:  # most hold nothing
-        """Free what it holds for its process group, on all ranks alike; it serves no more then."""
+        """Free the process group's resources, on all ranks alike; the part is unusable after."""
 
     @property
     def activation_format(self) -> ActivationFormat:
-        """The format prepare produces and finalize takes back."""
+        """The activation format that prepare returns and finalize accepts."""
         return self.requires.activation_format
 
     def topk_indices_dtype(self) -> torch.dtype | None:
-        """Return the dtype that the router must emit; None if int32 and int64 both do.
+        """Return the dtype required of top-k ids; None if int32 and int64 are both accepted.
 
-        It holds whatever Problem.ids_dtype leaves open: DtypeError on another. Where both do, the
-        part makes of them what its library takes.
+        It applies where Problem.ids_dtype is unset; another dtype raises DtypeError. If both are
+        accepted, the part converts ids as its library needs.
         """
         return self.requires.topk_indices_dtype
 
     def max_num_tokens_per_rank(self) -> int | None:
-        """Return the most tokens one call may pass, CapacityError above.
+        """Return the most tokens that one call may pass; more raise CapacityError.
 
-        None if the part has no bound of its own, so that only the kernel's problem.tokens holds.
+        None if only the kernel's own problem.tokens limits a call.
         """
         return self.requires.max_tokens
 
     def num_dispatchers(self) -> int:
-        """Return the number of ranks whose tokens may arrive here."""
+        """Return the number of ranks that may send tokens to this one."""
         return self.problem.parallel.world_size
 
     def has_prepare_no_receive(self) -> bool:
-        """Tell whether `prepare_no_receive` is implemented."""
+        """Return whether `prepare_no_receive` is implemented."""
         return self.requires.asynchronous
 
     @abstractmethod
     def dispatch_shape(self, tokens: int) -> DispatchShape:
-        """Return the most that can arrive in a call that passes `tokens` tokens here.
+        """Return the largest dispatch that this rank may receive in a call of `tokens` tokens.
 
-        Other ranks may pass up to problem.tokens then.
+        Other ranks may pass up to problem.tokens in that call.
         """
 
     @abstractmethod
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
-        """Return the buffers that prepare and finalize take from the workspace, by name."""
+        """Return the workspace buffers of prepare and finalize, by name."""
 
     @abstractmethod
     def prepare(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: "Call"
     ) -> tuple[Dispatched, Handle]:
-        """Quantize and dispatch x_TH (T, H), read only; T may be 0.
+        """Quantize and dispatch x_TH (T, H), which is read only. T may be 0.
 
-        Of `weights` only expert_map and the static input scales may be read.
+        Only expert_map and the static input scales may be read from `weights`.
         """
 
     def prepare_no_receive(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: "Call"
     ) -> Receiver:
-        """Start prepare and return what waits for it. Raises UnsupportedError if not declared."""
+        """Start prepare and return its receiver; UnsupportedError unless declared asynchronous."""
         name = type(self).__name__
         raise UnsupportedError("prepare_no_receive", got=name, need="a part declared asynchronous")
 
     def expert_output(self, handle: Handle) -> torch.Tensor:
-        """Return where the experts of this call write their sums, if `keeps_expert_output`."""
+        """Return the buffer that this call's experts write, if `keeps_expert_output`."""
         name = type(self).__name__
         need = "a part that keeps the experts' output"
         raise UnsupportedError("expert_output", got=name, need=need)
 
-    def refuse(self, error: Exception) -> None:  # most have nobody to tell
-        """Tell the other ranks, without waiting for them, that this one refuses its call.
+    def refuse(self, error: Exception) -> None:  # a no-op in single-rank parts
+        """Notify the other ranks, without waiting, that this rank refuses its call with `error`.
 
-        It does so with `error`: nothing of the call was exchanged. They raise CommunicationError,
-        and all serve on.
+        Nothing of the call was exchanged. The other ranks raise CommunicationError, and all ranks
+        stay usable.
         """
 
-    def abandon(self, error: Exception) -> None:  # most have nobody to tell
-        """Serve no more, and let the other ranks see it.
+    def abandon(self, error: Exception) -> None:  # a no-op in single-rank parts
+        """Shut down, visibly to the other ranks: a started call cannot finish because of `error`.
 
-        A call that was begun with them will not be finished because of `error`. Not for a
-        CommunicationError: all ranks know of that.
+        Not for a CommunicationError, which all ranks detect.
         """
 
-    def check(self) -> None:  # most have raised already
-        """Wait for the device, and raise what went wrong there in calls that have returned."""
+    def check(self) -> None:  # a no-op in parts that raise synchronously
+        """Synchronize, and raise device-side errors of calls that have already returned."""
 
     @abstractmethod
     def finalize(
@@ -305,29 +304,29 @@ class PrepareAndFinalize(Judged, ABC):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        """Combine into `out` (T, H) or (T, K, H), applying `reduce`.
+        """Combine into `out`, (T, H) or (T, K, H), applying `reduce`.
 
-        A part applies a substitute if `reduce` delegates. `handle` must come from the prepare of
-        the same call.
+        A part applies its own reduction if `reduce` delegates. `handle` must come from the prepare
+        of the same call.
         """
 
     def combined(
         self, expert_output: torch.Tensor, *, handle: Handle, reduce: TopKWeightAndReduce
     ) -> torch.Tensor:
-        """Combine as `finalize` does, but return a tensor that nobody else has.
+        """Combine as `finalize` does, but return a newly allocated tensor.
 
-        For a part whose library allocates its results: where the caller named no `out`, that spares
-        a copy. Only of parts with `makes_output`.
+        Used for parts with `makes_output`, whose library allocates its results; without a
+        caller-provided `out` this avoids a copy.
         """
         need = "a part that makes its output"
         raise UnsupportedError("combined", got=type(self).__name__, need=need)
 
 
 class PermuteExpertsUnpermute(Judged, ABC):
-    """Permute, GEMM 1, activation, GEMM 2, unpermute; possibly weight and reduce."""
+    """Permute, GEMM 1, activation, GEMM 2, unpermute; optionally weight and reduce."""
 
     requires: ClassVar[ExpertsRequirements]
-    # The part of stages that this one, fused, must equal: the harness compares the two.
+    # The staged part that this fused part must match; the test harness compares the two.
     twin: ClassVar["type[PermuteExpertsUnpermute] | None"] = None
 
     def __init__(self, problem: Problem) -> None:
@@ -335,69 +334,71 @@ class PermuteExpertsUnpermute(Judged, ABC):
 
     @classmethod
     def tunable(cls, problem: Problem) -> Tunable | None:
-        """Return the launches as a search space for `mk tune`; None if nothing is to choose."""
+        """Return the launch search space for `mk tune`; None if there is nothing to tune."""
         return None
 
     @property
     def activation_formats(self) -> tuple[ActivationFormat, ActivationFormat]:
-        """Input and output format."""
+        """Input and output activation formats."""
         return self.requires.activation_format, self.requires.activation_format
 
     def supports_chunking(self) -> bool:
-        """Tell whether a call may be split along its tokens."""
+        """Return whether a call may be split along its tokens."""
         return self.requires.chunking
 
     def supports_expert_map(self) -> bool:
-        """Tell whether `apply` understands ExpertWeights.expert_map."""
+        """Return whether `apply` supports ExpertWeights.expert_map."""
         return self.requires.expert_map
 
     def takes_unquantized(self, shape: DispatchShape) -> bool:
-        """Tell whether these experts may quantize a dispatch of at most `shape` themselves.
+        """Return whether these experts may quantize a dispatch of at most `shape` themselves.
 
-        It then comes unquantized. `apply` must also take it quantized unless `requires` says so.
+        The dispatch is then unquantized. `apply` must also accept quantized input, unless
+        `requires.quantizes_input` is set.
         """
         return self.requires.quantizes_input
 
     @abstractmethod
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
-        """Return the buffers and output for a dispatch of at most `shape`; monotone in it."""
+        """Return buffers and output for a dispatch of at most `shape`; monotone in `shape`."""
 
     @abstractmethod
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        """Return what finalize has to apply to the output; NoOp if nothing is left to do."""
+        """Return the reduction that finalize must apply to the output; NoOp if none is left."""
 
     def prepared_specs(self) -> Mapping[str, BufferSpec]:
-        """Return what `prepare` makes of weights, by fields of ExpertWeights (prepared.MADE_OF)."""
+        """Return specs of what `prepare` derives from weights, by ExpertWeights field."""
         return {}
 
     def prepare(self, weights: ExpertWeights, out: Mapping[str, torch.Tensor]) -> None:
-        """Write every element of `out`, of the tensors that `prepared_specs` declares.
+        """Derive prepared weights: write every element of `out`, as `prepared_specs` declares.
 
-        weights: checked, and read only. `apply` then finds `out` among its weights, and must give
-        as right an output without it: the bits may be others.
+        weights: checked, and read only. `apply` then receives `out` in its weights. Its output
+        without them must be as accurate, but may differ bitwise.
         """
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
-        """Return where a call of these tensors rounds; None if the part does not say.
+        """Return where a call with these tensors rounds; None if the part does not declare it.
 
-        x_TH: (T, H) tokens of one call, or of one chunk of it. What is declared is proven by
-        `mk test`: with a rounding more, or less, values differ from the declared recipe's.
+        x_TH: (T, H) tokens of one call, or of one chunk of it. `mk test` verifies the declaration:
+        one rounding more or fewer changes values from those of the declared recipe.
         """
         return None
 
     def is_overridden(self) -> bool:
-        """Return whether launches are overridden in the current context, a `with` block of tiles.
+        """Return whether a `with` block currently overrides the launches (tiles).
 
-        A call inside allocates its own workspace: those that calls share were sized without it.
+        Calls inside such a block allocate their own workspace, because shared workspaces were sized
+        without the override.
         """
         return False
 
     def path_of(self, x_TH: torch.Tensor, weights: ExpertWeights) -> str:
-        """Return the name of the path that a call of these tensors takes through this part.
+        """Return the name of the path that a call with these tensors takes; "" for a single path.
 
-        x_TH: (T, H) tokens of one call, or of one chunk of it. Of a part with one path "". A part
-        with several calls `path_log.entered` where it takes one: `mk test` compares the paths that
-        its cases enter with those that can be reached.
+        x_TH: (T, H) tokens of one call, or of one chunk of it. A part with several paths calls
+        `path_log.entered` on each; `mk test` compares the paths its cases enter with the reachable
+        ones.
         """
         return ""
 
@@ -410,19 +411,19 @@ class PermuteExpertsUnpermute(Judged, ABC):
         workspace: Workspace,
         output: torch.Tensor,
     ) -> None:
-        """Write `output`, of the declared shape for this dispatch; inputs are read only.
+        """Write `output`, of the shape declared for this dispatch. Inputs are read only.
 
-        Never called with zero rows. Rows of skipped pairs are as `requires.invalid_rows` says.
-        If the part declares inplace, `output` may be the memory of `tokens`: then nothing is
-        written to it before the last token was read.
+        Never called with zero rows. `requires.invalid_rows` defines the rows of skipped pairs. If
+        the part declares inplace, `output` may alias the memory of `tokens`; it may then be written
+        only after the last token was read.
         """
 
 
 class PickledByProblem:
-    """Pickles and copies an experts part as its class and problem.
+    """Mixin that pickles and copies an experts part as its class and problem.
 
     For parts whose constructor binds kernels or a library, which cannot be pickled. A subclass with
-    a constructor of other arguments, or more state, overrides `__reduce__`.
+    other constructor arguments, or with more state, overrides `__reduce__`.
     """
 
     problem: Problem
@@ -432,13 +433,12 @@ class PickledByProblem:
 
 
 class Call:
-    """What one call of a kernel owns besides the caller's tensors.
+    """State of one kernel call besides the caller's tensors.
 
-    workspace: the buffers declared by both parts. invalid_ids: int32 (1,) counter of ids outside
-    [-1, E), shared by all calls of a kernel and only ever added to. defer_quant: dispatch
-    activations unquantized, because these experts quantize them themselves. pairing: the names of
-    the kernel's parts, which ranks that take part in one call must have in common. told: set by a
-    part as soon as other ranks may know of the call.
+    workspace: buffers declared by both parts. invalid_ids: int32 (1,) count of ids outside [-1, E),
+    shared by all calls of a kernel and only incremented. defer_quant: dispatch activations
+    unquantized, because the experts quantize them. pairing: names of the kernel's parts, which must
+    agree across ranks. told: set by a part once other ranks may have learned of the call.
     """
 
     __slots__ = ("defer_quant", "invalid_ids", "pairing", "told", "workspace")

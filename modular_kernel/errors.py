@@ -1,7 +1,7 @@
-"""Every exception the toolkit raises on purpose.
+"""Exceptions that the toolkit raises on purpose.
 
-A user's mistake raises a subclass of `ModularKernelError` that names what was wrong, what it got
-and what it needs, before anything is launched. `assert` is left for our own invariants.
+A user's mistake raises a subclass of `ModularKernelError` that states the subject, what it got and
+what it needs, before anything is launched. `assert` is reserved for internal invariants.
 """
 
 from collections.abc import Sequence
@@ -10,19 +10,19 @@ from modular_kernel.text import counted, printable
 
 
 class ModularKernelError(Exception):
-    """Base of every error raised on purpose. Can be pickled: errors cross processes."""
+    """Base of every error raised on purpose. Picklable, so that errors can cross processes."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Not by calling the class: what a subclass is made from is not in `args`.
-        return _restored, (type(self), self.args), self.__dict__
+        # Do not call the class: a subclass's constructor arguments are not in `args`.
+        return _restore, (type(self), self.args), self.__dict__
 
 
 class InputError(ModularKernelError, ValueError):
-    """A value the caller gave is not usable: `what` it is, what we `got`, what we `need`."""
+    """A value from the caller is not usable: `what` it is, what was `got`, what we `need`."""
 
     def __init__(self, what: str, *, got: object, need: object) -> None:
         self.what, self.got, self.need = what, got, need
-        # What was given may come from a downloaded file or another package.
+        # The value may come from a downloaded file or another package.
         shown = printable(got) or "''"
         super().__init__(f"{printable(what)}: got {shown}, need {printable(need)}")
 
@@ -36,23 +36,23 @@ class ShapeError(InputError):
 
 
 class DtypeError(InputError):
-    """A tensor has a dtype the declared problem does not allow."""
+    """A tensor has a dtype that the declared problem does not allow."""
 
 
 class DeviceError(InputError):
-    """A tensor lives on another device than its peers or than the kernel."""
+    """A tensor is on another device than its peers or the kernel."""
 
 
 class LayoutError(InputError):
-    """A tensor is strided in a way the operation cannot read, where that matters."""
+    """A tensor has strides that the operation cannot read."""
 
 
 class RoutingError(InputError):
-    """Top-k ids outside [-1, experts) in checked mode, or routing that fits no weights."""
+    """Top-k ids are outside [-1, experts) in checked mode, or routing does not fit the weights."""
 
 
 class WeightsError(InputError):
-    """Expert weights that do not fit the declared problem (scales, biases, placement)."""
+    """Expert weights do not match the declared problem (scales, biases, placement)."""
 
 
 class CapacityError(InputError):
@@ -60,17 +60,17 @@ class CapacityError(InputError):
 
 
 class UnsupportedError(InputError):
-    """A method was called that the part declares not to have."""
+    """A method was called that the part declares unsupported."""
 
 
 class StateError(InputError):
-    """Something was used at a time when it must not be: a call was finished twice, or a plan was
+    """An object was used in the wrong state, for example a call was finished twice, or a plan was
     called from within its own call."""
 
 
 class CorruptionError(ModularKernelError):
-    """A part wrote outside its workspace (red zones are watched in poison mode), or a kernel
-    touched memory that no argument of its launch holds (watched where kernels are interpreted)."""
+    """A part wrote outside its workspace (red zones are checked in poison mode), or an interpreted
+    kernel accessed memory that none of its launch arguments covers."""
 
 
 class UnknownPartError(InputError):
@@ -78,7 +78,7 @@ class UnknownPartError(InputError):
 
 
 class DuplicatePartError(InputError):
-    """Two packages offer a part under one name; using that name is refused."""
+    """Two packages provide a part under the same name, so the name cannot be used."""
 
 
 class BrokenPartError(InputError):
@@ -96,12 +96,12 @@ class IncompatibleError(ModularKernelError, ValueError):
 
 
 class CommunicationError(ModularKernelError):
-    """Ranks that had to take part in an exchange did not in time, went away, or disagree.
+    """Ranks of an exchange did not take part in time, disappeared, or disagreed.
 
-    rank: where it was raised. phase: "construct", "counts", "dispatch" or "combine". step: the
-    manager's exchange for a call, counted from 1 by every rank. layer, call: which part of the
-    manager, and which of its calls, both counted from 1; 0 where unknown. peers: the ranks to look
-    at, () if nothing tells.
+    rank: the rank that raised. phase: "construct", "counts", "dispatch" or "combine". step: the
+    manager's exchange for a call, counted from 1 on every rank. layer, call: the part of the
+    manager and its call, both counted from 1; 0 if unknown. peers: ranks that may be at fault,
+    () if unknown.
     """
 
     def __init__(
@@ -118,11 +118,11 @@ class CommunicationError(ModularKernelError):
         self.what, self.got, self.need = what, got, need
         self.layer = self.call = 0
         self.rank, self.phase, self.step, self.peers = rank, phase, step, tuple(peers)
-        named = ", ".join(map(str, self.peers)) or "unknown"
-        word = "peer" if len(self.peers) == 1 else "peers"
-        where = f"rank {rank}, {phase} of step {step}, {word} {named}"
-        super().__init__(f"{what}: got {got}, need {need} ({where})")
+        peer_list = ", ".join(map(str, self.peers)) or "unknown"
+        noun = "peer" if len(self.peers) == 1 else "peers"
+        location = f"rank {rank}, {phase} of step {step}, {noun} {peer_list}"
+        super().__init__(f"{what}: got {got}, need {need} ({location})")
 
 
-def _restored(cls: type[ModularKernelError], args: tuple[object, ...]) -> ModularKernelError:
+def _restore(cls: type[ModularKernelError], args: tuple[object, ...]) -> ModularKernelError:
     return cls.__new__(cls, *args)

@@ -1,10 +1,10 @@
-"""The steps of a call, which a kernel and its plans share: check, start, finish.
+"""Steps of one call, shared by kernels and plans: check, start, finish.
 
     execution.check(x_TH, weights, routing, out)
     pending = execution.start_checked(x_TH, weights, routing, out, workspace)   # prepare
     y_TH = pending.finish()                                                     # experts, finalize
 
-A kernel makes a workspace for each call, a plan one for all of its own.
+A kernel makes a workspace per call; a plan makes one and reuses it.
 """
 
 import logging
@@ -50,10 +50,10 @@ _LOG = logging.getLogger("modular_kernel.routing")
 
 
 class Execution:
-    """Two parts that were judged to fit, and the steps of a call through them.
+    """Two compatible parts and the steps of a call through them.
 
-    machine: where it runs. checked, poison: as FusedMoEModularKernel has them. Raises
-    ConfigurationError if the experts' reducer is not the one that they declare.
+    machine: where it runs. checked, poison: see FusedMoEModularKernel. Raises ConfigurationError if
+    the kind of the experts' reducer differs from the declared one.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Execution:
         if prepare_finalize.requires.rounds_capacity:
             prepare_finalize.round_capacity(experts.requires.capacity_multiple)
         self.reduce = _reduce_of(experts)
-        # The experts' output is the layer's own where finalize has nothing left to move.
+        # The experts can write the layer's output directly if finalize moves no data.
         standard = experts.requires.activation_format is ActivationFormat.STANDARD
         self._moves_rows = (
             self.problem.parallel.world_size > 1 and not prepare_finalize.requires.replicated_input
@@ -85,7 +85,7 @@ class Execution:
             prepare_finalize.keeps_expert_output and self.reduce.kind is Reduce.NOOP
         )
         self.checked, self.poison = checked, poison
-        self.fills = Fills()  # of poisoned calls without a plan
+        self.fills = Fills()  # for poisoned calls without a plan
         self._ids_dtype = prepare_finalize.topk_indices_dtype()
         self._invalid_ids: torch.Tensor | None = None
         self._counter: dict[str, torch.Tensor] = {}
@@ -95,13 +95,13 @@ class Execution:
         forks.on_fork(self)
 
     def after_fork(self) -> None:
-        """In a forked child, have torch compute without the threads of the parent."""
+        """In a forked child, run torch on one thread: the parent's thread pool is gone."""
         if self.machine.device == "cpu":
             forks.use_one_thread()
 
     @property
     def pairing(self) -> str:
-        """The two parts' names."""
+        """Names of the two parts."""
         return self._pairing
 
     @property
@@ -111,9 +111,9 @@ class Execution:
 
     @property
     def invalid_ids(self) -> int:
-        """How many ids outside [-1, E) were skipped so far. Synchronizes with the device.
+        """Number of ids outside [-1, E) that were skipped so far. Synchronizes with the device.
 
-        The first read that finds some logs a warning (logger `modular_kernel.routing`).
+        The first nonzero read logs a warning (logger `modular_kernel.routing`).
         """
         count = self.count_invalid_ids()
         if count and not self._told_invalid_ids:
@@ -126,7 +126,7 @@ class Execution:
         return count
 
     def count_invalid_ids(self) -> int:
-        """Return `invalid_ids` without a warning. Synchronizes with the device."""
+        """Return `invalid_ids` without logging a warning. Synchronizes with the device."""
         return 0 if self._invalid_ids is None else int(self._invalid_ids.item())
 
     def check(
@@ -136,23 +136,23 @@ class Execution:
         routing: Routing,
         out: torch.Tensor | None,
     ) -> None:
-        """Raise the InputError that names the first tensor which does not fit the problem."""
+        """Raise the InputError for the first tensor that does not match the problem."""
         validate.check_dense(x_TH, routing, out)
         validate.check_input(x_TH, self.problem, self.machine.device)
         self.check_weights(weights, x_TH)
         self.check_call(x_TH, weights, routing, out)
 
     def check_weights(self, weights: ExpertWeights, x_TH: torch.Tensor) -> recording.CheckedWeights:
-        """Check weights at their first call, and again where a tensor's memory was exchanged."""
-        known = self.known_weights.bound(weights, x_TH.device)
-        if known is None:
+        """Check weights on their first call, and again if the memory of a tensor was replaced."""
+        checked = self.known_weights.bound(weights, x_TH.device)
+        if checked is None:
             validate.check_weights(weights, x_TH, self.problem)
             specs = self.experts.prepared_specs()
             prepared.check_prepared(weights, specs, x_TH.device, self._reader)
-            known = self.known_weights.bind(
+            checked = self.known_weights.bind(
                 weights, prepared.sources(weights), prepared.made(weights)
             )
-        return known
+        return checked
 
     def check_call(
         self,
@@ -161,7 +161,7 @@ class Execution:
         routing: Routing,
         out: torch.Tensor | None,
     ) -> None:
-        """Run the part of `check` that can differ from call to call."""
+        """Run the checks whose result can change from call to call."""
         validate.check_memory(x_TH, routing, out)
         validate.check_no_grad(x_TH, weights, routing, out)
         validate.check_routing(routing, x_TH, self.problem, self._ids_dtype)
@@ -179,27 +179,29 @@ class Execution:
             validate.check_given_scales(weights)
 
     def workspace_specs(self, tokens: int) -> dict[str, BufferSpec]:
-        """Return every buffer that a call of `tokens` tokens takes, from both parts.
+        """Return every buffer, of both parts, that a call of `tokens` tokens needs.
 
-        ConfigurationError for what is no number of tokens.
+        Raises ConfigurationError unless tokens is an int >= 0.
         """
-        if type(tokens) is not int or tokens < 0:  # cheaper than `expect`, for every call asks
+        if type(tokens) is not int or tokens < 0:  # cheaper than `expect`; runs in every call
             raise ConfigurationError("tokens", got=shown(tokens), need="an int >= 0")
-        own = self.prepare_finalize.workspace_shapes(tokens)
+        pf_specs = self.prepare_finalize.workspace_shapes(tokens)
         shape = self.prepare_finalize.dispatch_shape(tokens)
         chunk = self.problem.chunk_tokens
-        piece = shape
+        chunk_shape = shape
         if chunk is not None and isinstance(shape, ContiguousShape) and shape.tokens > chunk:
-            piece = replace(shape, tokens=chunk)
-        shapes = self.experts.workspace_shapes(piece)
-        specs = {**own, **shapes.buffers()}
+            chunk_shape = replace(shape, tokens=chunk)
+        chunk_shapes = self.experts.workspace_shapes(chunk_shape)
+        specs = {**pf_specs, **chunk_shapes.buffers()}
         if not self._experts_write_out and not self._part_keeps_output:
-            whole = shapes if piece is shape else self.experts.workspace_shapes(shape)
-            specs[EXPERT_OUTPUT] = whole.output
+            full_shapes = (
+                chunk_shapes if chunk_shape is shape else self.experts.workspace_shapes(shape)
+            )
+            specs[EXPERT_OUTPUT] = full_shapes.output
         return specs
 
     def output(self, x_TH: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
-        """Return where a call writes; None if the part makes its output."""
+        """Return the tensor a call writes; None if the part allocates its output."""
         if self.problem.inplace:
             return x_TH
         if out is not None or self.prepare_finalize.makes_output:
@@ -208,30 +210,30 @@ class Execution:
         return torch.empty(shape, dtype=x_TH.dtype, device=x_TH.device)
 
     def count_invalid_ids_on(self, device: torch.device) -> torch.Tensor:
-        """Return the counter behind `invalid_ids`, made at the first need."""
+        """Return the counter tensor behind `invalid_ids`, allocating it on first use."""
         if self._invalid_ids is None:
             with modes.kept():
-                made = torch.zeros(1, dtype=torch.int32, device=device)
-            # In one step, so that the first calls of two threads count in the same tensor.
-            self._invalid_ids = self._counter.setdefault("invalid_ids", made)
+                counter = torch.zeros(1, dtype=torch.int32, device=device)
+            # setdefault is atomic: first calls of two threads share one tensor.
+            self._invalid_ids = self._counter.setdefault("invalid_ids", counter)
         return self._invalid_ids
 
     def _defers_quant(self, tokens: int) -> bool:
-        """Tell whether activations travel unquantized.
+        """Return whether activations are dispatched unquantized.
 
-        They do if the experts need it, or do it better in a call that is not split.
+        They are if the experts require it, or prefer it for a call that is not chunked.
         """
         if self.experts.requires.quantizes_input or self.problem.scheme.scales_by_expert:
             return True
         part, chunk = self.prepare_finalize, self.problem.chunk_tokens
         if not part.requires.can_defer_quant or (chunk is not None and tokens > chunk):
             return False
-        if self._moves_rows:  # fewer bytes travel quantized
+        if self._moves_rows:  # quantized rows are smaller to send
             return False
         return self.experts.takes_unquantized(part.dispatch_shape(tokens))
 
     def poison_output(self, out: torch.Tensor | None, fill: Fill) -> None:
-        """In poison mode, fill what a call must write; x is not for inplace problems."""
+        """Fill the output of a call, in poison mode; an inplace problem's output, x, is kept."""
         if out is not None and not self.problem.inplace:
             poison_tensor(out, fill)
 
@@ -246,10 +248,10 @@ class Execution:
         *,
         at_once: bool = False,
     ) -> "Pending":
-        """Start a call as `start` does, with tensors that were checked and the buffers to use.
+        """Start a call as `start` does, with checked tensors and the given workspace.
 
-        out: None if the part makes its output. at_once: the call is finished before anything else
-        is launched.
+        out: None if the part allocates its output. at_once: the caller finishes the call before
+        launching anything else.
         """
         counter = self._invalid_ids
         if counter is None:
@@ -264,17 +266,17 @@ class Execution:
         try:
             with stages.stage(stages.PREPARE):
                 if part.has_prepare_no_receive() and not (at_once and part.prepares_at_once):
-                    arriving = part.prepare_no_receive(x_TH, routing, weights=weights, call=call)
+                    receiver = part.prepare_no_receive(x_TH, routing, weights=weights, call=call)
 
                     def receive() -> tuple[Dispatched, Handle]:
                         with stages.stage(stages.RECEIVE):
-                            return arriving()
+                            return receiver()
 
                 else:
-                    arrived = part.prepare(x_TH, routing, weights=weights, call=call)
+                    received = part.prepare(x_TH, routing, weights=weights, call=call)
 
                     def receive() -> tuple[Dispatched, Handle]:
-                        return arrived
+                        return received
         except Exception as error:
             (part.abandon if call.told else part.refuse)(error)
             raise
@@ -282,7 +284,7 @@ class Execution:
 
     @modes.without_autocast
     def finish(self, pending: "Pending") -> torch.Tensor:
-        """Run the experts and the combine of `pending`; return where its output is."""
+        """Run the experts and the combine of `pending`; return its output."""
         part, reduce = self.prepare_finalize, self.reduce
         try:
             tokens, handle = pending.receive()
@@ -293,7 +295,7 @@ class Execution:
                 if pending.out is None:
                     return part.combined(output, handle=handle, reduce=reduce)
                 part.finalize(output, handle=handle, reduce=reduce, out=pending.out)
-            # As torch's own operations do that write to a tensor.
+            # Like torch operations that write to a tensor.
             torch.autograd.graph.increment_version(pending.out)
             return pending.out
         except Exception as error:
@@ -304,7 +306,7 @@ class Execution:
         self, tokens: Dispatched, handle: Handle, pending: "Pending"
     ) -> torch.Tensor:
         if self._experts_write_out:
-            assert pending.out is not None  # or the part would make it
+            assert pending.out is not None  # None only if the part allocates its output
             return pending.out
         if self._part_keeps_output:
             return self.prepare_finalize.expert_output(handle)
@@ -312,7 +314,7 @@ class Execution:
         return pending.workspace.take(EXPERT_OUTPUT, shape)
 
     def _apply_experts(self, tokens: Dispatched, pending: "Pending", output: torch.Tensor) -> None:
-        """Run the experts, in pieces where the problem says so; not at all on zero rows."""
+        """Run the experts, in chunks of problem.chunk_tokens if set; skip zero rows."""
         apply = partial(self.experts.apply, weights=pending.weights, workspace=pending.workspace)
         chunk = self.problem.chunk_tokens
         if isinstance(tokens, ContiguousTokens) and chunk and len(tokens.x_TH) > chunk:
@@ -325,8 +327,10 @@ class Execution:
 
 @dataclass(frozen=True)
 class Pending:
-    """A call of `tokens` tokens between its dispatch and its experts; `finish` must be called
-    exactly once. out: None if the part makes the output."""
+    """A call of `tokens` tokens that is dispatched but whose experts have not run.
+
+    `finish` must be called exactly once. out: None if the part allocates its output.
+    """
 
     execution: Execution
     receive: Receiver
@@ -334,14 +338,14 @@ class Pending:
     workspace: Workspace
     out: torch.Tensor | None
     tokens: int
-    # Empty once it is finished: of two threads that pop, one fails.
+    # Empty once finished: of two threads that pop, one fails.
     _unfinished: list[None] = field(default_factory=lambda: [None], init=False, repr=False)
 
     @modes.untraced
     def finish(self) -> torch.Tensor:
-        """Wait for the dispatch, run the experts, combine; returns the layer's output.
+        """Wait for the dispatch, run the experts, combine, and return the layer's output.
 
-        Raises StateError if it was called before.
+        Raises StateError if called twice.
         """
         try:
             self._unfinished.pop()
@@ -357,7 +361,7 @@ class Pending:
 
 
 def _reduce_of(experts: PermuteExpertsUnpermute) -> TopKWeightAndReduce:
-    """Return the experts' reducer; its kind must be the one they declare."""
+    """Return the experts' reducer; raise ConfigurationError unless its kind is the declared one."""
     reduce = experts.finalize_weight_and_reduce_impl()
     declared = experts.requires.reduce if experts.problem.combine is Combine.SUM else None
     if reduce.kind is not declared:
@@ -367,7 +371,7 @@ def _reduce_of(experts: PermuteExpertsUnpermute) -> TopKWeightAndReduce:
 
 
 def _shape_of(tokens: Dispatched) -> DispatchShape:
-    """Return the shape of what arrived, which may be less than what can arrive."""
+    """Return the shape of a received dispatch, which may be smaller than the worst case."""
     if isinstance(tokens, ContiguousTokens):
         return ContiguousShape(*tokens.routing.topk_ids_TK.shape)
     return BatchedShape(*tokens.x_eCH.shape[:2])

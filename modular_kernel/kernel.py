@@ -1,4 +1,4 @@
-"""FusedMoEModularKernel: one PrepareAndFinalize and one PermuteExpertsUnpermute, composed.
+"""FusedMoEModularKernel: a PrepareAndFinalize composed with a PermuteExpertsUnpermute.
 
 kernel = FusedMoEModularKernel(prepare_finalize, experts)   # refused here if incompatible
 y_TH = kernel(x_TH, weights, routing)                       # a new tensor
@@ -34,12 +34,12 @@ __all__ = ["FusedMoEModularKernel", "Pending", "Plan"]
 
 
 class FusedMoEModularKernel(Execution):
-    """A fused MoE layer made of two parts that were judged to fit.
+    """A fused MoE layer composed of two compatible parts.
 
-    machine: where it will run; None reads this one. checked: read ids on every call and raise
-    RoutingError on an invalid one (synchronizes); otherwise such pairs are skipped and counted in
-    `invalid_ids`. poison: fill workspaces and output before each call, with NaN and other
-    values in turn, and watch red zones after it (for tests; synchronizes).
+    machine: where it will run; None detects this machine. checked: read ids on every call and raise
+    RoutingError for an invalid one (synchronizes); otherwise such pairs are skipped and counted in
+    `invalid_ids`. poison: before each call fill workspaces and output with NaN and other values in
+    rotation, and check red zones after it (for tests; synchronizes).
     Raises IncompatibleError with every reason if the pairing is refused.
     """
 
@@ -62,8 +62,8 @@ class FusedMoEModularKernel(Execution):
             raise ConfigurationError("the two parts' problems", got=got, need=need)
         if machine is None:
             declared = prepare_finalize.requires, experts.requires
-            packages = tuple(package for each in declared for package in each.packages)
-            providers = tuple(provider for each in declared for provider in each.providers)
+            packages = tuple(package for requires in declared for package in requires.packages)
+            providers = tuple(provider for requires in declared for provider in requires.providers)
             machine = current_machine(packages, providers=providers)
         pair, problem = (type(prepare_finalize), type(experts)), experts.problem
         verdict = judge(*pair, problem, machine)
@@ -76,40 +76,45 @@ class FusedMoEModularKernel(Execution):
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle a kernel as its two parts and options; `invalid_ids` of the copy starts at 0.
 
-        UnsupportedError of parts that hold a process group.
+        Raises UnsupportedError if a part holds a process group.
         """
-        made = partial(type(self), machine=self.machine, checked=self.checked, poison=self.poison)
-        return made, (self.prepare_finalize, self.experts)
+        constructor = partial(
+            type(self), machine=self.machine, checked=self.checked, poison=self.poison
+        )
+        return constructor, (self.prepare_finalize, self.experts)
 
     def __repr__(self) -> str:
         return f"<{self.pairing}, {self.problem} on {self.machine}>"
 
     def _repr_html_(self) -> str:
-        """Return the line of `repr`, for notebooks."""
+        """Return `repr` as HTML, for notebooks."""
         return notebook_html(f"{self.pairing}, {self.problem} on {self.machine}")
 
     @property
     def replayable(self) -> bool:
         """Whether a plan may replay a call's launches instead of running the parts' host code.
 
-        Only what was written as such: no subclass inherits the declaration, because it may add
-        work that no recording sees; and a checked call reads values on the host.
+        Each class must declare it itself: a subclass does not inherit it, because it may add work
+        that a recording misses. A checked call reads values on the host and is never replayed.
         """
         parts = (self.prepare_finalize, self.experts)
         declared = all(vars(type(part)).get("replayable", False) for part in parts)
         return declared and type(self) is FusedMoEModularKernel and not self.checked
 
     def _may_plan_calls(self) -> bool:
-        """Whether calls may share a workspace: of several ranks, only where launches are replayed,
-        because other exchanges may still be using theirs when a call returns."""
+        """Return whether calls may share a workspace.
+
+        Multi-rank calls may only if they are replayed: otherwise an exchange may still use the
+        workspace of a call that has returned.
+        """
         if self.checked or self.poison or type(self) is not FusedMoEModularKernel:
             return False
         return self.problem.parallel.world_size == 1 or self.replayable
 
     def reserve_workspace(self, tokens: int, device: torch.device | None = None) -> None:
-        """Reserve now what calls of up to `tokens` tokens would reserve at the first of them.
+        """Reserve the workspace that calls of up to `tokens` tokens would reserve on first use.
 
-        device: where x will be; None is the current device of the kernel's kind. Calls of more than
+        device: the device of x; None is the current device of the kernel's type. Calls of more than
         2,048 tokens reserve nothing: each allocates its own workspace.
         """
         expect("tokens", tokens, Count)
@@ -124,15 +129,15 @@ class FusedMoEModularKernel(Execution):
         *,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run the layer and return its output: (T, H), or (T, K, H) where top-k is kept.
+        """Run the layer and return its output: (T, H), or (T, K, H) if top-k is kept.
 
-        The output is a new tensor, `out` if that is given, or x itself if the problem is inplace.
-        Calls of up to 2,048 tokens on one CUDA stream share a workspace that is kept between
-        calls (`modular_kernel.plan.held_bytes`); larger ones, calls captured in a CUDA
-        graph, and calls of a kernel with `checked` or `poison` allocate their own.
+        The output is a new tensor, `out` if given, or x itself if the problem is inplace. Calls of
+        up to 2,048 tokens on one CUDA stream share a workspace that is kept between calls
+        (`modular_kernel.plan.held_bytes`). Larger calls, calls captured in a CUDA graph, and calls
+        of a kernel with `checked` or `poison` allocate their own.
 
         x_TH: (T, H), T <= problem.tokens, unchanged unless inplace. out: (T, H) or (T, K, H).
-        Raises an InputError before anything is launched if a tensor does not fit.
+        Raises an InputError before anything is launched if a tensor does not match.
         """
         output = self._call_plans.run(self, x_TH, weights, routing, out)
         if output is not None:
@@ -148,7 +153,7 @@ class FusedMoEModularKernel(Execution):
         *,
         out: torch.Tensor | None = None,
     ) -> "Pending":
-        """Check and dispatch; the experts and the combine run in `.finish()`.
+        """Check the tensors and start the dispatch; experts and combine run in `.finish()`.
 
         With an asynchronous PrepareAndFinalize, work done in between overlaps the dispatch.
         Several calls may be in flight at once.
@@ -177,16 +182,18 @@ class FusedMoEModularKernel(Execution):
         return self.start_checked(x_TH, weights, routing, output, workspace, at_once=at_once)
 
     def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
-        """Return the weights with what these experts make of them beside them, made once.
+        """Return `weights` with the tensors that these experts derive from them added.
 
-        Calls with it are faster where each would make it anew: `TritonExperts` with 4 bits
-        on sm_90, which take 1.06 (mxfp4), 1.12 or, in groups that no 64 divides, 1.25 x the bytes
-        of w1 and w2 more. Of other experts: the same weights.
-        Prepare again when weights were written: a call is refused then, and after a write to a
-        tensor that was prepared (WeightsError), but for writes that torch does not count: to
-        `.data`, to inference tensors, and by kernels that are launched beside torch. A copy is
-        refused too, and so are those of another activation's order of rows. Every InputError of a
-        call's weights.
+        Calls are then faster than deriving them anew each time. `TritonExperts` uses this for 4-bit
+        weights on sm_90; the derived tensors take additional memory: 1.06 (mxfp4), 1.12, or 1.25
+        (groups that do not divide into 64s) times the bytes of w1 and w2. Other experts return the
+        weights unchanged.
+
+        Prepare again after writing to weights: a call raises WeightsError after a write to the
+        weights or to a derived tensor. Writes that torch does not track (to `.data`, to inference
+        tensors, and by kernels launched outside torch) are not detected. Copies, and weights
+        prepared for an activation with another row order, are refused too. Raises the same
+        InputErrors as a call does for its weights.
         """
         expect("weights", weights, ExpertWeights)
         check_weight_tensors(weights)
@@ -198,15 +205,16 @@ class FusedMoEModularKernel(Execution):
         self.check_weights(weights, torch.empty(0, problem.hidden, device=device))
         if not specs:
             return weights
-        made = prepared.allocated(weights, specs, self._reader)
-        self.experts.prepare(weights, made)
-        prepared.finish(made)
-        return replace(weights, **made)
+        prepared_tensors = prepared.allocated(weights, specs, self._reader)
+        self.experts.prepare(weights, prepared_tensors)
+        prepared.finish(prepared_tensors)
+        return replace(weights, **prepared_tensors)
 
     def plan(self, problem: Problem | None = None) -> Plan:
         """Allocate workspace and output once, for calls of at most `problem.tokens` tokens.
 
         problem: this kernel's problem, possibly with fewer tokens; None means the kernel's own.
+        Raises ConfigurationError for another problem, CapacityError for more tokens.
         """
         expect("the plan's problem", problem, Problem | None)
         problem = self.problem if problem is None else problem

@@ -1,4 +1,4 @@
-"""Reads the machine into a frozen `Machine`, and says where operations leave the interpreter."""
+"""Detection of this machine as a frozen `Machine`, and the switch to torch reference operations."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -13,26 +13,26 @@ from modular_kernel.settings import read_settings
 from modular_kernel.spec.problem import Machine
 from modular_kernel.utils.package_probes import Provider, sort_out
 
-_twins: ContextVar[bool] = ContextVar("torch_twins", default=False)
+_torch_reference: ContextVar[bool] = ContextVar("torch_twins", default=False)
 
 
 def importable(packages: Iterable[str]) -> frozenset[str]:
     """Return those of `packages` that can be found, without importing them."""
-    found = set()
+    available = set()
     for package in packages:
         try:
             if find_spec(package) is not None:
-                found.add(package)
-        except (ImportError, ValueError):  # a stub in sys.modules, or a parent that is missing
+                available.add(package)
+        except (ImportError, ValueError):  # a stub in sys.modules, or a missing parent package
             continue
-    return frozenset(found)
+    return frozenset(available)
 
 
 def interpreted_since_import() -> bool | None:
-    """Tell whether triton was imported with its interpreter on; None if not imported yet.
+    """Return whether triton was imported with its interpreter enabled; None if not imported yet.
 
-    triton reads the variable while its own functions are defined, so that a later change leaves a
-    process with functions of both kinds, which cannot call each other.
+    Triton reads TRITON_INTERPRET while it defines its own functions. After a later change, a
+    process has functions of both kinds, which cannot call each other.
     """
     standard = sys.modules.get("triton.language.standard")
     function = getattr(standard, "cdiv", None)
@@ -45,29 +45,29 @@ def current_machine(
     device: Literal["cuda", "cpu"] | None = None,
     providers: Iterable[Provider] = (),
 ) -> Machine:
-    """Describe this machine. `packages` are looked for beside triton and ml_dtypes.
+    """Describe this machine. `packages` are looked up in addition to triton and ml_dtypes.
 
-    providers: how those of them are told whose names prove nothing.
-    device: "cpu" describes this machine's CPU even where a GPU is present; None prefers the GPU.
+    providers: probes of packages that a name alone does not identify.
+    device: "cpu" describes this machine's CPU even if a GPU is present; None prefers the GPU.
     """
     probed = tuple(providers)
-    here, others = sort_out(probed)
-    plain = {"triton", "ml_dtypes", *packages} - {provider.name for provider in probed}
-    found, unlike = importable(plain) | here, tuple(sorted(others.items()))
+    confirmed, others = sort_out(probed)
+    by_name = {"triton", "ml_dtypes", *packages} - {provider.name for provider in probed}
+    available, mismatched = importable(by_name) | confirmed, tuple(sorted(others.items()))
     if device != "cpu" and torch.cuda.is_available():
         arch = torch.cuda.get_device_capability()
         name = torch.cuda.get_device_name()
-        return Machine("cuda", arch, found, name=name, others=unlike, cuda=_cuda_version())
+        return Machine("cuda", arch, available, name=name, others=mismatched, cuda=_cuda_version())
     interpreter = (
         read_settings().triton_interpret
         and interpreted_since_import() is not False
-        and {"triton", "ml_dtypes"} <= found
+        and {"triton", "ml_dtypes"} <= available
     )
-    return Machine("cpu", None, found, interpreter, others=unlike)
+    return Machine("cpu", None, available, interpreter, others=mismatched)
 
 
 def _cuda_version() -> tuple[int, int] | None:
-    """Return the version of CUDA that torch was built for; None for another kind of GPU."""
+    """Return the CUDA version that torch was built for; None for another kind of GPU."""
     parts = (torch.version.cuda or "").split(".")
     numbers = [int(part) for part in parts[:2] if part.isdecimal()]
     return (numbers[0], numbers[1]) if len(numbers) == 2 else None
@@ -75,17 +75,17 @@ def _cuda_version() -> tuple[int, int] | None:
 
 @contextmanager
 def torch_twins(*, wanted: bool = True) -> Iterator[None]:
-    """Have operations on a CPU take their torch twins within it, the interpreter being active too.
+    """Inside the block, run CPU operations by their torch references, even when interpreting.
 
-    For measuring parts of plain torch as they run for a user. wanted: False changes nothing.
+    For timing plain-torch parts as a user runs them. wanted: False changes nothing.
     """
-    before = _twins.set(_twins.get() or wanted)
+    before = _torch_reference.set(_torch_reference.get() or wanted)
     try:
         yield
     finally:
-        _twins.reset(before)
+        _torch_reference.reset(before)
 
 
 def twins_are_wanted() -> bool:
-    """Return whether `torch_twins` holds here."""
-    return _twins.get()
+    """Return whether `torch_twins` is active in this context."""
+    return _torch_reference.get()

@@ -1,6 +1,6 @@
-"""Which paths the calls of an experts part enter, for a harness that watches.
+"""Log of the paths that calls of an experts part take, for the test harness.
 
-A part that has several ways from tokens to output calls `entered` where it has chosen one.
+A part that has several paths from tokens to output calls `entered` once it has chosen one.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from modular_kernel.tensors import ExpertWeights
 
 @dataclass(frozen=True)
 class EnteredPath:
-    """One call. path: its name. problem: the part's. weights: those of the call."""
+    """One call: the name of its path, the part's problem, and the call's weights."""
 
     path: str
     problem: Problem
@@ -25,7 +25,7 @@ _log: ContextVar[list[EnteredPath] | None] = ContextVar("paths entered", default
 
 
 def entered(path: str, problem: Problem, weights: ExpertWeights) -> None:
-    """Note that a call takes `path`, if somebody watches in this thread."""
+    """Log that a call takes `path`, if `watched_paths` is active in this thread."""
     log = _log.get()
     if log is not None:
         log.append(EnteredPath(path, problem, weights))
@@ -33,9 +33,9 @@ def entered(path: str, problem: Problem, weights: ExpertWeights) -> None:
 
 @contextmanager
 def watched_paths() -> Iterator[list[EnteredPath]]:
-    """Collect the paths that calls inside the block enter, in this thread.
+    """Collect the paths that calls inside the block take, in this thread.
 
-    A plan's replayed call runs no host code of the part, so it enters nothing.
+    A replayed call of a plan runs no host code of the part, so it is not logged.
     """
     log: list[EnteredPath] = []
     token = _log.set(log)

@@ -1,10 +1,10 @@
-"""Plans: a kernel bound to its buffers and to what its first calls launched.
+"""Plans: a kernel bound to its buffers and to the launches recorded in its first calls.
 
-`Plan` is what `kernel.plan()` returns. `CallPlans` are the plans behind a kernel's own calls, so
-that `kernel(x, weights, routing)` is as fast as a plan: one for each CUDA stream and power of two
-of tokens. All of them, of every kernel, share one workspace per stream, because launches on a
-stream run one after the other. Calls that may not keep buffers (large ones, and calls captured in a
-CUDA graph) allocate their own.
+`kernel.plan()` returns a `Plan`. `CallPlans` holds the plans behind a kernel's direct calls, so
+that `kernel(x, weights, routing)` is as fast as a plan: one per CUDA stream and power of two of
+tokens. All of them, across kernels, share one workspace per stream, because launches on a stream
+run in order. Calls that must not keep buffers (large ones, and calls captured in a CUDA graph)
+allocate their own.
 """
 
 import threading
@@ -32,10 +32,10 @@ from modular_kernel.workspace import BufferSpec, Workspace, workspace_bytes
 class BoundCalls:
     """Calls of a kernel in one workspace, of at most `problem.tokens` tokens.
 
-    Weights are checked once per ExpertWeights object, and again where a tensor's memory was
-    exchanged. Where both parts are replayable, the launches of the first call of a signature (the
-    shapes, strides, dtypes and alignment of all tensors) are recorded, and later calls replay them.
-    Subclasses set `_workspace` and say where a call writes.
+    Weights are checked once per ExpertWeights object, and again if the memory of a tensor was
+    replaced. If both parts are replayable, the launches of the first call of each signature
+    (shapes, strides, dtypes and alignment of all tensors) are recorded, and later calls replay
+    them. Subclasses set `_workspace` and define the output of a call.
     """
 
     _workspace: Workspace
@@ -49,15 +49,15 @@ class BoundCalls:
         kernel.count_invalid_ids_on(device)
 
     def _output_of(self, x_TH: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
-        """Return where a call writes; None if no call had x's shape, which is then checked."""
+        """Return the output of a call; None for a new shape of x, which is then checked."""
         raise NotImplementedError
 
     def _checked_output(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """Return where a call writes that names no output, and whose x was checked."""
+        """Return the output of a call without `out`, after x was checked."""
         raise NotImplementedError
 
     def _holds_own_output(self, pointers: Sequence[int]) -> bool:
-        """Whether one of the addresses lies in an output that these calls reuse."""
+        """Return whether one of the addresses is inside an output that these calls reuse."""
         return False
 
     def _check_own_output(self, x_TH: torch.Tensor, routing: Routing, output: torch.Tensor) -> None:
@@ -73,7 +73,7 @@ class BoundCalls:
         routing: Routing,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Make a call in its turn."""
+        """Run one call: replay its recording if possible, else check and run it."""
         try:
             validate.check_dense(x_TH, routing, out)
             validate.check_adapters_given(routing, self.problem)
@@ -82,7 +82,7 @@ class BoundCalls:
             raise
         bound = self.kernel.known_weights.bound(weights, self._device)
         output = self._output_of(x_TH, out)
-        new = bound is None or output is None
+        checked = bound is None or output is None
         if bound is None or output is None:
             bound, output = self._checked(x_TH, weights, routing, out, output)
         tensors = _tensors(x_TH, routing, output)
@@ -93,10 +93,10 @@ class BoundCalls:
             raise
         recorded = self._recorded.find(signature)
         if recorded is None or not self._may_replay(recorded, tensors, pointers, bound, out):
-            if not new:
+            if not checked:
                 self._checked(x_TH, weights, routing, out, output)
             return self._run(x_TH, weights, routing, output, signature, named=out is not None)
-        # All that the checks read is in the signature, but for this and what `_may_replay` asks.
+        # All other inputs of the checks are in the signature or covered by `_may_replay`.
         if wants_gradient((*tensors, *bound.tensors)):
             validate.check_no_grad(x_TH, weights, routing, out)
         self._poison(output)
@@ -113,12 +113,12 @@ class BoundCalls:
         bound: recording.CheckedWeights,
         out: torch.Tensor | None,
     ) -> bool:
-        """Tell whether nothing forbids it that the call's signature does not tell.
+        """Return whether a recording may be replayed, by conditions outside the signature.
 
-        That is memory that was freed, or that is written and read, or somebody who watches the
-        stages or launches.
+        It may not if memory was freed, if the output overlaps an input, or if stages are profiled
+        or launches watched.
 
-        tensors: x, those of the routing, and the output if that is not x.
+        tensors: x, those of the routing, and the output unless it is x.
         """
         if 0 in pointers:
             return False
@@ -129,7 +129,7 @@ class BoundCalls:
             *read, written = (*tensors[1:], tensors[0]) if inplace else tensors
             start, stop = span(written)
             spans = (*map(span, read), *bound.spans)
-            if any(start < its_stop and its_start < stop for its_start, its_stop in spans):
+            if any(start < other_stop and other_start < stop for other_start, other_stop in spans):
                 return False
         elif self._holds_own_output(pointers[: len(tensors) - 1]):
             return False
@@ -143,8 +143,11 @@ class BoundCalls:
         out: torch.Tensor | None,
         output: torch.Tensor | None,
     ) -> tuple[recording.CheckedWeights, torch.Tensor]:
-        """Raise the InputError of the first tensor that does not fit, and tell other ranks; else
-        the weights are bound, and where to write is known."""
+        """Check a call, bind its weights, and return them with the output.
+
+        Raises the InputError for the first tensor that does not match, after notifying the other
+        ranks.
+        """
         try:
             return self._fitting(x_TH, weights, routing, out, output)
         except Exception as error:
@@ -183,9 +186,9 @@ class BoundCalls:
         *,
         named: bool,
     ) -> torch.Tensor:
-        """Run a checked call by the parts' host code; record the first of its signature.
+        """Run a checked call through the parts' host code; record the first of its signature.
 
-        named: the caller asked for the output in `out`.
+        named: the caller passed `out`.
         """
         kernel = self.kernel
         bound = kernel.known_weights.bound(weights, self._device)
@@ -220,15 +223,16 @@ class BoundCalls:
 
 
 class Plan(BoundCalls):
-    """A kernel with everything bound: a call allocates nothing and can be captured in a graph.
+    """A kernel with everything bound: calls allocate nothing and can be captured in a CUDA graph.
 
-    Calls of one plan share its buffers: threads take turns on the host, and what they launch must
-    be on one stream, or not be in flight together (make two plans). The tensor returned is the
-    plan's own, one for each thread, until that thread's next call, or a new one of a part that
-    makes its output, unless `out` is given or the problem is inplace. Weights are checked once per
-    ExpertWeights object, and again where a tensor's memory was exchanged. Where both parts are
-    replayable, whatever they decide on the host they decide in the first call of a signature (one
-    with other shapes, say, has another); the next ones launch what that one launched.
+    Calls of one plan share its buffers. Threads take turns on the host; their launches must be on
+    one stream or must not overlap (otherwise make two plans). The returned tensor is
+    `out` if given, x if the problem is inplace, and a new tensor if a part allocates its output;
+    otherwise it is a buffer of the plan, one per thread, valid until that thread's next call.
+    Weights are checked once per ExpertWeights object, and again if the memory of a tensor was
+    replaced. If both parts are replayable, their host decisions are made in the first call of each
+    signature (different shapes, for example, give another signature) and later calls repeat its
+    launches.
     """
 
     def __init__(self, kernel: Execution, problem: Problem) -> None:
@@ -247,15 +251,15 @@ class Plan(BoundCalls):
         forks.on_fork(self)
 
     def __reduce__(self) -> tuple[type["Plan"], tuple[Execution, Problem]]:
-        """Copy and pickle a plan as its kernel and problem: a copy has buffers of its own."""
+        """Copy and pickle a plan as its kernel and problem; the copy has its own buffers."""
         return Plan, (self.kernel, self.problem)
 
     def after_fork(self) -> None:
-        """In a forked child, end the call of a thread that is not there, or bar every call."""
+        """In a forked child, end a call of a lost thread; bar all calls with a GPU or group."""
         on_gpu = self._device.type == "cuda"
         if on_gpu or self.problem.parallel.world_size > 1:
-            whose = "a CUDA context" if on_gpu else "a process group"
-            need = f"a spawned process, with a plan of its own: {whose} does not survive a fork"
+            resource = "a CUDA context" if on_gpu else "a process group"
+            need = f"a spawned process, with a plan of its own: {resource} does not survive a fork"
             self._turn, self._index = forks.Barred("a plan", need), None
         elif not forks.renew(self._turn):
             self._busy = False
@@ -265,7 +269,7 @@ class Plan(BoundCalls):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of workspace held, the output apart."""
+        """Bytes of workspace held, excluding the output."""
         return self._workspace.nbytes
 
     @modes.untraced
@@ -277,16 +281,16 @@ class Plan(BoundCalls):
         *,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run a call as the kernel does, for T <= the plan's tokens (CapacityError else).
+        """Run a call as the kernel does, for T <= the plan's tokens (else CapacityError).
 
-        StateError if called from within a call of the same plan.
+        Raises StateError if called from within a call of the same plan.
         """
         index = self._index
         if index is not None and torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
                 return self(x_TH, weights, routing, out=out)
         with self._turn:
-            if self._busy:  # by this thread: others wait
+            if self._busy:  # set by this thread: other threads wait for the lock
                 need = "another plan, or the end of that call"
                 raise StateError("a plan", got="a call within its own call", need=need)
             self._busy = True
@@ -308,24 +312,27 @@ class Plan(BoundCalls):
         return self._own.holds(pointers)
 
     def _check_own_output(self, x_TH: torch.Tensor, routing: Routing, output: torch.Tensor) -> None:
-        """Check that what is read lies apart from the plan's own output.
+        """Raise ConfigurationError if a call reads memory of the plan's own output.
 
-        That output of the last call may be x of the next one, row upon row.
+        Exception: the last output may be x of the next call, with the same rows, if both parts
+        support inplace.
         """
         parts = (self.kernel.prepare_finalize, self.kernel.experts)
-        same = x_TH.shape == output.shape and x_TH.is_contiguous()
-        same &= x_TH.data_ptr() == output.data_ptr() and all(p.requires.inplace for p in parts)
+        is_last_output = x_TH.shape == output.shape and x_TH.is_contiguous()
+        is_last_output &= x_TH.data_ptr() == output.data_ptr() and all(
+            p.requires.inplace for p in parts
+        )
         read = {"topk_weights": routing.topk_weights_TK, "topk_ids": routing.topk_ids_TK}
         if routing.slots_T is not None:
             read["adapters"] = routing.slots_T
-        for name, tensor in (read if same else {"x": x_TH, **read}).items():
+        for name, tensor in (read if is_last_output else {"x": x_TH, **read}).items():
             if tensor.numel() and self._own.holds([tensor.data_ptr()]):
                 need = "memory of its own: a copy, or another plan's output"
                 raise ConfigurationError(name, got="memory of the plan's own output", need=need)
 
 
 class _Outputs(threading.local):
-    """A thread's own output. whole: of the most tokens; rows: its first ones, by x's shape."""
+    """The calling thread's output. whole: the full capacity; rows: views of it by x's shape."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         with modes.kept():
@@ -334,16 +341,16 @@ class _Outputs(threading.local):
         self._start, self._stop = span(self.whole)
 
     def holds(self, pointers: Sequence[int]) -> bool:
-        """Tell whether one of them leads into it."""
+        """Return whether one of the addresses is inside this output."""
         start, stop = self._start, self._stop
-        for pointer in pointers:  # noqa: SIM110  in every call, so without a generator
+        for pointer in pointers:  # noqa: SIM110  runs in every call; a generator is slower
             if start <= pointer < stop:
                 return True
         return False
 
 
 def _tensors(x_TH: torch.Tensor, routing: Routing, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return a call's tensors besides its weights, each once."""
+    """Return a call's tensors besides its weights, without duplicates."""
     tensors: tuple[torch.Tensor, ...] = (x_TH, routing.topk_weights_TK, routing.topk_ids_TK)
     if (slots_T := routing.slots_T) is not None:
         tensors = (*tensors, slots_T)
@@ -351,31 +358,33 @@ def _tensors(x_TH: torch.Tensor, routing: Routing, out: torch.Tensor) -> tuple[t
 
 
 def _current_stream(index: int | None) -> int:
-    """Return what triton launches on: the device's current stream, as a number; 0 on a CPU."""
+    """Return the raw handle of the device's current stream, as triton uses it; 0 on a CPU."""
     stream: int = 0 if index is None else torch._C._cuda_getCurrentRawStream(index)
     return stream
 
 
 SMALLEST_CAPACITY = 16
-# At 1024 tokens Qwen3-30B's layer takes an H200 0.35 ms; a call without a plan its host 0.3 to 1.1.
+# At 1024 tokens Qwen3-30B's layer takes 0.35 ms on an H200; a call without a plan takes 0.3 to 1.1
+# ms on its host.
 LARGEST_PLANNED = 2048
-_MOST_PLANS = 128  # of one kernel
-_MOST_STREAMS = 8  # whose memory is kept
-_GRANULARITY = 1 << 21  # bytes: as torch's allocator rounds large blocks
+_MAX_PLANS = 128  # per kernel
+_MOST_STREAMS = 8  # streams whose memory is kept
+_GRANULARITY = 1 << 21  # bytes, as torch's allocator rounds large blocks
 
 _C: Any = torch._C
 
 
 def capacity_of(tokens: int) -> int:
-    """Return the power of two that serves a call of so many tokens."""
+    """Return the plan capacity for a call of `tokens` tokens: a power of two, at least 16."""
     return max(SMALLEST_CAPACITY, 1 << max(tokens - 1, 0).bit_length())
 
 
 class StreamMemory:
-    """Workspace memory that the calls on one CUDA stream share; on a CPU, the calls of a process.
+    """Workspace memory shared by the calls on one CUDA stream, or on the CPU by all calls.
 
-    lock: held while the host issues a call, so that launches of two calls do not mix. busy: a call
-    is being issued: a thread that holds the lock and finds it set is inside that call.
+    lock: held while the host issues a call, so that launches of two calls do not interleave.
+    busy: a call is being issued. A thread that holds the lock and finds busy set is inside that
+    call.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -387,13 +396,13 @@ class StreamMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held at the moment."""
+        """Bytes currently held."""
         return 0 if self._memory is None else self._memory.nbytes
 
     def reserve(self, nbytes: int, user: "_CallPlan") -> torch.Tensor:
-        """Return at least `nbytes` bytes (uint8), for `user` until its `release` is called.
+        """Return at least `nbytes` bytes (uint8), valid until `user.release` is called.
 
-        Where that is more than before, every other user is released first: what it recorded holds
+        If the memory has to grow, all other users are released first: their recordings hold
         addresses of the smaller memory.
         """
         memory = self._memory
@@ -408,26 +417,26 @@ class StreamMemory:
         return memory
 
     def after_fork(self) -> None:
-        """In a forked child, end the call of a thread that is not there, half done as it is."""
+        """In a forked child, end the unfinished call of a lost thread."""
         if not forks.renew(self.lock):
             self.busy = False
             self.release()
 
     def release(self) -> None:
-        """Free the memory. The lock must be held, or no other thread be in a call."""
+        """Free the memory. Hold the lock, or make sure that no other thread is in a call."""
         for user in tuple(self._users):
             user.release()
         self._users.clear()
         self._memory = None
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # no subclass that is not made of memory alone
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # exact types: a subclass may hold more than memory
 
-_Stream = tuple[int, int]  # the device's index, -1 for the CPU; the stream's handle
+_Stream = tuple[int, int]  # device index (-1 for the CPU), stream handle
 
 
 class StreamMemories:
-    """The memory of every stream that calls were made on, in the order of the first ones."""
+    """Memory of every stream that calls were made on, ordered by first use."""
 
     def __init__(self) -> None:
         self._memories: OrderedDict[_Stream, StreamMemory] = OrderedDict()
@@ -435,27 +444,27 @@ class StreamMemories:
         forks.on_fork(self)
 
     def after_fork(self) -> None:
-        """In a forked child, unlock what a thread that is not there had locked."""
+        """In a forked child, release locks held by threads that no longer exist."""
         forks.renew(self._lock)
         for memory in self._memories.values():
             memory.after_fork()
 
     def of(self, device: torch.device, stream: int) -> StreamMemory:
-        """Return the memory shared by calls on a stream of `device`; 0 is the CPU's only one."""
+        """Return the memory shared by calls on a stream of `device`; the CPU has only stream 0."""
         key = (_index_of(device), stream)
         with self._lock:
-            found = self._memories.get(key)
-            if found is None:
-                found = self._memories[key] = StreamMemory(device)
-            return found
+            memory = self._memories.get(key)
+            if memory is None:
+                memory = self._memories[key] = StreamMemory(device)
+            return memory
 
     def held_bytes(self) -> dict[_Stream, int]:
-        """Return how many bytes are held, by (device index, stream)."""
+        """Return the bytes held, by (device index, stream)."""
         with self._lock:
             return {key: memory.nbytes for key, memory in self._memories.items() if memory.nbytes}
 
     def keep_few(self, newest: StreamMemory) -> None:
-        """Free the memory of streams that came first, where too many hold some."""
+        """Free the memory of the earliest streams if more than eight hold some."""
         with self._lock:
             holders = [memory for memory in self._memories.values() if memory.nbytes]
         for memory in holders[: max(len(holders) - _MOST_STREAMS, 0)]:
@@ -472,17 +481,17 @@ _memories = StreamMemories()
 
 
 def held_bytes() -> dict[_Stream, int]:
-    """Return how many bytes of workspace are held between calls, by (device index, stream).
+    """Return the bytes of workspace held between calls, by (device index, stream).
 
-    The index of the CPU is -1, and its only stream is 0.
+    The CPU has index -1 and a single stream, 0.
     """
     return _memories.held_bytes()
 
 
 class CallPlans:
-    """The plans of one kernel's calls of up to `most_tokens` tokens; 0 where it keeps none.
+    """Plans for one kernel's calls of up to `most_tokens` tokens; 0 disables planning.
 
-    A copy has no plans yet.
+    A copy starts without plans.
     """
 
     def __init__(self, most_tokens: int) -> None:
@@ -495,7 +504,7 @@ class CallPlans:
         return CallPlans, (self._most_tokens,)
 
     def after_fork(self) -> None:
-        """In a forked child, unlock, and forget plans on a GPU: its context is the parent's."""
+        """In a forked child, renew the lock; drop GPU plans, whose context is the parent's."""
         forks.renew(self._lock)
         if any(index >= 0 for index, *_ in self._plans):
             self._plans.clear()
@@ -503,7 +512,7 @@ class CallPlans:
 
     @property
     def capacities(self) -> tuple[int, ...]:
-        """The most tokens of each plan, ascending."""
+        """Token capacities of the plans, ascending."""
         plans = {id(plan): plan for plan in self._plans.values()}
         return tuple(sorted(plan.problem.tokens for plan in plans.values()))
 
@@ -515,7 +524,7 @@ class CallPlans:
         routing: Routing,
         out: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """Run a call on its plan; None if it has to allocate its own workspace."""
+        """Run a call on its plan; None if it must allocate its own workspace."""
         if not self._most_tokens or type(x_TH) not in _PLAIN or not x_TH.dim():
             return None
         tokens, index, stream = x_TH.shape[0], -1, 0
@@ -526,7 +535,7 @@ class CallPlans:
             if index != _C._cuda_getDevice() or _C._cuda_isCurrentStreamCapturing():
                 return None
             trees = modules.get("torch._inductor.cudagraph_trees")
-            if trees is not None and _in_graph_trees(trees, index):
+            if trees is not None and _uses_graph_trees(trees, index):
                 return None
             stream = _C._cuda_getCurrentRawStream(index)
         plan = self._plans.get((index, stream, (tokens - 1).bit_length()))
@@ -537,7 +546,7 @@ class CallPlans:
         return plan.run(x_TH, weights, routing, out)
 
     def reserve(self, kernel: Execution, device: torch.device, tokens: int) -> None:
-        """Make the plan of calls of `tokens` tokens now, if they would have one."""
+        """Make the plan for calls of `tokens` tokens now, if such calls use one."""
         if tokens <= self._most_tokens and may_keep_buffers(device):
             stream = 0
             if device.type == "cuda":
@@ -550,24 +559,24 @@ class CallPlans:
     def _made(
         self, kernel: Execution, device: torch.device, stream: int, tokens: int
     ) -> "_CallPlan | None":
-        if device.type != kernel.machine.device:  # refused by the call's checks
+        if device.type != kernel.machine.device:  # the call's checks will refuse it
             return None
         index = _index_of(device)
         capacity = min(capacity_of(tokens), kernel.problem.tokens)
         with self._lock:
-            of_stream = (p for key, p in self._plans.items() if key[:2] == (index, stream))
-            plan = next((p for p in of_stream if p.problem.tokens == capacity), None)
+            candidates = (p for key, p in self._plans.items() if key[:2] == (index, stream))
+            plan = next((p for p in candidates if p.problem.tokens == capacity), None)
             if plan is None:
                 problem = kernel.problem.with_tokens(capacity)
                 plan = _CallPlan(kernel, problem, device, _memories.of(device, stream))
             self._plans[index, stream, (tokens - 1).bit_length()] = plan
-            while len(self._plans) > _MOST_PLANS:
+            while len(self._plans) > _MAX_PLANS:
                 self._plans.popitem(last=False)
         return plan
 
 
 class _CallPlan(BoundCalls):
-    """A plan in shared memory, whose calls return a new tensor each."""
+    """A plan in shared stream memory, whose calls each return a new tensor."""
 
     def __init__(
         self, kernel: Execution, problem: Problem, device: torch.device, memory: StreamMemory
@@ -588,10 +597,10 @@ class _CallPlan(BoundCalls):
         routing: Routing,
         out: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """Run a call; None if another one is being issued whose memory this one must not touch.
+        """Run a call; None if its workspace is in use by a call that is still being issued.
 
-        That is a call which this one is made in or, on a CPU, any: calls of threads run side by
-        side there, while those of a stream take turns anyway.
+        On a GPU that is only a call that this one is made from; calls of other threads wait. On a
+        CPU it is any other call, because calls of several threads run in parallel there.
         """
         memory = self._memory
         if not memory.lock.acquire(blocking=self._index is not None):
@@ -616,10 +625,10 @@ class _CallPlan(BoundCalls):
                 self._bind()
 
     def _bind(self) -> bool:
-        """Lay the workspace out in the shared memory; False if there is none to be had."""
+        """Place the workspace in the shared memory; return False if memory runs out."""
         try:
             memory = self._memory.reserve(self._nbytes, self)
-        except torch.OutOfMemoryError:  # the call itself may need less
+        except torch.OutOfMemoryError:  # the call on its own may need less
             return False
         with modes.kept():
             self._workspace = Workspace(self._specs, self._device, memory=memory)
@@ -627,7 +636,7 @@ class _CallPlan(BoundCalls):
         return True
 
     def release(self) -> None:
-        """Forget the shared memory, and everything that holds its addresses."""
+        """Drop the shared memory and everything that holds addresses in it."""
         self._bound = False
         vars(self).pop("_workspace", None)
         self._forget_recorded()
@@ -652,26 +661,26 @@ class _CallPlan(BoundCalls):
 
 
 def may_keep_buffers(device: torch.device) -> bool:
-    """Whether memory taken now is this process's own, and not the pool of a CUDA graph.
+    """Return whether memory allocated now belongs to the process, not to a CUDA graph's pool.
 
-    A capture, and torch.compile's CUDA graphs while they warm up, take it from the graph's pool,
-    which every replay writes to.
+    During a capture, and during the warm-up of torch.compile's CUDA graphs, allocations come from
+    the graph's pool, which every replay overwrites.
     """
     if device.type != "cuda":
         return True
     trees = modules.get("torch._inductor.cudagraph_trees")
-    in_trees = trees is not None and _in_graph_trees(trees, _index_of(device))
+    in_trees = trees is not None and _uses_graph_trees(trees, _index_of(device))
     return not (in_trees or capturing(device))
 
 
 def _index_of(device: torch.device) -> int:
-    """Return the index of a GPU, which is the current one where none is named; -1 for the CPU."""
+    """Return a GPU's index (the current GPU if unspecified), or -1 for the CPU."""
     index: int | None = device.index
     if device.type != "cuda":
         return -1
     return torch.cuda.current_device() if index is None else index
 
 
-def _in_graph_trees(trees: Any, index: int) -> bool:
+def _uses_graph_trees(trees: Any, index: int) -> bool:
     manager: Callable[..., object] = trees.get_manager
     return manager(index, create_if_none_exists=False) is not None

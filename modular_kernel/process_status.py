@@ -1,8 +1,8 @@
-"""What this process runs with that changes what a user gets: each a word, and why.
+"""Status of process-wide settings that affect users, each with a reason.
 
-`mk doctor` and `mk profile` show every state; the log (modular_kernel.process_status) has those
-that have a reason once, as a warning where something does not hold that was asked for or can be
-expected.
+`mk doctor` and `mk profile` show every state. Each state that has a reason is also logged once
+(logger modular_kernel.process_status), as a warning if something requested or expected does not
+hold.
 """
 
 import logging
@@ -21,9 +21,9 @@ _TOLD: set["State"] = set()
 
 @dataclass(frozen=True)
 class State:
-    """One state. word: what holds. why: the reason where that is not the best there is, or "".
+    """One setting. word: its status. why: the reason if the status is not the best one, else "".
 
-    loud: whether a user must hear of it unasked.
+    loud: log it as a warning.
     """
 
     name: str
@@ -36,7 +36,7 @@ class State:
 
 
 def replay() -> State:
-    """Say whether plans replay their launches here: "on" or "off"."""
+    """Return whether plans replay their launches: "on" or "off"."""
     from modular_kernel.replay.launch.launch import why_not_replayed  # noqa: PLC0415  imports triton
 
     why = why_not_replayed()
@@ -44,18 +44,18 @@ def replay() -> State:
 
 
 def interpreter() -> State:
-    """Say whether Triton's kernels are interpreted on the CPU: "on" or "off"."""
-    asked, imported = read_settings().triton_interpret, interpreted_since_import()
+    """Return whether Triton kernels are interpreted on the CPU: "on" or "off"."""
+    requested, imported = read_settings().triton_interpret, interpreted_since_import()
     missing = sorted({"triton", "ml_dtypes"} - importable(("triton", "ml_dtypes")))
     why = ""
-    if asked and missing:
+    if requested and missing:
         why = f"{' and '.join(missing)} cannot be imported"
-    elif asked and imported is False:
+    elif requested and imported is False:
         why = "TRITON_INTERPRET was set after triton was imported: set it before"
-    elif not asked and imported:
+    elif not requested and imported:
         why = "TRITON_INTERPRET was unset after triton was imported: kernels are still interpreted"
         return State("interpreter", "on", why, loud=True)
-    if asked:
+    if requested:
         return State("interpreter", "off", why, loud=True) if why else State("interpreter", "on")
     if _on_gpu():
         return State("interpreter", "off")
@@ -63,17 +63,14 @@ def interpreter() -> State:
 
 
 def packages() -> State:
-    """Say whether the parts that ship are those that are imported: "ours" or "shadowed"."""
-    found = {package: shadow_of(package) for package in OWN_PACKAGES}
-    why = ", ".join(f"{package} by {path}" for package, path in found.items() if path is not None)
+    """Return whether this distribution's own parts are the ones imported: "ours" or "shadowed"."""
+    shadows = {package: shadow_of(package) for package in OWN_PACKAGES}
+    why = ", ".join(f"{package} by {path}" for package, path in shadows.items() if path is not None)
     return State("packages", "shadowed", printable(why), loud=True) if why else _OURS
 
 
 def compiler() -> State:
-    """Say whether there is a C compiler, "found" or "missing".
-
-    Triton builds launchers with it.
-    """
+    """Return whether a C compiler, needed to build Triton launchers, is "found" or "missing"."""
     if c_compiler() is not None:
         return State("C compiler", "found")
     why = "neither CC, nor gcc, nor clang: triton builds no launchers, and plans replay none"
@@ -81,33 +78,36 @@ def compiler() -> State:
 
 
 def caches() -> State:
-    """Say whether what is measured and compiled is kept: "kept" or "off"."""
+    """Return whether measurements and compiled files are cached: "kept" or "off"."""
     if read_settings().cache_dir is not None:
         return State("caches", "kept")
     return State("caches", "off", "there is no home folder; set MK_CACHE_DIR")
 
 
 def variables() -> State:
-    """Say whether every MK_ variable of the environment means something: "known" or "unknown"."""
-    found = unknown_variables()
-    if not found:
+    """Return whether all MK_ environment variables are recognized: "known" or "unknown"."""
+    unknown = unknown_variables()
+    if not unknown:
         return State("variables", "known")
-    why = ", ".join(f"{v} (did you mean {near}?)" if near else v for v, near in found.items())
+    why = ", ".join(
+        f"{v} (did you mean {suggestion}?)" if suggestion else v
+        for v, suggestion in unknown.items()
+    )
     return State("variables", "unknown", printable(why, most=500), loud=True)
 
 
 def states() -> tuple[State, ...]:
-    """Return every state of this process. Where replay is possible, cuda_replay.c is compiled."""
+    """Return all states of this process. Compiles cuda_replay.c if replay is possible."""
     return replay(), *without_compiling()
 
 
 def without_compiling() -> tuple[State, ...]:
-    """Return every state but that of replay, which is said when a plan first records a launch."""
+    """Return all states except replay, which is logged when a plan first records a launch."""
     return interpreter(), packages(), compiler(), caches(), variables()
 
 
 def tell(found: tuple[State, ...]) -> None:
-    """Log each state that has a reason: once in a process."""
+    """Log each state that has a reason, once per process."""
     for state in found:
         if state.why and state not in _TOLD:
             _TOLD.add(state)

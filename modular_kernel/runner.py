@@ -1,4 +1,4 @@
-"""Backends by stages: pre-permute, core and post-permute; and fused operations in their place.
+"""Registries of staged backends (pre-permute, core, post-permute) and of fused operations.
 
     @register_core("toy")
     class ToyCore(MoeRunnerCore[ToyState]): ...
@@ -7,10 +7,10 @@
     @register_post_permute("toy", "standard")
     def toy_to_standard(result: ToyOutput, call: RunnerCall[ToyState]) -> None: ...
 
-`experts.staged.experts_of("ToyExperts", "toy", "standard", ...)` makes an experts part of them;
-a package offers that part as any other, and registers nothing else anywhere. A fused operation
-computes what the stages do in one go: it names the part that it replaces (its twin), and is
-verified to equal it.
+`experts.staged.experts_of("ToyExperts", "toy", "standard", ...)` builds an experts part from the
+stages. A package provides that part like any other; nothing else needs to be registered. A fused
+operation replaces the three stages by one. It names the staged part that it replaces (its twin),
+and tests verify that both give equal results.
 """
 
 from abc import ABC, abstractmethod
@@ -28,8 +28,8 @@ from modular_kernel.utils.argument_checks import expect
 from modular_kernel.utils.argument_checks import shown as shown_value
 from modular_kernel.workspace import BufferSpec, Workspace
 
-# How a dispatch leaves tokens, in the field's names, and what that is here. "deepep_normal" are
-# received rows with local ids, "deepep_ll" rows expert by expert.
+# SGLang's and vLLM's names of dispatch formats, and the matching activation formats.
+# "deepep_normal" are received rows with local ids; "deepep_ll" are rows grouped by expert.
 FORMATS: Mapping[str, ActivationFormat] = {
     "standard": ActivationFormat.STANDARD,
     "deepep_normal": ActivationFormat.STANDARD,
@@ -44,16 +44,16 @@ T = TypeVar("T")
 
 @dataclass
 class NoState:
-    """State of a backend whose stages pass nothing on beside their results."""
+    """State of a backend whose stages share nothing besides their results."""
 
 
 @dataclass(frozen=True)
 class RunnerCall(Generic[S]):
-    """One call: what its stages share. Nothing is kept on a stage between calls.
+    """Arguments of one call, shared by its stages. Stages keep no state between calls.
 
-    tokens: what arrived, read only. output: to be written by post-permute, of the shape that the
-    part declares. workspace: has the buffers that the core declares. state: made for this call
-    alone, of the type that the core names.
+    tokens: the dispatched tokens, read only. output: to be written by post-permute, in the part's
+    declared shape. workspace: the buffers that the core declares. state: created per call, of the
+    core's `state` type.
     """
 
     tokens: Dispatched
@@ -65,25 +65,25 @@ class RunnerCall(Generic[S]):
 
 
 class RunnerInput(ABC):
-    """What pre-permute makes and the core of one backend takes."""
+    """Input of a backend's core, made by its pre-permute."""
 
     @property
     @abstractmethod
     def runner_backend(self) -> str:
-        """The backend whose core takes it."""
+        """Name of the backend whose core takes this input."""
 
 
 class RunnerOutput(ABC):
-    """What the core of one backend makes and its post-permute takes."""
+    """Output of a backend's core, passed to its post-permute."""
 
     @property
     @abstractmethod
     def runner_backend(self) -> str:
-        """The backend whose core made it."""
+        """Name of the backend whose core made this output."""
 
 
 class MoeRunnerCore(ABC, Generic[S]):
-    """The products of a backend, between two permutes. state: the type of its calls' state."""
+    """The two GEMMs of a backend, between its permutes. state: the type of per-call state."""
 
     state: ClassVar[type[Any]] = NoState
 
@@ -92,12 +92,12 @@ class MoeRunnerCore(ABC, Generic[S]):
         self.problem = problem
 
     def workspace_shapes(self, shape: DispatchShape) -> Mapping[str, BufferSpec]:
-        """Return the buffers that the stages take from the workspace, by name; monotone."""
+        """Return the workspace buffers of the stages, by name; monotone in `shape`."""
         return {}
 
     @abstractmethod
     def run(self, runner_input: Any, call: RunnerCall[S]) -> RunnerOutput:
-        """Multiply, activate, multiply; the tokens' order is whatever pre-permute made it."""
+        """Run GEMM 1, activation, GEMM 2; rows keep the order that pre-permute chose."""
 
 
 PrePermute = Callable[[RunnerCall[Any]], RunnerInput]
@@ -108,9 +108,9 @@ Implementation = FusedFunction | type[PermuteExpertsUnpermute]
 
 @dataclass(frozen=True)
 class FusedOp:
-    """One operation in place of a backend's three stages.
+    """One operation that replaces a backend's three stages.
 
-    run: writes call.output, or an experts part that does it all. twin: the staged part.
+    run: a function that writes call.output, or a complete experts part. twin: the staged part.
     """
 
     a2a_backend: str
@@ -132,15 +132,15 @@ class Stages:
 
 @dataclass(frozen=True)
 class Half:
-    """Something registered that nothing can use: whose it is, and what it lacks."""
+    """A registration that no part can use: its name, its origin, and what is missing."""
 
     name: str
     origin: str
     lacks: str
 
 
-class _Pool(Generic[T]):
-    """What was registered under keys of two names; each key once."""
+class _Registry(Generic[T]):
+    """Values registered under pairs of names; each key at most once."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -148,31 +148,31 @@ class _Pool(Generic[T]):
         self._sources: dict[Key, object] = {}
 
     def add(self, key: Key, value: T, source: object) -> None:
-        """Keep `value`; DuplicatePartError with both origins if the key is another's.
+        """Register `value`; DuplicatePartError with both origins if the key is taken.
 
-        What a module registered is replaced when that module is imported again.
+        Importing a module again replaces what it registered before.
         """
         for name in key:
             expect(f"{self.kind} name", name, str)
             if not name:
                 raise ConfigurationError(f"{self.kind} name", got="''", need="a text")
         other = self._sources.get(key)
-        if other is not None and not _again(other, source):
+        if other is not None and not _is_reimport(other, source):
             got = f"{origin_of(other)} and {origin_of(source)}"
             raise DuplicatePartError(f"{self.kind} {shown(key)}", got=got, need="one origin")
         self.found[key], self._sources[key] = value, source
 
     def get(self, key: Key) -> T:
-        """Return what has the key; UnknownPartError that lists what exists."""
+        """Return the value of the key; UnknownPartError lists the registered keys."""
         value = self.found.get(key)
         if value is None:
-            there = ", ".join(shown(each) for each in sorted(self.found))
-            need = f"one of {there}" if there else "a registered one: there is none"
+            known = ", ".join(shown(known_key) for known_key in sorted(self.found))
+            need = f"one of {known}" if known else "a registered one: there is none"
             raise UnknownPartError(self.kind, got=shown(key), need=need)
         return value
 
     def origin(self, key: Key) -> str:
-        """Say where what has the key was written."""
+        """Return where the key's value was defined."""
         return origin_of(self._sources[key])
 
 
@@ -180,11 +180,11 @@ class FusedOpPool:
     """Fused operations by (all2all backend, runner backend)."""
 
     def __init__(self) -> None:
-        self.ops = _Pool[FusedOp]("fused operation")
-        self.parts: dict[Key, type[PermuteExpertsUnpermute]] = {}  # made of them
+        self.ops = _Registry[FusedOp]("fused operation")
+        self.parts: dict[Key, type[PermuteExpertsUnpermute]] = {}  # built from the operations
 
     def get_fused_func(self, a2a_backend: str, runner_backend: str) -> FusedOp | None:
-        """Return the operation, None if there is none."""
+        """Return the fused operation, or None."""
         return self.ops.found.get((a2a_backend, runner_backend))
 
 
@@ -192,20 +192,20 @@ class PermuteMethodPool:
     """Stages: pre by (format, backend), post by (backend, format), cores by (backend, "core")."""
 
     def __init__(self) -> None:
-        self.pre = _Pool[PrePermute]("pre-permute")
-        self.post = _Pool[PostPermute]("post-permute")
-        self.cores = _Pool[type[MoeRunnerCore[Any]]]("core")
+        self.pre = _Registry[PrePermute]("pre-permute")
+        self.post = _Registry[PostPermute]("post-permute")
+        self.cores = _Registry[type[MoeRunnerCore[Any]]]("core")
         self.parts: dict[Key, type[PermuteExpertsUnpermute]] = {}  # by (backend, format)
 
     def stages_of(self, backend: str, format: str) -> Stages:
-        """Return the three stages; UnknownPartError for the first that is not registered."""
+        """Return the three stages; UnknownPartError for the first that is missing."""
         check_format(format)
         pre = self.pre.get((format, backend))
         core = self.cores.get((backend, "core"))
         return Stages(backend, format, pre, core, self.post.get((backend, format)))
 
     def halves(self) -> Iterable[Half]:
-        """Yield every stage without which, or with which alone, no part can be made."""
+        """Yield a Half for every stage whose counterparts are missing."""
         for format, backend in self.pre.found:
             name, origin = f"{backend} {format}", self.pre.origin((format, backend))
             if (backend, format) not in self.post.found:
@@ -233,7 +233,7 @@ PERMUTES = PermuteMethodPool()
 def register_pre_permute(
     dispatch_format: str, runner_backend: str
 ) -> Callable[[PrePermute], PrePermute]:
-    """Register what makes a backend's input of tokens that arrived in a format of FORMATS."""
+    """Register the function that makes a backend's input from tokens in a format of FORMATS."""
     check_format(dispatch_format)
 
     def register(pre: PrePermute) -> PrePermute:
@@ -246,7 +246,7 @@ def register_pre_permute(
 def register_post_permute(
     runner_backend: str, combine_format: str
 ) -> Callable[[PostPermute], PostPermute]:
-    """Register what writes the part's output from a backend's result; formats come in pairs."""
+    """Register the function that writes the part's output from a backend's result."""
     check_format(combine_format)
 
     def register(post: PostPermute) -> PostPermute:
@@ -260,7 +260,7 @@ C = TypeVar("C", bound=type[MoeRunnerCore[Any]])
 
 
 def register_core(runner_backend: str) -> Callable[[C], C]:
-    """Register the class of a backend's core."""
+    """Register the core class of a backend."""
 
     def register(core: C) -> C:
         _check_class(f"core {runner_backend!r}", core, MoeRunnerCore)
@@ -276,10 +276,11 @@ F = TypeVar("F", bound=Implementation)
 def register_fused_func(
     a2a_backend: str, runner_backend: str, *, twin: type[PermuteExpertsUnpermute]
 ) -> Callable[[F], F]:
-    """Register an operation for tokens that `a2a_backend` dispatched, in place of `twin`'s stages.
+    """Register an operation, for tokens dispatched by `a2a_backend`, that replaces `twin`'s stages.
 
-    What is registered writes call.output, given a RunnerCall of the twin's core; or it is an
-    experts part itself, which has to declare what the twin declares: ConfigurationError else.
+    The operation is either a function that writes call.output, given a RunnerCall of the twin's
+    core, or an experts part that declares the same requirements as the twin (else
+    ConfigurationError).
     """
     _check_class("twin", twin, PermuteExpertsUnpermute)
 
@@ -314,39 +315,39 @@ def _check_declared(
 
 
 def stages_of(backend: str, format: str) -> Stages:
-    """Return a backend's stages; UnknownPartError for the first that is not registered."""
+    """Return a backend's stages; UnknownPartError for the first that is missing."""
     return PERMUTES.stages_of(backend, format)
 
 
 def fused_op(a2a_backend: str, runner_backend: str) -> FusedOp:
-    """Return a fused operation; UnknownPartError where none is registered."""
+    """Return a fused operation; UnknownPartError if none is registered."""
     return FUSED.ops.get((a2a_backend, runner_backend))
 
 
 def keep_part(part: type[PermuteExpertsUnpermute], stages: Stages) -> None:
-    """Remember the part that was made of a backend's stages, for callers that name the backend."""
+    """Remember the part built from a backend's stages, for lookup by backend."""
     PERMUTES.parts[stages.backend, stages.format] = part
 
 
 def keep_fused_part(part: type[PermuteExpertsUnpermute], op: FusedOp) -> None:
-    """Remember the part that was made of a fused function."""
+    """Remember the part built from a fused function."""
     FUSED.parts[op.a2a_backend, op.runner_backend] = part
 
 
 def missing_halves() -> tuple[Half, ...]:
-    """Return everything registered that no part can be made of, each with what it lacks."""
+    """Return every registration that no part can use, with what it lacks."""
     return tuple(dict.fromkeys(PERMUTES.halves()))
 
 
 def check_format(format: object) -> None:
-    """Raise the ConfigurationError of what is no format."""
+    """Raise ConfigurationError unless `format` is a key of FORMATS."""
     expect("format", format, str)
     if format not in FORMATS:
         raise ConfigurationError("format", got=repr(format), need=f"one of {', '.join(FORMATS)}")
 
 
 def of_backend(what: str, value: object, kind: type, stages: Stages) -> None:
-    """Check what a stage returned: ConfigurationError if it is another backend's, or no `kind`."""
+    """Raise ConfigurationError unless a stage's result is a `kind` of the right backend."""
     if not isinstance(value, kind):
         got = type(value).__name__
         raise ConfigurationError(f"{what} of {stages.backend!r}", got=got, need=kind.__name__)
@@ -357,7 +358,7 @@ def of_backend(what: str, value: object, kind: type, stages: Stages) -> None:
 
 
 def origin_of(source: Any) -> str:
-    """Say where a function or class was written, as module:name:line."""
+    """Return where a function or class was defined, as module:name:line."""
     code = _code(source)
     line = "" if code is None else f":{code.co_firstlineno}"
     name = getattr(source, "__qualname__", type(source).__name__)
@@ -365,19 +366,19 @@ def origin_of(source: Any) -> str:
 
 
 def shown(key: Key) -> str:
-    """Show a key in a message."""
+    """Format a key for a message."""
     return f"({key[0]!r}, {key[1]!r})"
 
 
 def _code(source: Any) -> Any:
-    """Return the code of a function, or of what a class runs."""
+    """Return the code object of a function, or of a class's `run` or `apply`."""
     if isinstance(source, type):
         source = vars(source).get("run") or vars(source).get("apply")
     return getattr(source, "__code__", None)
 
 
-def _again(old: Any, new: Any) -> bool:
-    """Tell whether `new` is the source of `old`, from a module that was imported once more."""
+def _is_reimport(old: Any, new: Any) -> bool:
+    """Return whether `new` is the same source as `old`, from a repeated import of its module."""
     names = [(s.__module__, getattr(s, "__qualname__", "")) for s in (old, new)]
     if old is new or names[0] != names[1]:
         return old is new

@@ -1,4 +1,4 @@
-"""What travels between the parts, and THE shape legend.
+"""Tensors passed between parts, and the shape legend.
 
     T tokens of this rank     H hidden size         I intermediate size per rank
     E experts of the model    e experts here        K top-k
@@ -6,8 +6,8 @@
     C capacity: rows reserved per expert in the batched format
     P routed pairs, P = T * K; pair p = t * K + k
 
-A name ends in its shape: `x_TH` is (T, H), `w1_eNH` is (e, N, H). -1 is the only id that means
-"skip this pair"; adapters translate any other sentinel.
+The suffix of a name is its shape: `x_TH` is (T, H), `w1_eNH` is (e, N, H). The only id that means
+"skip this pair" is -1; adapters translate other sentinels.
 """
 
 from collections.abc import Mapping
@@ -23,14 +23,14 @@ from modular_kernel.utils.tensor_checks import check_tensor, check_tensors
 
 @dataclass(frozen=True)
 class Routing:
-    """The caller's routing of its own tokens.
+    """Routing of the caller's own tokens.
 
     topk_weights_TK: (T, K) float32.  topk_ids_TK: (T, K) int32 or int64, global expert ids, -1 to
-    skip. An expert may appear twice in a row: both pairs count. The weight of a pair that is
-    skipped here (-1, no expert's id, or an expert that is elsewhere) is not read: it may be NaN.
-    adapters_T: (T,) int32, the slot of each token's adapter, -1 for none; "none" for a call whose
-    tokens all have none, which takes the paths of the layer without adapters. None only where the
-    problem has no adapters.
+    skip. A token may name an expert twice; both pairs count. The weight of a pair that is skipped
+    on this rank (-1, an id out of range, or an expert of another rank) is not read and may be NaN.
+    adapters_T: (T,) int32 adapter slot of each token, -1 for none. "none" if no token of the call
+    has an adapter; the call then runs like a layer without adapters. None only if the problem has
+    no adapters.
     """
 
     topk_weights_TK: torch.Tensor
@@ -39,11 +39,11 @@ class Routing:
 
     @property
     def slots_T(self) -> torch.Tensor | None:
-        """The tokens' slots of adapters; None if no token has an adapter."""
+        """Adapter slots of the tokens; None if no token has an adapter."""
         return self.adapters_T if isinstance(self.adapters_T, torch.Tensor) else None
 
     def of(self, tokens: torch.Tensor | slice) -> "Routing":
-        """Return the routing of some tokens: a slice, (N,) indices, or a (T,) mask."""
+        """Return the routing of selected tokens: a slice, (N,) indices, or a (T,) mask."""
         slots_T = self.slots_T
         weights_TK = check_tensor("topk_weights", self.topk_weights_TK)
         ids_TK = check_tensor("topk_ids", self.topk_ids_TK)
@@ -59,41 +59,42 @@ class Routing:
 
 
 def _check_indices(tokens: object, most: int) -> None:
-    """Check what selects some of `most` tokens; values are not read, which would synchronize."""
-    given = check_tensor("tokens", tokens)
-    if given.dtype not in (torch.bool, torch.int32, torch.int64):
-        raise DtypeError("tokens", got=given.dtype, need="int32 or int64 indices, or bool")
-    if given.dim() != 1 or (given.dtype is torch.bool and len(given) != most):
+    """Check an index into `most` tokens. Values are not read, which would synchronize."""
+    index = check_tensor("tokens", tokens)
+    if index.dtype not in (torch.bool, torch.int32, torch.int64):
+        raise DtypeError("tokens", got=index.dtype, need="int32 or int64 indices, or bool")
+    if index.dim() != 1 or (index.dtype is torch.bool and len(index) != most):
         raise ShapeError(
-            "tokens", got=tuple(given.shape), need=f"(N,) indices, or a ({most},) mask"
+            "tokens", got=tuple(index.shape), need=f"(N,) indices, or a ({most},) mask"
         )
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The weights of the e experts on this rank, with their scales and biases.
+    """Weights of the e experts on this rank, with scales and biases.
 
-    w1: (e, N, H), gate rows first (alternating if the activation is interleaved).
+    w1: (e, N, H), gate rows first (alternating with up if the activation is interleaved).
     w2: (e, H, I). Both may be strided views, such as a transposed checkpoint tensor.
     b1: (e, N), b2: (e, H), float32 or the problem's dtype.
-    expert_map: (E,) int32, global id -> row of w1 and w2, or -1 where the expert is elsewhere; any
-        other value skips too, and is a WeightsError in checked mode.
-    *_scale, *_zero_point: as `modular_kernel.quant.quantized_weights.weight_specs` says; None if
-        unquantized. An a1_scale or a2_scale that nothing can be divided by is a WeightsError in
+    expert_map: (E,) int32, global id -> row of w1 and w2, or -1 if the expert is on another rank.
+        Other values skip too, and raise WeightsError in checked mode.
+    *_scale, *_zero_point: see `modular_kernel.quant.quantized_weights.weight_specs`; None if
+        unquantized. An a1_scale or a2_scale that values cannot be divided by raises WeightsError in
         checked mode.
-    w1_order: (e, H) int32, of act-order: the column of x that each column of w1 multiplies; any
-        other value reads 0, and is a WeightsError in checked mode. Each column once: `load_experts`
-        makes it so, and puts w1's rows where w2's columns lie.
-    *_global_scale: of nvfp4, one of each matrix: (e, 2) of gate and up, (e, 1) of any other.
-    lora_*: of L adapters, in the problem's dtype, whatever the scheme; None if it has no adapters.
-        lora_a13: (L, e, 2R, H), gate's R rows, then up's; (L, e, R, H) where both share them, or
-            without a gate. lora_b13: (L, e, N, R), rows as w1's.
-        lora_a2: (L, e, R, I). lora_b2: (L, e, H, R). e is 1 for lora_a13 and lora_b2 where the
-            experts share them. An adapter's scaling is in its B; what lies beyond its rank is zero
-            in A and B, and all values are finite. Any strides, but the last dimension contiguous.
-    *_tiles, *_tile_scales: int32, w1 and w2 of 4 bits once more, in the order in which some
-        products read them (experts.triton.grouped_w4.layout): what `kernel.prepare_weights` made.
-        None: calls make it themselves, each anew.
+    w1_order: (e, H) int32, of act-order: the column of x that each column of w1 multiplies. Other
+        values read 0, and raise WeightsError in checked mode. Each column must occur once;
+        `load_experts` ensures it, and permutes w1's rows to match w2's columns.
+    *_global_scale: of nvfp4, one per matrix: (e, 2) for gate and up, (e, 1) otherwise.
+    lora_*: L adapters, in the problem's dtype whatever the scheme; None without adapters.
+        lora_a13: (L, e, 2R, H), R rows of gate, then R rows of up; (L, e, R, H) if gate and up
+            share them or there is no gate. lora_b13: (L, e, N, R), rows ordered as in w1.
+        lora_a2: (L, e, R, I). lora_b2: (L, e, H, R). e is 1 in lora_a13 and lora_b2 if the experts
+            share them. An adapter's scaling is folded into its B. Beyond its rank, A and B are
+            zero; all values are finite. Strides are free except that the last dimension is
+            contiguous.
+    *_tiles, *_tile_scales: int32, 4-bit w1 and w2 once more, in the order in which some GEMMs read
+        them (experts.triton.grouped_w4.layout), from `kernel.prepare_weights`. None: each call
+        derives them anew.
     """
 
     w1: torch.Tensor
@@ -122,13 +123,13 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class DispatchedRouting:
-    """Routing of the rows that arrived at this rank; not the caller's routing.
+    """Routing of the rows received by this rank; not the caller's routing.
 
-    topk_weights_TK float32, or None where weights were already applied or travel elsewhere.
-    topk_ids_TK int32 or int64 in `space`; expert_map turns global ids into local ones.
+    topk_weights_TK: float32, or None if weights were already applied or are carried elsewhere.
+    topk_ids_TK: int32 or int64 in `space`; expert_map turns global ids into local ones.
     num_experts: ids are valid in [0, num_experts).
     invalid_ids: int32 (1,), incremented by the number of ids outside [-1, num_experts).
-    adapters_T: int32 slot of each row's adapter, -1 for none; None if no row has one.
+    adapters_T: int32 adapter slot of each row, -1 for none; None if no row has one.
     """
 
     topk_weights_TK: torch.Tensor | None
@@ -142,11 +143,12 @@ class DispatchedRouting:
 
 @dataclass(frozen=True)
 class ContiguousTokens:
-    """STANDARD format. x_TH: (T, H), every row a real token, contiguous if quantized.
+    """Tokens in STANDARD format. x_TH: (T, H), every row a real token, contiguous if quantized.
 
-    scale: None if unquantized, else float32: (1,) for one of all tokens, (T, 1) for one of each
-    token, (T, ceil(H / g)) for one of each g values of a token; a value is x * scale.
-    unquantized_TH: (T, H) beside quantized rows where adapters read them, in the problem's dtype.
+    scale: None if unquantized, else float32: (1,) per tensor, (T, 1) per token, or
+    (T, ceil(H / g)) per group of g values of a token. The value is x * scale.
+    unquantized_TH: (T, H) in the problem's dtype, in addition to quantized rows, if adapters read
+    them.
     """
 
     x_TH: torch.Tensor
@@ -164,14 +166,14 @@ class ContiguousTokens:
             adapters_T=_part(self.routing.adapters_T, start, stop),
         )
         scale = self.scale
-        if scale is not None and scale.dim() == 2:  # else one scale for all tokens
+        if scale is not None and scale.dim() == 2:  # else one scale per tensor
             scale = scale[start:stop]
-        plain_TH = _part(self.unquantized_TH, start, stop)
-        return ContiguousTokens(self.x_TH[start:stop], part, scale, plain_TH)
+        rows_TH = _part(self.unquantized_TH, start, stop)
+        return ContiguousTokens(self.x_TH[start:stop], part, scale, rows_TH)
 
     @property
     def plain_TH(self) -> torch.Tensor:
-        """(T, H) tokens as adapters read them: not quantized."""
+        """(T, H) unquantized tokens, as adapters read them."""
         return self.x_TH if self.unquantized_TH is None else self.unquantized_TH
 
 
@@ -181,13 +183,13 @@ def _part(rows: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | No
 
 @dataclass(frozen=True)
 class BatchedTokens:
-    """BATCHED_EXPERTS format. x_eCH: (e, C, H); counts_e: (e,) int32.
+    """Tokens in BATCHED_EXPERTS format. x_eCH: (e, C, H); counts_e: (e,) int32.
 
-    Rows c < counts_e[i] of expert i are tokens; the other rows are undefined and never read, and
-    so are their scales. scale: None if unquantized, else float32 of any strides: (1,) for one of
-    all tokens, (e, C, 1) for one of each row, (e, C, ceil(H / g)) for one of each g values of it.
-    adapters_eC: (e, C) int32 slot of each row's adapter, -1 for none; None if no row has one.
-    unquantized_eCH: as of ContiguousTokens.
+    Rows c < counts_e[i] of expert i are tokens. The other rows and their scales are undefined and
+    never read. scale: None if unquantized, else float32 of any strides: (1,) per tensor, (e, C, 1)
+    per row, or (e, C, ceil(H / g)) per group of g values of a row.
+    adapters_eC: (e, C) int32 adapter slot of each row, -1 for none; None if no row has one.
+    unquantized_eCH: as in ContiguousTokens.
     """
 
     x_eCH: torch.Tensor
@@ -198,7 +200,7 @@ class BatchedTokens:
 
     @property
     def plain_eCH(self) -> torch.Tensor:
-        """(e, C, H) rows as adapters read them: not quantized."""
+        """(e, C, H) unquantized rows, as adapters read them."""
         return self.x_eCH if self.unquantized_eCH is None else self.unquantized_eCH
 
 
@@ -207,7 +209,7 @@ Dispatched = ContiguousTokens | BatchedTokens
 
 @dataclass(frozen=True)
 class ContiguousShape:
-    """Worst case of a dispatch in the STANDARD format: rows T and K ids per row."""
+    """Worst case of a dispatch in STANDARD format: T rows with K ids each."""
 
     tokens: int
     top_k: int
@@ -215,7 +217,7 @@ class ContiguousShape:
 
 @dataclass(frozen=True)
 class BatchedShape:
-    """Worst case of a dispatch in the BATCHED_EXPERTS format: e experts of C rows."""
+    """Worst case of a dispatch in BATCHED_EXPERTS format: e experts with C rows each."""
 
     experts: int
     capacity: int
@@ -226,16 +228,18 @@ DispatchShape = ContiguousShape | BatchedShape
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """What a TopKWeightAndReduce works on.
+    """Input of a TopKWeightAndReduce.
 
-    rows: (T, H), (T, K, H) or (e, C, H), as the experts left them.
+    rows: (T, H), (T, K, H) or (e, C, H), as the experts wrote them.
     row_of_pair_TK: (T, K) int32, row of each pair in the flattened (e * C, H) rows, -1 for a
-        skipped pair; None where pair p's row is row p.
-    topk_weights_TK: the caller's (T, K) float32, or None if weights were applied on the input.
+        skipped pair; None if pair p is row p.
+    topk_weights_TK: the caller's (T, K) float32; None if weights were applied on the input.
     scale: the routed scaling factor still to be applied.
-    routing: whose pairs the rows are, counted already, where pair p's row is row p: of the
-        num_local experts here. Weights of pairs that it skips are not read; None where they are 0.
-    checked: these are a kernel's own tensors, which fit; a reducer checks those of other callers.
+    routing: the routing of the rows, with invalid ids already counted, if pair p is row p.
+        Weights of pairs that it skips are not read. None if such rows are 0.
+    num_local: number of experts on this rank.
+    checked: True for a kernel's own tensors, which are valid; a reducer checks those of other
+        callers.
     """
 
     rows: torch.Tensor
@@ -249,11 +253,11 @@ class ExpertRows:
 
 @dataclass(frozen=True)
 class Handle:
-    """What one prepare leaves for its own finalize; each PrepareAndFinalize has a subclass."""
+    """Data passed from one prepare to its own finalize; each PrepareAndFinalize has a subclass."""
 
 
 def check_weight_tensors(weights: ExpertWeights, *, meta: bool = False) -> None:
-    """Call `check_tensor` for each tensor of expert weights; all but w1 and w2 may be None."""
+    """Call `check_tensor` on every tensor of expert weights; all except w1 and w2 may be None."""
     optional = vars(weights).keys() - {"w1", "w2"}
     check_tensors(vars(weights), optional=optional, meta=meta)
 
@@ -263,10 +267,10 @@ _UNLOADED_INDEX = -1
 
 
 def fill_unloaded(name: str, tensor: torch.Tensor) -> None:
-    """Give a new parameter the values by which `check_loaded` knows that nothing was loaded.
+    """Fill a new parameter with the values that `check_loaded` treats as not loaded.
 
-    NaN for floats of 16 bits or more, and for scales of one byte; -1 for indices. Other integers
-    and float8 values are left as they are: layers that have some have scales beside them.
+    NaN for floats of 16 bits or more and for one-byte scales; -1 for indices. Other integers and
+    float8 values are left unchanged, because layers that have them also have scales.
     """
     if tensor.itemsize == 1:
         if name.endswith("_scale"):
@@ -278,23 +282,25 @@ def fill_unloaded(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_loaded(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise StateError for tensors that still have the values of `fill_unloaded`, by their names.
+    """Raise StateError, with names, for tensors that still hold the values of `fill_unloaded`.
 
-    The first and the last value of each row of the first dimension, an expert's, are looked at: it
-    counts as loaded once both have been written. Synchronizes once; nothing is checked while a CUDA
-    graph is captured, nor of tensors without memory.
+    Reads the first and last value of each row of the first dimension (an expert); the row counts as
+    loaded once both were written. Synchronizes once. Nothing is checked while a CUDA graph is
+    captured, nor for tensors without memory.
     """
-    found = {name: mask for name, t in tensors.items() if (mask := _unloaded(name, t)) is not None}
-    if not found:
+    unloaded = {
+        name: mask for name, t in tensors.items() if (mask := _unloaded(name, t)) is not None
+    }
+    if not unloaded:
         return
-    masks = list(found.values())
+    masks = list(unloaded.values())
     if masks[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return
     missing = torch.stack([mask.any() for mask in masks]).tolist()
     if not any(missing):
         return
-    unset = [name for name, is_missing in zip(found, missing, strict=True) if is_missing]
-    rows = found[unset[0]].nonzero().flatten().tolist()
+    unset = [name for name, is_missing in zip(unloaded, missing, strict=True) if is_missing]
+    rows = unloaded[unset[0]].nonzero().flatten().tolist()
     shown = ", ".join(map(str, rows[:4])) + (", ..." if len(rows) > 4 else "")
     got = f"nothing loaded into {', '.join(unset)} (rows {shown} of {unset[0]})"
     need = "load, set_weights, load_state_dict or weight_loader; or mark_loaded, if NaN is meant"
@@ -302,7 +308,7 @@ def check_loaded(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _unloaded(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return for each row of a tensor whether nothing was loaded; None where nothing tells."""
+    """Return a mask of rows that were not loaded; None if the values cannot show it."""
     if tensor.is_meta or not tensor.dim() or not tensor.numel():
         return None
     if tensor.itemsize == 1 and not name.endswith("_scale"):
@@ -315,15 +321,15 @@ def _unloaded(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         return first | last
     if tensor.is_floating_point():
         return ends[0].isnan() | ends[1].isnan()
-    # -1 is also an index of a loaded table, but not of all of its rows.
+    # -1 can occur in a loaded table, but not in all of its rows.
     unset = ends[0] == _UNLOADED_INDEX
     return unset & unset.all()
 
 
 def check_divisors(what: str, scale: torch.Tensor) -> None:
-    """Raise WeightsError unless values can be divided by each of these scales of activations.
+    """Raise WeightsError unless values can be divided by each of these activation scales.
 
-    They are multiplied by the inverse, which is infinite below 2^-128. Synchronizes.
+    Kernels multiply by the inverse, which is infinite below 2^-128. Synchronizes.
     """
     bad = ~((scale > 0) & scale.isfinite() & (1 / scale).isfinite())
     if bool(bad.any()):
@@ -332,7 +338,7 @@ def check_divisors(what: str, scale: torch.Tensor) -> None:
 
 
 def check_lead(what: str, given: torch.Tensor, lead: tuple[int, ...], last: str) -> None:
-    """Raise ShapeError where what is given for batches of tokens lies in other batches than x.
+    """Raise ShapeError if the leading dimensions of `given` differ from those of x.
 
     given: (..., last), or (T, last). lead: dimensions of x before H.
     """

@@ -1,7 +1,7 @@
-"""Makes text that others wrote fit to be shown: downloaded files, names and messages of packages.
+"""Safe display of untrusted text: downloaded files, and names and messages of packages.
 
-Control characters would recolor, clear or forge lines of a terminal or a log; marks of direction
-would show words in another order than they have.
+Control characters could recolor, clear or forge lines of a terminal or a log; bidirectional marks
+could reorder words.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,25 +9,25 @@ from html import escape
 
 
 def printable(text: object, *, most: int | None = None, lines: bool = False) -> str:
-    """Return str(text) with every character that is not printable as its escape, such as "\\x1b".
+    """Return str(text) with every non-printable character replaced by its escape, as "\\x1b".
 
-    That holds for control characters, marks of direction, separators other than the space, lone
-    surrogates and what Unicode has not assigned. most: characters to keep before "..." is put.
-    lines: keep line ends and tabs, for text of our own around what came from elsewhere.
+    This covers control characters, bidirectional marks, separators other than the space, lone
+    surrogates and unassigned code points. most: characters to keep before "..." is appended.
+    lines: keep line breaks and tabs, for our own text around untrusted text.
     """
-    words = str(text)
-    if most is not None and len(words) > most:
-        words = f"{words[:most]}..."
-    if words.isprintable():
-        return words
+    string = str(text)
+    if most is not None and len(string) > most:
+        string = f"{string[:most]}..."
+    if string.isprintable():
+        return string
     kept = "\n\t" if lines else ""
-    return "".join(c if c.isprintable() or c in kept else _escape(c) for c in words)
+    return "".join(c if c.isprintable() or c in kept else _escape(c) for c in string)
 
 
 def notebook_html(
     caption: str, columns: Sequence[str] = (), rows: Iterable[Sequence[object]] = ()
 ) -> str:
-    """Return what a notebook shows of an object: a line, and a table where there are rows."""
+    """Return an object's HTML for notebooks: a caption, and a table if there are rows."""
     body = "".join(
         f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows
     )
@@ -42,7 +42,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def all_counted(numbers: Sequence[int], noun: str) -> str:
-    """Return the numbers with one noun, in the singular where 1 is all: "1 case", "1, 2 cases"."""
+    """Return the numbers with one noun, singular only for a single 1: "1 case", "1, 2 cases"."""
     return f"{', '.join(map(str, numbers))} {noun if [*numbers] == [1] else plural(noun, 0)}"
 
 

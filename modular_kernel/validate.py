@@ -1,7 +1,7 @@
-"""Checks of one call's tensors against the declared problem, before anything is launched.
+"""Checks of a call's tensors against the declared problem, before anything is launched.
 
-Only shapes, dtypes, devices and strides are read, so nothing synchronizes; `check_ids` reads
-values and is for checked mode.
+Only shapes, dtypes, devices and strides are read, so nothing synchronizes. The checks marked "for
+checked mode" read values.
 """
 
 import torch
@@ -29,7 +29,7 @@ from modular_kernel.utils.tensor_checks import (
 )
 
 _ID_DTYPES = (torch.int32, torch.int64)
-# Of each tensor of adapters, its shape in the letters of `modular_kernel.tensors`.
+# Shapes of the adapter tensors, in the letters of `modular_kernel.tensors`.
 ADAPTER_TENSORS = {
     "lora_a13": "(L, e or 1, 2R or R, H)",
     "lora_b13": "(L, e, N, R)",
@@ -39,7 +39,7 @@ ADAPTER_TENSORS = {
 
 
 def rows_of(x_TH: object) -> int:
-    """Return T of a call's tokens, if x is a dense (T, H) at all."""
+    """Return T of a call's tokens, checking that x is a dense (T, H)."""
     check_strided("x", x_TH)
     assert isinstance(x_TH, torch.Tensor)
     if x_TH.dim() != 2:
@@ -64,20 +64,20 @@ def check_dense(x_TH: object, routing: Routing, out: object) -> None:
 
 
 def check_adapters_given(routing: Routing, problem: Problem) -> None:
-    """Check that a routing names adapters exactly where the problem has some.
+    """Check that a routing names adapters exactly if the problem has them.
 
-    A call of tokens without adapters must say so: one that was lost on the way would not.
+    "none" must be explicit, so that adapters cannot be lost silently on the way.
     """
-    given = routing.adapters_T is not None
-    if given != (problem.adapters is not None):
+    has_adapters = routing.adapters_T is not None
+    if has_adapters != (problem.adapters is not None):
         got, need = "None", f'(T,) int32 slots of lora={problem.lora}, or "none"'
-        if given:
+        if has_adapters:
             got, need = "slots", "None: the problem has no adapters"
         raise RoutingError("adapters", got=got, need=need)
 
 
 def check_memory(x_TH: torch.Tensor, routing: Routing, out: torch.Tensor | None) -> None:
-    """Check that a call's own tensors, which are dense, have their memory."""
+    """Check that a call's own dense tensors have memory."""
     check_held("x", x_TH)
     check_held("topk_weights", routing.topk_weights_TK)
     check_held("topk_ids", routing.topk_ids_TK)
@@ -98,10 +98,10 @@ def _unlike(what: str, tensor: torch.Tensor, need: tuple[int, ...], legend: str)
 
 def _dtype(what: str, tensor: torch.Tensor, *need: torch.dtype) -> None:
     if tensor.dtype not in need:
-        raise _mistyped(what, tensor, *need)
+        raise _dtype_error(what, tensor, *need)
 
 
-def _mistyped(what: str, tensor: torch.Tensor, *need: torch.dtype) -> DtypeError:
+def _dtype_error(what: str, tensor: torch.Tensor, *need: torch.dtype) -> DtypeError:
     names = " or ".join(dtype_name(d) for d in need)
     return DtypeError(what, got=dtype_name(tensor.dtype), need=names)
 
@@ -139,7 +139,7 @@ def check_routing(
     problem: Problem,
     ids_dtype: torch.dtype | None = None,
 ) -> None:
-    """Check that weights are float32 and ids integer, both (T, K), contiguous, beside x."""
+    """Check that weights (float32) and ids (integer) are contiguous (T, K), on x's device."""
     need = (x_TH.shape[0], problem.top_k)
     for what, tensor in (
         ("topk_weights", routing.topk_weights_TK),
@@ -153,11 +153,11 @@ def check_routing(
             raise LayoutError(what, got=f"strides {tensor.stride()}", need="contiguous (T, K)")
     weights_TK, ids_TK = routing.topk_weights_TK, routing.topk_ids_TK
     if weights_TK.dtype is not torch.float32:
-        raise _mistyped("topk_weights", weights_TK, torch.float32)
-    only = ids_dtype or problem.ids_dtype  # the same, where both are given
-    allowed = _ID_DTYPES if only is None else (only,)
+        raise _dtype_error("topk_weights", weights_TK, torch.float32)
+    required = ids_dtype or problem.ids_dtype  # equal if both are set
+    allowed = _ID_DTYPES if required is None else (required,)
     if ids_TK.dtype not in allowed:
-        raise _mistyped("topk_ids", ids_TK, *allowed)
+        raise _dtype_error("topk_ids", ids_TK, *allowed)
     check_adapters_given(routing, problem)
     if (slots_T := routing.slots_T) is not None:
         _shape("adapters", slots_T, (x_TH.shape[0],), "(T,)")
@@ -178,7 +178,7 @@ def check_ids(routing: Routing, problem: Problem) -> None:
 
 
 def check_adapter_slots(routing: Routing, problem: Problem) -> None:
-    """Raise RoutingError unless every adapter's slot is in [-1, L).
+    """Raise RoutingError unless every adapter slot is in [-1, L).
 
     For checked mode. Synchronizes with the device.
     """
@@ -194,10 +194,10 @@ def check_expert_map(weights: ExpertWeights, problem: Problem) -> None:
 
     For checked mode. Synchronizes with the device.
     """
-    where_E = weights.expert_map
-    if where_E is None:
+    expert_map_E = weights.expert_map
+    if expert_map_E is None:
         return
-    if got := _outside(where_E, -1, problem.e, "value"):
+    if got := _outside(expert_map_E, -1, problem.e, "value"):
         raise WeightsError("expert_map", got=got, need=f"-1 or 0 to {problem.e - 1}")
 
 
@@ -225,20 +225,20 @@ def check_given_scales(weights: ExpertWeights) -> None:
 
 
 def _outside(values: torch.Tensor, least: int, end: int, what: str, at: str = "at") -> str:
-    """Say how many values are outside [least, end), and which is the first; "" where none is."""
+    """Describe how many values are outside [least, end), and the first; "" if none is."""
     bad = (values < least) | (values >= end)
     if not bool(bad.any()):
         return ""
-    where = tuple(bad.nonzero()[0].tolist())
-    place = where[0] if len(where) == 1 else where
-    return f"{counted(int(bad.sum()), what)}, the first {int(values[where])} {at} {place}"
+    index = tuple(bad.nonzero()[0].tolist())
+    position = index[0] if len(index) == 1 else index
+    return f"{counted(int(bad.sum()), what)}, the first {int(values[index])} {at} {position}"
 
 
 def check_weights(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem) -> None:
-    """Check w1, w2, scales, biases and expert_map to be exactly as the problem declares.
+    """Check that w1, w2, scales, biases and expert_map match the problem exactly.
 
-    Unquantized w1 is (e, N, H) and w2 (e, H, I); `modular_kernel.quant.quantized_weights` knows the
-    other schemes.
+    Unquantized w1 is (e, N, H) and w2 is (e, H, I); for the other schemes see
+    `modular_kernel.quant.quantized_weights`.
     """
     if not isinstance(weights, ExpertWeights):
         raise WeightsError("weights", got=type(weights).__name__, need="ExpertWeights")
@@ -257,24 +257,26 @@ def check_weights(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem) 
         _shape("w2", weights.w2, (e, h, i), "(e, H, I)")
         _dtype("w1", weights.w1, problem.dtype)
         _dtype("w2", weights.w2, problem.dtype)
-        _no_scales(weights)
-    _optional("b1", weights.b1, problem.bias, (e, n), x_TH, (torch.float32, problem.dtype))
-    _optional("b2", weights.b2, problem.bias, (e, h), x_TH, (torch.float32, problem.dtype))
+        _check_no_scales(weights)
+    _check_optional("b1", weights.b1, problem.bias, (e, n), x_TH, (torch.float32, problem.dtype))
+    _check_optional("b2", weights.b2, problem.bias, (e, h), x_TH, (torch.float32, problem.dtype))
     shape = (problem.experts,)
-    _optional("expert_map", weights.expert_map, problem.expert_map, shape, x_TH, (torch.int32,))
+    _check_optional(
+        "expert_map", weights.expert_map, problem.expert_map, shape, x_TH, (torch.int32,)
+    )
     _device("w1", weights.w1, x_TH.device)
     _device("w2", weights.w2, x_TH.device)
     _check_adapters(weights, x_TH, problem)
 
 
 def _check_adapters(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem) -> None:
-    """Check the adapters' matrices; the last dimension is contiguous, others have any stride."""
+    """Check the adapter matrices. The last dimension is contiguous; other strides are free."""
     spec = problem.adapters
     if spec is None:
-        given = [name for name in ADAPTER_TENSORS if getattr(weights, name) is not None]
-        if given:
+        present = [name for name in ADAPTER_TENSORS if getattr(weights, name) is not None]
+        if present:
             need = "none: the problem has no adapters"
-            raise WeightsError("adapters", got=", ".join(given), need=need)
+            raise WeightsError("adapters", got=", ".join(present), need=need)
         return
     sizes = problem.e, problem.w1_rows, problem.hidden, problem.intermediate
     for name, shape in spec.shapes(*sizes).items():
@@ -289,14 +291,14 @@ def _check_adapters(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem
             raise LayoutError(name, got=got, need="its last dimension contiguous")
 
 
-def _no_scales(weights: ExpertWeights) -> None:
-    given = [name for name in SCALE_FIELDS if getattr(weights, name) is not None]
-    if given:
+def _check_no_scales(weights: ExpertWeights) -> None:
+    present = [name for name in SCALE_FIELDS if getattr(weights, name) is not None]
+    if present:
         need = "no scales or zero points for quant=none"
-        raise WeightsError("expert weights", got=", ".join(given), need=need)
+        raise WeightsError("expert weights", got=", ".join(present), need=need)
 
 
-def _optional(
+def _check_optional(
     what: str,
     tensor: torch.Tensor | None,
     declared: bool,
@@ -304,7 +306,7 @@ def _optional(
     x_TH: torch.Tensor,
     dtypes: tuple[torch.dtype, ...],
 ) -> None:
-    """Check a tensor that must be given exactly if the problem declares it; contiguous if so."""
+    """Check a contiguous tensor that must be present exactly if the problem declares it."""
     if (tensor is not None) != declared:
         got, need = ("a tensor", "None") if tensor is not None else ("None", f"{shape}")
         raise WeightsError(what, got=got, need=f"{need}, as the problem declares")
@@ -318,7 +320,7 @@ def _optional(
 
 
 def check_out(out: torch.Tensor, x_TH: torch.Tensor, problem: Problem) -> None:
-    """Check that out is contiguous (T, H), or (T, K, H), else like x; not for inplace problems."""
+    """Check that out is contiguous (T, H) or (T, K, H), like x otherwise; None if inplace."""
     if problem.inplace and out is not x_TH:
         raise ConfigurationError("out", got="a tensor", need="None: inplace writes to x")
     tokens = x_TH.shape[0]
@@ -338,10 +340,9 @@ def check_apart(
     *,
     inplace: bool,
 ) -> None:
-    """Check that what a call writes shares no memory with what it reads.
+    """Check that the tensor a call writes (`out`, or x if inplace) shares no memory with inputs.
 
-    It writes `out`, or x if it is inplace. Some of what it reads may still be read after the first
-    element was written.
+    Some inputs may still be read after the first output element was written.
     """
     what = "x of an inplace call" if inplace else "out"
     read: dict[str, torch.Tensor | None] = {} if inplace else {"x": x_TH}
@@ -357,6 +358,6 @@ def check_apart(
 def check_no_grad(
     x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing, out: torch.Tensor | None
 ) -> None:
-    """Refuse, rather than lose, a gradient: kernels are forward only."""
+    """Raise rather than silently drop a gradient: kernels are forward only."""
     call = {"x": x_TH, "topk_weights": routing.topk_weights_TK, "out": out}
     check_no_gradients(call | vars(weights))

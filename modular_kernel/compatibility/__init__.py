@@ -1,1 +1,1 @@
-"""Compatibility of pairings: what parts declare, the rules that judge a pair, and verdicts."""
+"""Compatibility: declared capabilities of parts, rules that judge a pair, and verdicts."""

@@ -1,7 +1,7 @@
-"""Capability as data: what a part declares, and what comes out when it is judged.
+"""Capabilities that parts declare, and the verdicts of judging them.
 
-A part declares a `Requirements`; `modular_kernel.compatibility.rules.judge`, the only evaluator,
-returns a `Verdict` that holds every violated rule as a `Rejection`, never only the first.
+A part declares a `Requirements`. `modular_kernel.compatibility.rules.judge` is the only evaluator;
+it returns a `Verdict` that holds every violated rule as a `Rejection`, not only the first.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,19 +29,26 @@ ALL_ACTIVATIONS = frozenset(GATED + UNGATED)
 
 @dataclass(frozen=True, kw_only=True)
 class Requirements:
-    """What both kinds of part declare.
+    """Declarations common to both kinds of part.
 
-    devices: device types it runs on. triton: its kernels are Triton's, so that on a CPU it needs
-    the interpreter. min_arch: least compute capability; archs: the only ones, None for any.
-    packages: optional packages it imports; providers: those of them that are told by what is in
-    them. packages_from: where sources are, if a package index does not have them by that name.
-    packages_extra: the extra of this distribution that brings those not named as they are imported.
-    top_k: least and greatest K. hidden_multiple, hidden_sizes: H must be a multiple of the
-    first and, if given, one of the second. graph_capturable: no sync, no allocation, no shape
-    that depends on data. deterministic: bitwise equal output for equal input. batch_invariant: if
-    the problem asks for it, a token's bits are those that it has in a call of its own (what
-    reducers do for a part counts as the part's). lora: it carries adapters: their slots travel
-    with the tokens, or their deltas are added in both products.
+    activation_format: format that prepare returns and the experts accept.
+    devices: supported device types.
+    triton: uses Triton kernels, so a CPU needs the interpreter.
+    min_arch: least compute capability. archs: the only supported ones, None for any.
+    packages: optional packages that it imports.
+    providers: probes for those packages that are identified by their content.
+    packages_from: source location, if a package index lacks them under that name.
+    packages_extra: extra of this distribution that installs those with another distribution name.
+    dtypes: supported dtypes of the problem.
+    top_k: least and greatest K.
+    hidden_multiple: H must be a multiple of this. hidden_sizes: the only supported H, None for any.
+    inplace: the output may overwrite x.
+    graph_capturable: no synchronization, no allocation, no data-dependent shape.
+    deterministic: bitwise equal output for equal input.
+    batch_invariant: if the problem requests it, a token's bits equal those of a call with only that
+        token, including the part's reducers.
+    lora: supports adapters: either dispatches their slots with the tokens, or adds their deltas in
+        both GEMMs.
     """
 
     activation_format: ActivationFormat
@@ -64,7 +71,7 @@ class Requirements:
     lora: bool = False
 
     def how_to_get(self, package: str) -> str:
-        """Say how to install one of `packages`."""
+        """Return instructions to install one of `packages`."""
         for provider in self.providers:
             if provider.name == package:
                 return provider.source
@@ -77,26 +84,32 @@ class Requirements:
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareFinalizeRequirements(Requirements):
-    """What a PrepareAndFinalize declares.
+    """Declarations of a PrepareAndFinalize.
 
-    reduces: which of the experts' Reduce duties its finalize can take over; keep_topk: it can
-    return (T, K, H). topk_indices_dtype: the only id dtype it takes, or None. localizes_ids: its
-    dispatch leaves local ids or none, so experts need no expert_map. multiplies_input: it applies
-    the router weight to x itself (K = 1 only) when the weight goes on the input.
-    padding: what rows without a token hold, None if there are none. dispatch_schemes: schemes
-    whose activations it quantizes before dispatch; can_defer_quant: it can leave that to the
-    experts; scale_layout: of the scales it dispatches. world_sizes: least and greatest (None: no
-    bound). linear_placement: needs E divisible by ranks, in blocks. max_tokens: its own bound.
-    replicated_input: every rank passes the same tokens and routing, and every rank gets the
-    output of all of them; otherwise each rank passes its own tokens, as many as it likes.
-    one_host: ranks share the memory of one host, so that none may be on another. ranks_per_host:
-    the most on one host; full_hosts: of several, each has just so many. graph_across_hosts: what
-    graph_capturable says holds between hosts too.
-    received_by_library: a library receives the rows, into memory that it takes from torch's
-    allocator in every call, a plan's and a captured one's too; it alone knows who sent how many.
-    bounds_received: its buffers may be made for Problem.max_received rows.
-    capacity_unit: of batched rows, an expert has room for T of each rank, T rounded up to a
-    multiple of this. rounds_capacity: it rounds that room up to what the experts want.
+    reduces: the experts' Reduce kinds that finalize can handle.
+    keep_topk: can return (T, K, H).
+    topk_indices_dtype: the only id dtype it accepts, or None.
+    localizes_ids: its dispatch yields local ids or none, so experts need no expert_map.
+    multiplies_input: applies the router weight to x itself (K = 1 only) if it goes on the input.
+    padding: content of rows without a token, None if there are none.
+    dispatch_schemes: schemes whose activations it quantizes before dispatch.
+    can_defer_quant: can leave quantization to the experts.
+    scale_layout: layout of the scales it dispatches.
+    world_sizes: least and greatest world size (None: no bound).
+    one_host: ranks share one host's memory, so all must be on it.
+    ranks_per_host: most ranks per host. full_hosts: several hosts must have exactly that many.
+    graph_across_hosts: graph_capturable also holds with several hosts.
+    linear_placement: requires E divisible by the world size, in blocks.
+    max_tokens: its own bound on tokens.
+    asynchronous: implements `prepare_no_receive`.
+    replicated_input: every rank passes the same tokens and routing and gets the full output;
+        otherwise each rank passes its own tokens, in any number.
+    received_by_library: a library receives the rows into memory from torch's allocator in every
+        call, including planned and captured ones; only it has the received counts.
+    bounds_received: its buffers can be sized for Problem.max_received rows.
+    capacity_unit: in the batched format each expert has capacity for T tokens of every rank, with T
+        rounded up to a multiple of this.
+    rounds_capacity: also rounds the capacity to the experts' multiple.
     """
 
     reduces: frozenset[Reduce]
@@ -126,20 +139,31 @@ class PrepareFinalizeRequirements(Requirements):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsRequirements(Requirements):
-    """What a PermuteExpertsUnpermute declares.
+    """Declarations of a PermuteExpertsUnpermute.
 
-    reduce: the duty it leaves to finalize; keep_topk: it can leave (T, K, H) rows unreduced.
-    up_first: it takes a gated w1 whose up rows come first, and none whose gate rows do.
-    weight_on_input: it can apply the router weight on GEMM 1. invalid_rows: what output rows of
-    skipped pairs hold. skips_padding: it never reads rows that stand for no token. schemes:
-    quantizations it runs; quantizes_input: it wants unquantized activations. whole_blocks: H and
-    I must be multiples of the scheme's group. min_tokens: least T it is right for.
-    max_elements: bound on T * K * max(N, H) where offsets are 32 bit, None if 64 bit.
-    blocks: (rows, depth) of weight blocks that it takes where the scheme has them, None for any.
-    capacity_multiple: of batched rows, an expert's room must be a multiple of this.
-    library_allocates: a library takes memory from torch's allocator in every call, a plan's and a
-    captured one's too. hides_nan: activations whose clamp, a library's, turns a NaN of weights,
-    scales or biases into its limit; a NaN of x or of a router weight is kept there, too.
+    reduce: the reduction it leaves to finalize.
+    keep_topk: can leave (T, K, H) rows unreduced.
+    activations: supported kinds. interleaved: supports interleaved gate and up rows.
+    up_first: requires a gated w1 with its up rows first; otherwise gate rows first.
+    bias: supports b1 and b2.
+    weight_on_input: can apply the router weight in GEMM 1.
+    expert_map: supports ExpertWeights.expert_map.
+    chunking: calls may be split along their tokens.
+    invalid_rows: content of output rows of skipped pairs.
+    skips_padding: never reads rows without a token.
+    schemes: supported quantization schemes. quantizes_input: expects unquantized activations.
+    scale_layout: layout of the activation scales it reads.
+    whole_blocks: H and I must be multiples of the scheme's group.
+    intermediate_multiple: I must be a multiple of this.
+    min_tokens: least T that it supports. max_experts: most experts E, None for any.
+    max_elements: bound on T * K * max(N, H) if offsets are 32-bit, None if 64-bit.
+    blocks: supported (rows, depth) of weight blocks in block schemes, None for any.
+    capacity_multiple: in the batched format, an expert's capacity must be a multiple of this.
+    library_allocates: a library allocates from torch's allocator in every call, including planned
+        and captured ones.
+    hides_nan: activations whose clamp, in a library, turns a NaN of weights, scales or biases into
+        the limit; a NaN of x or of a router weight is still propagated.
+    tf32: float32 GEMMs may use TF32.
     """
 
     reduce: Reduce
@@ -170,7 +194,7 @@ class ExpertsRequirements(Requirements):
 
 @dataclass(frozen=True)
 class Planned:
-    """A part that other stacks' tables have by this name, and this one not yet; and why."""
+    """A part that other stacks have under this name and that is not implemented here yet."""
 
     name: str
     kind: str
@@ -179,7 +203,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Rejection:
-    """One violated rule. parties: the parts (or "problem", "machine") that disagree."""
+    """One violated rule. parties: the conflicting parts (or "problem", "machine")."""
 
     rule: str
     parties: tuple[str, ...]
@@ -195,7 +219,7 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Pairing:
-    """What a rule sees: two parts' declarations, a problem and a machine."""
+    """Input of a rule: the declarations of two parts, a problem and a machine."""
 
     pf_name: str
     pf: PrepareFinalizeRequirements
@@ -205,7 +229,7 @@ class Pairing:
     machine: Machine
 
     def each(self) -> tuple[tuple[str, Requirements], ...]:
-        """Yield both parts, for rules that judge them alike."""
+        """Return both parts, for rules that apply to each alike."""
         return (self.pf_name, self.pf), (self.ex_name, self.ex)
 
     @property
@@ -213,13 +237,13 @@ class Pairing:
         return self.pf_name, self.ex_name
 
 
-Violations = Iterator[Rejection]  # of one rule, by one pairing
+Violations = Iterator[Rejection]  # of one rule and one pairing
 RuleFunction = Callable[[Pairing], Violations]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The judgement of one pairing: `.ok`, and every reason if not. True where it is valid."""
+    """Judgement of one pairing: `ok`, and every reason if refused. Truthy if ok."""
 
     prepare_finalize: str
     experts: str
@@ -239,12 +263,12 @@ class Verdict:
         return f"{self.prepare_finalize} x {self.experts}"
 
     def __repr__(self) -> str:
-        """Return the verdict in a line; `rejections` has the reasons."""
+        """Return the verdict in one line; see `rejections` for the reasons."""
         rules = ", ".join(dict.fromkeys(rejection.rule for rejection in self.rejections))
         return f"<{self.pairing}, {self.problem}: {f'refused: {rules}' if rules else 'valid'}>"
 
     def _repr_html_(self) -> str:
-        """Return a table of the reasons, for notebooks."""
+        """Return the reasons as an HTML table, for notebooks."""
         rows = ((r.rule, " / ".join(r.parties), r.got, r.need, r.hint) for r in self.rejections)
         caption = f"{str(self).splitlines()[0]}, {self.problem}"
         return notebook_html(caption, ("rule", "parties", "got", "need", "hint"), rows)
@@ -257,31 +281,31 @@ class Verdict:
 
 
 def told(part: str, ask: Callable[[], Iterable[object]]) -> tuple[Rejection, ...]:
-    """Return a part's own rejections.
+    """Return a part's extra rejections.
 
-    Where its code raises or returns another thing, one that says so: a fault in one package leaves
-    every other pairing judged.
+    If its code raises or returns something else, return one rejection that reports it, so that a
+    faulty package does not prevent the judgement of other pairings.
     """
     try:
-        found = tuple(ask())
+        answer = tuple(ask())
     except Exception as error:  # noqa: BLE001  another package's code
         got = reason(error)
     else:
-        if not found:
+        if not answer:
             return ()
-        given = tuple(r for r in found if isinstance(r, Rejection))
-        if len(given) == len(found):
-            return given
-        got = repr(found)[:200]
+        rejections = tuple(r for r in answer if isinstance(r, Rejection))
+        if len(rejections) == len(answer):
+            return rejections
+        got = repr(answer)[:200]
     need = "extra_rejections to return rejections"
     return (Rejection("extra_rejections", (part,), got, need),)
 
 
 def archs_text(archs: frozenset[tuple[int, int]]) -> str:
-    """Compute capabilities for a message: "9.0 or 10.0"."""
+    """Format compute capabilities for a message: "9.0 or 10.0"."""
     return " or ".join(f"{major}.{minor}" for major, minor in sorted(archs))
 
 
 def numbered(values: Sequence[object] | frozenset[object]) -> str:
-    """Sorted values for a message."""
+    """Format values for a message, sorted."""
     return ", ".join(sorted(str(v).removeprefix("torch.") for v in values))

@@ -1,1 +1,1 @@
-"""Operators for calls of a layer: torch.compile and torch.export do not look into them."""
+"""Custom torch operators for layer calls, opaque to torch.compile and torch.export."""

@@ -1,19 +1,19 @@
-"""Tell which field of an ExpertWeights each tensor of a module is, and how it becomes it.
+"""Mapping of a module's tensors to ExpertWeights fields, written as text.
 
-A text: `w1:t,w2:t,b1,b2` says that four tensors are these fields, the first two transposed. What
-may follow a name, each after a colon:
+For example `w1:t,w2:t,b1,b2` maps four tensors to these fields, the first two transposed. A name
+may be followed by these steps, each after a colon:
 
-    t         its last two dimensions exchanged: a view
-    flat      its last two dimensions made one, (e, N, K / 32, 16) to (e, N, K / 2): a view
-    bytes     its memory as uint8: a view
-    first=N   the first N of its first dimension: a view
-    float     as float32: a copy, if it is not
-    channel=N its (e, P, 1) scales of P projections, one for each of N rows: a copy
-    tiles=RxBxT its rows are scales of B rows of each projection, which has R: repeated so that
-                there is one for each T rows, T being a divisor of B
-    loaded    as it is; StateError where it still has the values that a layer is made with
+    t         transpose the last two dimensions: a view
+    flat      flatten the last two dimensions, (e, N, K / 32, 16) to (e, N, K / 2): a view
+    bytes     reinterpret the memory as uint8: a view
+    first=N   take the first N entries of the first dimension: a view
+    float     convert to float32: a copy if it is not float32
+    channel=N expand (e, P, 1) scales of P projections to one per row, N rows in all: a copy
+    tiles=RxBxT expand scales of B-row blocks to T-row blocks, for projections of R rows each;
+                T divides B: a copy
+    loaded    unchanged; StateError if the tensor still has its initial fill values
 
-Copies are made when weights are bound, and again where the tensor was moved or written to.
+Copies are made when weights are bound, and again if a tensor was moved or written to.
 """
 
 from collections.abc import Sequence
@@ -27,17 +27,17 @@ _NAMES = frozenset(ExpertWeights.__dataclass_fields__)
 
 
 def weights_from(tensors: Sequence[torch.Tensor], fields: str) -> ExpertWeights:
-    """Return the weights that `fields` says the tensors are; ConfigurationError if it does not."""
-    named = fields.split(",")
-    if len(named) != len(tensors):
+    """Build ExpertWeights from tensors as `fields` describes; ConfigurationError if invalid."""
+    entries = fields.split(",")
+    if len(entries) != len(tensors):
         got, need = f"{len(tensors)} tensors", f"as many as fields name: {fields[:80]}"
         raise ConfigurationError("params", got=got, need=need)
-    made: dict[str, torch.Tensor] = {}
+    tensors_by_field: dict[str, torch.Tensor] = {}
     to_check: dict[str, torch.Tensor] = {}
     with torch.no_grad():
-        for text, tensor in zip(named, tensors, strict=True):
+        for text, tensor in zip(entries, tensors, strict=True):
             name, *steps = text.split(":")
-            if name not in _NAMES or name in made:
+            if name not in _NAMES or name in tensors_by_field:
                 need = f"one of {', '.join(sorted(_NAMES))}, each once"
                 raise ConfigurationError("fields", got=name[:80], need=need)
             for step in steps:
@@ -45,15 +45,15 @@ def weights_from(tensors: Sequence[torch.Tensor], fields: str) -> ExpertWeights:
                     to_check[name] = tensor
                 else:
                     tensor = _step(step, tensor)
-            made[name] = tensor
+            tensors_by_field[name] = tensor
         check_loaded(to_check)
-    if not {"w1", "w2"} <= made.keys():
+    if not {"w1", "w2"} <= tensors_by_field.keys():
         raise ConfigurationError("fields", got=fields[:80], need="w1 and w2 among them")
-    return ExpertWeights(**made)
+    return ExpertWeights(**tensors_by_field)
 
 
 def place(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return what changes when a tensor's memory is exchanged, reshaped, or written to."""
+    """Return a key that changes when the tensor's memory is replaced, reshaped, or written to."""
     version = 0 if tensor.is_inference() else tensor._version
     return tensor.data_ptr(), tensor.shape, version
 
@@ -80,12 +80,12 @@ def _step(step: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _tiles(scale: torch.Tensor, rows: int, block: int, tile: int) -> torch.Tensor:
-    """(e, P ceil(rows / block), k) scales of P projections to (e, P ceil(rows / tile), k)."""
+    """Expand (e, P ceil(rows / block), k) scales of P projections to P ceil(rows / tile) rows."""
     blocks = -(-rows // block)
     if scale.dim() != 3 or scale.shape[1] % blocks:
         need = f"(e, P x {blocks}, k): scales of {rows} rows in blocks of {block}"
         raise ShapeError("scales", got=tuple(scale.shape), need=need)
     e, rows_of_scales, columns = scale.shape
-    apart = scale.view(e, rows_of_scales // blocks, blocks, columns)
-    apart = apart.repeat_interleave(block // tile, dim=2)
-    return apart[:, :, : -(-rows // tile)].flatten(1, 2)
+    by_projection = scale.view(e, rows_of_scales // blocks, blocks, columns)
+    by_projection = by_projection.repeat_interleave(block // tile, dim=2)
+    return by_projection[:, :, : -(-rows // tile)].flatten(1, 2)

@@ -1,10 +1,10 @@
-"""torch.ops.modular_kernel.experts: one call of a layer that torch.compile and export pass over.
+"""torch.ops.modular_kernel.experts: a layer call as one operator for torch.compile and export.
 
     experts(x_TH, ids_TK, weights_TK, params, fields, layer, pairing) -> y_TH
 
-What is not a tensor is a text, so that an exported program runs in another process, which has to
-import this module; it registers torch.ops.modular_kernel.route too. fields: what each tensor of
-params is, as `expert_fields` reads it. layer and pairing: as `pairing` writes them.
+Non-tensor arguments are strings, so that an exported program can run in another process, which must
+import this module (it also registers torch.ops.modular_kernel.route). fields: the ExpertWeights
+field of each tensor in params, see `expert_fields`. layer and pairing: see `pairing`.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from modular_kernel.tensors import ExpertWeights, Routing
 
 @dataclass(frozen=True)
 class _Bound:
-    """Weights made of `params`, valid while each is where it was."""
+    """Weights built from `params`, valid as long as no parameter moves or changes."""
 
     fields: str
     others: tuple[int, ...]
@@ -33,18 +33,18 @@ class _Bound:
     weights: ExpertWeights
 
 
-# By the first tensor. What is kept are aliases, so that an entry goes with its key.
+# Keyed by the first parameter. Entries hold aliases only, so that they are freed with their key.
 _bound: Any = WeakIdKeyDictionary()
 
-# Weights with what was prepared of them, by the address of w1, the layer and the pairing. Whoever
-# prepared them keeps them.
+# Prepared weights, by the address of w1, the layer and the pairing. The caller that prepared them
+# keeps them alive.
 _prepared = WeakValueDictionary[tuple[int, str, str], ExpertWeights]()
 
 
 def use_prepared(weights: ExpertWeights, layer: str, pairing: str) -> None:
-    """Have calls of the operator with the same w1, layer and pairing run on these weights.
+    """Use these prepared weights in operator calls with the same w1, layer and pairing.
 
-    weights: what a kernel's `prepare_weights` returned; they are used as long as they live.
+    weights: the result of a kernel's `prepare_weights`, used as long as it is alive.
     """
     _prepared[weights.w1.data_ptr(), layer, pairing] = weights
 
@@ -59,8 +59,8 @@ def experts(
     layer: str,
     pairing: str,
 ) -> torch.Tensor:
-    """Return a new tensor like x, (T, H) or (T, K, H). ids and weights as those of a Routing."""
-    weights = _prepared_of(params, fields, layer, pairing)
+    """Return a new tensor like x, (T, H) or (T, K, H). ids_TK and weights_TK as in Routing."""
+    weights = _find_prepared(params, fields, layer, pairing)
     if weights is None:
         weights = _weights(params, fields)
     return pairing_of(pairing).run(layer, x_TH, weights, Routing(weights_TK, ids_TK))
@@ -68,7 +68,7 @@ def experts(
 
 @experts.register_fake
 def _(x_TH, ids_TK, weights_TK, params, fields, layer, pairing):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
-    """Shape and dtype of the output."""
+    """Return an empty tensor with the shape and dtype of the output."""
     if problem_of(layer, 1).combine is Combine.SUM:
         return x_TH.new_empty(x_TH.shape)
     return x_TH.new_empty((x_TH.shape[0], ids_TK.shape[1], x_TH.shape[1]))
@@ -84,7 +84,7 @@ def experts_backward(
     fields: str,
     layer: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return gradients of x, weights_TK, b1 and b2; those of biases are empty if there are none."""
+    """Return gradients of x, weights_TK, b1 and b2; bias gradients are empty without biases."""
     weights = _weights(params, fields)
     routing, problem = Routing(weights_TK, ids_TK), problem_of(layer, len(x_TH))
     return call_gradients(grad_TH, x_TH, weights, routing, problem)
@@ -92,11 +92,11 @@ def experts_backward(
 
 @experts_backward.register_fake
 def _(grad_TH, x_TH, ids_TK, weights_TK, params, fields, layer):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
-    """Shapes and dtypes of the gradients."""
+    """Return empty tensors with the shapes and dtypes of the gradients."""
     biases = [x_TH.new_empty(0)] * 2
-    for at, name in enumerate(fields.split(",")):
+    for index, name in enumerate(fields.split(",")):
         if name in ("b1", "b2"):
-            biases[name == "b2"] = torch.empty_like(params[at])
+            biases[name == "b2"] = torch.empty_like(params[index])
     return torch.empty_like(x_TH), torch.empty_like(weights_TK), *biases
 
 
@@ -118,31 +118,31 @@ def _backward(ctx: Any, grad_TH: torch.Tensor) -> tuple[object, ...]:
 
 experts.register_autograd(_backward, setup_context=_keep_inputs)
 
-# What a traced call takes.
+# The overload packet that traced calls use.
 EXPERTS = torch.ops.modular_kernel.experts
 
 
-def _prepared_of(
+def _find_prepared(
     params: Sequence[torch.Tensor], fields: str, layer: str, pairing: str
 ) -> ExpertWeights | None:
-    """Return weights that were prepared of just these tensors, if there are any."""
+    """Return weights that were prepared from exactly these tensors, if any."""
     if not _prepared or not params:
         return None
-    found = _prepared.get((params[0].data_ptr(), layer, pairing))
-    if found is None:
+    prepared = _prepared.get((params[0].data_ptr(), layer, pairing))
+    if prepared is None:
         return None
     for text, param in zip(fields.split(","), params, strict=True):
-        own = getattr(found, text.removesuffix(":loaded"), None)
-        if own is None or own.data_ptr() != param.data_ptr() or own.shape != param.shape:
+        field = getattr(prepared, text.removesuffix(":loaded"), None)
+        if field is None or field.data_ptr() != param.data_ptr() or field.shape != param.shape:
             return None
-    return found
+    return prepared
 
 
 def _weights(params: Sequence[torch.Tensor], fields: str) -> ExpertWeights:
-    found = _bound.get(params[0]) if params else None
+    bound = _bound.get(params[0]) if params else None
     others, places = tuple(map(id, params)), tuple(map(place, params))
-    if found is None or (found.fields, found.others, found.places) != (fields, others, places):
+    if bound is None or (bound.fields, bound.others, bound.places) != (fields, others, places):
         weights = weights_from([param.detach() for param in params], fields)
-        found = _Bound(fields, others, places, weights)
-        _bound[params[0]] = found
-    return found.weights
+        bound = _Bound(fields, others, places, weights)
+        _bound[params[0]] = bound
+    return bound.weights

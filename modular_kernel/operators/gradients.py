@@ -1,7 +1,7 @@
-"""Gradients of a call with quantized weights: of x, of router weights, and of biases.
+"""Gradients of a call with frozen quantized weights: of x, router weights and biases.
 
-The weights themselves are frozen. They are dequantized expert by expert, to float32; rounding of
-activations to fewer bits passes gradients on as they are.
+Weights are dequantized to float32, one expert at a time. Gradients pass unchanged through the
+quantization of activations (straight-through).
 """
 
 from collections.abc import Callable
@@ -25,8 +25,9 @@ def call_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return gradients of x (T, H), router weights (T, K), b1 (e, N) and b2 (e, H).
 
-    grad_TH: of the output. Each like what it is of; those of biases are empty if there are none.
-    UnsupportedError for a layer that weights its input, keeps top-k, or has an expert map.
+    grad_TH: gradient of the output. Each gradient has the shape and dtype of its input; bias
+    gradients are empty without biases. Raises UnsupportedError for a layer that weights its input,
+    keeps top-k, or has an expert map.
     """
     if problem.apply_router_weight_on_input:
         got = "router weights on the input"
@@ -41,8 +42,8 @@ def call_gradients(
     dweights = torch.zeros_like(routing.topk_weights_TK)
     biases = [torch.zeros_like(x_TH[:0]) if b is None else torch.zeros(b.shape, device=b.device)
               for b in (weights.b1, weights.b2)]  # fmt: skip
-    hit = torch.unique(ids_TK[(ids_TK >= 0) & (ids_TK < problem.experts)])
-    for expert in hit.tolist():
+    used_experts = torch.unique(ids_TK[(ids_TK >= 0) & (ids_TK < problem.experts)])
+    for expert in used_experts.tolist():
         token, slot = (ids_TK == expert).nonzero(as_tuple=True)
         w1, w2 = (_matrix(weights, name, expert, problem) for name in ("w1", "w2"))
         rows_RH, grad_RH = x_TH[token].float(), grad_TH[token].float()
@@ -62,13 +63,13 @@ def call_gradients(
             biases[0][expert] = dgate_up_RN.sum(0)
         if weights.b2 is not None:
             biases[1][expert] = dy_RH.sum(0)
-    given = (weights.b1, weights.b2)
-    db1, db2 = (d if b is None else d.to(b.dtype) for d, b in zip(biases, given, strict=True))
+    bias_params = (weights.b1, weights.b2)
+    db1, db2 = (d if b is None else d.to(b.dtype) for d, b in zip(biases, bias_params, strict=True))
     return dx.to(x_TH.dtype), dweights, db1, db2
 
 
 def _matrix(weights: ExpertWeights, name: str, expert: int, problem: Problem) -> torch.Tensor:
-    """Return one expert's values in float32, (N, K)."""
+    """Return one expert's weights in float32, (N, K)."""
     if not problem.scheme.quantized:
         stored: torch.Tensor = getattr(weights, name)[expert]
         return stored.float()
@@ -78,58 +79,62 @@ def _matrix(weights: ExpertWeights, name: str, expert: int, problem: Problem) ->
 def _activation(
     rows_RN: torch.Tensor, spec: ActivationSpec
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """Return the activation of float32 rows, (R, I), and what makes of its gradient theirs."""
+    """Return the activation of float32 rows, (R, I), and its backward function."""
     if not spec.gated:
-        value, slope = _curve(rows_RN, spec)
-        return value, lambda grad: grad * slope
+        value, derivative = _curve(rows_RN, spec)
+        return value, lambda grad: grad * derivative
     gate, up = (rows_RN[:, ::2], rows_RN[:, 1::2]) if spec.interleaved else rows_RN.chunk(2, 1)
-    value, slope = _gate(gate, spec)
-    factor, rise = _up(up, spec)
+    value, derivative = _gate(gate, spec)
+    factor, up_derivative = _up(up, spec)
 
     def backward(grad_RI: torch.Tensor) -> torch.Tensor:
-        both = (grad_RI * factor * slope, grad_RI * value * rise)
-        return torch.stack(both, 2).flatten(1) if spec.interleaved else torch.cat(both, 1)
+        gradients = (grad_RI * factor * derivative, grad_RI * value * up_derivative)
+        return torch.stack(gradients, 2).flatten(1) if spec.interleaved else torch.cat(gradients, 1)
 
     return value * factor, backward
 
 
 def _gate(gate: torch.Tensor, spec: ActivationSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what multiplies the up values, and its slope by the gate value."""
+    """Return the gate's factor of the activation, and its derivative."""
     if spec.limit is None or spec.kind == "situ":
         return _curve(gate, spec)
     if spec.kind == "swiglu_clamp_after":
-        value, slope = _curve(gate, spec)
-        return value.clamp(max=spec.limit), slope * (value <= spec.limit)
-    value, slope = _curve(gate.clamp(max=spec.limit), spec)
-    return value, slope * (gate <= spec.limit)
+        value, derivative = _curve(gate, spec)
+        return value.clamp(max=spec.limit), derivative * (value <= spec.limit)
+    value, derivative = _curve(gate.clamp(max=spec.limit), spec)
+    return value, derivative * (gate <= spec.limit)
 
 
 def _up(up: torch.Tensor, spec: ActivationSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what multiplies the gate's function, and its slope by the up value."""
+    """Return the up value's factor of the activation, and its derivative."""
     if spec.limit is None:
         return up, torch.ones_like(up)
     if spec.kind == "situ":
-        bent = torch.tanh(up / spec.limit)
-        return spec.limit * bent, 1 - bent.square()
-    held = up.clamp(-spec.limit, spec.limit)
-    return held + 1 if spec.kind == "swiglu_oai" else held, (up.abs() <= spec.limit).to(up.dtype)
+        tanh = torch.tanh(up / spec.limit)
+        return spec.limit * tanh, 1 - tanh.square()
+    clamped = up.clamp(-spec.limit, spec.limit)
+    return clamped + 1 if spec.kind == "swiglu_oai" else clamped, (up.abs() <= spec.limit).to(
+        up.dtype
+    )
 
 
 def _curve(v: torch.Tensor, spec: ActivationSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the function of one value that the rule has, and its slope."""
+    """Return the activation's scalar function of v, and its derivative."""
     kind = spec.kind.removesuffix("_no_mul")
     if kind == "relu2":
         return v.relu().square(), 2 * v.relu()
     if kind == "gelu":
-        below = 0.5 * (1 + torch.erf(v / sqrt(2)))
-        return v * below, below + v * torch.exp(-v.square() / 2) / sqrt(2 * pi)
+        cdf = 0.5 * (1 + torch.erf(v / sqrt(2)))
+        return v * cdf, cdf + v * torch.exp(-v.square() / 2) / sqrt(2 * pi)
     if kind == "gelu_tanh":
-        bent = torch.tanh(sqrt(2 / pi) * (v + 0.044715 * v**3))
-        inner = sqrt(2 / pi) * (1 + 3 * 0.044715 * v.square())
-        return 0.5 * v * (1 + bent), 0.5 * (1 + bent) + 0.5 * v * (1 - bent.square()) * inner
+        tanh = torch.tanh(sqrt(2 / pi) * (v + 0.044715 * v**3))
+        inner_derivative = sqrt(2 / pi) * (1 + 3 * 0.044715 * v.square())
+        return 0.5 * v * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * v * (
+            1 - tanh.square()
+        ) * inner_derivative
     alpha = 1.0 if spec.alpha is None else spec.alpha
     if kind == "situ":
-        bent, some = torch.tanh(v / alpha), torch.sigmoid(v)
-        return alpha * bent * some, some * (1 - bent.square() + alpha * bent * (1 - some))
-    some = torch.sigmoid(alpha * v)
-    return v * some, some * (1 + alpha * v * (1 - some))
+        tanh, sigmoid = torch.tanh(v / alpha), torch.sigmoid(v)
+        return alpha * tanh * sigmoid, sigmoid * (1 - tanh.square() + alpha * tanh * (1 - sigmoid))
+    sigmoid = torch.sigmoid(alpha * v)
+    return v * sigmoid, sigmoid * (1 + alpha * v * (1 - sigmoid))

@@ -1,9 +1,9 @@
-"""Kernels by capacity: layers of one shape share them, at any number of tokens.
+"""Cache of kernels by capacity, shared by layers of equal shape at any token count.
 
     planned = Planned()
     y_TH = planned.run((NO_EP, "TorchExperts"), problem, x_TH, weights, routing)
 
-A call of T tokens runs on the kernel of the next power of two.
+A call of T tokens runs on the kernel for the next power of two.
 """
 
 import threading
@@ -34,37 +34,39 @@ _Key = tuple[Pairing, Problem, torch.device]
 
 
 @lru_cache(maxsize=1 << 12)
-def _of_tokens(problem: Problem, tokens: int) -> Problem:
-    """Return one object for equal problems: what is looked up by it is found by identity."""
+def _with_tokens(problem: Problem, tokens: int) -> Problem:
+    """Return one object for equal problems, so that lookups by it compare by identity."""
     return problem.with_tokens(tokens)
 
 
 @cache
 def machine_of(kind: Literal["cuda", "cpu"]) -> Machine:
-    """Describe this machine, or its CPU."""
+    """Describe this machine with its GPU ("cuda") or CPU only ("cpu")."""
     return this_machine(device=kind)
 
 
 def usual_experts(prepare: PrepareFinalize, problem: Problem, device: torch.device) -> Experts:
-    """Return TritonExperts on a GPU that they serve `problem` on, else TorchExperts."""
+    """Return TritonExperts if they support `problem` on this GPU, else TorchExperts."""
     if device.type != "cuda":
         return "TorchExperts"
-    served = check(prepare, "TritonExperts", problem, machine_of("cuda")).ok
-    return "TritonExperts" if served else "TorchExperts"
+    supported = check(prepare, "TritonExperts", problem, machine_of("cuda")).ok
+    return "TritonExperts" if supported else "TorchExperts"
 
 
 def pairing_told(
     pairing: tuple[PrepareFinalize, Experts | None], problem: Problem, device: torch.device
 ) -> str:
-    """Name both parts; experts that are None as `usual_experts` chooses them, with the device."""
+    """Describe both parts; experts given as None are resolved by `usual_experts` for the device."""
     prepare, experts = pairing
     if experts is not None:
-        told = _name(experts)
+        experts_text = _name(experts)
     elif device.type == "meta":
-        told = "experts not chosen yet (by device, and parameters are on meta)"
+        experts_text = "experts not chosen yet (by device, and parameters are on meta)"
     else:
-        told = f"{_name(usual_experts(prepare, problem, device))} (default on {device.type})"
-    return f"{_name(prepare)}, {told}"
+        experts_text = (
+            f"{_name(usual_experts(prepare, problem, device))} (default on {device.type})"
+        )
+    return f"{_name(prepare)}, {experts_text}"
 
 
 def _name(part: PrepareFinalize | Experts) -> str:
@@ -72,8 +74,9 @@ def _name(part: PrepareFinalize | Experts) -> str:
 
 
 class Planned:
-    """Kernels of pairings, problems and devices; of more than `most_kernels`, the least recently
-    used are dropped, with the plans of their calls.
+    """LRU cache of kernels by pairing, problem and device, with at most `most_kernels` entries.
+
+    Evicting a kernel also drops the plans of its calls.
     """
 
     def __init__(self, *, most_kernels: int = 256) -> None:
@@ -83,21 +86,21 @@ class Planned:
         forks.on_fork(self)
 
     def after_fork(self) -> None:
-        """In a forked child, unlock what a thread that is not there had locked."""
+        """In a forked child, release locks held by threads that no longer exist."""
         forks.renew(self._turn)
 
     def kernel(
         self, pairing: Pairing, problem: Problem, device: torch.device
     ) -> FusedMoEModularKernel:
-        """Return the kernel of just this problem; IncompatibleError if the pairing is refused.
+        """Return the kernel for exactly this problem; IncompatibleError if refused.
 
-        StateError if there is none yet, and a CUDA graph is being captured.
+        Raises StateError if a kernel would have to be made during CUDA graph capture.
         """
         key = (pairing, problem, device)
         with self._turn:
             kernel = self.kernels.get(key)
             if kernel is None:
-                if capturing(device):  # kernels are compiled and loaded as they are made
+                if capturing(device):  # making a kernel compiles and loads code
                     got, need = "a CUDA graph being captured", "warm_up, or a call, before it"
                     raise StateError("a kernel of a new size", got=got, need=need)
                 kind: Literal["cuda", "cpu"] = "cuda" if device.type == "cuda" else "cpu"
@@ -117,28 +120,28 @@ class Planned:
         weights: ExpertWeights,
         routing: Routing,
     ) -> torch.Tensor:
-        """Run a call of `problem`, whatever its tokens; returns a new tensor.
+        """Run a call of `problem` with any token count; return a new tensor.
 
-        Every InputError of a kernel's call, and IncompatibleError if the pairing is refused.
+        Raises every InputError of a kernel's call, and IncompatibleError if the pairing is refused.
         """
         device = x_TH.device
-        problem = _of_tokens(problem, capacity_of(x_TH.shape[0]))
+        problem = _with_tokens(problem, capacity_of(x_TH.shape[0]))
         with current(device):
             kernel = self.kernel(pairing, problem, device)
             return kernel(x_TH, weights, with_ids_of(kernel, routing))
 
     def warm_up(self, pairing: Pairing, problem: Problem, device: torch.device) -> None:
-        """Make the kernel and plan of problem.tokens: calls of as many allocate their output alone.
+        """Make the kernel and plan for problem.tokens, so that such calls only allocate outputs.
 
-        Nothing is kept for calls that allocate their own workspace (see `call_plans`).
+        Calls that allocate their own workspace are not prepared (see `modular_kernel.plan`).
         """
-        problem = _of_tokens(problem, capacity_of(problem.tokens))
+        problem = _with_tokens(problem, capacity_of(problem.tokens))
         with current(device):
             self.kernel(pairing, problem, device).reserve_workspace(problem.tokens, device)
 
 
 def with_ids_of(kernel: FusedMoEModularKernel, routing: Routing) -> Routing:
-    """Return the routing with ids of the dtype that the kernel's parts want."""
+    """Return the routing with ids of the dtype that the kernel requires."""
     dtype = kernel.prepare_finalize.topk_indices_dtype() or kernel.problem.ids_dtype
     ids_TK = routing.topk_ids_TK
     if dtype in (None, ids_TK.dtype) or ids_TK.dtype not in (torch.int32, torch.int64):
@@ -147,5 +150,5 @@ def with_ids_of(kernel: FusedMoEModularKernel, routing: Routing) -> Routing:
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Kernels are launched on the current GPU, which a model spread over several may not set."""
+    """Make `device` the current GPU, where kernels are launched; a no-op for the CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

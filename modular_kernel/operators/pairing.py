@@ -1,7 +1,7 @@
-"""Run layers of any shape and token count on one pairing: kernels by capacity.
+"""Layers and pairings as strings, and the kernels that run them at any token count.
 
-A layer is a text here, so that it can be an argument of an operator and survive an export:
-`layer_text` writes it, `problem_of` reads it. A pairing is a text too: two parts by name.
+A layer is a string, so that it can be an operator argument and survive an export: `layer_text`
+writes it, `problem_of` parses it. A pairing is a string too, naming two parts.
 """
 
 import json
@@ -28,7 +28,7 @@ _WHERE_SERVED = "where served"
 _FIELDS = frozenset(
     {"hidden", "intermediate", "experts", "top_k", "dtype", "quant", "activation", "bias"}
 )
-# Written where they are not a Problem's defaults.
+# Written only if different from Problem's defaults.
 _OPTIONAL = frozenset(
     {
         "lora",
@@ -44,18 +44,18 @@ _OPTIONAL = frozenset(
     }
 )
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_BY_CALL = frozenset({"tokens", "ids_dtype"})  # neither changes what a call computes
+_PER_CALL = frozenset({"tokens", "ids_dtype"})  # do not affect a call's result
 
 Part = str | type[PrepareAndFinalize] | type[PermuteExpertsUnpermute]
 
 
 def layer_text(problem: Problem) -> str:
-    """Write down the layer that a problem describes, without its tokens.
+    """Serialize a problem's layer, without its tokens.
 
-    UnsupportedError for a layer that the operator cannot run: over ranks, or in place.
+    Raises UnsupportedError for a layer that the operator cannot run: multi-rank or in place.
     """
-    found: dict[str, object] = {name: getattr(problem, name) for name in _FIELDS}
-    found |= {"dtype": dtype_name(problem.dtype), "activation": str(problem.act)}
+    values: dict[str, object] = {name: getattr(problem, name) for name in _FIELDS}
+    values |= {"dtype": dtype_name(problem.dtype), "activation": str(problem.act)}
     for field, default in _DEFAULTS.items():
         value = getattr(problem, field)
         if value == default:
@@ -63,69 +63,73 @@ def layer_text(problem: Problem) -> str:
         if field not in _OPTIONAL:
             need = "a layer on one rank that returns a new tensor"
             raise UnsupportedError(f"{field} of an operator", got=value, need=need)
-        found[field] = value.name if isinstance(value, Combine) else value
-    return json.dumps(found, sort_keys=True)
+        values[field] = value.name if isinstance(value, Combine) else value
+    return json.dumps(values, sort_keys=True)
 
 
 def text_of_sizes(
     sizes: Sequence[int], dtype: torch.dtype, quant: str, activation: str, **options: object
 ) -> str:
-    """Write down a layer by its numbers, in operations that torch.compile traces.
+    """Serialize a layer from its sizes, using operations that torch.compile can trace.
 
-    sizes: hidden, intermediate, experts and top_k. options: `bias`, and any other of Problem's
-    that `layer_text` writes.
+    sizes: hidden, intermediate, experts and top_k. options: `bias`, and other Problem fields that
+    `layer_text` writes.
     """
     hidden, intermediate, experts, top_k = sizes
-    numbers = [
+    size_items = [
         f'"hidden": {index(hidden)}',
         f'"intermediate": {index(intermediate)}',
         f'"experts": {index(experts)}',
         f'"top_k": {index(top_k)}',
     ]
-    texts = [f'"dtype": "{_NAMES[dtype]}"', f'"quant": "{quant}"', f'"activation": "{activation}"']
-    more = []
+    type_items = [
+        f'"dtype": "{_NAMES[dtype]}"',
+        f'"quant": "{quant}"',
+        f'"activation": "{activation}"',
+    ]
+    option_items = []
     for name, value in options.items():
         if isinstance(value, bool):
-            more.append(f'"{name}": {"true" if value else "false"}')
+            option_items.append(f'"{name}": {"true" if value else "false"}')
         elif isinstance(value, str):
-            more.append(f'"{name}": "{value}"')
+            option_items.append(f'"{name}": "{value}"')
         elif value is not None:
-            more.append(f'"{name}": {value}')
-    return "{" + ", ".join([*numbers, *texts, *more]) + "}"
+            option_items.append(f'"{name}": {value}')
+    return "{" + ", ".join([*size_items, *type_items, *option_items]) + "}"
 
 
 @lru_cache(maxsize=1024)
 def problem_of(layer: str, tokens: int) -> Problem:
-    """Read what `layer_text` wrote, for at most `tokens` tokens; ConfigurationError else.
+    """Parse the string of `layer_text` for at most `tokens` tokens; else ConfigurationError.
 
-    A limit of a chunk that no call of so many tokens reaches is dropped.
+    chunk_tokens is dropped if no call of this size reaches it.
     """
     try:
-        found = json.loads(layer)
+        values = json.loads(layer)
     except ValueError:
-        found = None
-    if not isinstance(found, dict) or set(found) - _OPTIONAL != _FIELDS:
+        values = None
+    if not isinstance(values, dict) or set(values) - _OPTIONAL != _FIELDS:
         need = f"JSON with {', '.join(sorted(_FIELDS))}"
         raise ConfigurationError("layer", got=layer[:80], need=need)
-    found["dtype"] = parse_dtype(found["dtype"])
-    if "combine" in found:
-        names = {each.name: each for each in Combine}
-        if found["combine"] not in names:
-            got, need = str(found["combine"])[:80], f"one of {', '.join(names)}"
+    values["dtype"] = parse_dtype(values["dtype"])
+    if "combine" in values:
+        names = {combine.name: combine for combine in Combine}
+        if values["combine"] not in names:
+            got, need = str(values["combine"])[:80], f"one of {', '.join(names)}"
             raise ConfigurationError("layer: combine", got=got, need=need)
-        found["combine"] = names[found["combine"]]
-    problem = Problem(tokens=tokens, **found)
+        values["combine"] = names[values["combine"]]
+    problem = Problem(tokens=tokens, **values)
     if problem.chunk_tokens is not None and tokens <= problem.chunk_tokens:
         return replace(problem, chunk_tokens=None)
     return problem
 
 
 class Pairing:
-    """Two parts, and the kernels made of them.
+    """A pair of parts, and the kernels made from it.
 
     experts: None means TritonExperts on a GPU and TorchExperts on a CPU. where_served: with None,
-    TorchExperts also for a layer on a GPU that TritonExperts do not serve. Layers of one shape
-    share kernels, one for each power of two of tokens.
+    use TorchExperts on a GPU too if TritonExperts do not support the layer. Layers of equal shape
+    share kernels, one per power of two of tokens.
     """
 
     def __init__(
@@ -159,21 +163,21 @@ class Pairing:
     def run(
         self, layer: str, x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing
     ) -> torch.Tensor:
-        """Run a call of `layer`; returns a new (T, H) tensor like x.
+        """Run a call of `layer`; return a new (T, H) tensor like x.
 
-        routing: ids of either dtype, whichever the parts want.
-        Every InputError of a kernel's call, and IncompatibleError if the pairing is refused.
+        routing: ids of int32 or int64; converted if the parts need it.
+        Raises every InputError of a kernel's call, and IncompatibleError if the pairing is refused.
         """
         problem = problem_of(layer, capacity_of(x_TH.shape[0]))
         return self._planned.run(self._parts(x_TH.device, problem), problem, x_TH, weights, routing)
 
     def check(self, layer: str, device: torch.device) -> None:
-        """Raise the IncompatibleError of a layer that the pairing does not run on a device."""
+        """Raise IncompatibleError if the pairing cannot run the layer on a device."""
         problem = problem_of(layer, SMALLEST_CAPACITY)
         self._planned.kernel(self._parts(device, problem), problem, device)
 
     def serves(self, layer: str, device: torch.device) -> bool:
-        """Tell whether the pairing runs a layer on a device; what is refused is remembered."""
+        """Return whether the pairing can run a layer on a device; refusals are cached."""
         if (layer, device) not in self._refused:
             try:
                 self.check(layer, device)
@@ -194,34 +198,34 @@ _PAIRINGS: dict[str, Pairing] = {}
 
 
 def pairing_of(text: str) -> Pairing:
-    """Return the pairing that `str()` wrote, in this process or another one.
+    """Return the pairing that `str()` describes, in this process or another one.
 
-    There, parts of the catalog are found by their names; any other class has to have been made a
-    Pairing: UnknownPartError else.
+    Catalog parts are found by name; other classes must already have been used in a Pairing, else
+    UnknownPartError.
     """
-    found = _PAIRINGS.get(text)
-    if found is None:
+    pairing = _PAIRINGS.get(text)
+    if pairing is None:
         prepare_finalize, _, experts = text.partition(" x ")
         by_device = experts in (_BY_DEVICE, _WHERE_SERVED)
-        found = Pairing(
+        pairing = Pairing(
             prepare_finalize,
             None if by_device else experts,
             where_served=experts == _WHERE_SERVED,
         )
-    return found
+    return pairing
 
 
 _DEFAULTS = {
     field.name: getattr(Problem(1, 1, 1, 1, 1), field.name)
     for field in fields(Problem)
-    if field.name not in _FIELDS | _BY_CALL
+    if field.name not in _FIELDS | _PER_CALL
 }
 
 
 def _part_text(part: Part) -> str:
-    """Name a part of the catalog, and any other class by where it was defined."""
+    """Return the name of a catalog part, or module:qualname of another class."""
     if isinstance(part, str):
         return part
-    if part in {known.cls for known in load_catalog().parts}:
+    if part in {part_entry.cls for part_entry in load_catalog().parts}:
         return part.__name__
     return f"{part.__module__}:{part.__qualname__}"

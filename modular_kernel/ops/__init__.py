@@ -1,1 +1,1 @@
-"""Operations used by two parts or more, each with a torch twin beside its kernel."""
+"""Operations shared by several parts; each kernel has a torch reference beside it."""

@@ -1,4 +1,4 @@
-"""gated_activation: the function between the two GEMMs, as an operation of its own."""
+"""gated_activation: the activation between the two GEMMs, as a separate operation."""
 
 import torch
 
@@ -10,7 +10,7 @@ from modular_kernel.spec.problem import ActivationSpec
 
 
 def up_rows(spec: ActivationSpec, intermediate: int) -> tuple[int, int]:
-    """(step, offset): value i's gate stands at i * step and its up value `offset` further."""
+    """Return (step, offset): value i's gate is at i * step, its up value at offset after that."""
     if not spec.gated:
         return 1, 0
     return (2, 1) if spec.interleaved else (1, intermediate)
@@ -22,9 +22,9 @@ def activation_constants(spec: ActivationSpec) -> dict[str, object]:
 
 
 def gated_activation(x_RN: torch.Tensor, spec: ActivationSpec, out_RI: torch.Tensor) -> None:
-    """Write out_RI = act(x_RN), computed in float32 and rounded once; gated or not, as `spec` says.
+    """Write out_RI = act(x_RN), computed in float32 and rounded once.
 
-    x_RN (R, N) and out_RI (R, I), values of a row side by side, N = 2I if gated, else I.
+    x_RN (R, N) and out_RI (R, I) have contiguous rows; N = 2I if gated, else I.
     """
     rows, intermediate = out_RI.shape
     need = (rows, intermediate * (2 if spec.gated else 1))
@@ -55,7 +55,7 @@ def gated_activation(x_RN: torch.Tensor, spec: ActivationSpec, out_RI: torch.Ten
 
 
 def gated_activation_ref(x_RN: torch.Tensor, spec: ActivationSpec) -> torch.Tensor:
-    """Torch twin of `gated_activation`: (R, N) -> (R, I) in float32."""
+    """Torch reference of `gated_activation`: (R, N) -> (R, I) in float32."""
     value = x_RN.float()
     if not spec.gated:
         return _ungated_ref(value, spec.kind)

@@ -26,16 +26,16 @@ from modular_kernel.utils.tensor_checks import check_tensor
 from modular_kernel.workspace import BufferSpec, Workspace
 
 _FILL_BLOCKS = 8  # blocks per filling program
-_MOST_AT_ONCE = 4096  # pairs that every program of one launch counts
-_MOST_COUNTED = 1 << 20  # and that times the bins: a count is compared with every bin
+_MOST_AT_ONCE = 4096  # maximum pairs for one launch, in which every program counts all pairs
+_MAX_COMPARISONS = 1 << 20  # maximum pairs times bins for it: each pair is compared with every bin
 
 
 @dataclass(frozen=True)
 class Aligned:
     """Pairs in blocks of one expert each.
 
-    sorted_token_ids: (P,) int32 pair indices (token = pair // K), stable by pair inside an
-    expert; T * K marks padding and everything from num_tokens_post_padded on.
+    sorted_token_ids: (P,) int32 pair indices (token = pair // K), in pair order within an expert;
+    T * K marks padding and everything from num_tokens_post_padded on.
     expert_ids: (ceil(P / block_size),) int32, the block's local expert; -1 for blocks of skipped
     pairs, which come first, and for blocks past the end.
     num_tokens_post_padded: (1,) int32.
@@ -47,14 +47,14 @@ class Aligned:
 
 
 def aligned_length(numel: int, block_size: int, num_local: int) -> int:
-    """P: the longest sorted_token_ids can get. Few pairs cannot open more than numel blocks."""
+    """Return P, the maximum length of sorted_token_ids; numel pairs open at most numel blocks."""
     if numel < num_local + 1:
         return numel * block_size
     return numel + (num_local + 1) * (block_size - 1)
 
 
 def align_specs(numel: int, block_size: int, num_local: int) -> Mapping[str, BufferSpec]:
-    """Return the workspace buffers that `align` takes."""
+    """Return the workspace buffers of `align`."""
     length = aligned_length(numel, block_size, num_local)
     return {
         "align_sorted": BufferSpec((length,), torch.int32),
@@ -75,8 +75,8 @@ def align(
     """Align the pairs of `routing` into workspace buffers declared by `align_specs`.
 
     ignore_invalid: leave skipped pairs out instead of giving them blocks with expert -1.
-    One launch on a GPU for few pairs, where counting them again in every program costs less than
-    two more launches; otherwise three: count, scan, place.
+    One launch on a GPU for few pairs, where recounting in every program is cheaper than two more
+    launches; otherwise three: count, scan, place.
     """
     numel = routing.topk_ids_TK.numel()
     specs = align_specs(numel, block_size, num_local)
@@ -90,7 +90,7 @@ def align(
     from modular_kernel.ops.kernels.align import align_kernel, align_place_kernel
 
     bins = num_bins(num_local)
-    at_once = numel <= _MOST_AT_ONCE and numel * bins <= _MOST_COUNTED
+    at_once = numel <= _MOST_AT_ONCE and numel * bins <= _MAX_COMPARISONS
     chunks = num_chunks(numel)
     arguments = {
         "sorted_ptr": sorted_ids,
@@ -128,11 +128,12 @@ def moe_align_block_size(
     ignore_invalid: bool = False,
     checked: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """sorted_token_ids, expert_ids and num_tokens_post_padded in fresh tensors (see Aligned).
+    """Return sorted_token_ids, expert_ids and num_tokens_post_padded as new tensors (see Aligned).
 
     topk_ids_TK: (T, K) int32 or int64 in [-1, num_experts). expert_map: (num_experts,) int32 to
     local ids or -1. checked: raise RoutingError on an id out of range instead of skipping it.
-    block_size must be a power of two. ShapeError, DtypeError and others of what is not so.
+    block_size must be a power of two. Raises ShapeError, DtypeError and others for invalid
+    arguments.
     """
     check_tensor("topk_ids", topk_ids_TK)
     for what, number in (("block_size", block_size), ("num_experts", num_experts)):
@@ -187,10 +188,10 @@ def _check_map(expert_map: torch.Tensor, num_experts: int, device: torch.device)
 def batched_moe_align_block_size(
     counts_e: torch.Tensor, capacity: int, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`moe_align_block_size` of rows that lie expert by expert: row i * capacity + c of expert i.
+    """Run `moe_align_block_size` on batched rows: row i * capacity + c of expert i.
 
-    counts_e: (e,) int32 or int64, of which more than `capacity` count as that many. Rows from an
-    expert's count on are left out; e * capacity marks padding. block_size: a power of two.
+    counts_e: (e,) int32 or int64, clamped to `capacity`. Rows from an expert's count on are left
+    out; e * capacity marks padding. block_size: a power of two.
     """
     check_tensor("counts", counts_e)
     expect("capacity", capacity, int)
@@ -218,7 +219,7 @@ def align_ref(
     ignore_invalid: bool,
     out: Aligned,
 ) -> None:
-    """Torch twin of `align`: one expert after the other."""
+    """Torch reference of `align`: one expert after the other."""
     ids = local_ids(routing, num_local).flatten()
     out.sorted_token_ids.fill_(ids.numel())
     out.expert_ids.fill_(-1)

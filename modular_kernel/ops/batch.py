@@ -1,4 +1,4 @@
-"""assign_rows: where each pair's row lies in the batched layout (e, C, H)."""
+"""assign_rows: assign a row to each pair in the batched layout (e, C, H)."""
 
 import torch
 
@@ -10,7 +10,7 @@ from modular_kernel.workspace import BufferSpec
 
 
 def assign_rows_scratch(tokens: int, top_k: int, num_local: int) -> BufferSpec:
-    """Return the scratch buffer of `assign_rows`."""
+    """Return the spec of the scratch buffer of `assign_rows`."""
     return counts_spec(tokens * top_k, num_local)
 
 
@@ -22,11 +22,11 @@ def assign_rows(
     counts_e: torch.Tensor,
     scratch: torch.Tensor,
 ) -> None:
-    """Give each (token, expert) one row: expert * capacity + place, in the order of the tokens.
+    """Assign one row to each (token, expert): expert * capacity + position, in token order.
 
-    Writes row_of_pair_TK (T, K) int32, -1 where skipped, and counts_e (e,) int32. An expert that
-    a token names twice gets one row, which both pairs share; so capacity >= T always suffices.
-    Three launches on a GPU: count, scan, assign. T = 0 only zeroes the counts.
+    Writes row_of_pair_TK (T, K) int32, -1 if skipped, and counts_e (e,) int32. If a token names an
+    expert twice, both pairs share one row, so capacity >= T always suffices. Three launches on a
+    GPU: count, scan, assign. T = 0 only zeroes the counts.
     """
     num_local = counts_e.numel()
     if row_of_pair_TK.numel() == 0:
@@ -58,15 +58,15 @@ def assign_rows_ref(
     row_of_pair_TK: torch.Tensor,
     counts_e: torch.Tensor,
 ) -> None:
-    """Torch twin of `assign_rows`, without a loop over experts."""
+    """Torch reference of `assign_rows`, without a loop over experts."""
     num_local = counts_e.numel()
     ids_TK = local_ids(routing, num_local)
-    # used[t, i]: token t has a row at expert i; its place is the number of earlier such tokens.
+    # used[t, i]: token t has a row at expert i; its position is the number of earlier such tokens.
     used = torch.zeros(ids_TK.shape[0], num_local + 1, dtype=torch.int64, device=ids_TK.device)
     used.scatter_(1, torch.where(ids_TK < 0, num_local, ids_TK), 1)
     used = used[:, :num_local]
-    place = used.cumsum(0) - used
+    position = used.cumsum(0) - used
     local = ids_TK.clamp(min=0)
-    rows = local * capacity + place.gather(1, local)
+    rows = local * capacity + position.gather(1, local)
     row_of_pair_TK.copy_(torch.where(ids_TK < 0, -1, rows))
     counts_e.copy_(used.sum(0))

@@ -1,4 +1,4 @@
-"""Shared by align and batch: how pairs are cut into chunks, and the two counting launches."""
+"""Counting of pairs per expert: chunking and the counting launches, for align, batch and sort."""
 
 from dataclasses import dataclass
 
@@ -20,10 +20,10 @@ def next_power_of_2(value: int) -> int:
 
 @dataclass(frozen=True)
 class PairCounts:
-    """The scratch of the counting kernels, cut out of one int32 buffer.
+    """Scratch of the counting kernels, views of one int32 buffer.
 
     totals: (e + 1,), pairs per bucket; bucket 0 holds skipped pairs. prefix: (e + 1, chunks).
-    bins: num_bins of the experts that were counted.
+    bins: num_bins of the counted experts.
     """
 
     totals: torch.Tensor
@@ -33,22 +33,22 @@ class PairCounts:
 
 
 def counts_spec(numel: int, num_local: int) -> BufferSpec:
-    """Return the scratch for `numel` pairs and `num_local` experts."""
+    """Return the spec of the scratch for `numel` pairs and `num_local` experts."""
     return BufferSpec(((num_local + 1) * (1 + num_chunks(numel)),), torch.int32)
 
 
 def num_chunks(numel: int) -> int:
-    """Return the number of chunks of CHUNK pairs; at least one."""
+    """Return the number of chunks of CHUNK pairs, at least one."""
     return max(1, -(-numel // CHUNK))
 
 
 def num_bins(num_local: int) -> int:
-    """Histogram bins: every bucket, and at least one more for lanes that do not count."""
+    """Return the number of histogram bins: every bucket, plus at least one for inactive lanes."""
     return next_power_of_2(num_local + 2)
 
 
 def id_arguments(routing: DispatchedRouting, num_local: int) -> dict[str, object]:
-    """Return the kernel arguments by which a device function finds local ids."""
+    """Return the kernel arguments from which device functions compute local ids."""
     has_map = routing.expert_map is not None and routing.space is IdSpace.GLOBAL
     return {
         "ids_ptr": routing.topk_ids_TK,
@@ -69,7 +69,7 @@ def count_pairs(
 ) -> PairCounts:
     """Count pairs per expert and chunk, and scan (two launches). counts_e: (e,) int32, written.
 
-    dedupe: a repeated expert of one token counts once.
+    dedupe: count a repeated expert of a token once.
     """
     from modular_kernel.ops.kernels.count import count_pairs_kernel, scan_counts_kernel
 
@@ -108,7 +108,7 @@ def count_pairs(
 
 
 def local_ids(routing: DispatchedRouting, num_local: int) -> torch.Tensor:
-    """Torch twin of the device function: (T, K) int64 local ids, -1 where skipped.
+    """Torch reference of the device function: (T, K) int64 local ids, -1 if skipped.
 
     Adds the number of ids outside [-1, num_experts) to routing.invalid_ids.
     """
@@ -119,7 +119,7 @@ def local_ids(routing: DispatchedRouting, num_local: int) -> torch.Tensor:
 
 
 def uncounted_local_ids(routing: DispatchedRouting, num_local: int) -> torch.Tensor:
-    """`local_ids`, where invalid ids were counted before."""
+    """Return `local_ids` without counting invalid ids."""
     ids = routing.topk_ids_TK.long()
     local = torch.where((ids >= 0) & (ids < routing.num_experts), ids, -1)
     if routing.expert_map is not None and routing.space is IdSpace.GLOBAL:

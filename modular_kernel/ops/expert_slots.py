@@ -1,11 +1,11 @@
-"""number_pairs: routing in the form of libraries that know experts by number, in equal blocks.
+"""number_pairs: renumber experts for libraries that expect equal contiguous blocks per rank.
 
-Such a library wants as many experts on each rank, in the order of ranks. Any placement is brought
-into that form: each rank has as many numbers as the fullest has slots, and an expert's number is
-rank * numbers + slot. Numbers that no expert has are never sent to.
+Such a library expects the same number of experts on each rank, in rank order. Any placement is
+mapped to that form: every rank gets as many numbers as the fullest rank has slots, and an expert's
+number is rank * numbers + slot. Numbers without an expert receive no tokens.
 
-A library that sends exactly K rows for a token has no room for a pair that is dropped. For it each
-rank has more numbers behind its slots, its sinks: what comes back from them has to be zero.
+A library that sends exactly K rows per token cannot drop a pair. For it each rank has additional
+numbers after its slots, the sinks; the rows returned from sinks must be zero.
 """
 
 from dataclasses import dataclass
@@ -20,18 +20,21 @@ from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.spec.placement import Placement, PlacementTables, pairs_to_slots
 from modular_kernel.tensors import Routing
 
-_WARP_PAIRS = 32  # a lane has one
+_WARP_PAIRS = 32  # one per lane
 
 
 def slots_of(placement: Placement) -> int:
-    """Return the slots a rank has numbers for: as many as the fullest has experts."""
+    """Return the number of slots per rank: the experts of the fullest rank."""
     return max(map(len, placement.slots))
 
 
 @dataclass(frozen=True)
 class Numbering:
-    """How experts are numbered. tables: the placement's. first_token: copy (t + first_token) % R
-    of an expert takes token t's pair, and the first sink is that rank's. sinks: of each rank."""
+    """Numbering of experts. tables: those of the placement. sinks: number per rank.
+
+    first_token: copy (t + first_token) % R of an expert takes token t's pair; the first sink of a
+    token is on the corresponding rank.
+    """
 
     placement: Placement
     tables: PlacementTables
@@ -47,7 +50,7 @@ class Numbering:
         *,
         sinks: int = 0,
     ) -> "Numbering":
-        """Of a placement, for ids on `device`."""
+        """Make the numbering of a placement, for ids on `device`."""
         return cls(placement, placement.tables(device), first_token, sinks)
 
     @property
@@ -56,26 +59,26 @@ class Numbering:
 
     @property
     def each(self) -> int:
-        """The numbers of one rank."""
+        """Numbers per rank."""
         return self.slots + self.sinks
 
     @property
     def is_plain(self) -> bool:
-        """Blocks of equal size: an expert's number follows from its id."""
-        whole = self.slots * self.placement.world_size == self.placement.experts
-        return whole and self.placement.is_linear
+        """Whether blocks have equal size, so that an expert's number follows from its id."""
+        equal_blocks = self.slots * self.placement.world_size == self.placement.experts
+        return equal_blocks and self.placement.is_linear
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs to be numbered, and where to.
+    """Input and output of `number_pairs`.
 
-    Written: numbers_TK (T, K) int64 or int32, the number of each pair's expert, and weights_TK
-    (T, K) float32, its router weight times `factor`, both contiguous; -1 and 0 where a pair is
-    dropped, because it is skipped or invalid. join: no number twice in a row; the first pair has
-    the weights of all, the others are dropped. With sinks, which need `join`, a dropped pair's
-    number is a sink's, of a rank in turn: K different ones in every row. invalid_ids: int32 (1,),
-    to which the number of ids outside [-1, E) is added.
+    Outputs: numbers_TK (T, K) int64 or int32, the number of each pair's expert, and weights_TK
+    (T, K) float32, its router weight times `factor`, both contiguous. A dropped pair (skipped or
+    invalid) gets -1 and 0. join: numbers in a row are unique; the first pair of an expert gets the
+    sum of the weights and the others are dropped. With sinks, which need `join`, a dropped pair
+    gets the number of a sink, round-robin over ranks, K different ones per row. invalid_ids: int32
+    (1,), incremented by the number of ids outside [-1, E).
     """
 
     routing: Routing
@@ -88,7 +91,7 @@ class Pairs:
 
 
 def number_pairs(pairs: Pairs) -> None:
-    """Write the numbers that `pairs` asks for. One launch on a GPU; none for T = 0."""
+    """Write the outputs of `pairs`. One launch on a GPU; none for T = 0."""
     check_pairs(pairs)
     if pairs.numbers_TK.numel() == 0:
         return
@@ -102,7 +105,7 @@ def number_pairs(pairs: Pairs) -> None:
 
 
 def check_pairs(pairs: Pairs) -> None:
-    """Raise the InputError of what cannot be numbered so."""
+    """Raise an InputError if the pairs cannot be numbered."""
     shape = tuple(pairs.routing.topk_ids_TK.shape)
     for name, written in (("numbers", pairs.numbers_TK), ("weights", pairs.weights_TK)):
         if tuple(written.shape) != shape:
@@ -112,7 +115,7 @@ def check_pairs(pairs: Pairs) -> None:
 
 
 def pair_arguments(pairs: Pairs, warps: int) -> tuple[dict[str, object], int]:
-    """Kernel arguments for programs of `warps` warps, and how many programs."""
+    """Return kernel arguments for programs of `warps` warps, and the number of programs."""
     routing, numbering = pairs.routing, pairs.numbering
     tokens, top_k = routing.topk_ids_TK.shape
     homes_ER2, lanes = numbering.tables.homes_ER2, next_power_of_2(top_k)
@@ -146,7 +149,7 @@ def pair_arguments(pairs: Pairs, warps: int) -> tuple[dict[str, object], int]:
 
 
 def number_pairs_ref(pairs: Pairs) -> None:
-    """Torch twin of `number_pairs`."""
+    """Torch reference of `number_pairs`."""
     routing, numbering = pairs.routing, pairs.numbering
     rank_TK, slot_TK, invalid = pairs_to_slots(
         routing.topk_ids_TK, numbering.tables, first_token=numbering.first_token, together=True
@@ -155,7 +158,7 @@ def number_pairs_ref(pairs: Pairs) -> None:
     drop_TK, weights_TK = numbers_TK < 0, routing.topk_weights_TK
     if pairs.join:
         same_TKK = numbers_TK[:, :, None] == numbers_TK[:, None, :]
-        # A skipped pair's weight may be anything; it is in no other pair's sum.
+        # A skipped pair's weight is arbitrary; it enters no other pair's sum.
         weights_TK = torch.where(same_TKK, weights_TK[:, None, :], 0).sum(2)
         drop_TK = drop_TK | same_TKK.tril(-1).any(2)
     dropped = _sinks(drop_TK, numbering) if numbering.sinks else -1
@@ -165,7 +168,7 @@ def number_pairs_ref(pairs: Pairs) -> None:
 
 
 def _sinks(drop_TK: torch.Tensor, numbering: Numbering) -> torch.Tensor:
-    """Numbers of sinks for the dropped pairs of each token, (T, K)."""
+    """Return sink numbers for the dropped pairs of each token, (T, K)."""
     world_size, index_TK = numbering.placement.world_size, drop_TK.cumsum(1) - 1
     rank_TK = (index_TK + numbering.first_token) % world_size
     return rank_TK * numbering.each + numbering.slots + index_TK // world_size

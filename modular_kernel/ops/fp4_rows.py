@@ -1,8 +1,7 @@
-"""Rows as nvfp4, tile by tile, for block-scaled products; and what else those read.
+"""nvfp4 quantization of rows in tiles for block-scaled GEMMs, and the tiled scales they read.
 
-Tiles are named as `Sorted.tiles` has them: experts, first rows, ends, then how many there are. A
-tile is 128 rows of one expert. Its scales lie together, as `modular_kernel.quant.scale_layout`
-says.
+Tiles have the layout of `Sorted.tiles`: experts, first rows, ends, then the tile count. A tile is
+128 rows of one expert, with its scales stored together as in `modular_kernel.quant.scale_layout`.
 """
 
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ from modular_kernel.spec.problem import ActivationSpec, dtype_name
 from modular_kernel.workspace import BufferSpec, Workspace
 
 TILE_M = scale_layout.ROWS
-_COLUMNS = 256  # of a program: a step
-_PARTS = 4  # programs that share a tile's rows
+_COLUMNS = 256  # per program: one step
+_PARTS = 4  # programs per tile, each with a quarter of its rows
 _DTYPES = {
     "rows": torch.uint8,
     "scales": torch.uint8,
@@ -35,8 +34,8 @@ _DTYPES = {
 class Fp4Rows:
     """Quantized rows.
 
-    q_RK: (R, K / 2) uint8, two e2m1 values each, the even one low. scale: (max_tiles, bytes) uint8,
-    the e4m3 scales of each tile's rows.
+    q_RK: (R, K / 2) uint8, two e2m1 values each, the even one in the low nibble. scale:
+    (max_tiles, bytes) uint8, the e4m3 scales of each tile's rows.
     """
 
     q_RK: torch.Tensor
@@ -44,7 +43,7 @@ class Fp4Rows:
 
 
 def fp4_specs(prefix: str, rows: int, columns: int, max_tiles: int) -> dict[str, BufferSpec]:
-    """Return the workspace buffers that `take_fp4` takes; monotone in rows and tiles."""
+    """Return the workspace buffers of `take_fp4`; monotone in rows and tiles."""
     _, size = scale_layout.tiled_shape(TILE_M, columns // nvfp4.GROUP)
     return {
         f"{prefix}_q": BufferSpec((rows, columns // 2), torch.uint8),
@@ -53,7 +52,7 @@ def fp4_specs(prefix: str, rows: int, columns: int, max_tiles: int) -> dict[str,
 
 
 def take_fp4(workspace: Workspace, prefix: str, rows: int, columns: int, max_tiles: int) -> Fp4Rows:
-    """Take views of buffers declared by `fp4_specs`."""
+    """Take views of the buffers declared by `fp4_specs`."""
     specs = fp4_specs(prefix, rows, columns, max_tiles)
     return Fp4Rows(*(workspace.take(name, spec.shape) for name, spec in specs.items()))
 
@@ -69,10 +68,10 @@ def quantize_tiles(
 ) -> None:
     """Quantize the rows of every tile: x[r], x[source_R[r]], or act(x[r]) rounded to x's dtype.
 
-    x: (T, N) in 16 or 32 bits, values of a row side by side; N is K, or 2 K before a gated act.
-    tiles: (3 * max_tiles + 1,) int32. scale_e: (e,) float32, of each expert. source_R: (R,) int32.
-    Rows of no tile are left as they are; scales of a tile's rows behind the expert's last are 0.
-    ShapeError, LayoutError, DtypeError if something is otherwise. One launch.
+    x: (T, N) of 16- or 32-bit floats, contiguous rows; N is K, or 2 K before a gated act.
+    tiles: (3 * max_tiles + 1,) int32. scale_e: (e,) float32, per expert. source_R: (R,) int32.
+    Rows outside all tiles are left unchanged; scales of a tile's rows past the expert's end are 0.
+    Raises ShapeError, LayoutError or DtypeError for invalid arguments. One launch.
     """
     columns = 2 * out.q_RK.shape[1]
     max_tiles = _check(x, tiles, scale_e, out, source_R, act)
@@ -116,7 +115,7 @@ def _check(
     source_R: torch.Tensor | None,
     act: ActivationSpec | None,
 ) -> int:
-    """Return how many tiles there is room for."""
+    """Check the arguments of `quantize_tiles`; return the capacity in tiles."""
     (rows, half), max_tiles = out.q_RK.shape, tiles.numel() // 3
     columns = 2 * half
     width = 2 * columns if act is not None and act.gated else columns
@@ -133,27 +132,27 @@ def _check(
     for name, tensor in (("rows to quantize", x), ("rows", out.q_RK), ("scales", out.scale)):
         if tensor.shape[1] > 1 and tensor.stride(1) != 1:
             raise LayoutError(name, got=f"strides {tensor.stride()}", need="values side by side")
-    _check_lines(tiles, scale_e, out, source_R)
+    _check_vectors(tiles, scale_e, out, source_R)
     return max_tiles
 
 
-def _check_lines(
+def _check_vectors(
     tiles: torch.Tensor, scale_e: torch.Tensor, out: Fp4Rows, source_R: torch.Tensor | None
 ) -> None:
-    """Check what a kernel reads number by number, and the dtypes."""
-    lines, rows = {"tiles": tiles, "scales of experts": scale_e}, len(out.q_RK)
+    """Check the one-dimensional tensors, and the dtypes."""
+    vectors, rows = {"tiles": tiles, "scales of experts": scale_e}, len(out.q_RK)
     if source_R is not None:
-        lines["sources of rows"] = source_R
+        vectors["sources of rows"] = source_R
         if tuple(source_R.shape) != (rows,):
             raise ShapeError("sources of rows", got=tuple(source_R.shape), need=(rows,))
     if tiles.numel() % 3 != 1:
         need = "3 of each tile, and how many there are"
         raise ShapeError("tiles", got=tuple(tiles.shape), need=need)
-    for name, tensor in lines.items():
+    for name, tensor in vectors.items():
         if tensor.dim() != 1 or not tensor.is_contiguous():
             got = f"{tuple(tensor.shape)}, strides {tensor.stride()}"
             raise LayoutError(name, got=got, need="one dimension, contiguous")
-    for name, tensor in ({"rows": out.q_RK, "scales": out.scale} | lines).items():
+    for name, tensor in ({"rows": out.q_RK, "scales": out.scale} | vectors).items():
         dtype = _DTYPES[name]
         if tensor.dtype is not dtype:
             raise DtypeError(name, got=dtype_name(tensor.dtype), need=dtype_name(dtype))
@@ -168,7 +167,7 @@ def quantize_tiles_ref(
     source_R: torch.Tensor | None = None,
     act: ActivationSpec | None = None,
 ) -> None:
-    """Torch twin of `quantize_tiles`: one tile after the other."""
+    """Torch reference of `quantize_tiles`: one tile after the other."""
     for tile, (expert, first, end) in enumerate(named_tiles(tiles)):
         rows = slice(first, min(first + TILE_M, end))
         values = x[rows] if source_R is None else x[source_R[rows].long()]
@@ -180,25 +179,25 @@ def quantize_tiles_ref(
 
 
 def named_tiles(tiles: torch.Tensor) -> list[tuple[int, int, int]]:
-    """Return the expert, first row and end of every tile. On a GPU this waits."""
+    """Return the expert, first row and end of every tile. Synchronizes with the GPU."""
     count, max_tiles = int(tiles[-1]), tiles.numel() // 3
-    return [tuple(one) for one in tiles[: 3 * max_tiles].view(3, -1)[:, :count].T.tolist()]
+    return [tuple(tile) for tile in tiles[: 3 * max_tiles].view(3, -1)[:, :count].T.tolist()]
 
 
 # ------------------------------------------------------------------------------ scales of weights
 
 
 def tiled_scale_spec(experts: int, rows: int, groups: int) -> BufferSpec:
-    """Return the buffer that `tile_scales` writes for scales (e, N, G)."""
+    """Return the spec of the buffer that `tile_scales` writes for scales (e, N, G)."""
     blocks, size = scale_layout.tiled_shape(rows, groups)
     return BufferSpec((experts * blocks, size), torch.uint8)
 
 
 def tile_scales(scale_eNG: torch.Tensor, out: torch.Tensor) -> None:
-    """Write scales (e, N, G), a byte each and contiguous, as blocks of 128 rows. One launch.
+    """Convert one-byte contiguous scales (e, N, G) to blocks of 128 rows. One launch.
 
-    out: (e * blocks, bytes) uint8, contiguous. ShapeError, LayoutError, DtypeError if something is
-    otherwise.
+    out: (e * blocks, bytes) uint8, contiguous. Raises ShapeError, LayoutError or DtypeError for
+    invalid arguments.
     """
     experts, rows, groups = scale_eNG.shape
     blocks, size = scale_layout.tiled_shape(rows, groups)
@@ -230,15 +229,15 @@ def tile_scales(scale_eNG: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def batched_tile_specs(experts: int, capacity: int) -> dict[str, BufferSpec]:
-    """Return the buffer that `name_batched_tiles` takes."""
+    """Return the buffer of `name_batched_tiles`."""
     tiles = experts * -(-capacity // TILE_M)
     return {"batched_tiles": BufferSpec((3 * tiles + 1,), torch.int32)}
 
 
 def name_batched_tiles(counts_e: torch.Tensor, capacity: int, workspace: Workspace) -> torch.Tensor:
-    """Return the tiles of (e, C) rows, the first counts_e[i] of each expert's, int32. One launch.
+    """Return int32 tiles of (e, C) rows, covering the first counts_e[i] of each expert. One launch.
 
-    An expert's tiles begin at its first row, and none reaches into the next expert's.
+    An expert's tiles start at its first row and never extend into the next expert's rows.
     """
     experts = counts_e.numel()
     (name, spec), *_ = batched_tile_specs(experts, capacity).items()
@@ -263,12 +262,12 @@ def name_batched_tiles(counts_e: torch.Tensor, capacity: int, workspace: Workspa
 
 
 def name_batched_tiles_ref(counts_e: torch.Tensor, capacity: int, *, out: torch.Tensor) -> None:
-    """Torch twin of `name_batched_tiles`."""
-    named = [
+    """Torch reference of `name_batched_tiles`."""
+    tile_list = [
         (expert, first, expert * capacity + count)
         for expert, count in enumerate(counts_e.tolist())
         for first in range(expert * capacity, expert * capacity + count, TILE_M)
     ]
     columns = out[: out.numel() // 3 * 3].view(3, -1)
-    columns[:, : len(named)] = torch.tensor(named, dtype=torch.int32).reshape(-1, 3).T
-    out[-1] = len(named)
+    columns[:, : len(tile_list)] = torch.tensor(tile_list, dtype=torch.int32).reshape(-1, 3).T
+    out[-1] = len(tile_list)

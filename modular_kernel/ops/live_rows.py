@@ -1,4 +1,4 @@
-"""Which rows of activations stand for a token."""
+"""Selection of activation rows that hold a token."""
 
 from dataclasses import dataclass, replace
 
@@ -10,7 +10,7 @@ from modular_kernel.tensors import DispatchedRouting
 
 @dataclass(frozen=True)
 class PairRows:
-    """Row p is pair p of `routing`; pairs without an expert among num_local are no tokens."""
+    """Row p is pair p of `routing`; pairs without an expert among num_local are not tokens."""
 
     routing: DispatchedRouting
     num_local: int
@@ -18,7 +18,7 @@ class PairRows:
 
 @dataclass(frozen=True)
 class BatchedRows:
-    """Rows are those of (e, C, K); the first counts_e[i] of expert i are tokens, (e,) int32."""
+    """Rows of (e, C, K); the first counts_e[i] of expert i are tokens, (e,) int32."""
 
     counts_e: torch.Tensor
 
@@ -29,7 +29,7 @@ Live = PairRows | BatchedRows | None
 def source_arguments(
     x: torch.Tensor, live: Live, row_weights_R: torch.Tensor | None
 ) -> dict[str, object]:
-    """Return the kernel arguments by which values are found."""
+    """Return the kernel arguments that describe where values are read."""
     ids: dict[str, object] = {"num_experts": 0, "num_local": 0, "HAS_MAP": False}
     source = "all"
     if isinstance(live, PairRows):
@@ -49,19 +49,19 @@ def source_arguments(
 
 
 def segments_of(rows: int, live: Live) -> tuple[int, int]:
-    """Return how many segments rows come in, and how many rows there are in each."""
+    """Return the number of segments, and the rows in each."""
     segments = live.counts_e.numel() if isinstance(live, BatchedRows) else 1
     return segments, rows // segments
 
 
 def live_rows(x: torch.Tensor, live: Live) -> torch.Tensor:
-    """Return (R,) bool."""
+    """Return a mask of the rows that hold a token, (R,) bool."""
     if isinstance(live, PairRows):
-        # Not for the counter of invalid ids: they are counted where pairs are sorted.
+        # Do not count invalid ids here; they are counted when pairs are sorted.
         uncounted = torch.zeros_like(live.routing.invalid_ids)
         routing = replace(live.routing, invalid_ids=uncounted)
         return local_ids(routing, live.num_local).flatten() >= 0
     if isinstance(live, BatchedRows):
-        places = torch.arange(x.shape[0] // live.counts_e.numel(), device=x.device)
-        return (places < live.counts_e[:, None]).flatten()
+        positions = torch.arange(x.shape[0] // live.counts_e.numel(), device=x.device)
+        return (positions < live.counts_e[:, None]).flatten()
     return torch.ones(x.shape[0], dtype=torch.bool, device=x.device)

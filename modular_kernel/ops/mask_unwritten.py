@@ -1,4 +1,4 @@
-"""live_pairs: pairs of rows that a library received, some of which nobody wrote."""
+"""live_pairs: mask the pairs of received rows that were not written."""
 
 import torch
 
@@ -7,7 +7,7 @@ from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.pdl import overlap
 from modular_kernel.replay.launch.runtime import use_triton
 
-_BLOCK = 256  # two of a lane
+_BLOCK = 256  # pairs per program, two per lane
 
 
 def live_pairs(
@@ -18,18 +18,18 @@ def live_pairs(
     out_ids_RK: torch.Tensor,
     out_weights_RK: torch.Tensor,
 ) -> None:
-    """Write ids and weights as experts take them; only the first `count` rows stay live.
+    """Write ids and weights as experts expect them; only the first `count` rows stay live.
 
-    Rows from `count` on, which hold anything, get -1 and 0; weight 0 goes wherever an id is
-    negative.
+    Rows from `count` on may hold arbitrary values and get id -1 and weight 0. Weights are also 0
+    wherever an id is negative.
 
     ids_RK: (R, K) integers; weights_RK: (R, K) float32; count: one integer, on the same device.
     out_ids_RK: int32, out_weights_RK: float32. All (R, K) contiguous. One launch on a GPU; none
     for R = 0.
     """
     shape = tuple(ids_RK.shape)
-    given = {"weights": weights_RK, "live ids": out_ids_RK, "live weights": out_weights_RK}
-    for name, tensor in given.items():
+    outputs = {"weights": weights_RK, "live ids": out_ids_RK, "live weights": out_weights_RK}
+    for name, tensor in outputs.items():
         if tuple(tensor.shape) != shape or not (tensor.is_contiguous() and ids_RK.is_contiguous()):
             got = f"{tuple(tensor.shape)}, strides {tensor.stride()} and {ids_RK.stride()}"
             raise ShapeError(name, got=got, need=f"{shape}, contiguous as the ids")
@@ -66,7 +66,7 @@ def live_pairs_ref(
     out_ids_RK: torch.Tensor,
     out_weights_RK: torch.Tensor,
 ) -> None:
-    """Torch twin of `live_pairs`."""
+    """Torch reference of `live_pairs`."""
     row_R1 = torch.arange(len(ids_RK), device=ids_RK.device)[:, None]
     live_RK = (row_R1 < count) & (ids_RK >= 0)
     out_ids_RK.copy_(torch.where(live_RK, ids_RK, -1))

@@ -1,4 +1,4 @@
-"""The two products of each expert in plain torch, for the parts that loop over experts."""
+"""Both GEMMs of each expert in plain torch, for parts that loop over experts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from modular_kernel.utils.matmul import compact, matmul
 
 @dataclass(frozen=True)
 class ExpertTokens:
-    """The rows of one local expert.
+    """Rows of one local expert.
 
     x_RH: (R, H) in the problem's dtype, or quantized with scale (R, 1), (R, G) or (1,).
     row_weights_R: (R,) float32, multiplies GEMM 1 before its bias (the router weight on the
-    input). slots_R: (R,) slot of each row's adapter, -1 for none; plain_RH: (R, H) rows that
-    adapters read, not quantized. None where no row has one.
+    input). slots_R: (R,) adapter slot of each row, -1 for none; plain_RH: (R, H) unquantized rows
+    that adapters read. Both are None if no row has an adapter.
     """
 
     expert: int
@@ -37,42 +37,45 @@ class ExpertTokens:
 def expert_mlps(
     tokens: Sequence[ExpertTokens], weights: ExpertWeights, problem: Problem
 ) -> list[torch.Tensor]:
-    """(R, H) rows of each entry of `tokens` through its expert, in the problem's dtype.
+    """Return the (R, H) output rows of each entry of `tokens`, in the problem's dtype.
 
-    Each product, with the router weight and the bias behind it, is rounded once to the problem's
-    dtype or not at all before the activation, which is computed in float32. Schemes that quantize
-    activations quantize h by its rows, or by all rows of `tokens` together; nvfp4_w4a4 quantizes x
-    too. Rows with an adapter have its delta added before a product is rounded; what it reads is not
-    quantized.
+    Each GEMM result, with router weight and bias applied, is rounded once to the problem's dtype,
+    or not at all before the activation, which is computed in float32. Schemes that quantize
+    activations quantize h per row, or with one scale for all rows of `tokens`; nvfp4_w4a4 quantizes
+    x too. For rows with an adapter, its delta is added before a GEMM result is rounded; adapters
+    read unquantized rows.
     """
     with stages.stage(stages.GEMM1):
         hidden = [_hidden(rows, weights, problem) for rows in tokens]
-    plain = hidden
+    unquantized = hidden
     if hidden and problem.scheme.quantizes_activations:
         with stages.stage(stages.QUANTIZE):
             hidden = _as_quantized(tokens, hidden, weights, problem)
     with stages.stage(stages.GEMM2):
         return [
             _output(rows, h_RI, plain_RI, weights, problem)
-            for rows, h_RI, plain_RI in zip(tokens, hidden, plain, strict=True)
+            for rows, h_RI, plain_RI in zip(tokens, hidden, unquantized, strict=True)
         ]
 
 
 def mlp_roundings(weights: ExpertWeights, problem: Problem, *, row_weights: bool) -> Roundings:
-    """Where `expert_mlps` rounds. row_weights: whether rows come with router weights."""
+    """Return where `expert_mlps` rounds. row_weights: whether rows come with router weights."""
     scheme = problem.scheme
-    halves = not scheme.quantizes_activations
-    alone = weights.b1 is None and not row_weights
-    return Roundings(weights=scheme.quantized and halves, gate_up=halves and alone)
+    unquantized_activations = not scheme.quantizes_activations
+    no_additions = weights.b1 is None and not row_weights
+    return Roundings(
+        weights=scheme.quantized and unquantized_activations,
+        gate_up=unquantized_activations and no_additions,
+    )
 
 
 def _hidden(rows: ExpertTokens, weights: ExpertWeights, problem: Problem) -> torch.Tensor:
-    """(R, H) -> (R, I): GEMM 1 and the activation, rounded to the problem's dtype."""
+    """Compute GEMM 1 and the activation, (R, H) -> (R, I), rounded to the problem's dtype."""
     x_RH = rows.x_RH
     if rows.scale is not None:
         x_RH = dequantize_rows(x_RH, rows.scale, problem.scheme)
     elif problem.scheme.scales_by_expert:
-        x_RH = _of_expert(x_RH, weights.a1_scale, rows.expert)
+        x_RH = _nvfp4_round_trip(x_RH, weights.a1_scale, rows.expert)
     alone = weights.b1 is None and rows.row_weights_R is None
     w1_NH = _matrix(weights, "w1", rows.expert, problem)
     deltas = _deltas(rows, rows.plain_RH, weights.lora_a13, weights.lora_b13, problem)
@@ -91,7 +94,7 @@ def _output(
     weights: ExpertWeights,
     problem: Problem,
 ) -> torch.Tensor:
-    """(R, I) -> (R, H): GEMM 2. plain_RI: as h was before it was quantized."""
+    """Compute GEMM 2, (R, I) -> (R, H). plain_RI: h before quantization."""
     w2_HI = _matrix(weights, "w2", rows.expert, problem)
     deltas = _deltas(rows, plain_RI, weights.lora_a2, weights.lora_b2, problem)
     y_RH = _product(h_RI, w2_HI, deltas, alone=weights.b2 is None)
@@ -100,12 +103,14 @@ def _output(
     return y_RH.to(problem.dtype)
 
 
-def _of_expert(x_RK: torch.Tensor, scale_e: torch.Tensor | None, expert: int) -> torch.Tensor:
-    """Return the values that nvfp4 rows of one expert have, float32."""
+def _nvfp4_round_trip(
+    x_RK: torch.Tensor, scale_e: torch.Tensor | None, expert: int
+) -> torch.Tensor:
+    """Quantize rows of one expert to nvfp4 and back, float32."""
     assert scale_e is not None
-    whole = scale_e[expert]
-    codes, scale = nvfp4.quantize(x_RK, 1 / whole)
-    return nvfp4.dequantize(codes, scale, whole)
+    expert_scale = scale_e[expert]
+    codes, scale = nvfp4.quantize(x_RK, 1 / expert_scale)
+    return nvfp4.dequantize(codes, scale, expert_scale)
 
 
 def _as_quantized(
@@ -114,10 +119,10 @@ def _as_quantized(
     weights: ExpertWeights,
     problem: Problem,
 ) -> list[torch.Tensor]:
-    """Return the values that h has once it is quantized, float32."""
+    """Quantize h and dequantize it to float32."""
     if problem.scheme.scales_by_expert:
         pairs = zip(tokens, hidden, strict=True)
-        return [_of_expert(h_RI, weights.a2_scale, rows.expert) for rows, h_RI in pairs]
+        return [_nvfp4_round_trip(h_RI, weights.a2_scale, rows.expert) for rows, h_RI in pairs]
     all_rows = torch.cat(hidden).float()
     static = weights.a2_scale if problem.scheme.static else None
     q, scale = quantized(all_rows, problem.scheme, static)
@@ -126,9 +131,9 @@ def _as_quantized(
 
 
 def _matrix(weights: ExpertWeights, name: str, expert: int, problem: Problem) -> torch.Tensor:
-    """One expert's w1 or w2: as it is, or the values it stands for.
+    """Return one expert's w1 or w2, dequantized if necessary.
 
-    Those are float32 beside quantized activations, and rounded to the problem's dtype otherwise.
+    Dequantized values are float32 if activations are quantized, else in the problem's dtype.
     """
     stored: torch.Tensor = getattr(weights, name)
     scheme = problem.scheme
@@ -138,7 +143,7 @@ def _matrix(weights: ExpertWeights, name: str, expert: int, problem: Problem) ->
     return values if scheme.quantizes_activations else values.to(problem.dtype)
 
 
-Deltas = list[tuple[torch.Tensor, torch.Tensor]]  # some rows, (r,) bool, and what they add: (r, N)
+Deltas = list[tuple[torch.Tensor, torch.Tensor]]  # (r,) bool mask of rows, and their (r, N) delta
 
 
 def _deltas(
@@ -148,19 +153,19 @@ def _deltas(
     b_LeNR: torch.Tensor | None,
     problem: Problem,
 ) -> Deltas:
-    """B (A x) in float32 of the rows of each adapter that occurs; A x in the problem's dtype."""
+    """Return B (A x) in float32 per adapter that occurs; A x is in the problem's dtype."""
     slots_R = rows.slots_R
     if slots_R is None or plain_RK is None or a_LeRK is None or b_LeNR is None:
         return []
-    found: Deltas = []
+    deltas: Deltas = []
     for slot in sorted(set(slots_R.tolist())):
         if not 0 <= slot < len(a_LeRK):
             continue
-        mine = slots_R == slot
+        selected = slots_R == slot
         a_RK, b_NR = (m[slot, rows.expert % m.shape[1]].float() for m in (a_LeRK, b_LeNR))
-        u_RR = matmul(plain_RK[mine].float(), a_RK.T).to(problem.dtype).float()
+        u_RR = matmul(plain_RK[selected].float(), a_RK.T).to(problem.dtype).float()
         if a_RK.shape[0] == b_NR.shape[1]:
-            found.append((mine, matmul(u_RR, b_NR.T)))
+            deltas.append((selected, matmul(u_RR, b_NR.T)))
             continue
         delta, rank = u_RR.new_empty(len(u_RR), len(b_NR)), b_NR.shape[1]
         interleaved, half = problem.act.interleaved, len(b_NR) // 2
@@ -168,18 +173,20 @@ def _deltas(
         ups = slice(1, None, 2) if interleaved else slice(half, None)
         delta[:, gates] = matmul(u_RR[:, :rank], b_NR[gates].T)
         delta[:, ups] = matmul(u_RR[:, rank:], b_NR[ups].T)
-        found.append((mine, delta))
-    return found
+        deltas.append((selected, delta))
+    return deltas
 
 
 def _product(a: torch.Tensor, matrix: torch.Tensor, deltas: Deltas, *, alone: bool) -> torch.Tensor:
-    """Return a @ matrix.T, with the deltas of some rows added in float32.
+    """Return a @ matrix.T plus the rows' deltas, which are added in float32.
 
-    It is in their dtype if nothing else is added to it, else in float32, not yet rounded. Rows
-    without a delta have the bits that they have without any.
+    alone: nothing else will be added, so the result is in the operands' dtype; otherwise it is
+    unrounded float32. Rows without a delta are bitwise the same as in a call without deltas.
     """
-    a, matrix = compact(a), compact(matrix)  # once for all products that follow
+    a, matrix = compact(a), compact(matrix)  # once for all following products
     product = matmul(a, matrix.T) if alone else matmul(a.float(), matrix.float().T)
-    for mine, delta in deltas:
-        product[mine] = (matmul(a[mine].float(), matrix.float().T) + delta).to(product.dtype)
+    for selected, delta in deltas:
+        product[selected] = (matmul(a[selected].float(), matrix.float().T) + delta).to(
+            product.dtype
+        )
     return product

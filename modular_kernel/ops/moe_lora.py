@@ -1,13 +1,13 @@
-"""run_moe_lora: adapters as a parallel branch, a small MLP of their own beside the experts.
+"""run_moe_lora: LoRA adapters as a parallel branch, a small MLP beside the experts.
 
     info = MoELoRABatchInfo(weight_indices, lora_ranks, scalings)
     run_moe_lora(x_TH, ids_TK, weights_TK, info, gate_up_a, gate_up_b, down_a, down_b, output)
 
 adds scaling * sum over k of weight[t, k] * down_B down_A (silu(gate) * up), where gate and up are
-gate_up_B gate_up_A x. That is not LoRA as it is trained: there B A belongs to each projection, and
-lies inside the experts (`Problem.lora`; `modular_kernel.spec.lora`). This branch has no term that
-mixes with the experts' weights, and adds nothing where one of its projections is zero: a checkpoint
-of PEFT served by it is almost without effect. It is for adapters that were trained so.
+gate_up_B gate_up_A x. This is not LoRA as usually trained, where B A belongs to each projection
+inside the experts (`Problem.lora`; `modular_kernel.spec.lora`). The branch has no term that mixes
+with the experts' weights, and adds nothing if one of its projections is zero; a PEFT checkpoint
+served by it has almost no effect. Use it for adapters trained in this form.
 """
 
 from dataclasses import dataclass
@@ -42,21 +42,21 @@ BUFFERS = ("gate_up_a", "gate_up_b", "down_a", "down_b")
 _INTEGERS = (torch.int32, torch.int64)
 _Size = Annotated[int, Between(0, MOST)]
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-# Programs times pairs of a token that `auto` fuses, by calculation: about what launches of the
-# steps, 5 us each, would read again from the cache. Not measured.
+# Maximum of pairs times blocks of H for which `auto` fuses. An estimate, not measured: reading the
+# first steps again from cache costs about as much as the extra launches, 5 us each.
 _MOST_FUSED = 512
 
 
 @dataclass(frozen=True, eq=False)
 class MoELoRABatchInfo:
-    """Which adapter each token has, and what the adapters are.
+    """Adapters of a batch, and the adapter of each token.
 
     weight_indices: (T,) int32 or int64, each token's slot; or, with seg_indptr, (S,), each
-    sequence's. -1, and any number that is no slot, is none. lora_ranks: (L,) int32 or int64, or
-    (L, E) where experts differ: only so many rows of A and columns of B are read; 0 for a slot
-    without an adapter. scalings: (L,) float32. seg_indptr: (S + 1,) integers, ascending: sequence s
-    has the tokens from seg_indptr[s] up to seg_indptr[s + 1]. On one device; values are not read on
-    the host. DtypeError, ShapeError or DeviceError for other tensors.
+    sequence's. -1, and any other value that is not a slot, means none. lora_ranks: (L,) int32 or
+    int64, or (L, E) if experts differ: the number of rows of A and columns of B to read; 0 for a
+    slot without an adapter. scalings: (L,) float32. seg_indptr: (S + 1,) integers, ascending;
+    sequence s has tokens [seg_indptr[s], seg_indptr[s + 1]). All on one device; values are not read
+    on the host. Raises DtypeError, ShapeError or DeviceError for other tensors.
     """
 
     weight_indices: torch.Tensor
@@ -65,15 +65,15 @@ class MoELoRABatchInfo:
     seg_indptr: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        named = self._checked()
-        for name, tensor in named.items():
+        tensors = self._checked()
+        for name, tensor in tensors.items():
             need = (torch.float32,) if name == "scalings" else _INTEGERS
             if tensor.dtype not in need:
                 raise DtypeError(name, got=tensor.dtype, need=" or ".join(map(str, need)))
             if tensor.device != self.weight_indices.device:
-                where = f"{self.weight_indices.device}, where weight_indices are"
-                raise DeviceError(name, got=tensor.device, need=where)
-        for name, tensor in named.items():
+                need_device = f"{self.weight_indices.device}, where weight_indices are"
+                raise DeviceError(name, got=tensor.device, need=need_device)
+        for name, tensor in tensors.items():
             dims = (1, 2) if name == "lora_ranks" else (1,)
             if tensor.dim() not in dims:
                 need_shape = "(L,) or (L, E)" if name == "lora_ranks" else "one dimension"
@@ -83,7 +83,7 @@ class MoELoRABatchInfo:
             raise ShapeError("scalings", got=tuple(self.scalings.shape), need=need_shape)
 
     def _checked(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that there are, each of which can be read."""
+        """Return the tensors that are not None, after checking that they can be read."""
         check_tensors(vars(self), optional=("seg_indptr",))
         return {name: value for name, value in vars(self).items() if value is not None}
 
@@ -96,11 +96,11 @@ class MoELoRABatchInfo:
         if self.weight_indices.shape != (tokens,):
             got, need = tuple(self.weight_indices.shape), f"({tokens},), or seg_indptr"
             raise ShapeError("weight_indices", got=got, need=need)
-        edges = -(1 << 31), (1 << 31) - 1  # a wide number is not cut to a slot that exists
-        return self.weight_indices.clamp(*edges).to(torch.int32).contiguous()
+        int32_bounds = -(1 << 31), (1 << 31) - 1  # an int64 must not wrap to a valid slot
+        return self.weight_indices.clamp(*int32_bounds).to(torch.int32).contiguous()
 
 
-def run_moe_lora(  # noqa: PLR0913 (the names and the order are the field's)
+def run_moe_lora(  # noqa: PLR0913 (names and order follow SGLang)
     hidden_states: torch.Tensor,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
@@ -116,15 +116,16 @@ def run_moe_lora(  # noqa: PLR0913 (the names and the order are the field's)
     """Add the parallel branch of each token's adapter to `output`, in place, and return it.
 
     hidden_states and output: (T, H), float32, fp16 or bf16. topk_ids: (T, K) int32 or int64, local
-    ids; those that are no expert's are skipped. topk_weights: (T, K) float32; those of skipped
-    pairs are not read. Buffers, in the dtype of hidden_states: gate_up_a (L, E, R, H), gate_up_b
-    (L, E, 2I, R), gate's rows first, down_a (L, E, R, I), down_b (L, E, H, R); any strides but the
-    last dimension contiguous, R at most 256. Only the adapters of `moe_lora_info` that pairs name
-    are read. Rows of tokens without one, or without an expert, keep their bits.
+    ids; ids without an expert are skipped. topk_weights: (T, K) float32; those of skipped pairs are
+    not read. Buffers, in the dtype of hidden_states: gate_up_a (L, E, R, H), gate_up_b
+    (L, E, 2I, R) with gate rows first, down_a (L, E, R, I), down_b (L, E, H, R), of any strides but
+    with a contiguous last dimension, R at most 256. Only adapters that pairs use are read. Rows of
+    tokens without an adapter or expert keep their bits.
 
     strategy: "staged" launches four kernels over pairs grouped by adapter and expert, "fused" one
-    for a token and a block of H, "auto" as `should_use_fused_kernel` says. Without triton, torch.
-    An InputError that names the tensor before anything is launched; UnsupportedError for gradients.
+    kernel with a program per token and block of H, "auto" chooses by `should_use_fused_kernel`.
+    Without triton, torch is used. Raises an InputError that names the tensor before anything is
+    launched; UnsupportedError for gradients.
     """
     expect("strategy", strategy, Strategy)
     expect("moe_lora_info", moe_lora_info, MoELoRABatchInfo)
@@ -146,9 +147,9 @@ def run_moe_lora(  # noqa: PLR0913 (the names and the order are the field's)
 def should_use_fused_kernel(
     hidden_shape: tuple[int, ...], topk_shape: tuple[int, ...], max_rank: int = 16
 ) -> bool:
-    """Tell whether `auto` takes one launch: for few pairs, as each block of H repeats the rest.
+    """Return whether `auto` uses one launch: for few pairs, as each block of H repeats the steps.
 
-    hidden_shape: (T, H). topk_shape: (T, K). By calculation; no crossover was measured.
+    hidden_shape: (T, H). topk_shape: (T, K). An estimate; the crossover was not measured.
     """
     _check_sizes(hidden_shape, topk_shape, max_rank)
     blocks = -(-hidden_shape[1] // fused_block(max_rank))
@@ -158,12 +159,12 @@ def should_use_fused_kernel(
 def explain_strategy(
     hidden_shape: tuple[int, ...], topk_shape: tuple[int, ...], max_rank: int = 16
 ) -> str:
-    """Say what `auto` takes for a call, and why."""
+    """Return the strategy that `auto` uses for a call, and the reason."""
     _check_sizes(hidden_shape, topk_shape, max_rank)
     pairs = topk_shape[0] * topk_shape[1]
     blocks = -(-hidden_shape[1] // fused_block(max_rank))
-    taken = "fused" if should_use_fused_kernel(hidden_shape, topk_shape, max_rank) else "staged"
-    return f"{taken}: {pairs} pairs x {blocks} blocks of H, fused up to {_MOST_FUSED}"
+    strategy = "fused" if should_use_fused_kernel(hidden_shape, topk_shape, max_rank) else "staged"
+    return f"{strategy}: {pairs} pairs x {blocks} blocks of H, fused up to {_MOST_FUSED}"
 
 
 def _check_sizes(hidden_shape: tuple[int, ...], topk_shape: tuple[int, ...], max_rank: int) -> None:
@@ -186,36 +187,36 @@ def _check(
     buffers: Buffers,
     output: torch.Tensor,
 ) -> None:
-    """Check all tensors of a call, as `run_moe_lora` says."""
-    named = {"hidden_states": x, "topk_ids": ids, "topk_weights": weights}
-    named |= {f"{name}_buffer": each for name, each in zip(BUFFERS, buffers, strict=True)}
-    named |= {"output": output}
-    for name, tensor in named.items():
+    """Check all tensors of a call of `run_moe_lora`."""
+    tensors = {"hidden_states": x, "topk_ids": ids, "topk_weights": weights}
+    tensors |= {f"{name}_buffer": buffer for name, buffer in zip(BUFFERS, buffers, strict=True)}
+    tensors |= {"output": output}
+    for name, tensor in tensors.items():
         check_tensor(name, tensor)
         if tensor.device != x.device:
             need = f"{x.device}, where hidden_states are"
             raise DeviceError(name, got=tensor.device, need=need)
     for name, shape in _shapes(x, ids, info, buffers).items():
-        if tuple(named[name].shape) != shape:
-            raise ShapeError(name, got=tuple(named[name].shape), need=shape)
-    for name, tensor in named.items():
+        if tuple(tensors[name].shape) != shape:
+            raise ShapeError(name, got=tuple(tensors[name].shape), need=shape)
+    for name, tensor in tensors.items():
         _check_values(name, tensor, x.dtype)
     if info.weight_indices.device != x.device:
         need = f"{x.device}, where hidden_states are"
         raise DeviceError("moe_lora_info", got=info.weight_indices.device, need=need)
     info.slots_of(len(x))
-    check_no_gradients(named)
-    read: dict[str, torch.Tensor] = {k: v for k, v in named.items() if k != "output"}
+    check_no_gradients(tensors)
+    read: dict[str, torch.Tensor] = {k: v for k, v in tensors.items() if k != "output"}
     check_output("output", output, read | info._checked())
 
 
 def _check_values(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Check a tensor's dtype, and how its values lie."""
+    """Check a tensor's dtype and layout."""
     dtypes = {"topk_ids": _INTEGERS, "topk_weights": (torch.float32,), "hidden_states": _FLOATS}
     allowed = dtypes.get(name, (dtype,))
     if tensor.dtype not in allowed:
         raise DtypeError(name, got=tensor.dtype, need=" or ".join(map(str, allowed)))
-    # Ids and weights are copied where they are not; a last dimension of 1 has no step.
+    # Ids and weights are copied if not contiguous; a last dimension of 1 has no stride.
     copied = name in ("topk_ids", "topk_weights")
     if not copied and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         got = f"strides {tensor.stride()}"
@@ -227,7 +228,7 @@ def _check_values(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
 def _shapes(
     x: torch.Tensor, ids: torch.Tensor, info: MoELoRABatchInfo, buffers: Buffers
 ) -> dict[str, tuple[int, ...]]:
-    """Return what each shape must be, by the sizes that x, ids, gate_up_a and down_a settle."""
+    """Return the required shapes, from the sizes of x, ids, gate_up_a and down_a."""
     for name, tensor, dims in (
         ("hidden_states", x, 2), ("topk_ids", ids, 2),
         ("gate_up_a_buffer", buffers[0], 4), ("down_a_buffer", buffers[2], 4),

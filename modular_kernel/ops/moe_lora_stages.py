@@ -1,12 +1,12 @@
-"""The steps of the parallel branch of adapters, one function each, and their torch twins.
+"""Steps of the parallel LoRA branch, one function each, with their torch references.
 
     u_TKR = moe_lora_a(x_TH, gate_up_a, batch)                   # A13 x
     h_TKI = moe_lora_gate_up_b(u_TKR, gate_up_b, batch)          # silu(B gate u) * (B up u)
     v_TKR = moe_lora_a(h_TKI, down_a, batch)                     # A2 h
     moe_lora_down_combine(v_TKR, down_b, batch, weights_TK, scalings_L, out_TH)
 
-`moe_lora_fused` does all four in one launch. Sums are float32; u, h and v are rounded to the dtype
-of x. They take what `modular_kernel.ops.moe_lora.run_moe_lora` has checked.
+`moe_lora_fused` does all four in one launch. Sums are float32; u, h and v are rounded to x's dtype.
+Arguments must have been checked by `modular_kernel.ops.moe_lora.run_moe_lora`.
 """
 
 from collections.abc import Iterator
@@ -19,24 +19,24 @@ from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.utils.matmul import matmul
 
-BLOCK_T = 16  # pairs, and tokens, of a program: the least rows of a product in tensor cores
+BLOCK_T = 16  # pairs or tokens per program: the minimum rows of a tensor core product
 _BLOCK_R, _BLOCK_I = 32, 64
-# Values of a row by their bytes: in a step of a product's depth, and of what a program adds to the
-# output.
+# Elements per row, by element size in bytes: per step along the depth of a product, and per program
+# of the output.
 _DEPTH, _OUT = {2: 64, 4: 32}, {2: 128, 4: 64}
-_LEAST_R = 16
-# Values of a matrix that a program of the fused kernel holds at once.
+_MIN_R = 16
+# Matrix elements that a program of the fused kernel holds at once.
 _FUSED_TILE, _MOST_FUSED_BLOCK = 4096, 256
 
 
 @dataclass(frozen=True)
 class PairBatch:
-    """Whose matrices each pair has.
+    """Adapter and expert of each pair.
 
-    ids_TK: (T, K) int32 or int64, contiguous; others than 0 to E - 1 are skipped. slots_T: (T,)
-    int32; others than 0 to L - 1 have no adapter. ranks_LE: (L, E) integers of any strides; at 0
-    and below there is nothing to add. order_P: (T K,), the order in which programs take the pairs;
-    None is theirs.
+    ids_TK: (T, K) int32 or int64, contiguous; values outside 0 to E - 1 are skipped. slots_T: (T,)
+    int32; values outside 0 to L - 1 have no adapter. ranks_LE: (L, E) integers of any strides; a
+    rank <= 0 adds nothing. order_P: (T K,), the order in which programs process pairs; None means
+    natural order.
     """
 
     ids_TK: torch.Tensor
@@ -45,28 +45,28 @@ class PairBatch:
     order_P: torch.Tensor | None = None
 
     def keys(self) -> torch.Tensor:
-        """Return slot * E + expert of each pair, (T, K) int64; L E where there is nothing to add.
+        """Return slot * E + expert of each pair, (T, K) int64; L E if nothing is to be added.
 
-        It neither synchronizes nor depends on values in its shapes.
+        Does not synchronize, and output shapes do not depend on values.
         """
         slots, experts = self.ranks_LE.shape
         slots_T1, ids_TK = self.slots_T[:, None].long(), self.ids_TK.long()
-        there = (slots_T1 >= 0) & (slots_T1 < slots) & (ids_TK >= 0) & (ids_TK < experts)
+        valid = (slots_T1 >= 0) & (slots_T1 < slots) & (ids_TK >= 0) & (ids_TK < experts)
         keys_TK = slots_T1 * experts + ids_TK
-        ranks = self.ranks_LE.flatten()[torch.where(there, keys_TK, 0)]
-        return torch.where(there & (ranks > 0), keys_TK, slots * experts)
+        ranks = self.ranks_LE.flatten()[torch.where(valid, keys_TK, 0)]
+        return torch.where(valid & (ranks > 0), keys_TK, slots * experts)
 
     def grouped(self) -> "PairBatch":
-        """Return it with its pairs in the order of their keys, so that tiles share matrices."""
+        """Return a batch with pairs ordered by key, so that tiles share matrices."""
         order_P = self.keys().flatten().argsort(stable=True)
         return PairBatch(self.ids_TK, self.slots_T, self.ranks_LE, order_P)
 
     def of_each_key(self) -> Iterator[tuple[torch.Tensor, int, int, int]]:
-        """Yield pairs, slot, expert and rank of each key that there is; the twins' own walk."""
+        """Yield pairs, slot, expert and rank of each key present, for the torch references."""
         slots, experts = self.ranks_LE.shape
         keys_P = self.keys().flatten()
-        found: torch.Tensor = torch.unique(keys_P)
-        for key in found.tolist():
+        keys: torch.Tensor = torch.unique(keys_P)
+        for key in keys.tolist():
             if key < slots * experts:
                 slot, expert = divmod(key, experts)
                 yield (
@@ -77,7 +77,7 @@ class PairBatch:
                 )
 
     def arguments(self) -> dict[str, object]:
-        """Return the arguments that all kernels have."""
+        """Return the arguments common to all kernels."""
         return {
             "ids_ptr": self.ids_TK,
             "slots_ptr": self.slots_T,
@@ -90,7 +90,7 @@ class PairBatch:
         }
 
     def pair_arguments(self) -> dict[str, object]:
-        """Return those of kernels whose rows are pairs."""
+        """Return the arguments of kernels whose rows are pairs."""
         return self.arguments() | {
             "order_ptr": self.order_P,
             "GROUPED": self.order_P is not None,
@@ -100,9 +100,9 @@ class PairBatch:
 
 
 def moe_lora_a(x: torch.Tensor, a_LERD: torch.Tensor, batch: PairBatch) -> torch.Tensor:
-    """Return A[slot, expert, :rank] x of every pair, (T, K, R); 0 beyond a rank, and of no key.
+    """Return A[slot, expert, :rank] x of every pair, (T, K, R); 0 beyond the rank or without a key.
 
-    x: (T, D), or (T, K, D) with a row for each pair; values of a row side by side. a: (L, E, R, D).
+    x: (T, D), or (T, K, D) with one row per pair, contiguous rows. a: (L, E, R, D).
     """
     (tokens, top_k), (_, _, max_rank, depth) = batch.ids_TK.shape, a_LERD.shape
     x_XD = x.flatten(0, -2)
@@ -134,7 +134,7 @@ def moe_lora_a(x: torch.Tensor, a_LERD: torch.Tensor, batch: PairBatch) -> torch
 
 
 def _moe_lora_a_ref(x_XD: torch.Tensor, a_LERD: torch.Tensor, batch: PairBatch) -> torch.Tensor:
-    """Torch twin of `moe_lora_a`; x (T, D) or (T K, D)."""
+    """Torch reference of `moe_lora_a`; x is (T, D) or (T K, D)."""
     tokens, top_k = batch.ids_TK.shape
     out_PR = x_XD.new_zeros(tokens * top_k, a_LERD.shape[2])
     for pairs, slot, expert, rank in batch.of_each_key():
@@ -145,9 +145,9 @@ def _moe_lora_a_ref(x_XD: torch.Tensor, a_LERD: torch.Tensor, batch: PairBatch) 
 
 
 def moe_lora_gate_up_b(u_TKR: torch.Tensor, b_LENR: torch.Tensor, batch: PairBatch) -> torch.Tensor:
-    """Return silu(B_gate u) * (B_up u) of every pair, (T, K, I); 0 of pairs without a key.
+    """Return silu(B_gate u) * (B_up u) of every pair, (T, K, I); 0 for pairs without a key.
 
-    u: (T, K, R), contiguous. b: (L, E, 2I, R), gate's rows, then up's.
+    u: (T, K, R), contiguous. b: (L, E, 2I, R), gate rows first.
     """
     intermediate, max_rank = b_LENR.shape[2] // 2, b_LENR.shape[3]
     out_TKI = u_TKR.new_empty(*u_TKR.shape[:2], intermediate)
@@ -157,7 +157,7 @@ def moe_lora_gate_up_b(u_TKR: torch.Tensor, b_LENR: torch.Tensor, batch: PairBat
         return _moe_lora_gate_up_b_ref(u_TKR, b_LENR, batch)
     from modular_kernel.ops.kernels.moe_lora import moe_lora_gate_up_b_kernel
 
-    # float32 products take no tensor cores, but registers: of more columns triton 3.9 spills some.
+    # float32 products use registers instead of tensor cores; triton 3.9 spills with more columns.
     block = _BLOCK_I if b_LENR.itemsize == 2 else _BLOCK_I // 2
     launch(
         moe_lora_gate_up_b_kernel,
@@ -179,7 +179,7 @@ def moe_lora_gate_up_b(u_TKR: torch.Tensor, b_LENR: torch.Tensor, batch: PairBat
 def _moe_lora_gate_up_b_ref(
     u_TKR: torch.Tensor, b_LENR: torch.Tensor, batch: PairBatch
 ) -> torch.Tensor:
-    """Torch twin of `moe_lora_gate_up_b`."""
+    """Torch reference of `moe_lora_gate_up_b`."""
     tokens, top_k, _ = u_TKR.shape
     u_PR = u_TKR.flatten(0, 1)
     out_PI = u_TKR.new_zeros(tokens * top_k, b_LENR.shape[2] // 2)
@@ -198,11 +198,11 @@ def moe_lora_down_combine(
     scalings_L: torch.Tensor,
     out_TH: torch.Tensor,
 ) -> None:
-    """out[t] += sum over k of weights[t, k] * scaling of t's slot * (B[slot, expert] v[t, k]).
+    """Add sum over k of weights[t, k] * scaling of t's slot * (B[slot, expert] v[t, k]) to out[t].
 
-    v: (T, K, R), contiguous. b: (L, E, H, R). weights: (T, K) float32, contiguous; those of pairs
-    without a key are not read. scalings: (L,) float32. out: (T, H), values of a row side by side.
-    Summed in float32, rounded once; rows of tokens without a key keep their bits.
+    v: (T, K, R), contiguous. b: (L, E, H, R). weights: (T, K) float32, contiguous; weights of pairs
+    without a key are not read. scalings: (L,) float32. out: (T, H), contiguous rows. Summed in
+    float32 and rounded once; rows of tokens without a key keep their bits.
     """
     if out_TH.numel() == 0:
         return
@@ -228,7 +228,7 @@ def moe_lora_down_combine(
         BLOCK_T=BLOCK_T,
         BLOCK_H=block,
         BLOCK_R=_rank_block(max_rank),
-        # Otherwise registers spill: of 16 bits with triton 3.9, of 32 with 3.6.
+        # Avoids register spills: with 16-bit dtypes on triton 3.9, with 32-bit ones on 3.6.
         num_warps=8 if out_TH.itemsize == 2 else 4,
         PRECISION="ieee",
         **_strides("b", b_LEHR, "n"),
@@ -244,7 +244,7 @@ def _moe_lora_down_combine_ref(
     scalings_L: torch.Tensor,
     out_TH: torch.Tensor,
 ) -> None:
-    """Torch twin of `moe_lora_down_combine`."""
+    """Torch reference of `moe_lora_down_combine`."""
     top_k = batch.ids_TK.shape[1]
     v_PR, weights_P = v_TKR.flatten(0, 1), weights_TK.flatten()
     total_TH = torch.zeros(out_TH.shape, dtype=torch.float32, device=out_TH.device)
@@ -265,9 +265,9 @@ def moe_lora_staged(
     scalings_L: torch.Tensor,
     out_TH: torch.Tensor,
 ) -> None:
-    """Add all four steps' sum to out (T, H), as `moe_lora_fused`, in a launch each.
+    """Add the result of all four steps to out (T, H), like `moe_lora_fused`, one launch per step.
 
-    A of the second product is multiplied once for each pair.
+    The second product's A is applied once per pair.
     """
     if batch.ids_TK.numel() == 0:
         return
@@ -287,10 +287,10 @@ def moe_lora_fused(
     scalings_L: torch.Tensor,
     out_TH: torch.Tensor,
 ) -> None:
-    """Add all four steps' sum to out (T, H) in one launch; its torch twin is the steps in turn.
+    """Add the result of all four steps to out (T, H) in one launch; the reference runs the steps.
 
-    matrices: A (L, E, R, H), B (L, E, 2I, R), A (L, E, R, I), B (L, E, H, R). A program computes
-    the first three steps of its token again for each of its blocks of H: for few tokens.
+    matrices: A (L, E, R, H), B (L, E, 2I, R), A (L, E, R, I), B (L, E, H, R). A program repeats the
+    first three steps of its token for each block of H, so this suits few tokens.
     """
     if out_TH.numel() == 0:
         return
@@ -333,15 +333,15 @@ def moe_lora_fused(
 
 
 def fused_block(max_rank: int) -> int:
-    """Return the columns of H that a program of the fused kernel has."""
-    return min(_MOST_FUSED_BLOCK, max(_LEAST_R, _FUSED_TILE // next_power_of_2(max_rank)))
+    """Return the columns of H per program of the fused kernel."""
+    return min(_MOST_FUSED_BLOCK, max(_MIN_R, _FUSED_TILE // next_power_of_2(max_rank)))
 
 
 def _rank_block(max_rank: int) -> int:
-    return min(_BLOCK_R, max(_LEAST_R, next_power_of_2(max_rank)))
+    return min(_BLOCK_R, max(_MIN_R, next_power_of_2(max_rank)))
 
 
 def _strides(name: str, matrices: torch.Tensor, row: str) -> dict[str, int]:
-    """Return the arguments of how a buffer's slots, experts and rows lie."""
-    names = (f"stride_{name}{each}" for each in ("l", "e", row))
+    """Return the stride arguments of a buffer's slots, experts and rows."""
+    names = (f"stride_{name}{dim}" for dim in ("l", "e", row))
     return dict(zip(names, matrices.stride(), strict=False))

@@ -23,11 +23,11 @@ def permute_tokens(
     scale_TG: torch.Tensor | None = None,
     scale_rows_RG: torch.Tensor | None = None,
 ) -> None:
-    """rows_RH[row_of_pair_TK[t, k]] = x_TH[t], times weights_TK[t, k] if given, rounded once.
+    """Set rows_RH[row_of_pair_TK[t, k]] = x_TH[t], times weights_TK[t, k] if given, rounded once.
 
-    x_TH (T, H) with hidden values side by side; row_of_pair_TK (T, K) int32, -1 to skip; rows_RH
-    (R, H) contiguous. Rows no pair names are left as they are. A token's scales, scale_TG (T, G)
-    float32 contiguous, go to its rows of scale_rows_RG (R, G), of any strides, in the same launch.
+    x_TH (T, H) with contiguous rows; row_of_pair_TK (T, K) int32, -1 to skip; rows_RH (R, H)
+    contiguous. Rows without a pair are left unchanged. A token's scales, scale_TG (T, G) float32
+    contiguous, are copied to its rows of scale_rows_RG (R, G), of any strides, in the same launch.
     """
     tokens, hidden = x_TH.shape
     if tokens == 0:
@@ -40,7 +40,7 @@ def permute_tokens(
     from modular_kernel.ops.kernels.rows import permute_tokens_kernel
 
     block = hidden_block(hidden)
-    moved = rows_RH if scale_rows_RG is None else scale_rows_RG
+    scale_rows = rows_RH if scale_rows_RG is None else scale_rows_RG
     groups = 0 if scale_TG is None else scale_TG.shape[1]
     launch(
         permute_tokens_kernel,
@@ -50,12 +50,12 @@ def permute_tokens(
         row_of_pair_ptr=row_of_pair_TK,
         weights_ptr=row_of_pair_TK if weights_TK is None else weights_TK,
         rows_ptr=rows_RH,
-        scale_rows_ptr=moved,
+        scale_rows_ptr=scale_rows,
         hidden=hidden,
         groups=groups,
         stride_x=x_TH.stride(0),
-        stride_row=moved.stride(0),
-        stride_group=moved.stride(1),
+        stride_row=scale_rows.stride(0),
+        stride_group=scale_rows.stride(1),
         TOP_K=row_of_pair_TK.shape[1],
         HAS_WEIGHTS=weights_TK is not None,
         HAS_SCALE=scale_TG is not None,
@@ -71,7 +71,7 @@ def permute_tokens_ref(
     *,
     rows_RH: torch.Tensor,
 ) -> None:
-    """Torch twin of `permute_tokens`; the scales move as any other rows do."""
+    """Torch reference of `permute_tokens`; scales are moved like other rows."""
     token, slot = (row_of_pair_TK >= 0).nonzero(as_tuple=True)
     values = x_TH[token]
     if weights_TK is not None:

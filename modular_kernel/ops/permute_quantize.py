@@ -12,8 +12,8 @@ from modular_kernel.replay.launch.pdl import overlap
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.spec.quantization import QuantScheme
 
-_TILE = 2048  # columns a program holds, unless one group has more
-_MAX_BLOCK = 8192  # columns a program holds; a longer group is read again for each pair
+_TILE = 2048  # columns per program, unless one group has more
+_MAX_BLOCK = 8192  # columns per program; a longer group is read again for each pair
 
 
 def permute_and_quantize(
@@ -24,13 +24,12 @@ def permute_and_quantize(
     *,
     out: Quantized,
 ) -> None:
-    """`quantize_rows` of x_TH and `permute_tokens` of the result to out's rows, in one launch.
+    """Run `quantize_rows` of x_TH and `permute_tokens` of the result to out's rows, in one launch.
 
-    x_TH (T, H) with hidden values side by side; row_of_pair_TK (T, K) int32, -1 to skip.
-    weights_TK (T, K) float32 multiplies x first, in float32; pairs that share a row must have one
-    weight. out: q (R, H) and scales of R rows, which lie along them or not; those that no pair
-    names are left as they are. Not for a computed scale per tensor, which needs every value before
-    it can round the first.
+    x_TH (T, H) with contiguous rows; row_of_pair_TK (T, K) int32, -1 to skip. weights_TK (T, K)
+    float32 multiplies x first, in float32; pairs that share a row must have equal weights. out:
+    q (R, H) and scales of R rows, along rows or not; rows without a pair are left unchanged. Not
+    for a dynamic per-tensor scale, which needs all values before the first can be rounded.
     """
     if scheme.activation_granularity == "none" or (
         scheme.activation_granularity == "tensor" and not scheme.static
@@ -90,14 +89,14 @@ def permute_and_quantize_ref(
     *,
     out: Quantized,
 ) -> None:
-    """Torch twin of `permute_and_quantize`: a row for each pair, then quantized, then moved."""
+    """Torch reference of `permute_and_quantize`: expand to pairs, quantize, then move."""
     token, slot = (row_of_pair_TK >= 0).nonzero(as_tuple=True)
     values = x_TH[token].float()
     if weights_TK is not None:
         values = values * weights_TK[token, slot, None]
     q, scale = quantized(values, scheme, out.scale if scheme.static else None)
     row_of_pair = row_of_pair_TK[token, slot][:, None]
-    # As bytes: torch cannot put float8 values by index.
+    # As bytes: torch cannot assign float8 values by index.
     bytes_RH = out.q_RK.view(torch.uint8)
     permute_tokens_ref(q.view(torch.uint8), row_of_pair, None, rows_RH=bytes_RH)
     if not scheme.static:

@@ -1,9 +1,9 @@
-"""quantize_rows: activations to float8_e4m3fn or int8, with one scale a row, a group or a tensor.
+"""quantize_rows: quantize activations to float8_e4m3fn or int8, per row, group or tensor.
 
     scale = max(amax / L, 2^-33)        q = x * (1 / scale), saturated at L, to nearest even
 
-L is 448 for float8_e4m3fn and 127 for int8. Both divisions round to nearest, so kernel and twin
-agree bit for bit on finite values. A value is q * scale.
+L is 448 for float8_e4m3fn and 127 for int8. Both divisions round to nearest, so kernel and torch
+reference agree bit for bit on finite values. A value is q * scale.
 """
 
 from dataclasses import dataclass
@@ -31,19 +31,19 @@ from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.workspace import BufferSpec, Workspace
 
 _ACTIVATIONS = ("float8_e4m3fn", "int8")
-_CHUNK = 1024  # columns a program takes where one scale serves all of them
-_MAX_PARTIALS = 1024  # programs that look for the largest value of a tensor, an expert more
-_MAX_PROGRAMS = 8192  # programs over batched rows, of which most may be empty; an expert more
+_CHUNK = 1024  # columns per program if one scale serves all
+_MAX_PARTIALS = 1024  # programs of a per-tensor maximum; more if there are more experts
+_MAX_PROGRAMS = 8192  # programs over batched rows, mostly empty; more if there are more experts
 
 
 @dataclass(frozen=True)
 class Quantized:
     """Quantized rows, all contiguous.
 
-    q_RK: (R, K) float8_e4m3fn or int8, written. scale: float32; per token (R, 1), per group of g
-    columns (R, G), G = ceil(K / g), per tensor (1,); read if the scheme is static, written
-    otherwise. along_rows: scales of a group lie side by side, (e, G, R / e) for e segments of rows.
-    partials: float32 scratch, for a computed scale per tensor only.
+    q_RK: (R, K) float8_e4m3fn or int8, output. scale: float32; per token (R, 1), per group of g
+    columns (R, G), G = ceil(K / g), per tensor (1,); an input if the scheme is static, else an
+    output. along_rows: scales of one group are contiguous, (e, G, R / e) for e segments of rows.
+    partials: float32 scratch, only for a dynamic per-tensor scale.
     """
 
     q_RK: torch.Tensor
@@ -53,14 +53,14 @@ class Quantized:
 
     @property
     def scale_of_rows(self) -> torch.Tensor:
-        """The scales as a view: (R, G), (e, C, G) of more segments than one, or (1,)."""
+        """View of the scales: (R, G), (e, C, G) for several segments, or (1,)."""
         if not self.along_rows:
             return self.scale
         return self.scale[0].T if len(self.scale) == 1 else self.scale.mT
 
 
 def quantize_rejections(part: str, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-    """Say why `quantize_rows` could not serve `part` there; empty if it can."""
+    """Return why `quantize_rows` cannot serve `part` on the machine; empty if it can."""
     fp8 = problem.scheme.activation == "float8_e4m3fn"
     if not fp8 or machine.arch is None or machine.arch >= (8, 9):
         return ()
@@ -71,9 +71,9 @@ def quantize_rejections(part: str, problem: Problem, machine: Machine) -> tuple[
 def quantize_specs(
     prefix: str, scheme: QuantScheme, rows: int, columns: int, *, segments: int = 1
 ) -> dict[str, BufferSpec]:
-    """Return the workspace buffers that `take_quantized` takes; monotone in rows and segments.
+    """Return the workspace buffers of `take_quantized`; monotone in rows and segments.
 
-    segments: the experts e of batched rows, else 1.
+    segments: the number of experts e for batched rows, else 1.
     """
     if scheme.activation not in _ACTIVATIONS:
         raise _other_scheme(scheme)
@@ -104,19 +104,19 @@ def take_quantized(
     static_scale: torch.Tensor | None = None,
     along_rows: bool = False,
 ) -> Quantized:
-    """Take views of buffers declared by `quantize_specs`, for rows and columns `shape`.
+    """Take views of the buffers of `quantize_specs`, for `shape` (rows, columns).
 
-    static_scale: (1,) float32, given exactly if the scheme is static. along_rows: as `Quantized`
-    has it, of scales per row or group.
+    static_scale: (1,) float32, given exactly if the scheme is static. along_rows: layout of scales
+    per row or group, see `Quantized`.
     """
     assert (static_scale is not None) == scheme.static
     specs = quantize_specs(prefix, scheme, *shape, segments=segments)
-    taken = {name: workspace.take(name, spec.shape) for name, spec in specs.items()}
-    scale = taken[f"{prefix}_scale"] if static_scale is None else static_scale
+    buffers = {name: workspace.take(name, spec.shape) for name, spec in specs.items()}
+    scale = buffers[f"{prefix}_scale"] if static_scale is None else static_scale
     along_rows = along_rows and scale.dim() == 2
     if along_rows:
         scale = scale.view(segments, -1, shape[0] // segments)
-    return Quantized(taken[f"{prefix}_q"], scale, taken.get(f"{prefix}_partials"), along_rows)
+    return Quantized(buffers[f"{prefix}_q"], scale, buffers.get(f"{prefix}_partials"), along_rows)
 
 
 def quantize_rows(
@@ -127,11 +127,11 @@ def quantize_rows(
     live: Live = None,
     row_weights_R: torch.Tensor | None = None,
 ) -> None:
-    """Quantize x_RK (R, K), values of a row side by side, as `scheme` says, into `out`.
+    """Quantize x_RK (R, K), with contiguous rows, by `scheme` into `out`.
 
-    live: which rows stand for a token, None for all; others are not read, and neither q nor
-    scales of them are written. row_weights_R: (R,) float32, multiplies x first, in float32.
-    One launch on a GPU, two for a computed scale per tensor. Zero rows launch nothing.
+    live: rows that hold a token, None for all; the others are not read, and their q and scales are
+    not written. row_weights_R: (R,) float32, multiplies x first, in float32. One launch on a GPU,
+    two for a dynamic per-tensor scale; none for zero rows.
     """
     check_quantized(x_RK.shape[0], x_RK.shape[1], scheme, out)
     if x_RK.numel() == 0:
@@ -155,10 +155,10 @@ def activation_and_quantize(
     out: Quantized,
     live: Live = None,
 ) -> None:
-    """`gated_activation` into x's dtype and `quantize_rows` behind it, in one launch.
+    """Run `gated_activation` in x's dtype and `quantize_rows` of the result, in one launch.
 
-    x_RN: (R, N), N twice the columns of `out` if gated. Bit for bit what the two would give. Not
-    for a computed scale per tensor, which needs every value before it can round the first.
+    x_RN: (R, N), N twice the columns of `out` if gated. Bitwise equal to the two operations. Not
+    for a dynamic per-tensor scale, which needs all values before the first can be rounded.
     """
     rows, intermediate = out.q_RK.shape
     if _needs_partials(scheme):
@@ -185,7 +185,7 @@ def _other_scheme(scheme: QuantScheme) -> ConfigurationError:
 
 
 def check_quantized(rows: int, columns: int, scheme: QuantScheme, out: Quantized) -> None:
-    """Raise the InputError of an `out` that is not for (rows, columns) values."""
+    """Raise an InputError unless `out` fits (rows, columns) values."""
     if scheme.activation not in _ACTIVATIONS:
         raise _other_scheme(scheme)
     if tuple(out.q_RK.shape) != (rows, columns):
@@ -206,12 +206,12 @@ def _needs_partials(scheme: QuantScheme) -> bool:
 
 
 def _group(scheme: QuantScheme, columns: int) -> int:
-    """Columns that share a scale of their own."""
+    """Return the number of columns that share a scale."""
     return scheme.group[-1] if scheme.activation_granularity == "group" else columns
 
 
 def _launch_amax(x_RK: torch.Tensor, out: Quantized, live: Live, source: dict[str, object]) -> int:
-    """Write partial maxima; returns how many."""
+    """Write partial maxima; return their number."""
     from modular_kernel.ops.kernels.quantize import amax_kernel
 
     rows, columns = x_RK.shape
@@ -219,8 +219,8 @@ def _launch_amax(x_RK: torch.Tensor, out: Quantized, live: Live, source: dict[st
     tiles = row_tiles(*segments_of(rows, live), min(columns, _CHUNK), _MAX_PARTIALS)
     programs = tiles.segments * tiles.parts
     assert programs <= out.partials.numel()
-    given = {"partials_ptr": out.partials, "num_columns": columns, "up_offset": 0}
-    launch(amax_kernel, (programs,), **given, **tiles.rows(), **source)
+    arguments = {"partials_ptr": out.partials, "num_columns": columns, "up_offset": 0}
+    launch(amax_kernel, (programs,), **arguments, **tiles.rows(), **source)
     return programs
 
 
@@ -232,7 +232,7 @@ def _launch_quantize(
     num_partials: int,
     arguments: dict[str, object],
 ) -> None:
-    # Only such rows are copied asynchronously, and leave a multiprocessor room for 8 programs.
+    # Only such rows are copied asynchronously and allow 8 programs per multiprocessor.
     from modular_kernel.ops.kernels.quantize import quantize_rows_kernel
 
     streams = arguments["STEP"] == 1 and x.element_size() == 2 and x.stride(0) % 8 == 0
@@ -252,18 +252,18 @@ def _launch_quantize(
 def tile_arguments(
     scheme: QuantScheme, out: Quantized, live: Live, *, streams: bool = False
 ) -> tuple[dict[str, object], int]:
-    """Kernel arguments that say where to and in what tiles, num_warps among them; and programs.
+    """Return kernel arguments for outputs and tiles, including num_warps, and the program count.
 
-    streams: whether many values may be streamed (`group_tiles`).
+    streams: allow streaming of large inputs (`group_tiles`).
     """
     rows, columns = out.q_RK.shape
     computed = scheme.activation_granularity != "tensor"
     group = _group(scheme, columns) if computed else min(columns, _CHUNK)
     group = min(group, columns)
     groups = -(-columns // group)
-    most = _MAX_PROGRAMS if isinstance(live, BatchedRows) else rows
+    max_programs = _MAX_PROGRAMS if isinstance(live, BatchedRows) else rows
     segments, capacity = segments_of(rows, live)
-    tiles = row_tiles(segments, capacity, group, most)
+    tiles = row_tiles(segments, capacity, group, max_programs)
     if streams:
         tiles = group_tiles(tiles, columns, group)
     if out.along_rows and len(out.scale) != segments:
@@ -287,7 +287,7 @@ def tile_arguments(
     }, segments * tiles.parts * -(-groups // tiles.block_g)
 
 
-# ------------------------------------------------------------------------------ in plain torch
+# ------------------------------------------------------------------------------ torch references
 
 
 def dequantize_rows(q_RK: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
@@ -301,7 +301,7 @@ def dequantize_rows(q_RK: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme
 def quantized(
     values_RK: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q (R, K) and scales, as in `Quantized`, of float32 values, all of which count."""
+    """Return q (R, K) and scales, as in `Quantized`, of float32 values, all of which count."""
     if scheme.activation not in _ACTIVATIONS:
         raise _other_scheme(scheme)
     rows, columns = values_RK.shape
@@ -315,9 +315,9 @@ def quantized(
         else:
             group = min(_group(scheme, columns), columns)
             padded = torch.nn.functional.pad(magnitude, (0, -columns % group))
-            # Not -1: rows may be none.
+            # Not -1: there may be no rows.
             amax = padded.view(rows, padded.shape[1] // group, group).amax(2)
-        # By a tensor: on a GPU torch divides by a number as it multiplies by its reciprocal.
+        # Divide by a tensor: on a GPU, torch turns division by a number into multiplication.
         scale = (amax / amax.new_tensor(largest)).clamp(min=MIN_SCALE)
     inverse = 1 / scale
     if scheme.activation_granularity == "group":
@@ -336,7 +336,7 @@ def quantize_rows_ref(
     live: Live = None,
     row_weights_R: torch.Tensor | None = None,
 ) -> None:
-    """Torch twin of `quantize_rows`."""
+    """Torch reference of `quantize_rows`."""
     keep = live_rows(x_RK, live)
     values = x_RK[keep].float()
     if row_weights_R is not None:
@@ -352,7 +352,7 @@ def activation_and_quantize_ref(
     out: Quantized,
     live: Live = None,
 ) -> None:
-    """Torch twin of `activation_and_quantize`."""
+    """Torch reference of `activation_and_quantize`."""
     keep = live_rows(x_RN, live)
     values = gated_activation_ref(x_RN[keep], spec).to(x_RN.dtype).float()
     _put(values, keep, scheme, out)
@@ -360,7 +360,7 @@ def activation_and_quantize_ref(
 
 def _put(values: torch.Tensor, keep: torch.Tensor, scheme: QuantScheme, out: Quantized) -> None:
     q, scale = quantized(values, scheme, out.scale if scheme.static else None)
-    # As bytes: torch cannot put one float8 value by a mask.
+    # As bytes: torch cannot assign a single float8 value through a mask.
     out.q_RK.view(torch.uint8)[keep] = q.view(torch.uint8)
     if scheme.activation_granularity == "tensor" and not scheme.static:
         out.scale.copy_(scale)

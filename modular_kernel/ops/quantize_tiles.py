@@ -1,26 +1,26 @@
-"""How the quantizing kernels cut rows into tiles, and share these among programs."""
+"""Tiling of rows for the quantization kernels, and distribution of tiles over programs."""
 
 from dataclasses import dataclass
 
 from modular_kernel.ops.count import next_power_of_2
 
-_TILE = 2048  # values a program holds, unless one group has more
-_WARP_TILE = 512  # values of a warp
-_MAX_BLOCK = 16384  # columns a program holds; a longer group is read twice
-# Many values are streamed: tiles of a few rows' neighboring groups, by as many programs as an
-# H200 holds at a time, each of which fetches its next tiles while it computes one.
-_STREAMED = 1 << 23  # values, from which on
-_STREAM_COLUMNS = 1024  # of a row, in a tile
-_STREAM_PROGRAMS = 1056  # 8 for each of 132 multiprocessors
+_TILE = 2048  # values per program, unless one group has more
+_WARP_TILE = 512  # values per warp
+_MAX_BLOCK = 16384  # columns per program; a longer group is read twice
+# Large inputs are streamed: a tile holds adjacent groups of a few rows, there are as many programs
+# as an H200 runs concurrently, and each prefetches its next tiles.
+_STREAMED = 1 << 23  # minimum number of values to stream
+_STREAM_COLUMNS = 1024  # of a row, per tile
+_STREAM_PROGRAMS = 1056  # 8 on each of 132 multiprocessors
 _STREAM_STAGES = 3
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Rows of `segments` of `capacity` rows, `parts` programs a segment and share of columns.
+    """Tiles of `segments` of `capacity` rows; `parts` programs per segment and column range.
 
-    block_r rows, block_g groups of at most block_c columns at a time. stages: tiles that a program
-    has under way, or computes, at a time.
+    A tile has block_r rows and block_g groups of at most block_c columns. stages: pipeline depth,
+    the number of tiles that a program loads or computes at a time.
     """
 
     segments: int
@@ -32,7 +32,7 @@ class Tiles:
     stages: int = 1
 
     def rows(self) -> dict[str, int]:
-        """Return the arguments of a kernel that looks at rows."""
+        """Return the arguments of a kernel that iterates over rows."""
         return {
             "capacity": self.capacity,
             "parts": self.parts,
@@ -47,7 +47,7 @@ class Tiles:
 
 
 def row_tiles(segments: int, capacity: int, group: int, most: int) -> Tiles:
-    """Return tiles of one group of columns, for at most `most` programs, or one a segment."""
+    """Return tiles of one column group, for at most `most` programs or one per segment."""
     block_c = min(_MAX_BLOCK, next_power_of_2(group))
     block_r = max(1, min(next_power_of_2(capacity), _TILE // block_c))
     parts = max(1, min(-(-capacity // block_r), most // segments))
@@ -55,16 +55,17 @@ def row_tiles(segments: int, capacity: int, group: int, most: int) -> Tiles:
 
 
 def group_tiles(plain: Tiles, columns: int, group: int) -> Tiles:
-    """Return what streams rows of `columns`, of which `group` share a scale.
+    """Return tiles for streaming rows of `columns`, of which `group` columns share a scale.
 
-    `plain` if they are few, or come in segments, of which one may have all that there are.
+    Returns `plain` unchanged for small inputs, and for several segments, one of which may hold all
+    rows.
     """
     capacity, groups = plain.capacity, -(-columns // group)
     few = groups == 1 or capacity * columns < _STREAMED
-    whole = group == plain.block_c <= _STREAM_COLUMNS
-    if few or not whole or plain.segments > 1:
+    full_groups = group == plain.block_c <= _STREAM_COLUMNS
+    if few or not full_groups or plain.segments > 1:
         return plain
-    # As many as divide the groups, so that no lane idles.
+    # The power of two that divides the number of groups, so that no lane idles.
     wide = min(groups & -groups, _STREAM_COLUMNS // group)
     block_r = max(1, _TILE // (wide * group))
     parts = max(1, min(-(-capacity // block_r), _STREAM_PROGRAMS * wide // groups))

@@ -1,4 +1,4 @@
-"""Unpermute: weight, sum or gather the rows of a token's pairs. Accumulation is in float32."""
+"""Unpermute operations: weight, sum or gather the rows of a token's pairs, in float32."""
 
 import torch
 
@@ -23,10 +23,10 @@ def weight_and_sum(
     routing: DispatchedRouting | None = None,
     num_local: int = 0,
 ) -> None:
-    """out[t] = scale * sum_k weights_TK[t, k] * rows_TKH[t, k]; weights None means 1.
+    """Compute out[t] = scale * sum_k weights_TK[t, k] * rows_TKH[t, k]; weights None means 1.
 
-    rows_TKH (T, K, H) contiguous, out (T, H). routing: rows of pairs it skips (or that are not
-    among the num_local experts here) are not read; without it every row counts.
+    rows_TKH (T, K, H) contiguous, out (T, H). routing: rows of pairs that it skips, or that are not
+    for the num_local experts of this rank, are not read; without it every row counts.
     """
     if out.numel() == 0:
         return
@@ -41,7 +41,7 @@ def weight_and_sum(
 def _source(
     index: torch.Tensor, routing: DispatchedRouting | None, num_local: int
 ) -> tuple[str, dict[str, object]]:
-    """How a kernel finds the row of a pair, and its arguments for that. index: any tensor."""
+    """Return how a kernel finds a pair's row, and the arguments for it. index: any tensor."""
     if routing is None:
         return "all", _index_arguments(index)
     ids = id_arguments(routing, num_local)
@@ -50,7 +50,7 @@ def _source(
 
 
 def _index_arguments(index: torch.Tensor) -> dict[str, object]:
-    """Those of a kernel that reads no ids."""
+    """Return the arguments of a kernel that reads no ids."""
     return {
         "index_ptr": index,
         "map_ptr": index,
@@ -63,10 +63,10 @@ def _index_arguments(index: torch.Tensor) -> dict[str, object]:
 def moe_sum_reduce(
     rows_TKH: torch.Tensor, out_TH: torch.Tensor, routed_scaling_factor: float = 1.0
 ) -> None:
-    """out_TH = routed_scaling_factor * rows_TKH.sum(1), accumulated in float32.
+    """Compute out_TH = routed_scaling_factor * rows_TKH.sum(1), accumulated in float32.
 
-    rows_TKH: (T, K, H), out_TH: (T, H), of one floating dtype, contiguous, apart in memory. The
-    InputError of a tensor that is not so.
+    rows_TKH: (T, K, H), out_TH: (T, H), of one floating dtype, contiguous, without shared memory.
+    Raises the InputError of a tensor that does not comply.
     """
     expect("routed_scaling_factor", routed_scaling_factor, float)
     check_tensor("rows", rows_TKH)
@@ -94,7 +94,7 @@ def gather_weight_and_sum(
     scale: float,
     out: torch.Tensor,
 ) -> None:
-    """out[t] = scale * sum_k weights_TK[t, k] * rows_RH[row_of_pair_TK[t, k]], skipping -1."""
+    """Compute out[t] = scale * sum_k weights_TK[t, k] * rows_RH[row_of_pair_TK[t, k]], skip -1."""
     if out.numel() == 0:
         return
     if not use_triton(out):
@@ -144,7 +144,7 @@ def gather_rows(
     scale: float,
     out: torch.Tensor,
 ) -> None:
-    """out[t, k] = scale * weights_TK[t, k] * rows_RH[row_of_pair_TK[t, k]]; zero where -1."""
+    """Compute out[t, k] = scale * weights_TK[t, k] * rows_RH[row_of_pair_TK[t, k]]; 0 for -1."""
     if out.numel() == 0:
         return
     if not use_triton(out):
@@ -164,10 +164,11 @@ def scale_rows(
     routing: DispatchedRouting | None = None,
     num_local: int = 0,
 ) -> None:
-    """out = scale * weights_TK * rows_TKH; `out` may be `rows_TKH`. Nothing to do is not launched.
+    """Compute out = scale * weights_TK * rows_TKH; `out` may be `rows_TKH`.
 
-    A skipped pair's row is zero. routing: weights of pairs it skips (or that are not among the
-    num_local experts here) are not read; without it those must be finite.
+    Launches nothing if the result equals the input in place. Rows of skipped pairs are zero.
+    routing: weights of pairs that it skips, or that are not for the num_local experts of this rank,
+    are not read; without it they must be finite.
     """
     if out.numel() == 0 or (weights_TK is None and scale == 1.0 and out is rows_TKH):
         return
@@ -226,5 +227,5 @@ def weight_and_sum_ref(
     out: torch.Tensor,
     keep_TK: torch.Tensor | None = None,
 ) -> None:
-    """Torch twin of `weight_and_sum`; keep_TK: pairs that count, None for all."""
+    """Torch reference of `weight_and_sum`; keep_TK: pairs that count, None for all."""
     out.copy_(_weighted(rows_TKH, weights_TK, 1.0, keep_TK).sum(1) * scale)

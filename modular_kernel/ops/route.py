@@ -1,9 +1,9 @@
-"""route: logits to K experts of each token and their weights, in one launch.
+"""route: choose K experts per token from router logits, and their weights, in one launch.
 
     routed = route(logits_TE, RouterSpec(8, renormalize=True))
-    routed.routing                      # Routing, as every kernel takes it
+    routed.routing                      # a Routing, as every kernel takes it
 
-Computed in float32, whatever the logits' type. See `modular_kernel.spec.router` for the rules.
+Computed in float32 for every dtype of the logits. See `modular_kernel.spec.router` for the rules.
 Under torch.compile and torch.export a call is one operator, torch.ops.modular_kernel.route.
 """
 
@@ -34,21 +34,21 @@ from modular_kernel.utils.tensor_checks import check_no_gradients, check_tensor
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int32, torch.int64)
-_LANES = 512  # values of a program of one warp, where there are tokens enough
-_FEW_TOKENS = 1024  # up to here a program has one token: every warp is another's
+_LANES = 512  # values per one-warp program, if there are enough tokens
+_FEW_TOKENS = 1024  # up to this many tokens each program handles one
 _LARGEST = torch.finfo(torch.float32).max
-_MOST_PLACES = 1 << 12  # of parameters that were found loaded
-INVALID = -2  # the id of a pair whose table entry or token id does not exist: kernels count it
+_MAX_LOADED_PLACES = 1 << 12  # cached locations of parameters known to be loaded
+INVALID = -2  # id of a pair with an invalid table entry or token id; kernels count it
 
 
 @dataclass(frozen=True)
 class RouterTensors:
-    """What a router has beside its spec, where the spec says so; else None.
+    """Tensors that a router has in addition to its spec; None unless the spec requires them.
 
     bias_E: (E + zero experts,) float32 or a 16-bit type, the selection bias. table_VK: (V, K) int32
     or int64, the experts of each token id, contiguous. Both on the logits' device.
-    unloaded: parameters of the router that may not have been loaded: a call that torch.compile
-    traced raises StateError then. An eager call does not look at them.
+    unloaded: parameters of the router that may not have been loaded; a call traced by torch.compile
+    then raises StateError. Eager calls do not check them.
     """
 
     bias_E: torch.Tensor | None = None
@@ -58,9 +58,9 @@ class RouterTensors:
 
 @dataclass(frozen=True)
 class Routed:
-    """A routing; and identity_T, (T,) float32, what zero experts weigh: x itself times it.
+    """A routing. identity_T: (T,) float32, total weight of a token's zero experts.
 
-    identity_T is None where the spec has no zero experts.
+    x times identity_T is added to the output. None if the spec has no zero experts.
     """
 
     routing: Routing
@@ -75,12 +75,12 @@ def route(
     token_ids_T: torch.Tensor | None = None,
     ids_dtype: torch.dtype = torch.int32,
 ) -> Routed:
-    """Choose top_k experts of each token and weigh them.
+    """Choose top_k experts per token and compute their weights.
 
-    logits_TE: (T, E + zero experts) float32 or a 16-bit type, values of a row side by side.
-    token_ids_T: (T,) int32 or int64, where the spec has a table; a pair of a token id or a table
-    entry that does not exist gets id -2, which kernels skip and count. ids_dtype: torch.int32 or
-    torch.int64. InputError for what does not fit, gradients among it; no launch for T = 0.
+    logits_TE: (T, E + zero experts) float32 or a 16-bit type, contiguous rows. token_ids_T: (T,)
+    int32 or int64, if the spec has a table; an invalid token id or table entry gives id -2, which
+    kernels skip and count. ids_dtype: torch.int32 or torch.int64. Raises InputError for invalid
+    arguments, including those that require gradients. No launch for T = 0.
     """
     tensors = RouterTensors() if tensors is None else tensors
     _check(logits_TE, spec, tensors, token_ids_T, ids_dtype)
@@ -110,7 +110,7 @@ def _routed(
     return routed
 
 
-# ------------------------------------------------------------------------------- as an operator
+# ----------------------------------------------------------------------------- torch operator
 
 
 @torch.library.custom_op("modular_kernel::route", mutates_args=())
@@ -123,16 +123,16 @@ def route_op(
     spec: str,
     wide_ids: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return weights (T, K), ids (T, K), int64 if wide_ids, and identity (T,), or (0,) if none.
+    """Return weights (T, K), ids (T, K) (int64 if wide_ids), and identity (T,), or (0,) if unused.
 
-    spec: as `spec_text` writes it. Errors of `route`.
+    spec: a string of `spec_text`. Raises the errors of `route`.
     """
-    known = spec_of_text(spec)
+    parsed_spec = spec_of_text(spec)
     tensors = RouterTensors(bias_E, table_VK)
     _check_loaded_once(unloaded)
     ids_dtype = torch.int64 if wide_ids else torch.int32
-    _check(logits_TE, known, tensors, token_ids_T, ids_dtype)
-    routed = _routed(logits_TE, known, tensors, token_ids_T, ids_dtype)
+    _check(logits_TE, parsed_spec, tensors, token_ids_T, ids_dtype)
+    routed = _routed(logits_TE, parsed_spec, tensors, token_ids_T, ids_dtype)
     identity_T = routed.identity_T
     if identity_T is None:
         identity_T = torch.empty(0, dtype=torch.float32, device=logits_TE.device)
@@ -141,13 +141,13 @@ def route_op(
 
 @route_op.register_fake
 def _(logits_TE, bias_E, table_VK, token_ids_T, unloaded, spec, wide_ids):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
-    """Shapes and dtypes of the outputs."""
-    known, tokens = spec_of_text(spec), logits_TE.shape[0]
-    shape = (tokens, known.top_k)
+    """Return empty tensors with the shapes and dtypes of the outputs."""
+    parsed_spec, tokens = spec_of_text(spec), logits_TE.shape[0]
+    shape = (tokens, parsed_spec.top_k)
     return (
         logits_TE.new_empty(shape, dtype=torch.float32),
         logits_TE.new_empty(shape, dtype=torch.int64 if wide_ids else torch.int32),
-        logits_TE.new_empty((tokens if known.zero_experts else 0,), dtype=torch.float32),
+        logits_TE.new_empty((tokens if parsed_spec.zero_experts else 0,), dtype=torch.float32),
     )
 
 
@@ -158,7 +158,7 @@ def _traced(
     token_ids_T: torch.Tensor | None,
     ids_dtype: torch.dtype,
 ) -> Routed:
-    """Put a call into a graph as one operator."""
+    """Add a call to the traced graph as one operator."""
     weights_TK, ids_TK, identity_T = torch.ops.modular_kernel.route(
         logits_TE,
         tensors.bias_E,
@@ -172,7 +172,7 @@ def _traced(
 
 
 def spec_text(spec: RouterSpec) -> str:
-    """Write a spec as the operator takes it: JSON, made of operations that torch.compile traces."""
+    """Serialize a spec to JSON, using operations that torch.compile can trace."""
     numbers = [
         f'"{name}": {index(value)}'
         for name, value in (
@@ -204,7 +204,7 @@ def spec_text(spec: RouterSpec) -> str:
 
 @lru_cache(maxsize=256)
 def spec_of_text(text: str) -> RouterSpec:
-    """Read what `spec_text` wrote; ConfigurationError for anything else."""
+    """Parse the string of `spec_text`; ConfigurationError for any other."""
     try:
         return RouterSpec(**json.loads(text))
     except (ValueError, TypeError) as error:
@@ -218,14 +218,14 @@ _loaded_places = set[tuple[object, ...]]()
 
 
 def _check_loaded_once(tensors: Sequence[torch.Tensor]) -> None:
-    """Check tensors whose memory was not found loaded before; StateError."""
-    places, known = [(t.data_ptr(), t.shape, t.device) for t in tensors], _loaded_places
-    if known.issuperset(places):
+    """Raise StateError for unloaded tensors; memory found loaded is not checked again."""
+    locations, known = [(t.data_ptr(), t.shape, t.device) for t in tensors], _loaded_places
+    if known.issuperset(locations):
         return
-    check_loaded({f"parameter {at} of the router": t for at, t in enumerate(tensors)})
-    if len(known) > _MOST_PLACES:
+    check_loaded({f"parameter {index} of the router": t for index, t in enumerate(tensors)})
+    if len(known) > _MAX_LOADED_PLACES:
         known.clear()
-    known.update(places)
+    known.update(locations)
 
 
 def _launch(
@@ -280,7 +280,7 @@ def _launch(
 
 
 def _by_logit(spec: RouterSpec) -> bool:
-    """Tell whether logits order experts and groups as what is chosen by does."""
+    """Return whether experts and groups can be ordered by logits instead of scores."""
     if spec.order == "topk_first":
         return True
     grouped = spec.topk_groups < spec.groups
@@ -294,9 +294,9 @@ def route_ref(
     token_ids_T: torch.Tensor | None,
     routed: Routed,
 ) -> None:
-    """Torch twin of the kernel: write what `routed` has room for."""
+    """Torch reference of the kernel: write the results to `routed`."""
     known_TE = ~logits_TE.isnan()
-    # Infinities as the largest finite values, so that no difference of two logits is NaN.
+    # Clamp infinities to the largest finite values, so that a difference of logits is never NaN.
     logits_TE = logits_TE.float().masked_fill(~known_TE, 0).clamp(-_LARGEST, _LARGEST)
     first = spec.order == "score_first"
     scores_TE = _scores(logits_TE, known_TE, spec) if first else logits_TE
@@ -327,35 +327,35 @@ def route_ref(
 
 
 def _scores(logits: torch.Tensor, known: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
-    """Return the score of each logit; the softmax is over those that are known."""
+    """Return the score of each logit; softmax is over known logits only."""
     if spec.score == "sigmoid":
         return logits.sigmoid()
     if spec.score == "sqrtsoftplus":
         return torch.nn.functional.softplus(logits).sqrt()
-    most = logits.masked_fill(~known, -_LARGEST).amax(1, keepdim=True)
-    shares = (logits - most).exp().masked_fill(~known, 0)
-    total = shares.sum(1, keepdim=True)
-    return shares / torch.where(total > 0, total, 1)
+    peak = logits.masked_fill(~known, -_LARGEST).amax(1, keepdim=True)
+    exponentials = (logits - peak).exp().masked_fill(~known, 0)
+    total = exponentials.sum(1, keepdim=True)
+    return exponentials / torch.where(total > 0, total, 1)
 
 
 def _in_best_groups(choice: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
-    """`choice`, -inf outside each token's best groups."""
+    """Return `choice` with -inf outside each token's best groups."""
     if spec.topk_groups == spec.groups:
         return choice
     by_group = choice.view(len(choice), spec.groups, -1)
     best = by_group.amax(2)
     if spec.group_score == "top2":
         second = by_group.topk(2, 2).values[..., 1]
-        # Halves, because a sum of two may be infinite.
+        # Halved, because the sum of two values may overflow.
         best = best / 2 + torch.where(second > -torch.inf, second, 0) / 2
     kept = _best(best, spec.topk_groups)
-    place = torch.where(kept >= 0, kept, spec.groups)  # what is not there, behind all groups
-    mask = best.new_zeros(len(best), spec.groups + 1, dtype=torch.bool).scatter(1, place, True)
+    group = torch.where(kept >= 0, kept, spec.groups)  # the extra column collects missing groups
+    mask = best.new_zeros(len(best), spec.groups + 1, dtype=torch.bool).scatter(1, group, True)
     return by_group.masked_fill(~mask[:, :-1, None], -torch.inf).flatten(1)
 
 
 def _best(choice: torch.Tensor, count: int) -> torch.Tensor:
-    """Return ids of the `count` largest of each row, the lower one of equals first; -1 for -inf."""
+    """Return ids of the `count` largest per row, the lower id first on ties; -1 for -inf."""
     values, ids = choice.sort(dim=1, descending=True, stable=True)
     return torch.where(values[:, :count] > -torch.inf, ids[:, :count], -1)
 
@@ -364,15 +364,15 @@ def _from_table(
     spec: RouterSpec, tensors: RouterTensors, token_ids_T: torch.Tensor | None, columns: int
 ) -> torch.Tensor:
     table_VK = tensors.table_VK
-    assert table_VK is not None  # as was checked
+    assert table_VK is not None  # checked by the caller
     assert token_ids_T is not None
-    word_T = token_ids_T.long()
-    inside_T = (word_T >= 0) & (word_T < table_VK.shape[0])
+    token_id_T = token_ids_T.long()
+    valid_T = (token_id_T >= 0) & (token_id_T < table_VK.shape[0])
     if not table_VK.shape[0]:
-        return word_T.new_full((len(word_T), spec.top_k), INVALID)
-    named = table_VK[torch.where(inside_T, word_T, 0)].long()
-    wrong = ~inside_T[:, None] | (named < -1) | (named >= columns)
-    return named.masked_fill(wrong, INVALID)
+        return token_id_T.new_full((len(token_id_T), spec.top_k), INVALID)
+    ids = table_VK[torch.where(valid_T, token_id_T, 0)].long()
+    invalid = ~valid_T[:, None] | (ids < -1) | (ids >= columns)
+    return ids.masked_fill(invalid, INVALID)
 
 
 def _check(
@@ -414,7 +414,7 @@ def _given(
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> None:
-    """Check a tensor that is there exactly if the spec says so."""
+    """Check a tensor that must be present exactly if the spec requires it."""
     if not declared:
         if tensor is not None:
             raise ConfigurationError(what, got="a tensor", need="None: the router's spec has none")

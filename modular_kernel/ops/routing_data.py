@@ -1,4 +1,4 @@
-"""A routing by tokens as one by experts, in the names of triton_kernels, and back."""
+"""Conversion between routing by token and routing by expert, with triton_kernels' names."""
 
 import torch
 
@@ -12,9 +12,9 @@ from modular_kernel.spec.router import (
 
 
 def by_experts(topk_output: StandardTopKOutput, num_experts: int) -> TritonKernelTopKOutput:
-    """Sort pairs by expert, stably; pairs of ids outside [0, num_experts) get no row.
+    """Sort pairs by expert, stably; pairs with ids outside [0, num_experts) get no row.
 
-    topk_output: weights (T, K) float32 and ids (T, K); more of it is not read.
+    topk_output: weights (T, K) float32 and ids (T, K); its other fields are not read.
     """
     weights_TK, ids_TK = topk_output[:2]
     if ids_TK.dim() != 2 or weights_TK.shape != ids_TK.shape:
@@ -36,7 +36,7 @@ def by_experts(topk_output: StandardTopKOutput, num_experts: int) -> TritonKerne
 
 
 def by_tokens(topk_output: TritonKernelTopKOutput) -> StandardTopKOutput:
-    """Return the routing that `by_experts` sorted; skipped pairs have id -1 and weight 0."""
+    """Invert `by_experts`; skipped pairs have id -1 and weight 0."""
     data, gather, _ = topk_output
     top_k, pairs = data.n_expts_act, gather.src_indx.numel()
     if data.expt_hist is None:
@@ -51,6 +51,6 @@ def by_tokens(topk_output: TritonKernelTopKOutput) -> StandardTopKOutput:
     live = gather.src_indx >= 0
     ids = torch.full((pairs,), -1, dtype=torch.int32, device=rows.device)
     weights = torch.zeros(pairs, dtype=torch.float32, device=rows.device)
-    at = gather.src_indx[live].long()
-    ids[at], weights[at] = expert[live].to(torch.int32), data.gate_scal[live].float()
+    pair = gather.src_indx[live].long()
+    ids[pair], weights[pair] = expert[live].to(torch.int32), data.gate_scal[live].float()
     return StandardTopKOutput(weights.view(-1, top_k), ids.view(-1, top_k))

@@ -1,4 +1,4 @@
-"""number_and_quantize: what libraries are told of a call, ids and rows, in one launch."""
+"""number_and_quantize: renumber pairs and quantize tokens for a library, in one launch."""
 
 import torch
 
@@ -14,10 +14,10 @@ from modular_kernel.spec.quantization import QuantScheme
 def number_and_quantize(
     x_TH: torch.Tensor, scheme: QuantScheme, pairs: Pairs, *, out: Quantized
 ) -> None:
-    """`number_pairs` of x's tokens, and `quantize_rows` of x_TH (T, H) into `out`.
+    """Run `number_pairs` for x's tokens, and `quantize_rows` of x_TH (T, H) into `out`.
 
-    Not for a computed scale per tensor, which needs every value before it can round the first.
-    One launch on a GPU; none for T = 0.
+    Not for a dynamic per-tensor scale, which needs all values before the first can be rounded. One
+    launch on a GPU; none for T = 0.
     """
     if scheme.activation_granularity == "tensor" and not scheme.static:
         need = "a scale per token, per group, or static"

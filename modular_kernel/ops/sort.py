@@ -1,4 +1,4 @@
-"""sort_pairs: give each pair a row, expert by expert without gaps, and cut the rows into tiles."""
+"""sort_pairs: assign a row to each pair, grouped by expert without padding, and tile the rows."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,20 +11,20 @@ from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.workspace import BufferSpec, Workspace
 
-_FILL = 64  # tiles named by one program
+_FILL = 64  # tiles written per program
 
 
 @dataclass(frozen=True)
 class Sorted:
-    """Where the rows of pairs are.
+    """Rows of the sorted pairs.
 
-    row_of_pair_TK: (T, K) int32, the pair's row, -1 where it is skipped. Experts follow each other
-    without gaps; inside an expert pairs keep their order.
-    token_of_row: (T * K,) int32, the token of the pair in each row; undefined past the last row.
-    tiles: (3 * max_tiles + 1,) int32: of each tile of at most block_m rows of one expert its local
-    expert, then of each its first row, then the row past the expert's last; last, how many tiles
-    there are. What lies past them is undefined.
-    starts: (e + 1,) int32, each expert's first row; last, how many rows there are.
+    row_of_pair_TK: (T, K) int32, the pair's row, -1 if it is skipped. Rows are grouped by expert
+    without gaps; pairs of an expert keep their order.
+    token_of_row: (T * K,) int32, the token of each row's pair; undefined past the last row.
+    tiles: (3 * max_tiles + 1,) int32: three arrays of max_tiles values (local expert, first row,
+    end row of the expert), then the tile count. A tile has at most block_m rows of one expert.
+    Values past the tile count are undefined.
+    starts: (e + 1,) int32, each expert's first row, then the number of rows.
     """
 
     row_of_pair_TK: torch.Tensor
@@ -34,17 +34,17 @@ class Sorted:
 
     @property
     def max_tiles(self) -> int:
-        """The most tiles there is room for."""
+        """Capacity of `tiles`, in tiles."""
         return self.tiles.numel() // 3
 
 
 def most_tiles(numel: int, block_m: int, num_local: int) -> int:
-    """Return the most tiles of block_m rows that numel pairs of num_local experts can make."""
+    """Return the maximum number of block_m-row tiles of numel pairs of num_local experts."""
     return min(numel, num_local + numel // block_m)
 
 
 def sort_specs(tokens: int, top_k: int, block_m: int, num_local: int) -> Mapping[str, BufferSpec]:
-    """Return the workspace buffers that `sort_pairs` takes."""
+    """Return the workspace buffers of `sort_pairs`."""
     numel = tokens * top_k
     tiles = most_tiles(numel, block_m, num_local)
     return {
@@ -65,8 +65,8 @@ def sort_pairs(
     """
     tokens, top_k = routing.topk_ids_TK.shape
     specs = sort_specs(tokens, top_k, block_m, num_local)
-    taken = [workspace.take(name, spec.shape) for name, spec in specs.items()]
-    rows, token_of_row, tiles, starts, scratch = taken
+    buffers = [workspace.take(name, spec.shape) for name, spec in specs.items()]
+    rows, token_of_row, tiles, starts, scratch = buffers
     result = Sorted(rows, token_of_row, tiles, starts)
     if not use_triton(rows):
         sort_pairs_ref(routing, block_m, num_local, out=result)
@@ -100,11 +100,11 @@ def sort_pairs(
 def sort_pairs_ref(
     routing: DispatchedRouting, block_m: int, num_local: int, *, out: Sorted
 ) -> None:
-    """Torch twin of `sort_pairs`: one expert after the other."""
+    """Torch reference of `sort_pairs`: one expert after the other."""
     ids = local_ids(routing, num_local).flatten()
     rows = out.row_of_pair_TK.view(-1)
     rows.fill_(-1)
-    named: list[tuple[int, int, int]] = []
+    tile_list: list[tuple[int, int, int]] = []
     start = 0
     for expert in range(num_local):
         pairs = (ids == expert).nonzero()[:, 0]
@@ -112,9 +112,9 @@ def sort_pairs_ref(
         rows[pairs] = torch.arange(start, end, dtype=torch.int32, device=rows.device)
         out.token_of_row[start:end] = pairs // out.row_of_pair_TK.shape[1]
         out.starts[expert] = start
-        named += [(expert, row, end) for row in range(start, end, block_m)]
+        tile_list += [(expert, row, end) for row in range(start, end, block_m)]
         start = end
     out.starts[-1] = start
     columns = out.tiles[: 3 * out.max_tiles].view(3, -1)
-    columns[:, : len(named)] = torch.tensor(named, dtype=torch.int32).reshape(-1, 3).T
-    out.tiles[-1] = len(named)
+    columns[:, : len(tile_list)] = torch.tensor(tile_list, dtype=torch.int32).reshape(-1, 3).T
+    out.tiles[-1] = len(tile_list)

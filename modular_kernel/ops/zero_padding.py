@@ -1,4 +1,4 @@
-"""zero_rows: rows of segments that came and have no maker, such as those of a library's sinks."""
+"""zero_rows: zero received rows that no expert computes, such as those of sink experts."""
 
 import torch
 
@@ -8,15 +8,15 @@ from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.pdl import overlap
 from modular_kernel.replay.launch.runtime import use_triton
 
-_PARTS = 32  # programs of a segment, of which most find nothing to do
-_MAX_BLOCK = 4096  # columns a program writes at once
+_PARTS = 32  # programs per segment, most of which find no rows
+_MAX_BLOCK = 4096  # columns per write
 
 
 def zero_rows(x_SCH: torch.Tensor, counts_S: torch.Tensor) -> None:
-    """Zero the first counts_S[s] rows of each segment of x_SCH; others stay as they are.
+    """Zero the first counts_S[s] rows of each segment of x_SCH; leave the others unchanged.
 
     x_SCH: (S, C, H) contiguous; counts_S: (S,) int32, at most C, contiguous. One launch on a GPU;
-    none where there is nothing.
+    none if x_SCH is empty.
     """
     segments, capacity, hidden = x_SCH.shape
     if tuple(counts_S.shape) != (segments,):
@@ -46,6 +46,6 @@ def zero_rows(x_SCH: torch.Tensor, counts_S: torch.Tensor) -> None:
 
 
 def zero_rows_ref(x_SCH: torch.Tensor, counts_S: torch.Tensor) -> None:
-    """Torch twin of `zero_rows`."""
+    """Torch reference of `zero_rows`."""
     row_C = torch.arange(x_SCH.shape[1], device=x_SCH.device)
     x_SCH.masked_fill_((row_C < counts_S[:, None])[..., None], 0)

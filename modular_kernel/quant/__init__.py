@@ -1,1 +1,1 @@
-"""Quantized weights: the tensors of each scheme, scale layouts, repacking and preparation."""
+"""Quantized weights: tensors of each scheme, scale layouts, repacking and preparation."""

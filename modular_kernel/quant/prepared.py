@@ -1,10 +1,9 @@
-"""Weights as kernels read them, made once when a layer is loaded: which tensors, and of what.
+"""Prepared weights: derived tensors in the layout that kernels read, made once at load time.
 
-    weights = kernel.prepare_weights(weights)   # beside w1 and w2, which other calls still read
+    weights = kernel.prepare_weights(weights)   # in addition to w1 and w2, which other calls read
 
-What was made remembers for whom, and the memory and the version of what it was made of and of
-itself, so that a call after any of these was written is refused. A copy of it knows nothing, and is
-refused too.
+Each prepared tensor records its reader, and the memory and version of its sources and of itself, so
+that a call is refused after any of them was written. A copy has no such record and is refused too.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,7 +28,7 @@ from modular_kernel.spec.problem import Problem, dtype_name
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec
 
-# Fields of ExpertWeights, and of which others they are made.
+# Prepared fields of ExpertWeights, and the fields that each is derived from.
 MADE_OF = {
     "w1_tiles": ("w1", "w1_scale"),
     "w1_tile_scales": ("w1", "w1_scale", "w1_zero_point"),
@@ -40,38 +39,38 @@ _AGAIN = "what kernel.prepare_weights returns, made anew after weights were writ
 
 
 class _Source(NamedTuple):
-    """A tensor that something was made of: where it lay, and how often it had been written to."""
+    """Identity of a source tensor: its memory and layout, and its version counter."""
 
     place: tuple[object, ...]
-    storage: StorageWeakRef  # while it lives, no other has its memory
+    storage: StorageWeakRef  # while it is alive, no other storage can have the same address
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        gone: bool = self.storage.expired()  # type: ignore[no-untyped-call]
-        return self.place == _place(tensor) and not gone
+        expired: bool = self.storage.expired()  # type: ignore[no-untyped-call]
+        return self.place == _place(tensor) and not expired
 
 
 class _Made(NamedTuple):
-    """What a prepared tensor was made for and of, and its own state once it was written."""
+    """Record of a prepared tensor: its reader, its sources, and its own state once written."""
 
     reader: str
     sources: tuple[_Source, ...]
     own: _Source | None = None
 
     def holds(self, weights: ExpertWeights, name: str) -> bool:
-        now = _tensors(weights, MADE_OF[name])
-        known = self.sources
-        return len(now) == len(known) and all(map(_Source.holds, known, now))
+        current = _tensors(weights, MADE_OF[name])
+        recorded = self.sources
+        return len(current) == len(recorded) and all(map(_Source.holds, recorded, current))
 
 
-_made: Any = WeakIdKeyDictionary()  # _Made by tensor
+_made: Any = WeakIdKeyDictionary()  # tensor -> _Made
 
 
 def reader(experts: type, problem: Problem) -> str:
-    """Return what decides in which order experts want weights: whose `prepare`, how weights lie.
+    """Return a key of the layout that experts expect: the class that prepares, and the row order.
 
-    Tensors of the same shapes can be in different orders.
+    Tensors of equal shape can differ in layout, so shapes alone do not identify it.
     """
-    owner = next(each for each in experts.__mro__ if "prepare" in vars(each))
+    owner = next(cls for cls in experts.__mro__ if "prepare" in vars(cls))
     act = problem.act
     rows = "up first" if act.up_first else "gate first" if act.gated else "of one kind"
     rows = "alternating" if act.interleaved else rows
@@ -81,63 +80,63 @@ def reader(experts: type, problem: Problem) -> str:
 def allocated(
     weights: ExpertWeights, specs: Mapping[str, BufferSpec], reader: str
 ) -> dict[str, torch.Tensor]:
-    """Return a tensor of each spec beside the weights; it remembers what it is to be made of.
+    """Allocate a tensor for each spec, on the weights' device, and record its sources.
 
-    ConfigurationError where a part declares what is no field in MADE_OF.
+    Raises ConfigurationError if a part declares a field that is not in MADE_OF.
     """
-    made = {}
+    tensors = {}
     if unknown := sorted(specs.keys() - MADE_OF.keys()):
         need = f"some of {', '.join(MADE_OF)}"
         raise ConfigurationError("prepared_specs", got=", ".join(unknown), need=need)
     with modes.kept():
         for name, spec in specs.items():
-            made[name] = torch.empty(spec.shape, dtype=spec.dtype, device=weights.w1.device)
+            tensors[name] = torch.empty(spec.shape, dtype=spec.dtype, device=weights.w1.device)
             sources = (_Source(_place(t), storage_of(t)) for t in _tensors(weights, MADE_OF[name]))
-            _made[made[name]] = _Made(reader, tuple(sources))
-    return made
+            _made[tensors[name]] = _Made(reader, tuple(sources))
+    return tensors
 
 
 def finish(made: Mapping[str, torch.Tensor]) -> None:
-    """Note that the tensors of `allocated` hold what they were made for: a later write is refused.
+    """Record that the tensors of `allocated` are complete; a later write to them is refused.
 
-    Writes that torch does not count are not seen: to `.data`, and by kernels that are launched
-    beside torch.
+    Writes that torch does not track (to `.data`, and by kernels launched outside torch) are not
+    detected.
     """
     for tensor in made.values():
         _made[tensor] = _made[tensor]._replace(own=_Source(_place(tensor), storage_of(tensor)))
 
 
 def plain(weights: ExpertWeights) -> ExpertWeights:
-    """Return the weights without anything that was prepared."""
+    """Return the weights without prepared tensors."""
     if any(getattr(weights, name) is not None for name in MADE_OF):
-        nothing: dict[str, Any] = dict.fromkeys(MADE_OF)
-        return replace(weights, **nothing)
+        cleared: dict[str, Any] = dict.fromkeys(MADE_OF)
+        return replace(weights, **cleared)
     return weights
 
 
 def check_prepared(
     weights: ExpertWeights, specs: Mapping[str, BufferSpec], device: torch.device, reader: str
 ) -> None:
-    """Check what was prepared, if anything was: all of `specs`, as they say, and of these weights.
+    """Check the prepared tensors, if there are any: present, valid, and derived from these weights.
 
-    specs, reader: of the kernel's experts. What they do not read must still be some kernel's, of
-    these weights.
-    WeightsError, ShapeError, DtypeError, DeviceError, LayoutError.
+    specs, reader: of the kernel's experts. Prepared tensors that they do not read must still be
+    valid for these weights.
+    Raises WeightsError, ShapeError, DtypeError, DeviceError or LayoutError.
     """
-    given = {name: t for name in MADE_OF if (t := getattr(weights, name)) is not None}
-    for name, tensor in given.items():
-        known = _made.get(tensor)
-        if known is None:
+    present = {name: t for name in MADE_OF if (t := getattr(weights, name)) is not None}
+    for name, tensor in present.items():
+        record = _made.get(tensor)
+        if record is None:
             got = "a tensor that no kernel prepared in this process"
             raise WeightsError(name, got=got, need=f"None, or {_AGAIN}")
-        if not known.holds(weights, name):
+        if not record.holds(weights, name):
             raise WeightsError(name, got="made of other values of the weights", need=_AGAIN)
-        if known.own is None or not known.own.holds(tensor):
+        if record.own is None or not record.own.holds(tensor):
             raise WeightsError(name, got="written to since it was prepared", need=_AGAIN)
-    for name, spec in specs.items() if given else ():
-        tensor = given.get(name)
+    for name, spec in specs.items() if present else ():
+        tensor = present.get(name)
         if tensor is None:
-            raise WeightsError(name, got="None", need=f"{spec.shape}, beside {', '.join(given)}")
+            raise WeightsError(name, got="None", need=f"{spec.shape}, beside {', '.join(present)}")
         _check_as(name, tensor, spec, device)
         if (made_for := _made[tensor].reader) != reader:
             raise WeightsError(name, got=f"made for {made_for}", need=f"{_AGAIN}, for {reader}")
@@ -155,13 +154,13 @@ def _check_as(name: str, tensor: torch.Tensor, spec: BufferSpec, device: torch.d
 
 
 def sources(weights: ExpertWeights) -> list[torch.Tensor]:
-    """Return the tensors that something prepared is made of, each once."""
+    """Return the tensors that prepared tensors are derived from, without duplicates."""
     names = {of for name, of in MADE_OF.items() if getattr(weights, name) is not None}
     return _tensors(weights, sorted({name for of in names for name in of}))
 
 
 def made(weights: ExpertWeights) -> list[torch.Tensor]:
-    """Return the tensors that were prepared."""
+    """Return the prepared tensors."""
     return _tensors(weights, MADE_OF)
 
 
@@ -170,10 +169,10 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _tensors(weights: ExpertWeights, names: Iterable[str]) -> list[torch.Tensor]:
-    found = (getattr(weights, name) for name in names)
-    return [tensor for tensor in found if tensor is not None]
+    tensors = (getattr(weights, name) for name in names)
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Return how often torch has written to it; inference tensors do not count."""
+    """Return torch's version counter of a tensor; 0 for inference tensors, which have none."""
     return 0 if tensor.is_inference() else tensor._version

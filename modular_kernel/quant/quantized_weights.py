@@ -1,15 +1,15 @@
-"""Quantized expert weights: what their tensors must be, from numbers to tensors, and back.
+"""Quantized expert weights: required tensors, quantization and dequantization.
 
-With q stored, s its scale and z its zero point, a weight is
+With stored value q, scale s and zero point z, a weight is
 
     float8_e4m3fn, int8   q s
     uint8, uint4          (q - z) s, where z is 128 or 8 if the scheme has no zero points
     float4_e2m1           e2m1(q) 2^(s - 127), s a byte (E8M0), or (e2m1(q) s) g, s e4m3 and g
                           float32 of the whole matrix (`modular_kernel.quant.nvfp4`)
 
-Two nibbles share a byte: of weights the even k is the low one, of zero points the even n; repacked
-e2m1 weights lie as `modular_kernel.quant.repacking` says. A tile of rows or columns may be ragged
-at the end of a matrix: it has a scale like any other.
+Two 4-bit values share a byte. The low nibble holds the even k of weights and the even n of zero
+points; for repacked e2m1 weights see `modular_kernel.quant.repacking`. The last tile of a matrix
+may be partial; it has a scale like any other.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,8 +40,8 @@ from modular_kernel.spec.quantization import QUANT_SCHEMES, QuantScheme
 from modular_kernel.tensors import ExpertWeights, check_weight_tensors
 from modular_kernel.utils.argument_checks import expect
 
-# Names of every scheme that can be executed, of those whose activations are 8-bit values that may
-# be dispatched so, and of those whose activations stay as they are or become such.
+# Names of all schemes; of those whose activations can be dispatched as 8-bit values; and of those
+# whose activations have at least 8 bits.
 SCHEMES = frozenset(QUANT_SCHEMES)
 ACTIVATION_SCHEMES = frozenset(n for n in SCHEMES if QUANT_SCHEMES[n].travels_quantized)
 UP_TO_8_BITS = frozenset(n for n in SCHEMES if not QUANT_SCHEMES[n].scales_by_expert)
@@ -53,17 +53,17 @@ STORAGE = {
     "uint4": torch.uint8,
     "float4_e2m1": torch.uint8,
 }
-# The largest magnitude that a symmetric scale maps to, and the zero point that is not stored.
+# The largest magnitude of a symmetric quantized value, and the implicit zero point.
 LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0, "uint8": 127.0, "uint4": 7.0}
 MIDDLE = {"uint8": 128, "uint4": 8}
 _TOP = {"uint8": 255, "uint4": 15}
-# The least scale a computed one can have: zeros stay zeros, and 1 / scale stays finite.
+# Lower bound of computed scales: zeros stay zeros, and 1 / scale stays finite.
 MIN_SCALE = 2.0**-33
 
 _Quantize = Callable[[torch.Tensor], Sequence[torch.Tensor | None]]
-_WEIGHTS_AT_ONCE = 1 << 25  # that float32 copies are made of
+_WEIGHTS_AT_ONCE = 1 << 25  # weights per step, to limit the float32 temporaries
 
-# Fields of ExpertWeights beside w1, w2, biases and expert_map.
+# Fields of ExpertWeights other than w1, w2, biases, expert_map, adapters and prepared tensors.
 SCALE_FIELDS = (
     "w1_scale",
     "w2_scale",
@@ -79,7 +79,7 @@ SCALE_FIELDS = (
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What one tensor must be. legend: its shape in letters."""
+    """Required shape and dtypes of one tensor. legend: the shape in letters."""
 
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
@@ -90,14 +90,14 @@ class TensorSpec:
 
 
 def values_at_once(scheme: QuantScheme) -> int:
-    """Of a row, that a stored byte or repacked word holds whole: a row is a multiple of them."""
+    """Return how many values of a row share a byte or repacked word; rows must be multiples."""
     if scheme.repacked:
         return repacking.VALUES
     return 2 if scheme.packed else 1
 
 
 def unpackable(problem: Problem) -> tuple[str, ...]:
-    """Return which of "hidden" and "intermediate" are no multiple of `values_at_once`."""
+    """Return which of "hidden" and "intermediate" are not multiples of `values_at_once`."""
     step = values_at_once(problem.scheme)
     if step == 1:
         return ()
@@ -105,9 +105,10 @@ def unpackable(problem: Problem) -> tuple[str, ...]:
 
 
 def weight_specs(problem: Problem) -> Mapping[str, TensorSpec]:
-    """Return the spec of every field of ExpertWeights that the scheme has; others must be None.
+    """Return the specs of the ExpertWeights fields that the scheme uses; others must be None.
 
-    Biases and expert_map are not among them. ConfigurationError if the problem cannot be stored.
+    Biases and expert_map are not included. Raises ConfigurationError if the problem cannot be
+    stored.
     """
     expect("problem", problem, Problem)
     return _weight_specs(problem)
@@ -127,10 +128,10 @@ def _weight_specs(problem: Problem) -> Mapping[str, TensorSpec]:
         shape = (problem.e, problem.hidden)
         specs["w1_order"] = TensorSpec(shape, (torch.int32,), "(e, H)")
     if scheme.static:
-        one = TensorSpec((1,), (torch.float32,), "(1,)")
+        scale_spec = TensorSpec((1,), (torch.float32,), "(1,)")
         if scheme.scales_by_expert:
-            one = TensorSpec((problem.e,), (torch.float32,), "(e,)")
-        specs |= {"a1_scale": one, "a2_scale": one}
+            scale_spec = TensorSpec((problem.e,), (torch.float32,), "(e,)")
+        specs |= {"a1_scale": scale_spec, "a2_scale": scale_spec}
     return specs
 
 
@@ -140,11 +141,11 @@ def _matrix_specs(
     scheme, e, (rows, depth), (n, k) = problem.scheme, problem.e, sizes, letters
     if not scheme.quantized:
         return {name: TensorSpec((e, rows, depth), (problem.dtype,), f"(e, {n}, {k})")}
-    stored = (STORAGE[scheme.weight],)
+    storage_dtypes = (STORAGE[scheme.weight],)
     if scheme.packed:
-        specs = {name: TensorSpec((e, rows, depth // 2), stored, f"(e, {n}, {k} / 2)")}
+        specs = {name: TensorSpec((e, rows, depth // 2), storage_dtypes, f"(e, {n}, {k} / 2)")}
     else:
-        specs = {name: TensorSpec((e, rows, depth), stored, f"(e, {n}, {k})")}
+        specs = {name: TensorSpec((e, rows, depth), storage_dtypes, f"(e, {n}, {k})")}
     shape: tuple[int, ...]
     if scheme.granularity == "tensor":
         shape, legend = (e,), "(e,)"
@@ -174,7 +175,7 @@ def _matrix_specs(
 
 
 def matrices_of(name: str, problem: Problem) -> int:
-    """How many projections w1 or w2 holds: gate and up, or one."""
+    """Return the number of projections in w1 or w2: two for gate and up, else one."""
     return 2 if name == "w1" and problem.act.gated else 1
 
 
@@ -184,15 +185,15 @@ def _scale_dtypes(problem: Problem) -> tuple[torch.dtype, ...]:
         return (torch.float8_e4m3fn if scheme.matrix_scales else torch.uint8,)
     if scheme.quantizes_activations or problem.dtype is torch.float32:
         return (torch.float32,)
-    if scheme.weight in MIDDLE:  # 16-bit files have either, whatever the layer computes in
+    if scheme.weight in MIDDLE:  # checkpoints have either 16-bit dtype, whatever the layer's dtype
         return (torch.float32, torch.float16, torch.bfloat16)
     return (torch.float32, problem.dtype)
 
 
 def check_weights_quantized(weights: ExpertWeights, problem: Problem, device: torch.device) -> None:
-    """w1, w2, their scales and zero points, and static scales exactly as the scheme has them.
+    """Check w1, w2, their scales, zero points and static scales against the scheme.
 
-    w1 and w2 may be strided; everything beside them is contiguous, on `device`.
+    w1 and w2 may be strided; the other tensors must be contiguous, on `device`.
     """
     specs = weight_specs(problem)
     for name in ("w1", "w2", *SCALE_FIELDS):
@@ -217,15 +218,15 @@ def _check(name: str, tensor: torch.Tensor, spec: TensorSpec, device: torch.devi
         raise LayoutError(name, got=f"strides {tensor.stride()}", need="contiguous")
 
 
-# ------------------------------------------------------------------------- tensors to numbers
+# ------------------------------------------------------------------------------ dequantization
 
 
 def values_of(
     weights: ExpertWeights, name: str, problem: Problem, experts: slice = slice(None)
 ) -> torch.Tensor:
-    """float32 (e, N, K) of w1 or w2 of some experts, from all the fields that it has.
+    """Return w1 or w2 of some experts in float32 (e, N, K), from all of its fields.
 
-    Columns of w1 are in the order of x; those of w2 as they lie.
+    Columns of w1 are in the order of x; columns of w2 are in stored order.
     """
 
     def field(end: str) -> torch.Tensor | None:
@@ -238,17 +239,17 @@ def values_of(
     values = dequantize(w_eNK, scale, field("_zero_point"), problem.scheme)
     if name == "w1" and weights.w1_order is not None:
         order, columns = weights.w1_order[experts].long(), values.shape[2]
-        # One column more for those of w1 that multiply none of x.
+        # An extra column collects those of w1 whose index is out of range.
         order = torch.where((order < 0) | (order >= columns), columns, order)[:, None]
-        room = values.new_zeros(*values.shape[:2], columns + 1)
-        values = room.scatter_(2, order.expand_as(values), values)[..., :columns].contiguous()
-    whole = field("_global_scale")
-    if whole is None:
+        padded = values.new_zeros(*values.shape[:2], columns + 1)
+        values = padded.scatter_(2, order.expand_as(values), values)[..., :columns].contiguous()
+    global_scale = field("_global_scale")
+    if global_scale is None:
         return values
     of_row = nvfp4.matrix_of_rows(
-        values.shape[1], whole.shape[1], interleaved=problem.act.interleaved
+        values.shape[1], global_scale.shape[1], interleaved=problem.act.interleaved
     )
-    return values * whole[:, of_row.to(whole.device), None]
+    return values * global_scale[:, of_row.to(global_scale.device), None]
 
 
 def dequantize(
@@ -257,9 +258,9 @@ def dequantize(
     zero_point: torch.Tensor | None,
     scheme: QuantScheme,
 ) -> torch.Tensor:
-    """float32 (e, N, K) of weights stored as `weight_specs` says; computed in float32.
+    """Return float32 (e, N, K) of weights stored as `weight_specs` declares.
 
-    Of nvfp4 without the scale of the matrix: `values_of` has it.
+    For nvfp4 the global scale is not applied; `values_of` applies it.
     """
     if scheme.repacked:
         w_eNK = repacking.as_nibbles(w_eNK)
@@ -282,19 +283,19 @@ def dequantize(
     return values * spread(scale.float(), scheme, rows, depth)
 
 
-# ------------------------------------------------------------------------- numbers to tensors
+# -------------------------------------------------------------------------------- quantization
 
 
 def quantize_weights(
     weights: ExpertWeights, problem: Problem, *, scale_dtype: torch.dtype = torch.float32
 ) -> ExpertWeights:
-    """Quantize the weights of `problem`: round each value to the nearest one it can have.
+    """Quantize the weights of `problem`, rounding each value to the nearest representable one.
 
-    weights: w1 (e, N, H) and w2 (e, H, I) in any floating dtype and any strides; biases,
-    expert_map and, for a static scheme, a1_scale and a2_scale are taken over. scale_dtype: of
-    the scales, where the scheme lets it be the problem's. Equal weights give equal bits. Beside
-    the result it takes memory for float32 copies of some experts at a time. Raises the InputError
-    of a weight that cannot be read (see `modular_kernel.utils.tensor_checks`) or does not fit.
+    weights: w1 (e, N, H) and w2 (e, H, I) in any floating dtype and with any strides. Biases,
+    expert_map and, for a static scheme, a1_scale and a2_scale are passed through. scale_dtype:
+    dtype of the scales, if the scheme allows it. Deterministic to the bit. Besides the result,
+    memory for float32 copies of a few experts is needed. Raises the InputError of a weight that
+    cannot be read (see `modular_kernel.utils.tensor_checks`) or does not match.
     """
     specs, scheme = weight_specs(problem), problem.scheme
     expect("weights", weights, ExpertWeights)
@@ -320,7 +321,7 @@ def quantize_weights(
             need = " or ".join(map(dtype_name, allowed))
             raise ConfigurationError("scale_dtype", got=dtype_name(scale_dtype), need=need)
         if scheme.act_order and name == "w1":
-            w_eNK, fields["w1_order"] = _by_size(w_eNK)
+            w_eNK, fields["w1_order"] = _sort_columns(w_eNK)
         parts = (name, f"{name}_scale", f"{name}_zero_point")
         if scheme.matrix_scales:
             parts = (name, f"{name}_scale", f"{name}_global_scale")
@@ -331,31 +332,31 @@ def quantize_weights(
             )
         else:
             quantize = partial(_quantize, scheme=scheme, scale_dtype=scale_dtype)
-        fields |= zip(parts, _quantize_in_pieces(w_eNK, quantize), strict=True)
+        fields |= zip(parts, _quantize_in_chunks(w_eNK, quantize), strict=True)
     quantized = replace(weights, **fields)  # type: ignore[arg-type]
     check_weights_quantized(quantized, problem, weights.w1.device)
     return quantized
 
 
-def _by_size(w_eNK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return columns by their largest weights, and which each was, (e, K) int32."""
+def _sort_columns(w_eNK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sort columns by their largest weight; return them and their old indices, (e, K) int32."""
     order = w_eNK.abs().amax(1).argsort(dim=1, descending=True, stable=True)
     return w_eNK.gather(2, order[:, None].expand_as(w_eNK)), order.int()
 
 
-def _quantize_in_pieces(w_eNK: torch.Tensor, quantize: _Quantize) -> list[torch.Tensor | None]:
-    """Quantize weights of any floating dtype, as float32 and some experts at a time."""
+def _quantize_in_chunks(w_eNK: torch.Tensor, quantize: _Quantize) -> list[torch.Tensor | None]:
+    """Quantize weights of any floating dtype, converting a few experts at a time to float32."""
     step = max(1, _WEIGHTS_AT_ONCE // w_eNK[0].numel())
-    whole: list[torch.Tensor | None] = []
+    results: list[torch.Tensor | None] = []
     for start in range(0, len(w_eNK), step):
-        some = slice(start, start + step)
-        pieces = quantize(w_eNK[some].float())
-        if not whole:
-            whole = [p if p is None else p.new_empty(len(w_eNK), *p.shape[1:]) for p in pieces]
-        for tensor, piece in zip(whole, pieces, strict=True):
+        chunk = slice(start, start + step)
+        pieces = quantize(w_eNK[chunk].float())
+        if not results:
+            results = [p if p is None else p.new_empty(len(w_eNK), *p.shape[1:]) for p in pieces]
+        for tensor, piece in zip(results, pieces, strict=True):
             if tensor is not None and piece is not None:
-                tensor[some] = piece
-    return whole
+                tensor[chunk] = piece
+    return results
 
 
 def _quantize(
@@ -366,7 +367,8 @@ def _quantize(
         return _quantize_mxfp4(w_eNK, scheme)
     rows, depth = w_eNK.shape[1:]
     high, low = extremes(w_eNK, scheme)
-    # Divisors are tensors: on a GPU torch divides by a number as it multiplies by its reciprocal.
+    # Divide by tensors: on a GPU, torch turns division by a Python number into a multiplication by
+    # its reciprocal.
     if scheme.zero_points:
         width = high.clamp(min=0) - low.clamp(max=0)
         scale = width / width.new_tensor(_TOP[scheme.weight])
@@ -394,9 +396,9 @@ def _quantize(
 def _quantize_mxfp4(
     w_eNK: torch.Tensor, scheme: QuantScheme
 ) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """Quantize with the least power of two whose sevenfold is not exceeded.
+    """Quantize with the smallest power-of-two scale s for which 7 s is not exceeded.
 
-    What is below 7 rounds to 6, as it would if 8 came next; ties round to the even code.
+    Values below 7 round to 6, as they would if 8 were the next code; ties go to the even code.
     """
     high, low = extremes(w_eNK, scheme)
     ratio = (torch.maximum(high, -low) / high.new_tensor(7.0)).clamp(min=MIN_SCALE)

@@ -1,17 +1,17 @@
-"""e2m1 weights in the order that takes kernels the fewest instructions to unpack.
+"""Repacking of e2m1 weights into the bit order that takes the fewest instructions to unpack.
 
-A 32-bit word holds eight codes: four pairs, of values k = 2i and 2i + 1 for pair i. A pair's lower
-value lies in the lower half of the word, its upper one in the upper half, both in the same way. A
-product takes a pair as two bf16 numbers in one register, each code's sign in bit 15 and its other
-bits in bits 8 to 6 of a half: with FIELDS for these bits,
+A 32-bit word holds eight codes in four pairs; pair i has the values k = 2i and k = 2i + 1. The
+lower value of a pair is in the lower half of the word and the upper one in the upper half, at the
+same bit positions. A GEMM takes a pair as two bf16 numbers in one register, with each code's sign
+in bit 15 and its other bits in bits 8 to 6 of a half. With FIELDS as the mask of these bits,
 
     pair 0   w & FIELDS                         pair 2   ((w << 6) ^ (w << 1)) & FIELDS
     pair 1   (w << 3) & FIELDS                  pair 3   ((w >> 3) ^ (w << 2)) & FIELDS
 
-Nine instructions for eight values: four masks and five shifts, four of which the multiplying pipe
-does; codes side by side take thirteen, nine of them in the slower pipe of the two. No four places
-for a code can be brought to FIELDS by a shift each, hence the differences: what the other shift
-brings along is known, and is in the stored bit too.
+This takes nine instructions for eight values: four masks and five shifts, four of which run in the
+multiply pipe. Codes in their natural order take thirteen, nine of them in the slower of the two
+pipes. No four positions can each be brought to FIELDS by a single shift, hence the XORs: the bits
+that the second shift brings along are known, and the stored bits compensate for them.
 """
 
 from collections.abc import Callable
@@ -25,30 +25,30 @@ from modular_kernel.utils.tensor_checks import check_output, check_tensor
 _SIGN = 0x80008000
 _REST = 0x01C001C0
 FIELDS = _SIGN | _REST
-VALUES = 8  # of a word
+VALUES = 8  # per word
 _BYTES = VALUES // 2
-_WORDS_AT_ONCE = 1 << 22  # of which 64-bit copies are made
+_WORDS_AT_ONCE = 1 << 22  # words per step, to limit the 64-bit temporaries
 _Words = Callable[[list[torch.Tensor]], torch.Tensor]
 _Pairs = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
 def repack(w_eNK: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """e2m1 weights two to a byte, the low nibble first along K, as `repacked=true` has them.
+    """Repack e2m1 weights, packed two per byte with the low nibble first, for `repacked=true`.
 
     w_eNK: uint8 (e, N, K / 2) with K a multiple of 8, any strides. Returns `out`, a tensor of the
-    same shape and dtype, which may be w_eNK itself: then it is rewritten, and to repack it once
-    more would spoil it. ShapeError, DtypeError.
+    same shape and dtype. It may be w_eNK itself, which is then overwritten; repacking twice
+    corrupts the weights. Raises ShapeError or DtypeError.
     """
-    return _rewritten(w_eNK, out, _pack_words, _split_nibbles)
+    return _rewrite(w_eNK, out, _pack_words, _split_nibbles)
 
 
 def as_nibbles(w_eNK: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return what `repack` made, two codes to a byte again."""
-    return _rewritten(w_eNK, out, _join_nibbles, unpack_words)
+    """Invert `repack`: return the codes packed two per byte."""
+    return _rewrite(w_eNK, out, _join_nibbles, unpack_words)
 
 
 def _pack_words(pairs: list[torch.Tensor]) -> torch.Tensor:
-    """Pack words of four pairs in FIELDS; all int64."""
+    """Pack four pairs in FIELDS into words; all int64."""
     p0, p1, p2, p3 = pairs
     w = p0 | p1 >> 3
     w |= ((p3 ^ w << 2) & _REST) << 3
@@ -69,14 +69,14 @@ def unpack_words(w: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _split_nibbles(w: torch.Tensor) -> list[torch.Tensor]:
-    """Split words of nibbles to pairs in FIELDS."""
-    bytes_of = [(w >> 8 * i) & 0xFF for i in range(_BYTES)]
-    codes = [(b & 0xF) | (b & 0xF0) << 12 for b in bytes_of]
+    """Split words of nibbles into pairs in FIELDS."""
+    packed = [(w >> 8 * i) & 0xFF for i in range(_BYTES)]
+    codes = [(b & 0xF) | (b & 0xF0) << 12 for b in packed]
     return [(c & 0x00080008) << 12 | (c & 0x00070007) << 6 for c in codes]
 
 
 def _join_nibbles(pairs: list[torch.Tensor]) -> torch.Tensor:
-    """Join pairs in FIELDS to words of nibbles."""
+    """Join pairs in FIELDS into words of nibbles."""
     w = torch.zeros_like(pairs[0])
     for i, pair in enumerate(pairs):
         code = (pair & _SIGN) >> 12 | (pair & _REST) >> 6
@@ -84,10 +84,10 @@ def _join_nibbles(pairs: list[torch.Tensor]) -> torch.Tensor:
     return w
 
 
-def _rewritten(
+def _rewrite(
     w_eNK: torch.Tensor, out: torch.Tensor | None, words_of: _Words, pairs_of: _Pairs
 ) -> torch.Tensor:
-    """Return words_of(pairs_of(words)) of every word, some experts at a time."""
+    """Return words_of(pairs_of(words)) for every word, in chunks of experts."""
     check_tensor("w", w_eNK)
     if w_eNK.dtype is not torch.uint8:
         raise DtypeError("w", got=dtype_name(w_eNK.dtype), need="uint8")
@@ -101,14 +101,14 @@ def _rewritten(
         raise DtypeError("out", got=dtype_name(out.dtype), need="uint8")
     if out.shape != w_eNK.shape:
         raise ShapeError("out", got=tuple(out.shape), need=f"as w: {tuple(w_eNK.shape)}")
-    same = out.data_ptr() == w_eNK.data_ptr() and out.stride() == w_eNK.stride()
-    check_output("out", out, {} if same else {"w": w_eNK})
+    is_inplace = out.data_ptr() == w_eNK.data_ptr() and out.stride() == w_eNK.stride()
+    check_output("out", out, {} if is_inplace else {"w": w_eNK})
     if not w_eNK.numel():
         return out
     step = max(1, _WORDS_AT_ONCE * _BYTES // w_eNK[0].numel())
     for start in range(0, len(w_eNK), step):
-        # A copy of its own: a view might begin between words.
-        some = w_eNK[start : start + step].clone(memory_format=torch.contiguous_format)
-        words = some.view(torch.int32).long() & 0xFFFFFFFF
+        # Clone: a view might not start at a word boundary.
+        chunk = w_eNK[start : start + step].clone(memory_format=torch.contiguous_format)
+        words = chunk.view(torch.int32).long() & 0xFFFFFFFF
         out[start : start + step] = words_of(pairs_of(words)).int().view(torch.uint8)
     return out

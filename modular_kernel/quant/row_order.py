@@ -1,9 +1,9 @@
-"""Puts the up rows of w1 before its gate rows, where a library wants them so.
+"""Reordering of w1 to put the up rows before the gate rows, as some libraries require.
 
     weights, problem = up_rows_first(weights, problem)     # once, when weights are loaded
     kernel = make_kernel("MoEPrepareAndFinalizeNoEP", "FlashInferExperts", problem)
 
-The two go together: the problem's activation says in which order the rows lie.
+Use both results together: the problem's activation declares the row order.
 """
 
 from collections.abc import Callable
@@ -21,12 +21,12 @@ _Rows = Callable[[torch.Tensor], torch.Tensor]
 
 
 def up_rows_first(weights: ExpertWeights, problem: Problem) -> tuple[ExpertWeights, Problem]:
-    """Return the layer with up rows first: w1, b1 and scales copied, other tensors as they are.
+    """Return the layer with up rows first: w1, b1 and scales are copied, other tensors shared.
 
-    weights: as `problem` has them, gate rows first or alternating; if up rows come first already,
-    both are returned as they are. ConfigurationError for an ungated activation, and where a scale
-    covers rows of both, or a group of columns; WeightsError and others for weights that are not
-    the problem's.
+    weights: as `problem` declares, gate rows first or interleaved; if up rows are first already,
+    both arguments are returned unchanged. Raises ConfigurationError for an ungated activation and
+    if a scale covers both gate and up rows or a group of columns, and WeightsError and others if
+    the weights do not match the problem.
     """
     act, scheme = problem.act, problem.scheme
     if act.up_first:
@@ -42,12 +42,12 @@ def up_rows_first(weights: ExpertWeights, problem: Problem) -> tuple[ExpertWeigh
         got = "alternating rows" if act.interleaved else f"I={problem.intermediate}"
         need = f"gate and up rows in blocks of {block} of their own"
         raise ConfigurationError(f"quant {problem.quant}", got=got, need=need)
-    rows = _from_alternating if act.interleaved else _from_halves
-    fields: dict[str, torch.Tensor] = {"w1": rows(weights.w1)}
+    reorder = _from_alternating if act.interleaved else _from_halves
+    fields: dict[str, torch.Tensor] = {"w1": reorder(weights.w1)}
     if weights.b1 is not None:
-        fields["b1"] = rows(weights.b1)
+        fields["b1"] = reorder(weights.b1)
     if weights.w1_scale is not None and weights.w1_scale.dim() > 1:
-        fields["w1_scale"] = rows(weights.w1_scale)
+        fields["w1_scale"] = reorder(weights.w1_scale)
     ordered = replace(act, interleaved=False, up_first=True)
     return replace(weights, **fields), replace(problem, activation=ordered)
 
@@ -58,10 +58,10 @@ def _from_halves(of_rows: torch.Tensor) -> torch.Tensor:
 
 
 def _from_alternating(of_rows: torch.Tensor) -> torch.Tensor:
-    whole = _as_bytes(of_rows)
-    return torch.cat((whole[:, 1::2], whole[:, ::2]), dim=1).view(of_rows.dtype)
+    rows = _as_bytes(of_rows)
+    return torch.cat((rows[:, 1::2], rows[:, ::2]), dim=1).view(of_rows.dtype)
 
 
 def _as_bytes(of_rows: torch.Tensor) -> torch.Tensor:
-    """Return float8 as uint8, of which any device can make copies."""
+    """View float8 as uint8, which every device can copy."""
     return of_rows.view(torch.uint8) if of_rows.element_size() == 1 else of_rows

@@ -1,4 +1,4 @@
-"""Tiles of a weight matrix that share a scale, and pairs of values that share a byte."""
+"""Helpers for weight tiles that share a scale, and for two 4-bit values packed in a byte."""
 
 import torch
 
@@ -9,22 +9,22 @@ from modular_kernel.utils.tensor_checks import check_tensor
 
 
 def unpack_pairs(packed: torch.Tensor, dim: int) -> torch.Tensor:
-    """Unpack uint8 with two values a byte along `dim`, the low nibble first: one value a byte."""
+    """Unpack uint8 along `dim` to one 4-bit value per byte, low nibble first."""
     return torch.stack([packed & 15, packed >> 4], dim + 1).flatten(dim, dim + 1)
 
 
 def pack_pairs(values: torch.Tensor, dim: int) -> torch.Tensor:
-    """Pack one nibble a byte to two along `dim`, the even one low."""
+    """Pack pairs of 4-bit values along `dim` into bytes, the even one in the low nibble."""
     shape = values.shape
     pairs = values.reshape(*shape[:dim], shape[dim] // 2, 2, *shape[dim + 1 :])
     return pairs.select(dim + 1, 0) | (pairs.select(dim + 1, 1) << 4)
 
 
 def from_e8m0(scale: torch.Tensor) -> torch.Tensor:
-    """Return 2^(s - 127) in float32, by its bits: exact, subnormal for 0, NaN for 255.
+    """Return 2^(s - 127) in float32, built from its bits: exact, subnormal for 0, NaN for 255.
 
-    scale: uint8 or float8_e8m0fnu of any shape. DtypeError for another dtype, and every error of
-    `check_tensor`.
+    scale: uint8 or float8_e8m0fnu of any shape. Raises DtypeError for another dtype, and every
+    error of `check_tensor`.
     """
     check_tensor("scale", scale)
     if scale.dtype not in (torch.uint8, torch.float8_e8m0fnu):
@@ -35,7 +35,7 @@ def from_e8m0(scale: torch.Tensor) -> torch.Tensor:
 
 
 def spread(tiles: torch.Tensor, scheme: QuantScheme, rows: int, depth: int) -> torch.Tensor:
-    """Spread one value a tile to one a weight: broadcastable to (e, rows, depth)."""
+    """Expand one value per tile to one per weight, broadcastable to (e, rows, depth)."""
     if scheme.granularity == "tensor":
         return tiles[:, None, None]
     if scheme.granularity == "channel":
@@ -46,7 +46,7 @@ def spread(tiles: torch.Tensor, scheme: QuantScheme, rows: int, depth: int) -> t
 
 
 def extremes(w_eNK: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest and smallest weight of each tile, zeros past a ragged end included."""
+    """Return the largest and smallest weight of each tile; a partial tile includes zeros."""
     e, rows, depth = w_eNK.shape
     if scheme.granularity == "tensor":
         return w_eNK.amax((1, 2)), w_eNK.amin((1, 2))

@@ -1,4 +1,4 @@
-"""Scales of activations that are given, for values that reach to a known magnitude."""
+"""Static activation scales for values of a known maximum magnitude."""
 
 import torch
 
@@ -8,19 +8,19 @@ from modular_kernel.spec.quantization import QuantScheme
 
 
 def largest_value(scheme: QuantScheme) -> float:
-    """Return the largest magnitude that a scale of 1 lets activations have."""
+    """Return the largest activation magnitude that a static scale of 1 can represent."""
     return nvfp4.LARGEST * nvfp4.LARGEST_SCALE if scheme.scales_by_expert else 448.0
 
 
 def static_scale(
     problem: Problem, most: float, device: torch.device | str | None = None
 ) -> torch.Tensor:
-    """Return an a1_scale or a2_scale, float32: (1,), or (e,) where each expert has its own.
+    """Return an a1_scale or a2_scale, float32: (1,), or (e,) if scales are per expert.
 
-    With it every magnitude up to `most` is held. Experts' scales are unlike: between that and its
-    double, so that another one's shows.
+    It represents every magnitude up to `most`. Per-expert scales differ, ranging from that scale to
+    twice it, so that tests detect the use of another expert's scale.
     """
-    one = most / largest_value(problem.scheme)
+    unit = most / largest_value(problem.scheme)
     if not problem.scheme.scales_by_expert:
-        return torch.full((1,), one, device=device)
-    return torch.linspace(one, 2 * one, problem.e, device=device)
+        return torch.full((1,), unit, device=device)
+    return torch.linspace(unit, 2 * unit, problem.e, device=device)

@@ -1,10 +1,9 @@
-"""The authority: the layer in plain torch, a loop over experts, sharing no code with any part.
+"""Reference implementation of the layer in plain torch; shares no code with any part.
 
-`oracle` computes in float64, on the values that quantized weights stand for. `recipe` is the same
-loop with the roundings that plain torch in the problem's dtype makes, and with quantized
-activations where the scheme has them; its distance from the oracle is the error a correct part
-may have. `twin` rounds where a part says that it does, and nowhere else: what it and the part
-compute differs by the order of float32 sums alone.
+`oracle` computes in float64 from the dequantized weights. `recipe` is the same loop over experts
+with the roundings of plain torch in the problem's dtype, and with quantized activations if the
+scheme has them; its distance from the oracle bounds the error of a correct part. `twin` rounds
+exactly where a part declares that it rounds, so the two differ only by the order of float32 sums.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,22 +21,23 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights, Routing
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
-# Of rows (R, K) and each one's local expert, (R,) int64, -1 for none.
+# Maps rows (R, K) and each row's local expert, (R,) int64, -1 for none, to rows (R, K).
 OfRows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-# Of a scale that is computed from activations, so that zeros have one too.
-_LEAST_SCALE = 2.0**-33
+# Lower bound of scales computed from activations, so that a row of zeros has a valid one.
+_MIN_SCALE = 2.0**-33
 
 
 @dataclass(frozen=True)
 class _Arithmetic:
-    """What is rounded, and where.
+    """Arithmetic of one variant: dtypes and roundings.
 
-    dtype: of every sum. rounded: to the problem's dtype. weight: a dequantized weight. operand:
-    what tensor cores see. x, h: activations (rows, values) as the products see them. gate_up: what
-    GEMM 1 gives, rows: what GEMM 2 gives, weighted: x times router weights. product: of rows (R, K)
-    and a matrix (N, K), (R, N).
+    dtype: of every sum. rounded: rounds to the problem's dtype. weight: rounds a dequantized
+    weight. operand: rounds what tensor cores read. x, h: quantize activations (rows, experts) as
+    the GEMMs read them. gate_up: rounds results of GEMM 1. rows: rounds results of GEMM 2.
+    weighted: rounds x times router weights. product: maps rows (R, K) and a matrix (N, K) to (R,
+    N).
     """
 
     dtype: torch.dtype
@@ -60,10 +60,12 @@ def oracle(
 ) -> torch.Tensor:
     """Return the exact output, (T, H) or (T, K, H), float64.
 
-    Ids outside [0, E), and of experts that are not here, are skipped; their weights are not read.
+    Ids outside [0, E), and of experts on other ranks, are skipped; their weights are not read.
     """
-    same = dict.fromkeys(_ROUNDINGS, _exact)
-    exact = _Arithmetic(dtype=torch.float64, product=_product, x=_exact_rows, h=_exact_rows, **same)
+    no_rounding = dict.fromkeys(_ROUNDINGS, _exact)
+    exact = _Arithmetic(
+        dtype=torch.float64, product=_product, x=_exact_rows, h=_exact_rows, **no_rounding
+    )
     return _moe(x_TH, weights, routing, problem, exact, behind=False)
 
 
@@ -77,16 +79,16 @@ def recipe(
 ) -> torch.Tensor:
     """Return the output of plain torch in the problem's dtype, as float64.
 
-    Products accumulate in float32; x times the router weight (where it goes on the input), GEMM 1
-    with its bias, the activation, GEMM 2 with its bias and the result are each rounded to the
-    problem's dtype. With tf32, operands of both products lose
-    their last 13 mantissa bits, as Hopper's tensor cores drop them.
+    Products accumulate in float32. Rounded to the problem's dtype are: x times the router weight
+    (if it goes on the input), GEMM 1 with its bias, the activation, GEMM 2 with its bias, and the
+    result. With tf32, operands of both GEMMs lose their last 13 mantissa bits, as in Hopper's
+    tensor cores.
 
-    A scheme that quantizes activations quantizes x and h: with one scale for all of x and one for
-    all h of valid pairs, with one for each row, or for each group of a row, of nvfp4 below one of
-    the row's expert. The router weight then
-    multiplies the product, not x, unless input_weighted: then x before it is quantized. Otherwise
-    dequantized weights are rounded to the problem's dtype.
+    A scheme that quantizes activations quantizes x and h: with one scale for x and one for h of all
+    valid pairs, one per row, or one per group of a row (for nvfp4, in addition to one per expert).
+    A router weight on the input then multiplies the results of GEMM 1, or with input_weighted x
+    before it is quantized. Without activation quantization, dequantized weights are rounded to the
+    problem's dtype.
     """
     quantizes = problem.scheme.quantizes_activations
     rules = _rounding(weights, problem, Roundings(weights=not quantizes, gate_up=True))
@@ -103,13 +105,13 @@ def twin(
     *,
     input_weighted: bool,
 ) -> torch.Tensor:
-    """Return what a part that rounds as `roundings` says has to return, in the problem's dtype.
+    """Return the output that a part rounding as `roundings` must produce, in the problem's dtype.
 
-    (T, H) or (T, K, H); of one chunk where calls are split. input_weighted: router weights on the
-    input multiply x itself, before it is quantized; otherwise GEMM 1's results, before the bias.
+    (T, H) or (T, K, H); for one chunk if calls are split. input_weighted: a router weight on the
+    input multiplies x itself, before it is quantized; otherwise GEMM 1's results, before the bias.
     """
-    given = x_TH, weights, routing, problem, roundings
-    return twins(*given, input_weighted=input_weighted, jitters=(None,))[0]
+    arguments = x_TH, weights, routing, problem, roundings
+    return twins(*arguments, input_weighted=input_weighted, jitters=(None,))[0]
 
 
 def twins(
@@ -122,17 +124,17 @@ def twins(
     input_weighted: bool,
     jitters: Sequence[torch.Generator | None],
 ) -> torch.Tensor:
-    """Return the twin of one call once for each of `jitters`: (their number, T, ...).
+    """Return the twin of one call for each of `jitters`, (number of jitters, T, ...).
 
-    jitters: each moves every product at random, as much as another order of its float32 sums may;
-    None moves nothing. They are computed as one call of as many copies of the tokens.
+    jitters: each perturbs every product randomly, by as much as another order of its float32 sums
+    may; None perturbs nothing. All are computed as one call with repeated tokens.
     """
     copies, tokens = len(jitters), len(x_TH)
     product = partial(_float32_product, jitters=jitters)
     rules = _rounding(weights, problem, roundings, product, copies=copies)
-    again = routing.of(torch.arange(tokens, device=x_TH.device).repeat(copies))
+    repeated = routing.of(torch.arange(tokens, device=x_TH.device).repeat(copies))
     x_TH = x_TH.repeat(copies, 1)
-    value = _moe(x_TH, weights, again, problem, rules, behind=not input_weighted)
+    value = _moe(x_TH, weights, repeated, problem, rules, behind=not input_weighted)
     return value.to(problem.dtype).view(copies, tokens, *value.shape[1:])
 
 
@@ -143,17 +145,17 @@ def _rounding(
     product: Product | None = None,
     copies: int = 1,
 ) -> _Arithmetic:
-    """Float32 arithmetic that rounds to the problem's dtype where it is said.
+    """Return float32 arithmetic that rounds to the problem's dtype where `roundings` declares.
 
-    product: of a twin, which also quantizes as the parts do, by reciprocals of scales. copies: of a
-    call, one after the other: what has one scale for all its rows has one for each copy.
+    product: that of a twin, which also quantizes like the parts, by reciprocals of scales. copies:
+    number of repeated calls; a per-tensor scale is computed for each copy separately.
     """
     scheme, reciprocal = problem.scheme, product is not None
 
     def rounded(value: torch.Tensor) -> torch.Tensor:
         return value.to(problem.dtype).to(torch.float32)
 
-    def held(
+    def quantized(
         rows: torch.Tensor, experts_R: torch.Tensor, *, given: torch.Tensor | None
     ) -> torch.Tensor:
         if scheme.scales_by_expert and given is not None:
@@ -168,8 +170,8 @@ def _rounding(
         rounded=rounded,
         weight=rounded if roundings.weights else _exact,
         operand=_drop_13_bits if tf32 and not quantizes else _exact,
-        x=partial(held, given=weights.a1_scale) if quantizes else _exact_rows,
-        h=partial(held, given=weights.a2_scale) if quantizes else _exact_rows,
+        x=partial(quantized, given=weights.a1_scale) if quantizes else _exact_rows,
+        h=partial(quantized, given=weights.a2_scale) if quantizes else _exact_rows,
         gate_up=rounded if roundings.gate_up else _exact,
         rows=rounded if roundings.rows else _exact,
         weighted=_exact if scheme.travels_quantized else rounded,
@@ -182,27 +184,27 @@ def _product(a_RK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
 
 
 def _contiguous(matrix: torch.Tensor) -> torch.Tensor:
-    """Return a copy without gaps between its rows: float32 products on some CPUs read those."""
+    """Copy a matrix without gaps between rows, which float32 GEMMs on some CPUs would read."""
     return matrix.clone(memory_format=torch.contiguous_format)
 
 
 def _float32_product(
     a_RK: torch.Tensor, b_NK: torch.Tensor, *, jitters: Sequence[torch.Generator | None]
 ) -> torch.Tensor:
-    """Return a @ b.T, exact until it is rounded to float32.
+    """Return a @ b.T, computed in float64 and rounded to float32.
 
-    jitters: one for each of as many copies of the rows; it moves theirs, before that, within what
-    sums may be off by.
+    jitters: one for each copy of the rows; it perturbs that copy before rounding, within the error
+    bound of float32 sums.
     """
     a_RK, b_NK = a_RK.double(), b_NK.double()
     exact = a_RK @ b_NK.T
-    if any(each is not None for each in jitters):
-        reach = (a_RK.abs() @ b_NK.abs().T) * 2.0**-24
-        copies = (each.chunk(len(jitters)) for each in (exact, reach))
-        for jitter, moved, by in zip(jitters, *copies, strict=True):
+    if any(jitter is not None for jitter in jitters):
+        bound = (a_RK.abs() @ b_NK.abs().T) * 2.0**-24
+        copies = (jitter.chunk(len(jitters)) for jitter in (exact, bound))
+        for jitter, values, bounds in zip(jitters, *copies, strict=True):
             if jitter is not None:
-                noise = torch.randn(moved.shape, generator=jitter, dtype=torch.float64)
-                moved += noise.to(moved.device) * by
+                noise = torch.randn(values.shape, generator=jitter, dtype=torch.float64)
+                values += noise.to(values.device) * bounds
     return exact.float()
 
 
@@ -227,25 +229,25 @@ def _moe(
     *,
     behind: bool,
 ) -> torch.Tensor:
-    """behind: router weights on the input multiply GEMM 1's results instead of x."""
+    """Compute the layer. behind: input router weights multiply GEMM 1's results instead of x."""
     dtype, rounded, operand = rules.dtype, rules.rounded, rules.operand
     ids = _local_ids(routing, weights, problem)
-    here = (ids >= 0) & (ids < weights.w1.shape[0])
-    local = torch.where(here, ids, -1).flatten()
-    router = torch.where(here, routing.topk_weights_TK.to(dtype), 0)
+    is_local = (ids >= 0) & (ids < weights.w1.shape[0])
+    local = torch.where(is_local, ids, -1).flatten()
+    router = torch.where(is_local, routing.topk_weights_TK.to(dtype), 0)
     on_input = problem.apply_router_weight_on_input
     x = x_TH.to(dtype)
     if on_input and not behind:
-        x_TKH = torch.where(here[..., None], x[:, None] * router[..., None], 0.0)
+        x_TKH = torch.where(is_local[..., None], x[:, None] * router[..., None], 0.0)
         x_TKH = rules.x(rules.weighted(x_TKH).flatten(0, 1), local).view_as(x_TKH)
     elif problem.scheme.scales_by_expert:
         x_TKH = x[:, None].expand(-1, ids.shape[1], -1)
         x_TKH = rules.x(x_TKH.flatten(0, 1), local).view_as(x_TKH)
     else:
         x_TKH = rules.x(x, local)[:, None].expand(-1, ids.shape[1], -1)
-    # Of experts that have any; they may be few of many.
-    some = sorted(set(local[local >= 0].tolist()))
-    pairs = [(expert, (ids == expert).nonzero(as_tuple=True)) for expert in some]
+    # Only experts that have tokens.
+    used_experts = sorted(set(local[local >= 0].tolist()))
+    pairs = [(expert, (ids == expert).nonzero(as_tuple=True)) for expert in used_experts]
     h_TKI = torch.zeros(*ids.shape, problem.intermediate, dtype=dtype, device=x.device)
     adapters = Adapters(
         weights, routing, product=rules.product, operand=rules.operand, rounded=rounded
@@ -255,26 +257,26 @@ def _moe(
         x_RH = x_TKH[token, slot]
         if weights.w1_order is not None:
             order = weights.w1_order[expert].long()
-            inside = (order >= 0) & (order < x_RH.shape[1])  # any other column reads 0
+            inside = (order >= 0) & (order < x_RH.shape[1])  # an out-of-range column reads 0
             x_RH = torch.where(inside, x_RH[:, order.where(inside, 0)], 0.0)
         h = rules.product(operand(x_RH), operand(w1))
-        plain = x[token]
+        unquantized = x[token]
         if on_input and not behind:
-            plain = rounded(plain * router[token, slot, None])
-        h = h + adapters.of_w1(plain, token, expert, problem.act)
+            unquantized = rounded(unquantized * router[token, slot, None])
+        h = h + adapters.of_w1(unquantized, token, expert, problem.act)
         if on_input and behind:
             h = h * router[token, slot, None]
         if weights.b1 is not None:
             h = h + weights.b1[expert].to(dtype)
         h_TKI[token, slot] = rounded(activation(rules.gate_up(h), problem.act))
-    plain_TKI = h_TKI
-    # Rows of skipped pairs are zero: they change no largest value.
+    unquantized_TKI = h_TKI
+    # Rows of skipped pairs are zero and do not affect any maximum.
     h_TKI = rules.h(h_TKI.flatten(0, 1), local).view_as(h_TKI)
     rows_TKH = torch.zeros(*ids.shape, problem.hidden, dtype=dtype, device=x.device)
     for expert, (token, slot) in pairs:
         w2 = rules.weight(matrix(weights, "w2", expert, problem, dtype))
         y = rules.product(operand(h_TKI[token, slot]), operand(w2))
-        y = y + adapters.of_w2(plain_TKI[token, slot], token, expert)
+        y = y + adapters.of_w2(unquantized_TKI[token, slot], token, expert)
         if weights.b2 is not None:
             y = y + weights.b2[expert].to(dtype)
         rows_TKH[token, slot] = rules.rows(y)
@@ -284,10 +286,10 @@ def _moe(
 def _as_quantized(
     rows: torch.Tensor, scheme: QuantScheme, given: torch.Tensor | None, *, reciprocal: bool = False
 ) -> torch.Tensor:
-    """Float32 rows (R, K) to the nearest values that the scheme can hold; given: static scale.
+    """Round float32 rows (R, K) to the nearest values of the scheme. given: static scale, or None.
 
-    reciprocal: a value is multiplied by the float32 reciprocal of its scale instead of divided by
-    it: of values of 16 bits many lie in the middle between two of 8 bits, until that moves them.
+    reciprocal: multiply by the float32 reciprocal of the scale instead of dividing. Many 16-bit
+    values are exactly between two 8-bit values, so the choice decides how they round.
     """
     if rows.numel() == 0:
         return rows
@@ -302,14 +304,15 @@ def _as_quantized(
         amax = part.abs().amax(1, keepdim=True)
         if scheme.activation_granularity == "tensor":
             amax = amax.amax()
-        # A tensor: by a number torch divides on a GPU as it multiplies by its reciprocal, and a
-        # scale that is the least bit off decides what becomes of every tie.
+        # Divide by a tensor: on a GPU, torch turns division by a Python number into a
+        # multiplication by its reciprocal, and a scale that is off by one bit changes how ties
+        # round.
         top = amax.new_tensor(largest)
-        scale = (amax / top).clamp(min=_LEAST_SCALE) if given is None else given
+        scale = (amax / top).clamp(min=_MIN_SCALE) if given is None else given
         scaled = part * (1 / scale) if reciprocal else part / scale
         scaled = scaled.clamp(-largest, largest)
-        near = scaled.round() if integers else scaled.to(torch.float8_e4m3fn).to(rows.dtype)
-        parts.append(near * scale)
+        nearest = scaled.round() if integers else scaled.to(torch.float8_e4m3fn).to(rows.dtype)
+        parts.append(nearest * scale)
     return torch.cat(parts, dim=1)
 
 
@@ -323,7 +326,7 @@ def _combine(rows_TKH: torch.Tensor, router: torch.Tensor, problem: Problem) -> 
 
 
 def _local_ids(routing: Routing, weights: ExpertWeights, problem: Problem) -> torch.Tensor:
-    """Row of w1 for each pair, -1 where it is skipped: (T, K) int64."""
+    """Return the row of w1 for each pair, -1 if it is skipped: (T, K) int64."""
     ids = routing.topk_ids_TK.long()
     valid = (ids >= 0) & (ids < problem.experts)
     if weights.expert_map is not None:
@@ -333,7 +336,7 @@ def _local_ids(routing: Routing, weights: ExpertWeights, problem: Problem) -> to
 
 
 def activation(value: torch.Tensor, spec: ActivationSpec) -> torch.Tensor:
-    """(R, N) -> (R, I): the rules of ActivationSpec, written out once more."""
+    """Apply the activation, (R, N) -> (R, I); independent implementation of ActivationSpec."""
     if spec.kind == "relu2":
         return value.clamp(min=0).square()
     if not spec.gated:

@@ -1,4 +1,4 @@
-"""What the adapters of a call's tokens add to both products, in the arithmetic of `reference`."""
+"""Reference LoRA deltas of both GEMMs, in the arithmetic of `modular_kernel.reference`."""
 
 from collections.abc import Callable
 
@@ -8,13 +8,13 @@ from modular_kernel.spec.problem import ActivationSpec
 from modular_kernel.tensors import ExpertWeights, Routing
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
-Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (R, K) and (N, K) to (R, N)
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (R, K), (N, K) -> (R, N)
 
 
 class Adapters:
-    """Deltas B (A x) of a call, 0 where a token has no adapter.
+    """LoRA deltas B (A x) of a call; 0 for tokens without an adapter.
 
-    u = A x is `rounded`, to the problem's dtype; x and h are read before they are quantized.
+    u = A x is rounded to the problem's dtype; x and h are unquantized.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Adapters:
     def of_w1(
         self, x_RH: torch.Tensor, token: torch.Tensor, expert: int, act: ActivationSpec
     ) -> torch.Tensor | float:
-        """Return (R, N) for rows (R, H) of these tokens (R,) at an expert."""
+        """Return the delta of GEMM 1, (R, N), for rows (R, H) of tokens (R,) at one expert."""
         a, b = self._weights.lora_a13, self._weights.lora_b13
         if a is None or b is None or self._slots_T is None:
             return 0.0
@@ -43,12 +43,12 @@ class Adapters:
         if act.interleaved:
             gates, ups = slice(0, None, 2), slice(1, None, 2)
         out = x_RH.new_zeros(len(x_RH), rows)
-        for where, part in ((gates, slice(0, rank)), (ups, slice(rank, None))):
-            out[:, where] = self._delta(x_RH, a[:, :, part], b[:, :, where], token, expert)
+        for half, part in ((gates, slice(0, rank)), (ups, slice(rank, None))):
+            out[:, half] = self._delta(x_RH, a[:, :, part], b[:, :, half], token, expert)
         return out
 
     def of_w2(self, h_RI: torch.Tensor, token: torch.Tensor, expert: int) -> torch.Tensor | float:
-        """Return (R, H) for rows (R, I) of these tokens (R,) at an expert."""
+        """Return the delta of GEMM 2, (R, H), for rows (R, I) of tokens (R,) at one expert."""
         a, b = self._weights.lora_a2, self._weights.lora_b2
         if a is None or b is None or self._slots_T is None:
             return 0.0
@@ -68,9 +68,9 @@ class Adapters:
         for slot in sorted(set(slots.tolist())):
             if not 0 <= slot < len(a_LeRK):
                 continue
-            mine = slots == slot
+            selected = slots == slot
             a = a_LeRK[slot, expert % a_LeRK.shape[1]].to(out.dtype)
             b = b_LeNR[slot, expert % b_LeNR.shape[1]].to(out.dtype)
-            u = self._rounded(self._product(self._operand(rows_RK[mine]), self._operand(a)))
-            out[mine] = self._product(self._operand(u), self._operand(b))
+            u = self._rounded(self._product(self._operand(rows_RK[selected]), self._operand(a)))
+            out[selected] = self._product(self._operand(u), self._operand(b))
         return out

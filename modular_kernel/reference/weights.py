@@ -1,4 +1,4 @@
-"""The values that stored weights stand for, decoded bit by bit, sharing no code with any part."""
+"""Reference dequantization of weights, bit by bit; shares no code with any part."""
 
 from math import prod
 
@@ -12,7 +12,7 @@ from modular_kernel.tensors import ExpertWeights
 def matrix(
     weights: ExpertWeights, name: str, expert: int, problem: Problem, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the values that one expert's w1 or w2 stands for, (rows, depth)."""
+    """Return the dequantized w1 or w2 of one expert, (rows, depth)."""
     scheme = problem.scheme
     stored: torch.Tensor = getattr(weights, name)[expert]
     if not scheme.quantized:
@@ -30,9 +30,11 @@ def matrix(
     elif scheme.granularity == "group":
         scale = scale[n, k // scheme.group[0]]
     if scheme.weight == "float4_e2m1":
-        whole = getattr(weights, f"{name}_global_scale")
-        factors = _e2m1_scales(scale, None if whole is None else whole[expert], n, problem)
-        return prod((each.to(dtype) for each in factors), start=_e2m1(stored.to(dtype)))
+        global_scale = getattr(weights, f"{name}_global_scale")
+        factors = _e2m1_scales(
+            scale, None if global_scale is None else global_scale[expert], n, problem
+        )
+        return prod((factor.to(dtype) for factor in factors), start=_e2m1(stored.to(dtype)))
     zero_point = getattr(weights, f"{name}_zero_point")
     value = stored.to(dtype)
     if zero_point is not None and scheme.packed:
@@ -48,9 +50,9 @@ def matrix(
 def _e2m1_scales(
     scale: torch.Tensor, whole: torch.Tensor | None, n: torch.Tensor, problem: Problem
 ) -> tuple[torch.Tensor, ...]:
-    """Return what multiplies e2m1 values of rows n, in turn.
+    """Return the factors that multiply e2m1 values of rows n, in order.
 
-    whole: scales of gate and up, or of one matrix.
+    whole: global scales of gate and up, or of one matrix; None for E8M0 scales.
     """
     if whole is None:
         return (torch.exp2(scale.double() - 127).where(scale != 255, torch.nan),)
@@ -58,8 +60,8 @@ def _e2m1_scales(
     return scale, whole[n % count if problem.act.interleaved else n * count // len(n)]
 
 
-# Of a repacked code's bits 0 to 3, by the pair that it is in: the stored bits whose difference each
-# is, counted from the half of a word that the code lies in; 18 is past the upper one, and 0 there.
+# For each pair of a repacked word, the stored bits whose XOR gives bits 0 to 3 of a code, counted
+# from the half of the word that holds the code. Bit 18 of the upper half is past the word and 0.
 _REPACKED_BITS = (
     ((6,), (7,), (8,), (15,)),
     ((3,), (4,), (5,), (12,)),
@@ -71,23 +73,23 @@ _REPACKED_BITS = (
 def code_at(
     stored: torch.Tensor, n: torch.Tensor, k: torch.Tensor, scheme: QuantScheme
 ) -> torch.Tensor:
-    """Codes of four bits of rows n and columns k of one expert's weights; repacked, bit by bit."""
+    """Return the 4-bit codes at rows n and columns k of one expert's weights."""
     if not scheme.repacked:
         return stored[n, k // 2] >> (4 * (k % 2)) & 15
     code = torch.zeros_like(n + k)
     for pair, bits in enumerate(_REPACKED_BITS):
-        for place, sources in enumerate(bits):
+        for position, sources in enumerate(bits):
             bit = torch.zeros_like(code)
             for source in sources:
-                at = source + 16 * (k % 2)
-                byte = stored[n, k // 8 * 4 + at.clamp(max=31) // 8].long()
-                bit ^= torch.where(at < 32, byte >> (at % 8) & 1, 0)
-            code += torch.where(k % 8 // 2 == pair, bit << place, 0)
+                bit_index = source + 16 * (k % 2)
+                byte = stored[n, k // 8 * 4 + bit_index.clamp(max=31) // 8].long()
+                bit ^= torch.where(bit_index < 32, byte >> (bit_index % 8) & 1, 0)
+            code += torch.where(k % 8 // 2 == pair, bit << position, 0)
     return code
 
 
 def _e2m1(code: torch.Tensor) -> torch.Tensor:
-    """sign 1, exponent 2 (bias 1), mantissa 1: (-1)^s 2^(x - 1) (1 + m / 2), or m / 2 if x = 0."""
+    """Decode e2m1: (-1)^s 2^(x - 1) (1 + m / 2), or (-1)^s m / 2 if the 2-bit exponent x is 0."""
     sign, rest = torch.where(code >= 8, -1.0, 1.0), code % 8
     exponent, mantissa = torch.floor(rest / 2), rest % 2
     normal = torch.exp2(exponent - 1) * (1 + mantissa / 2)

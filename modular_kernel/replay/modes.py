@@ -1,4 +1,4 @@
-"""torch's modes around a call: none of them changes what a kernel computes, or what it keeps."""
+"""Isolation of calls from torch's modes: compile tracing, torch functions, autocast, inference."""
 
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
@@ -13,7 +13,7 @@ from modular_kernel.errors import UnsupportedError
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
-# For the message of torch.compile(fullgraph=True).
+# Message of torch.compile(fullgraph=True).
 _NOT_TRACED = (
     "a kernel's own call, or a plan's, is not traced: the graph breaks there. "
     "modular_kernel.integrations.fused_moe.fused_experts is an operator that needs no break"
@@ -24,18 +24,18 @@ _C: Any = torch._C
 
 
 def untraced(function: F) -> F:
-    """Break the graph of torch.compile at a call instead of tracing it; fullgraph=True says why.
+    """Break torch.compile's graph at a call instead of tracing it; fullgraph=True shows the reason.
 
-    The call runs outside of torch function modes, such as that of torch.set_default_device, which
-    would cost microseconds in every operation inside.
+    The call runs outside torch function modes, such as that of torch.set_default_device, which
+    would add microseconds to every operation.
     """
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             torch._dynamo.graph_break(msg=_NOT_TRACED)
-            outside = torch._dynamo.disable(function)  # type: ignore[no-untyped-call]
-            return outside(*args, **kwargs)
+            eager = torch._dynamo.disable(function)  # type: ignore[no-untyped-call]
+            return eager(*args, **kwargs)
         if _C._len_torch_function_stack():
             with _C.DisableTorchFunction():
                 return function(*args, **kwargs)
@@ -45,21 +45,21 @@ def untraced(function: F) -> F:
 
 
 def run_untraced(function: Callable[..., T], why: str, *args: Any, **kwargs: Any) -> T:
-    """Call a function that torch.compile must not look into: break the graph, and call it eagerly.
+    """Break the graph of torch.compile and call a function eagerly.
 
-    why: what fullgraph=True quotes in its error. Under torch.export, which has no graph breaks,
+    why: reason shown by fullgraph=True. Under torch.export, which has no graph breaks, raises
     UnsupportedError with it.
     """
     if torch.compiler.is_exporting():
         raise UnsupportedError("torch.export", got=why, need="a call that is an operator")
     torch._dynamo.graph_break(msg=why)
-    outside = torch._dynamo.disable(function)  # type: ignore[no-untyped-call]
-    result: T = outside(*args, **kwargs)
+    eager = torch._dynamo.disable(function)  # type: ignore[no-untyped-call]
+    result: T = eager(*args, **kwargs)
     return result
 
 
 def without_autocast(function: F) -> F:
-    """Have a call compute in the dtypes that its problem declares, where autocast is on too."""
+    """Make a call compute in its problem's dtypes even if autocast is enabled."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -81,5 +81,5 @@ def _no_autocast() -> Any:
 
 
 def kept() -> torch.inference_mode:
-    """Have tensors made that outlive the caller's inference mode: to be written without."""
-    return torch.inference_mode(False)  # by position: torch.compile takes no keyword
+    """Disable inference mode, so that tensors that outlive the call can be written later."""
+    return torch.inference_mode(False)  # positional: torch.compile does not accept a keyword

@@ -1,10 +1,10 @@
-"""What the host does for a planned call, done once: launches are recorded, then replayed.
+"""Recording of a planned call's launches, for replay without the parts' host code.
 
-A plan's first call of a signature runs the parts' host code inside `recording`. Every launch made
-through `modular_kernel.replay.launch` is noted, with what came from which input. A later call of
-the same signature puts its own pointers there and launches the same kernels; no host code of the
-parts runs. What cannot be replayed shows while recording: a torch operation that is no view refuses
-it.
+A plan's first call of each signature runs the parts' host code inside `recording`. Every launch
+made through `modular_kernel.replay.launch` is recorded, with the inputs that its pointers come
+from. Later calls of the signature substitute their own pointers and launch the same kernels. Calls
+that cannot
+be replayed are detected while recording: a torch operation that is not a view prevents it.
 """
 
 import weakref
@@ -25,15 +25,13 @@ from modular_kernel.tensors import ExpertWeights
 from modular_kernel.utils.tensor_checks import span
 
 Replay = Callable[[int, Sequence[int]], None]  # (stream, pointers of the inputs)
-Replayer = Callable[
-    [Sequence[Any], int], Replay
-]  # launches as noted, and how many inputs there are
-Watched = Callable[[], bool]  # whether somebody watches launches, so that none may be hidden
+Replayer = Callable[[Sequence[Any], int], Replay]  # (recorded launches, number of inputs) -> Replay
+Watched = Callable[[], bool]  # whether a profiler watches launches, so that none may bypass it
 
-_MOST_LAYOUTS = 1024  # of weights that were checked: one for each layer of a model, and more
-_MOST_RECORDED = 64  # signatures of call a plan remembers; each may hold a small CUDA graph
-_ALIGNMENT = 16  # bytes: kernels are compiled apart for pointers that are multiples of it
-# Mapped over tensors: every call asks, and it takes a third less time than one by one.
+_MAX_LAYOUTS = 1024  # layouts of checked weights to remember: more than a model has layers
+_MOST_RECORDED = 64  # recordings per plan; each may hold a small CUDA graph
+_ALIGNMENT = 16  # bytes: triton specializes kernels on pointers divisible by it
+# Used with map(), in every call: a third faster than a loop.
 _pointer, _size, _stride = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
 _dtype, _dtype_and_device = attrgetter("dtype"), attrgetter("dtype", "device")
 _version = attrgetter("_version")
@@ -44,15 +42,15 @@ _recorder: ContextVar["Recorder | None"] = ContextVar("recorder of launches", de
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """The launches of calls of one signature. kept: memory they use that is not the caller's."""
+    """Launches of calls of one signature. kept: memory that they use besides the caller's."""
 
     replays: tuple[Replay, ...]
     watches: tuple[Watched, ...]
     kept: tuple[torch.Tensor, ...]
 
     def watched(self) -> bool:
-        """Tell whether a profiler would miss these launches: they go past triton's hooks."""
-        for watched in self.watches:  # noqa: SIM110  in every call, so without a generator
+        """Return whether a profiler would miss these launches, which bypass triton's hooks."""
+        for watched in self.watches:  # noqa: SIM110  runs in every call; a generator is slower
             if watched():
                 return True
         return False
@@ -64,7 +62,7 @@ class RecordedCall:
 
 
 class Recorder(TorchDispatchMode):
-    """Notes the launches of one call, whose tensors are `inputs`, in the order of the pointers."""
+    """Records the launches of one call with tensors `inputs`, in the order of the pointers."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -86,11 +84,11 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def refuse(self, reason: str) -> None:
-        """Say why this call cannot be replayed; the first reason stays."""
+        """Mark this call as not replayable; the first reason is kept."""
         self.refused = self.refused or reason
 
     def place(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """(input, bytes into it) where `tensor` starts; None, and it is kept, if in no input."""
+        """Return (input, byte offset) of `tensor`; None, and keep it alive, if in no input."""
         pointer = tensor.data_ptr()
         for index, (start, stop) in enumerate(self._spans):
             if start <= pointer < stop:
@@ -99,7 +97,7 @@ class Recorder(TorchDispatchMode):
         return None
 
     def note(self, launch: Any, replayer: Replayer, watched: Watched) -> None:
-        """Add a launch; `replayer` makes one Replay of it and of its neighbors with the same."""
+        """Add a launch. `replayer` makes one Replay of adjacent launches that share it."""
         self._launches.append((replayer, launch))
         if watched not in self._watches:
             self._watches.append(watched)
@@ -115,55 +113,55 @@ class Recorder(TorchDispatchMode):
         return RecordedCall(replays, tuple(self._watches), tuple(self._kept))
 
 
-# recorder(): what records this thread's launches at the moment, or None. Every launch asks.
+# recorder(): the active Recorder of this thread, or None. Called for every launch.
 recorder = _recorder.get
 
 
 @contextmanager
 def recording(inputs: Sequence[torch.Tensor]) -> Iterator[Recorder]:
-    """Record the launches made inside, by this thread."""
-    made = Recorder(inputs)
-    token = _recorder.set(made)
+    """Record the launches of this thread inside the block."""
+    recorder = Recorder(inputs)
+    token = _recorder.set(recorder)
     try:
-        with made:
-            yield made
+        with recorder:
+            yield recorder
     finally:
         _recorder.reset(token)
 
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """Leave what is done inside out of a replay: it watches the call and is no part of it."""
-    made = _recorder.get()
-    if made is None:
+    """Exclude operations inside the block from the recording; they only observe the call."""
+    recorder = _recorder.get()
+    if recorder is None:
         yield
         return
-    made.paused = True
+    recorder.paused = True
     try:
         yield
     finally:
-        made.paused = False
+        recorder.paused = False
 
 
 def capturing(device: torch.device) -> bool:
-    """Tell whether the current stream of a device is being captured in a CUDA graph."""
+    """Return whether the current stream of a device is being captured in a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def storage_of(tensor: torch.Tensor) -> StorageWeakRef:
-    """Return the memory that a tensor lies in, which lives no longer for that."""
+    """Return a weak reference to the storage of a tensor."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
 class CheckedWeights:
-    """Weights that were checked: their tensors, each once, and what a recording sees of them.
+    """Checked weights: their tensors without duplicates, and what a recording depends on.
 
-    places: pointers, shapes, strides and dtypes of then. spans: the bytes they reach over.
-    bits: of all pointers. signature: the number of what a recording sees. unwritten, versions:
-    of tensors that must not be written, because they were prepared or something was prepared of
-    them; inference tensors have no version. storages: of what something was prepared of. While a
-    storage lives, no other has its memory.
+    places: pointers, shapes, strides and dtypes at the time of the check. spans: their address
+    ranges. bits: bitwise or of all pointers. signature: number that identifies layout and dtypes.
+    unwritten, versions: tensors that must not be written, because they are prepared or sources of
+    prepared ones, with their version counters; inference tensors have none. storages: of the
+    sources. While a storage is alive, no other can have its address.
     """
 
     weights: "weakref.ref[ExpertWeights]"
@@ -179,7 +177,7 @@ class CheckedWeights:
     storages: tuple[StorageWeakRef, ...]
 
     def holds(self) -> bool:
-        """Whether all is where it was, and as it was where that is remembered."""
+        """Return whether all tensors are where they were, and unwritten if tracked."""
         if self.versions != [*map(_version, self.unwritten)]:
             return False
         for storage in self.storages:
@@ -189,19 +187,19 @@ class CheckedWeights:
 
 
 class KnownWeights:
-    """The weights that a kernel and its plans have checked, so that a call need not do it again.
+    """Weights that a kernel and its plans have checked, so that calls need not check them again.
 
-    Weights are remembered while they live, and not kept alive. Another ExpertWeights of the same
-    memory, such as one made anew for each call, is not checked again either. A copy knows none.
+    Weights are remembered while they are alive, and not kept alive. Another ExpertWeights with the
+    same memory, for example made anew for each call, is not checked again. A copy starts empty.
     """
 
     def __init__(self) -> None:
         self._bound: dict[int, CheckedWeights] = {}
-        # Layouts that passed the checks: only addresses and sizes, so that nothing is kept alive.
+        # Layouts that passed the checks, as addresses and sizes, so that nothing is kept alive.
         self._passed: dict[tuple[Hashable, ...], None] = {}
-        # A number is hashed sooner than what it stands for.
+        # Signatures as numbers, because a number is faster to hash.
         self._signatures: dict[Hashable, int] = {}
-        self._next_number = count().__next__  # not the dict's length: two threads may read the same
+        self._next_number = count().__next__  # atomic; the dict's length could be read twice
 
     def __reduce__(self) -> tuple[type["KnownWeights"], tuple[()]]:
         return KnownWeights, ()
@@ -212,17 +210,17 @@ class KnownWeights:
         sources: Sequence[torch.Tensor] = (),
         made: Sequence[torch.Tensor] = (),
     ) -> CheckedWeights:
-        """Remember weights that were checked.
+        """Remember checked weights.
 
-        made: the tensors among them that were prepared, from those in `sources`. A write to either
-        ends what is remembered.
+        made: prepared tensors among them, derived from `sources`. A write to either invalidates the
+        entry.
         """
         versioned = tuple(tensor for tensor in (*sources, *made) if not tensor.is_inference())
-        given = {name: t for name, t in vars(weights).items() if t is not None}
-        unlike = {id(tensor): tensor for tensor in given.values()}
-        order = list(unlike)
-        fields = tuple((name, order.index(id(tensor))) for name, tensor in given.items())
-        tensors = tuple(unlike.values())
+        by_name = {name: t for name, t in vars(weights).items() if t is not None}
+        unique = {id(tensor): tensor for tensor in by_name.values()}
+        order = list(unique)
+        fields = tuple((name, order.index(id(tensor))) for name, tensor in by_name.items())
+        tensors = tuple(unique.values())
         key, bound = id(weights), self._bound
         alive = weakref.ref(weights, lambda _: bound.pop(key, None))
         pointers = tuple(map(_pointer, tensors))
@@ -240,58 +238,58 @@ class KnownWeights:
             versions=[*map(_version, versioned)],
             storages=tuple(map(storage_of, sources)),
         )
-        if not sources:  # what was prepared is known by the tensor, not by its memory
-            self._remember(_layout(given))
+        if not sources:  # prepared tensors are identified by object, not by memory
+            self._remember(_layout(by_name))
         return bound[key]
 
     def _remember(self, layout: tuple[Hashable, ...] | None) -> None:
         if layout is not None:
-            while len(self._passed) >= _MOST_LAYOUTS:
+            while len(self._passed) >= _MAX_LAYOUTS:
                 self._passed.pop(next(iter(self._passed)), None)
             self._passed[layout] = None
 
     def _bind_alike(self, weights: ExpertWeights, device: torch.device) -> CheckedWeights | None:
-        """Bind weights that lie exactly as others did that passed the checks; None if none did."""
+        """Bind weights with a layout that passed the checks before; None if there is none."""
         if type(weights) is not ExpertWeights:
             return None
-        given = {name: t for name, t in vars(weights).items() if t is not None}
-        layout = _layout(given)
+        by_name = {name: t for name, t in vars(weights).items() if t is not None}
+        layout = _layout(by_name)
         if layout is None or layout not in self._passed or weights.w1.device != device:
             return None
         return self.bind(weights)
 
     def bound(self, weights: ExpertWeights, device: torch.device) -> CheckedWeights | None:
-        """Return what is remembered of these weights; None unless it still holds.
+        """Return the entry of these weights; None unless it is still valid.
 
-        It holds if they were checked beside tokens on `device` and are where they were: `.data`
-        may be set anew, and memory be let go.
+        It is valid if they were checked with tokens on `device` and have not moved: `.data` may be
+        reassigned, and memory freed.
         """
-        found = self._bound.get(id(weights))
-        if found is None or found.weights() is not weights:
+        checked = self._bound.get(id(weights))
+        if checked is None or checked.weights() is not weights:
             return self._bind_alike(weights, device)
-        return found if found.device == device and found.holds() else None
+        return checked if checked.device == device and checked.holds() else None
 
 
 class RecordedCalls:
-    """The recordings of one plan.
+    """Recordings of one plan.
 
-    A recording serves every call of its signature: with the same shape, strides, dtype, device and
-    alignment of each tensor. At most 64 are kept; the oldest goes first.
+    A recording serves every call of its signature: equal shape, strides, dtype, device and
+    alignment of each tensor. At most 64 are kept; the oldest is dropped first.
     """
 
     def __init__(self) -> None:
         self._recorded: dict[Hashable, RecordedCall | None] = {}
 
     def find(self, signature: Hashable) -> RecordedCall | None:
-        """Return the recording for calls of this signature; None if there is none."""
+        """Return the recording for this signature; None if there is none."""
         return self._recorded.get(signature)
 
     def wants(self, signature: Hashable) -> bool:
-        """Tell whether a call of this signature was never recorded, nor refused."""
+        """Return whether no call of this signature was recorded or refused."""
         return signature not in self._recorded
 
     def keep(self, signature: Hashable, recorded: RecordedCall | None) -> None:
-        """Remember a recording, or with None that there can be none."""
+        """Store a recording, or None if the signature cannot be replayed."""
         if len(self._recorded) >= _MOST_RECORDED:
             del self._recorded[next(iter(self._recorded))]
         self._recorded[signature] = recorded
@@ -300,7 +298,7 @@ class RecordedCalls:
 def signature_and_pointers(
     tensors: Sequence[torch.Tensor], bound: CheckedWeights
 ) -> tuple[Hashable, list[int]]:
-    """Return what a recording with these tensors and weights depends on, and its pointers."""
+    """Return the signature of a call with these tensors and weights, and its pointers."""
     pointers = [*map(_pointer, tensors)]
     bits = bound.bits
     for pointer in pointers:
@@ -312,8 +310,8 @@ def signature_and_pointers(
 
 
 def _layout(given: Mapping[str, torch.Tensor]) -> tuple[Hashable, ...] | None:
-    """Return all that checks of weights read, by field; None if they would have to look closer."""
-    found: list[Hashable] = []
+    """Return everything that checks of weights read, by field; None if that is not sufficient."""
+    entries: list[Hashable] = []
     for name, tensor in given.items():
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_neg():
             return None
@@ -321,10 +319,10 @@ def _layout(given: Mapping[str, torch.Tensor]) -> tuple[Hashable, ...] | None:
             pointer = tensor.data_ptr()
         except (RuntimeError, NotImplementedError):
             return None
-        if not pointer:  # freed; memory that was made smaller lies elsewhere
+        if not pointer:  # freed; shrunk memory has another address
             return None
-        found += [name, pointer, tensor.shape, tensor.stride(), tensor.dtype, tensor.device]
-    return tuple(found)
+        entries += [name, pointer, tensor.shape, tensor.stride(), tensor.dtype, tensor.device]
+    return tuple(entries)
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> list[Hashable]:

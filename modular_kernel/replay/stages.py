@@ -1,7 +1,7 @@
-"""Named ranges around the stages of a layer; free of charge while nothing is profiled.
+"""Named profiler ranges around the stages of a layer, with no overhead while nothing is profiled.
 
-A launch belongs to the innermost range around it. A kernel that does several stages' work has a
-range named for all of them, as `fused` joins them: "mk::gemm2+unpermute".
+A launch belongs to the innermost range around it. A kernel that covers several stages has a range
+with their joined names, made by `fused`: "mk::gemm2+unpermute".
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,25 +12,25 @@ import torch
 
 PREFIX = "mk::"
 
-# What holds stages. Time in it but in no stage inside is the rest of it.
-CALL = "mk::call"  # set by who calls the kernel
+# Ranges that contain stages. Time in them outside any stage is reported as their remainder.
+CALL = "mk::call"  # set by the caller of the kernel
 PREPARE = "mk::prepare"
-RECEIVE = "mk::receive"  # of an asynchronous dispatch
+RECEIVE = "mk::receive"  # end of an asynchronous dispatch
 EXPERTS = "mk::experts"
 FINALIZE = "mk::finalize"
 HOLDERS = (CALL, PREPARE, RECEIVE, EXPERTS, FINALIZE)
 
 QUANTIZE_INPUT = "mk::quantize_input"  # x, for GEMM 1
 DISPATCH = "mk::dispatch"  # rows to the ranks that need them
-SORT = "mk::sort"  # where each pair goes; no row moves
-PERMUTE = "mk::permute"  # rows into the order of experts
-SHRINK = "mk::shrink"  # A x of adapters, before each product
-GEMM1 = "mk::gemm1_activation"  # no part has the activation apart
+SORT = "mk::sort"  # assignment of rows to pairs; no row is moved
+PERMUTE = "mk::permute"  # rows into expert order
+SHRINK = "mk::shrink"  # A x of adapters, before each GEMM
+GEMM1 = "mk::gemm1_activation"  # every part runs the activation with GEMM 1
 QUANTIZE = "mk::quantize"  # h, for GEMM 2
 GEMM2 = "mk::gemm2"
-UNPERMUTE = "mk::unpermute"  # rows back into the order of pairs
+UNPERMUTE = "mk::unpermute"  # rows back into pair order
 REDUCE = "mk::weight_and_reduce"  # over top-k
-COMBINE = "mk::combine"  # sums back to the ranks whose tokens they are
+COMBINE = "mk::combine"  # sums back to the ranks that own the tokens
 STAGES = (
     *(QUANTIZE_INPUT, DISPATCH, SORT, PERMUTE, SHRINK, GEMM1),
     *(QUANTIZE, GEMM2, UNPERMUTE, REDUCE, COMBINE),
@@ -42,17 +42,17 @@ _watcher: ContextVar[Watcher | None] = ContextVar("watcher of stages", default=N
 
 
 def fused(*names: str) -> str:
-    """Name one kernel that does the work of all these stages, in their order."""
+    """Return the range name of a kernel that covers these stages, in their order."""
     return "+".join((names[0], *(name.removeprefix(PREFIX) for name in names[1:])))
 
 
 def parts(name: str) -> tuple[str, ...]:
-    """Return the stages that `name` joins; itself alone if it joins none."""
+    """Return the stages that `name` joins, or `name` alone."""
     return tuple(PREFIX + part for part in name.removeprefix(PREFIX).split("+"))
 
 
 def among(name: str, wanted: Sequence[str]) -> str | None:
-    """Say which of the stages `wanted` this one is, alone or fused with others; None if none."""
+    """Return the first of `wanted` that `name` contains, alone or fused; None if none."""
     return next((part for part in parts(name) if part in wanted), None)
 
 
@@ -64,14 +64,14 @@ QUANTIZE_DISPATCH = fused(QUANTIZE_INPUT, DISPATCH)
 
 
 def profiling() -> bool:
-    """Tell whether torch's profiler is running."""
+    """Return whether torch's profiler is running."""
     return torch.autograd.profiler._is_profiler_enabled
 
 
 def stage(name: str) -> AbstractContextManager[object]:
     """Return a profiler range called `name`; a shared no-op unless torch's profiler is running.
 
-    While this thread has a watcher, what that gives takes the place of the no-op.
+    If this thread has a watcher, its context manager is used instead of the no-op.
     """
     if torch.autograd.profiler._is_profiler_enabled:
         return torch.profiler.record_function(name)
@@ -81,9 +81,9 @@ def stage(name: str) -> AbstractContextManager[object]:
 
 @contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
-    """Have a stage entered as `watcher(name)` inside the block, in this thread.
+    """Inside the block, in this thread, enter each stage as `watcher(name)`.
 
-    For calls that run their stages: a plan's replay does not, a kernel's own call does.
+    Only for calls that run their stages: a kernel's own call does, a plan's replay does not.
     """
     token = _watcher.set(watcher)
     try:

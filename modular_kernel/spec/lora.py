@@ -1,9 +1,9 @@
-"""Adapters (LoRA) of a layer: how many there may be, and how their matrices are shared.
+"""LoRA adapters of a layer: number of slots, maximum rank, and sharing of their matrices.
 
     AdapterSpec.parse("adapters=4,rank=32,a13=shared")
 
-Each expert's products become w1 x + B13 (A13 x), before the activation, and w2 h + B2 (A2 h), with
-the matrices of the token's adapter. See `modular_kernel.tensors.ExpertWeights` for their layout.
+Each expert computes w1 x + B13 (A13 x), before the activation, and w2 h + B2 (A2 h), with the
+matrices of the token's adapter. See `modular_kernel.tensors.ExpertWeights` for their layout.
 """
 
 import re
@@ -27,11 +27,11 @@ _NEED = "none, or adapters=L,rank=R[,a13=shared][,outer=shared], each option onc
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """The slots of a layer for adapters.
+    """Adapter slots of a layer.
 
-    adapters: L, slots that a token can name. rank: R, the largest rank of an adapter. a13_shared:
-    gate and up have one A, (R, H), instead of R rows each. outer_shared: all experts share the A
-    of w1 and the B of w2.
+    adapters: L, the number of slots that tokens can select. rank: R, the largest rank of an
+    adapter. a13_shared: gate and up share one A, (R, H), instead of R rows each. outer_shared: all
+    experts share the A of w1 and the B of w2.
     """
 
     adapters: Annotated[int, Between(1, MOST_ADAPTERS)]
@@ -44,7 +44,7 @@ class AdapterSpec:
 
     @classmethod
     def parse(cls, text: object) -> "AdapterSpec | None":
-        """Read what `str()` prints; None for "none". ConfigurationError for another text."""
+        """Parse the format of `str()`; None for "none". ConfigurationError for any other text."""
         if isinstance(text, AdapterSpec):
             return text
         if not isinstance(text, str):
@@ -55,15 +55,15 @@ class AdapterSpec:
 
     def __str__(self) -> str:
         shared = (("a13", self.a13_shared), ("outer", self.outer_shared))
-        options = "".join(f",{key}=shared" for key, given in shared if given)
+        options = "".join(f",{key}=shared" for key, is_shared in shared if is_shared)
         return f"adapters={self.adapters},rank={self.rank}{options}"
 
     def shapes(
         self, experts: int, w1_rows: int, hidden: int, intermediate: int
     ) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each tensor of ExpertWeights that adapters need, by its name.
+        """Return the shape of each adapter tensor of ExpertWeights, by field name.
 
-        experts: e, those on this rank. w1_rows: N, twice `intermediate` where there is a gate.
+        experts: e, the experts on this rank. w1_rows: N, twice `intermediate` if gated.
         """
         slots, rank = self.adapters, self.rank
         outer = 1 if self.outer_shared else experts
@@ -76,18 +76,18 @@ class AdapterSpec:
         }
 
     def slot_numbers(self, experts: int, w1_rows: int, hidden: int, intermediate: int) -> int:
-        """Return how many numbers one slot has, of sizes as in `shapes`."""
+        """Return the number of elements in one slot; arguments as in `shapes`."""
         shapes = self.shapes(experts, w1_rows, hidden, intermediate)
         return sum(prod(shape[1:]) for shape in shapes.values())
 
 
 @lru_cache(maxsize=64)
 def _parsed(text: str) -> AdapterSpec:
-    """Read a spec once for the many problems that name it."""
-    words = text.split(",")
-    options = [_OPTION.fullmatch(word) for word in words]
+    """Parse a spec; cached, because many problems name the same one."""
+    items = text.split(",")
+    options = [_OPTION.fullmatch(item) for item in items]
     keys = [match[1] or match[3] for match in options if match]
-    if not {"adapters", "rank"} <= set(keys) or len(set(keys)) < len(words):
+    if not {"adapters", "rank"} <= set(keys) or len(set(keys)) < len(items):
         raise ConfigurationError("lora", got=shown(text), need=_NEED)
     sizes = {match[1]: int(match[2]) for match in options if match and match[1]}
     return AdapterSpec(sizes["adapters"], sizes["rank"], "a13" in keys, "outer" in keys)
@@ -95,11 +95,12 @@ def _parsed(text: str) -> AdapterSpec:
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """One adapter of rank r for one layer: the tensors of `ExpertWeights` without their slots.
+    """One adapter of rank r for one layer: the `ExpertWeights` tensors without the slot dimension.
 
-    lora_a13: (e, 2r, H), gate's r rows, then up's; (e, r, H) where both share them, or without a
-    gate. lora_b13: (e, N, r), rows as w1's. lora_a2: (e, r, I). lora_b2: (e, H, r). e is 1 for
-    lora_a13 and lora_b2 where the experts share them. Its scaling is in lora_b13 and lora_b2.
+    lora_a13: (e, 2r, H), r rows of gate, then r rows of up; (e, r, H) if gate and up share them or
+    there is no gate. lora_b13: (e, N, r), rows ordered as in w1. lora_a2: (e, r, I). lora_b2:
+    (e, H, r). e is 1 in lora_a13 and lora_b2 if the experts share them. The adapter's scaling is
+    folded into lora_b13 and lora_b2.
     """
 
     lora_a13: torch.Tensor
@@ -108,12 +109,13 @@ class Adapter:
     lora_b2: torch.Tensor
 
     def share(self, rank: int, ranks: int, *, gated: bool = True) -> "Adapter":
-        """Return what one of the TP ranks has, which cut I: views, whose results add up.
+        """Return one TP rank's shard; the shards split I, and their results add up.
 
-        A of w1 and B of w2 are whole on every rank; of B of w1 a rank has its rows, those of gate
-        and of up apart, and of A of w2 its columns. gated: whether w1 has both; rows that alternate
-        are cut in one piece, as without a gate. ConfigurationError if I does not divide, DtypeError
-        or ShapeError for tensors that are no adapter's, B of w1 without a gate's rows among them.
+        A of w1 and B of w2 are replicated. B of w1 is split by rows, separately for gate and up;
+        A of w2 is split by columns. gated: w1 has gate and up rows. Pass False for interleaved
+        rows, which are split in one piece, as without a gate. Raises ConfigurationError if I is not
+        divisible, and DtypeError or ShapeError if a tensor is not a valid adapter, including a
+        lora_b13 whose rows do not match `gated`.
         """
         expect("gated", gated, bool)
         check_tensors(vars(self))
@@ -127,9 +129,9 @@ class Adapter:
         if intermediate % ranks:
             need = f"a multiple of {ranks}, the ranks"
             raise ConfigurationError("intermediate size", got=intermediate, need=need)
-        fitting = (2 * intermediate,) if gated else (intermediate, 2 * intermediate)
-        if rows not in fitting:
-            need = f"{' or '.join(map(str, fitting))} with gated={gated}"
+        allowed_rows = (2 * intermediate,) if gated else (intermediate, 2 * intermediate)
+        if rows not in allowed_rows:
+            need = f"{' or '.join(map(str, allowed_rows))} with gated={gated}"
             raise ShapeError("lora_b13: rows", got=rows, need=need)
         parts = 2 if gated else 1
         b13 = self.lora_b13.reshape(experts, parts, ranks, rows // (parts * ranks), columns)
@@ -139,27 +141,29 @@ class Adapter:
         )
 
     def __repr__(self) -> str:
-        """Return its shapes, without its numbers."""
-        shapes = (f"{each.name}={tuple(getattr(self, each.name).shape)}" for each in fields(self))
+        """Return the shapes, without values."""
+        shapes = (
+            f"{field.name}={tuple(getattr(self, field.name).shape)}" for field in fields(self)
+        )
         return f"Adapter({', '.join(shapes)})"
 
 
 def adapters_of_sequences(
     starts_S1: torch.Tensor, slots_S: torch.Tensor, tokens: int
 ) -> torch.Tensor:
-    """Return `Routing.adapters_T`, (T,) int32, of tokens that lie sequence by sequence.
+    """Return `Routing.adapters_T`, (T,) int32, for tokens packed sequence by sequence.
 
-    starts_S1: (S + 1,) integers, ascending from 0: sequence s has the tokens from starts[s] up to
-    starts[s + 1], none if these are equal. slots_S: (S,) integers, the slot of each sequence's
-    adapter, -1 for none. tokens: T; those behind the last sequence have no adapter. It neither
-    synchronizes nor depends on values in its shapes, so it can be captured in a CUDA graph; starts
-    are therefore read on the CPU alone. ConfigurationError, DtypeError, ShapeError or DeviceError
-    for what is not these.
+    starts_S1: (S + 1,) integers, ascending from 0; sequence s has tokens [starts[s], starts[s +
+    1]), possibly none. slots_S: (S,) integers, each sequence's adapter slot, -1 for none. tokens:
+    T; tokens after the last sequence have no adapter. Does not synchronize, and output shapes do
+    not depend on values, so it can be captured in a CUDA graph; therefore the values of starts are
+    checked on the CPU only. Raises ConfigurationError, DtypeError, ShapeError or DeviceError for
+    invalid arguments.
     """
     for what, tensor in (("starts of sequences", starts_S1), ("slots of sequences", slots_S)):
         check_tensor(what, tensor)
-        number = tensor.is_floating_point() or tensor.is_complex()
-        if number or tensor.dtype is torch.bool:
+        not_integer = tensor.is_floating_point() or tensor.is_complex()
+        if not_integer or tensor.dtype is torch.bool:
             raise DtypeError(what, got=tensor.dtype, need="integers")
     expect("tokens", tokens, Annotated[int, Between(0, MOST)])
     if starts_S1.device != slots_S.device:
@@ -173,9 +177,9 @@ def adapters_of_sequences(
         if starts[0] or starts[-1] > tokens or bool((starts[1:] < starts[:-1]).any()):
             need = f"ascending from 0, up to {tokens} tokens"
             raise ConfigurationError("starts of sequences", got=starts[:8].tolist(), need=need)
-    # Narrow integers hold neither every token nor -1; wide ones are not cut to a slot that exists.
+    # int64: a narrow type may not hold every token or -1, and must not wrap to a valid slot.
     token_T = torch.arange(tokens, device=starts_S1.device)
     sequence_T = torch.searchsorted(starts_S1[1:].long().contiguous(), token_T, right=True)
     slots_S = slots_S.long().clamp(-(1 << 31), (1 << 31) - 1)
-    nobody = slots_S.new_full((1,), -1)
-    return torch.cat([slots_S, nobody])[sequence_T].to(torch.int32)
+    no_adapter = slots_S.new_full((1,), -1)
+    return torch.cat([slots_S, no_adapter])[sequence_T].to(torch.int32)

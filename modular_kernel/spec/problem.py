@@ -1,4 +1,4 @@
-"""Enums and frozen facts: what a layer must compute, and where; nothing here reads the machine."""
+"""Problem specification: what a layer computes and on which machine. Pure data and enums."""
 
 from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
@@ -27,12 +27,12 @@ _DTYPE_ALIASES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Name a dtype: `torch.bfloat16` is "bfloat16"."""
+    """Return a dtype's short name, such as "bfloat16" for `torch.bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def parse_dtype(value: object) -> torch.dtype:
-    """Return one of DTYPES, by itself or by its name ("bf16", ...); ConfigurationError else."""
+    """Return one of DTYPES, given as itself or by name ("bf16", ...); else ConfigurationError."""
     if isinstance(value, torch.dtype):
         value = dtype_name(value)
     name = _DTYPE_ALIASES.get(value, value) if isinstance(value, str) else ""
@@ -43,23 +43,23 @@ def parse_dtype(value: object) -> torch.dtype:
 
 
 class ActivationFormat(Enum):
-    """How activations lie between prepare and the experts, and on the way back."""
+    """Layout of activations between prepare and the experts, and of the experts' output."""
 
-    STANDARD = "standard"  # contiguous tokens (T, H) with their top-k routing beside them
-    BATCHED_EXPERTS = "batched_experts"  # (e, C, H): expert by expert, the first counts_e[i] valid
+    STANDARD = "standard"  # contiguous tokens (T, H) with their top-k routing
+    BATCHED_EXPERTS = "batched_experts"  # (e, C, H), grouped by expert; counts_e[i] valid rows
 
 
 class Reduce(Enum):
-    """Who applies the router weights and sums over top-k, seen from the experts' side."""
+    """Reduction (router weights and sum over top-k) that the experts leave to finalize."""
 
-    NOOP = "noop"  # the experts did it: their output is (T, H)
-    CONTIGUOUS = "contiguous"  # finalize does it over rows (T, K, H)
-    NAIVE_BATCHED = "naive_batched"  # finalize does it over rows (e, C, H)
-    DELEGATE = "delegate"  # the PrepareAndFinalize substitutes what it prefers
+    NOOP = "noop"  # nothing is left: the experts' output is (T, H)
+    CONTIGUOUS = "contiguous"  # over rows (T, K, H)
+    NAIVE_BATCHED = "naive_batched"  # over rows (e, C, H)
+    DELEGATE = "delegate"  # the PrepareAndFinalize chooses its own reduction
 
 
 class Combine(Enum):
-    """What the layer returns."""
+    """Form of the layer's output."""
 
     SUM = "sum"  # (T, H): weighted by the router and summed over top-k
     TOPK_WEIGHTED = "topk_weighted"  # (T, K, H): weighted and scaled, not summed (no_combine)
@@ -67,14 +67,14 @@ class Combine(Enum):
 
 
 class Rows(Enum):
-    """What a part leaves in, or accepts from, rows that stand for no valid token."""
+    """Content of rows without a valid token."""
 
     ZERO = "zero"
     UNDEFINED = "undefined"
 
 
 class IdSpace(Enum):
-    """Which experts top-k ids count: all of the model's, or those of this rank."""
+    """Numbering of top-k ids: all experts of the model, or those of this rank."""
 
     GLOBAL = "global"
     LOCAL = "local"
@@ -85,27 +85,27 @@ GATED = (
 )  # fmt: skip
 UNGATED = ("relu2", "silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul")
 _TAKE_ALPHA = ("swiglu_oai", "situ")
-_TAKE_LIMIT = ("gelu", "gelu_tanh", "situ")  # or none
+_TAKE_LIMIT = ("gelu", "gelu_tanh", "situ")  # optional there
 
 
 @dataclass(frozen=True)
 class ActivationSpec:
-    """The function between the two GEMMs. g and u are the gate and up values, L the limit.
+    """Activation between the two GEMMs. g and u are the gate and up values, L the limit.
 
     silu                 silu(g) * u
-    gelu                 gelu(g) * u, exact (erf); given L, gelu(g') * u' as in swiglu_oai
+    gelu                 gelu(g) * u, exact (erf); with L, gelu(g') * u' as in swiglu_oai
     gelu_tanh            gelu(g) * u, tanh approximation; L as for gelu
-    swiglu_oai           g' sigmoid(alpha g') (u' + 1) with g' = min(g, L), u' = clamp(u, -L, L);
-                         this is gpt-oss's
+    swiglu_oai           g' sigmoid(alpha g') (u' + 1) with g' = min(g, L), u' = clamp(u, -L, L),
+                         as in gpt-oss
     swiglu_clamp_after   min(silu(g), L) * clamp(u, -L, L): the limit acts after silu
     swiglu_clamp_before  silu(min(g, L)) * clamp(u, -L, L): the limit acts before silu
-    situ                 alpha tanh(g / alpha) sigmoid(g) * u'' with u'' = L tanh(u / L), or u if no
-                         L is given: SwiGLU with soft caps
+    situ                 alpha tanh(g / alpha) sigmoid(g) * u'' with u'' = L tanh(u / L), or u
+                         without L: SwiGLU with soft caps
     relu2                max(v, 0)^2, ungated: w1 has I rows, not 2I
     silu_no_mul          silu(v), ungated; gelu_no_mul and gelu_tanh_no_mul likewise
 
     interleaved: w1's rows alternate gate, up, gate, up, ... instead of all gate rows first.
-    up_first: all up rows first, then the gate rows: `modular_kernel.quant.row_order` puts them so.
+    up_first: all up rows precede the gate rows; see `modular_kernel.quant.row_order`.
     """
 
     kind: str = "silu"
@@ -120,13 +120,13 @@ class ActivationSpec:
             need = f"one of {', '.join(GATED + UNGATED)}"
             raise ConfigurationError("activation", got=self.kind, need=need)
         if (self.alpha is not None) != (self.kind in _TAKE_ALPHA):
-            some = " or ".join(_TAKE_ALPHA)
-            need = "a value" if self.alpha is None else f"alpha only with {some}"
+            kinds = " or ".join(_TAKE_ALPHA)
+            need = "a value" if self.alpha is None else f"alpha only with {kinds}"
             raise ConfigurationError(f"activation {self.kind} alpha", got=self.alpha, need=need)
-        given, must = self.limit is not None, self.kind.startswith("swiglu")
-        if given != must and not (given and self.kind in _TAKE_LIMIT):
-            some = ", ".join(_TAKE_LIMIT)
-            need = "a value" if must else f"a limit only with a swiglu_* rule, {some}"
+        has_limit, needs_limit = self.limit is not None, self.kind.startswith("swiglu")
+        if has_limit != needs_limit and not (has_limit and self.kind in _TAKE_LIMIT):
+            kinds = ", ".join(_TAKE_LIMIT)
+            need = "a value" if needs_limit else f"a limit only with a swiglu_* rule, {kinds}"
             raise ConfigurationError(f"activation {self.kind} limit", got=self.limit, need=need)
         if self.limit is not None and not self.limit > 0:
             raise ConfigurationError("activation limit", got=self.limit, need="a finite value > 0")
@@ -140,15 +140,15 @@ class ActivationSpec:
 
     @property
     def gated(self) -> bool:
-        """Whether w1 holds gate and up rows (2I) or one row per intermediate value (I)."""
+        """Whether w1 has gate and up rows (2I) instead of one row per intermediate value (I)."""
         return self.kind in GATED
 
     @classmethod
     def parse(cls, text: "str | ActivationSpec") -> "ActivationSpec":
-        """Read an activation from `kind[:option=value,...]`, as `str()` prints it.
+        """Parse `kind[:option=value,...]`, the format of `str()`.
 
-        `swiglu_oai` alone means gpt-oss's alpha 1.702, limit 7 and interleaved rows; the two
-        clamp rules alone mean limit 7, `situ` alone alpha 4.
+        Defaults: `swiglu_oai` uses gpt-oss's alpha 1.702, limit 7 and interleaved rows; the two
+        clamp rules use limit 7, `situ` alpha 4.
         """
         if isinstance(text, ActivationSpec):
             return text
@@ -159,8 +159,8 @@ class ActivationSpec:
         unknown = set(options) - {"alpha", "limit", "interleaved", "up_first"}
         up_first = options.get("up_first", "false").lower()
         alternate = kind == "swiglu_oai" and up_first != "true"
-        truth = options.get("interleaved", str(alternate)).lower()
-        if unknown or len(options) != len(pairs) or {truth, up_first} - {"true", "false"}:
+        interleaved = options.get("interleaved", str(alternate)).lower()
+        if unknown or len(options) != len(pairs) or {interleaved, up_first} - {"true", "false"}:
             need = "kind[:alpha=,limit=,interleaved=true|false,up_first=true|false], each once"
             raise ConfigurationError("activation", got=text, need=need)
         default_alpha = {"swiglu_oai": 1.702, "situ": 4.0}.get(kind)
@@ -170,7 +170,7 @@ class ActivationSpec:
             limit = float(options["limit"]) if "limit" in options else default_limit
         except ValueError:
             raise ConfigurationError("activation", got=text, need="numbers") from None
-        return cls(kind, alpha, limit, truth == "true", up_first == "true")
+        return cls(kind, alpha, limit, interleaved == "true", up_first == "true")
 
     def __str__(self) -> str:
         options = [f"{k}={v}" for k in ("alpha", "limit") if (v := getattr(self, k)) is not None]
@@ -181,18 +181,18 @@ class ActivationSpec:
 
 
 @lru_cache(maxsize=64)
-def _in_blocks(experts: int, world_size: int) -> Placement:
-    """Made once for the many problems that are one layer with other tokens."""
+def _linear_placement(experts: int, world_size: int) -> Placement:
+    """Return the linear placement; cached, because many problems differ in tokens only."""
     return Placement.linear(experts, world_size)
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """How ranks share the experts.
+    """Distribution of the experts over ranks.
 
-    placement: "linear" gives each rank a block of E / world_size, the first ranks one more where
-    that leaves a rest; or any Placement. rank: which of them this is. ranks_per_host: how many
-    ranks each host has, in blocks of the numbers of ranks; None: all are on one host.
+    placement: "linear" gives each rank a block of E / world_size experts, with one more on the
+    first ranks if there is a remainder; or any Placement. rank: this rank. ranks_per_host: ranks on
+    each host, in consecutive blocks; None if all are on one host.
     """
 
     world_size: Count = 1
@@ -207,9 +207,13 @@ class Parallel:
             raise ConfigurationError("ranks_per_host", got=self.ranks_per_host, need=need)
         if not 0 <= self.rank < self.world_size:
             raise ConfigurationError("rank", got=self.rank, need=f"in [0, {self.world_size})")
-        placed = self.placement.world_size if isinstance(self.placement, Placement) else None
-        if placed not in (None, self.world_size):
-            raise ConfigurationError("placement", got=f"{placed} ranks", need=f"{self.world_size}")
+        placement_ranks = (
+            self.placement.world_size if isinstance(self.placement, Placement) else None
+        )
+        if placement_ranks not in (None, self.world_size):
+            raise ConfigurationError(
+                "placement", got=f"{placement_ranks} ranks", need=f"{self.world_size}"
+            )
 
     @property
     def hosts(self) -> int:
@@ -217,9 +221,9 @@ class Parallel:
         return self.world_size // (self.ranks_per_host or self.world_size)
 
     def place(self, experts: int) -> Placement:
-        """Return where `experts` experts live; ConfigurationError if that is not possible."""
+        """Return the placement of `experts` experts; ConfigurationError if it does not fit."""
         if not isinstance(self.placement, Placement):
-            return _in_blocks(experts, self.world_size)
+            return _linear_placement(experts, self.world_size)
         if self.placement.experts != experts:
             got, need = f"{self.placement.experts} experts", f"experts = {experts}"
             raise ConfigurationError("placement", got=got, need=need)
@@ -228,29 +232,31 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Problem:
-    """One MoE layer as a kernel must compute it. Letters as in `modular_kernel.tensors`.
+    """Specification of one MoE layer. Letters as in `modular_kernel.tensors`.
 
-    tokens: the most tokens T one rank passes in one call; buffers are sized for it.
+    tokens: T, the most tokens one rank passes in one call; buffers are sized for it.
     hidden, intermediate, experts, top_k: H, I (per rank), E (all ranks), K.
-    local_experts: e, the experts whose weights this rank holds; None means as `parallel` says.
-    ids_dtype: what the router emits (torch.int32 or torch.int64); None means either.
+    quant: a quantization scheme by name (modular_kernel.spec.quantization); "none" by default.
+    local_experts: e, the experts whose weights this rank holds; None derives it from `parallel`.
+    ids_dtype: dtype of the router's ids (torch.int32 or torch.int64); None allows either.
     bias: b1 and b2 are given.  expert_map: ExpertWeights.expert_map is given.
     apply_router_weight_on_input: the weight multiplies x before GEMM 1 and b1, not the output.
     routed_scaling_factor: multiplies the combined output, once.
+    combine: form of the output, summed over top-k or not.
     inplace: the result overwrites x and is the same tensor.
-    fp32_precision: float32 products in true "ieee" or in the tensor cores' "tf32".
-    chunk_tokens: split calls into pieces of at most so many tokens; None never splits.
-    max_received: the most rows that a rank may receive in a call; None: world_size * tokens.
-    graph, deterministic, asynchronous: properties the pairing must have.
+    fp32_precision: float32 GEMMs in true "ieee" or in the tensor cores' "tf32".
+    chunk_tokens: split calls into chunks of at most this many tokens; None never splits.
+    max_received: the most rows a rank may receive in a call; None means world_size * tokens.
+    graph, deterministic, asynchronous: properties that the pairing must have.
     batch_invariant: a token's bits must not depend on the other tokens of its call, their number
         or order, on chunks, or on `tokens`.
-    lora: "none", or the adapters whose weights are given and that a call's tokens may name:
+    lora: "none", or the adapters whose weights are given and that a call's tokens may select:
         "adapters=L,rank=R[,a13=shared][,outer=shared]" (modular_kernel.spec.lora).
 
     dtype: torch.float32, torch.float16 or torch.bfloat16.
 
-    dtype and activation may also be given by name. ConfigurationError for a field that is not of
-    the type or in the range declared here, or that contradicts another.
+    dtype and activation may also be given by name. Raises ConfigurationError for a field of the
+    wrong type or out of range, or for fields that contradict each other.
 
     >>> problem = Problem(tokens=64, hidden=256, intermediate=192, experts=4, top_k=2)
     >>> problem.w1_rows, problem.output_shape
@@ -299,9 +305,9 @@ class Problem:
         if self.local_experts is not None and self.local_experts > self.experts:
             need = f"1 to experts = {self.experts}"
             raise ConfigurationError("local_experts", got=self.local_experts, need=need)
-        _ = self.placement  # raises where there is none
+        _ = self.placement  # raises if the placement is not possible
         if self.inplace and self.combine is not Combine.SUM:
-            # (T, K, H) does not fit into x.
+            # (T, K, H) does not fit in x.
             need = "combine=SUM"
             raise ConfigurationError("inplace", got=f"combine={self.combine.name}", need=need)
 
@@ -312,24 +318,24 @@ class Problem:
 
     @cached_property
     def scheme(self) -> QuantScheme:
-        """The quantization that `quant` names."""
+        """The parsed quantization scheme."""
         return QuantScheme.parse(self.quant)
 
     @cached_property
     def adapters(self) -> AdapterSpec | None:
-        """The adapters that `lora` names; None if there are none."""
+        """The parsed LoRA spec; None without adapters."""
         return AdapterSpec.parse(self.lora)
 
     @cached_property
     def e(self) -> int:
-        """Experts held by this rank."""
+        """Number of experts on this rank."""
         if self.local_experts is not None:
             return self.local_experts
         return len(self.placement.slots[self.parallel.rank])
 
     @cached_property
     def placement(self) -> Placement:
-        """Where the experts live."""
+        """The placement of the experts on ranks."""
         return self.parallel.place(self.experts)
 
     @property
@@ -339,36 +345,36 @@ class Problem:
 
     @property
     def output_shape(self) -> tuple[int, ...]:
-        """(T, H), or (T, K, H) where top-k is kept."""
+        """(T, H), or (T, K, H) if top-k is kept."""
         if self.combine is Combine.SUM:
             return (self.tokens, self.hidden)
         return (self.tokens, self.top_k, self.hidden)
 
     def with_tokens(self, tokens: int) -> "Problem":
-        """Return the same layer sized for another number of tokens."""
+        """Return the same layer with another number of tokens."""
         return replace(self, tokens=tokens)
 
     def __repr__(self) -> str:
-        """Return what makes an equal one; fields at their defaults are left out."""
+        """Return an expression that recreates this problem; default fields are omitted."""
         shown = []
-        for each in fields(self):
-            value = getattr(self, each.name)
+        for entry in fields(self):
+            value = getattr(self, entry.name)
             value = str(value) if isinstance(value, ActivationSpec) else value
-            factory = each.default_factory
-            if value != (each.default if factory is MISSING else factory()):
+            factory = entry.default_factory
+            if value != (entry.default if factory is MISSING else factory()):
                 text = f"Combine.{value.name}" if isinstance(value, Combine) else repr(value)
-                shown.append(f"{each.name}={text}")
+                shown.append(f"{entry.name}={text}")
         return f"{type(self).__qualname__}({', '.join(shown)})"
 
     def __str__(self) -> str:
         head = f"T{self.tokens}-H{self.hidden}-I{self.intermediate}-E{self.experts}-K{self.top_k}"
         parts = [head, dtype_name(self.dtype)]
         defaults = {f.name: f.default for f in fields(self)}
-        shown = ("tokens", "hidden", "intermediate", "experts", "top_k", "dtype", "parallel")
-        for name in (n for n in defaults if n not in shown):
+        in_head = ("tokens", "hidden", "intermediate", "experts", "top_k", "dtype", "parallel")
+        for name in (n for n in defaults if n not in in_head):
             value = getattr(self, name)
-            plain = str(value) if isinstance(value, ActivationSpec) else value
-            if plain != defaults[name]:
+            comparable = str(value) if isinstance(value, ActivationSpec) else value
+            if comparable != defaults[name]:
                 text = value.value if isinstance(value, Enum) else str(value)
                 parts.append(name if value is True else f"{name}={text}")
         if self.parallel.world_size > 1:
@@ -379,12 +385,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a pairing would run on. Made by hand, or read by `modular_kernel.machine`.
+    """The machine that a pairing runs on, made by hand or detected by `modular_kernel.machine`.
 
     device: "cuda" or "cpu".  arch: compute capability such as (9, 0); None on a CPU.
     packages: importable optional packages.  interpreter: Triton kernels run on the CPU.
-    others: (name, why) of optional packages that are found, but are not those of that name.
-    cuda: version of CUDA that torch was built for, such as (12, 8); None if that is not known.
+    others: (name, reason) of importable packages that share a name with an optional package but are
+        different ones.
+    cuda: CUDA version that torch was built for, such as (12, 8); None if unknown.
     """
 
     device: Literal["cuda", "cpu"] = "cpu"

@@ -1,4 +1,4 @@
-"""One vocabulary for quantization: a scheme is named once, to select parts and to execute it."""
+"""Quantization schemes by name, such as "fp8_w8a8_block"."""
 
 import re
 from dataclasses import dataclass, replace
@@ -12,22 +12,22 @@ _SIZES = re.compile(r"[1-9][0-9]{0,8}(x[1-9][0-9]{0,8})?", re.ASCII)
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """What weights and activations are stored as, and what one scale covers.
+    """Element types of weights and activations, and the granularity of their scales.
 
     weight: element type of w1 and w2 ("none": the problem's dtype).
-    activation: element type of the products' left operands ("none": the problem's dtype).
+    activation: element type of the GEMMs' left operands ("none": the problem's dtype).
     granularity: what one weight scale covers: tensor (an expert's matrix), channel (a row of it),
         block (group[0] rows by group[1] columns), group (group[0] columns of a row) or none.
-    scale: element type of weight scales: "float" is float32 or the problem's dtype, of integers
-        float16 or bfloat16 whichever of these the problem has. Where it is
-        float8_e4m3fn, each matrix (gate, up, down) has a float32 scale beside them.
-    zero_points: unsigned weights with a zero point per group; without, the middle of the range.
-    act_order: columns of w1 and w2 lie in the order of their groups, not in that of x and h
-        (GPTQ's desc_act): `w1_order` says which of x each is, and w1's rows follow w2's columns.
-    static: activation scales are given (a1_scale, a2_scale) instead of computed per call. Where
-        activations are e2m1 each expert's are: of x and of h, beside scales of groups, which are
-        computed.
-    repacked: words of eight e2m1 weights hold their bits in another order, which takes fewer
+    scale: element type of weight scales. "float" is float32 or the problem's dtype; for integer
+        weights it is float16 or bfloat16, whichever is the problem's dtype. With float8_e4m3fn,
+        each matrix (gate, up, down) also has a float32 scale.
+    zero_points: unsigned weights with a zero point per group; otherwise the middle of the range.
+    act_order: columns of w1 and w2 are ordered by group, not as in x and h (GPTQ's desc_act):
+        `w1_order` maps them to columns of x, and w1's rows follow w2's columns.
+    static: activation scales are given (a1_scale, a2_scale) instead of computed per call. For e2m1
+        activations there is one of x and one of h per expert, in addition to group scales, which
+        are computed.
+    repacked: words of eight e2m1 weights hold their bits in an order that takes fewer
         instructions to unpack: `modular_kernel.quant.repacking`.
     """
 
@@ -51,22 +51,22 @@ class QuantScheme:
 
     @cached_property
     def quantizes_activations(self) -> bool:
-        """Whether the left operands are quantized too (w8a8), or stay in the problem's dtype."""
+        """Whether the left operands are quantized too (w8a8)."""
         return self.activation != "none"
 
     @cached_property
     def travels_quantized(self) -> bool:
-        """Whether rows may be quantized before they are dispatched: not by an expert's scale."""
+        """Whether rows may be quantized before dispatch; False if scales are per expert."""
         return self.quantizes_activations and not self.scales_by_expert
 
     @cached_property
     def scales_by_expert(self) -> bool:
-        """Whether a row is quantized by a scale of its expert, so only behind the dispatch."""
+        """Whether a row is quantized with its expert's scale, so only after dispatch."""
         return self.activation == "float4_e2m1"
 
     @cached_property
     def matrix_scales(self) -> bool:
-        """Whether a float32 scale of each matrix stands beside those of its groups (nvfp4)."""
+        """Whether each matrix has a float32 scale in addition to its group scales (nvfp4)."""
         return self.scale == "float8_e4m3fn"
 
     @cached_property
@@ -78,13 +78,12 @@ class QuantScheme:
 
     @cached_property
     def packed(self) -> bool:
-        """Whether one byte of a weight holds two values: unless they are repacked, the low nibble
-        first along K."""
+        """Whether a byte of a weight holds two values, low nibble first along K unless repacked."""
         return self.weight in ("uint4", "float4_e2m1")
 
     @classmethod
     def parse(cls, text: "str | QuantScheme") -> "QuantScheme":
-        """Read a scheme from `name[:option=value,...]`, as `str()` prints it.
+        """Parse `name[:option=value,...]`, the format of `str()`.
 
         Options: block=NxK (block schemes), group=G and zero_points=true (integer schemes),
         static=true (fp8_w8a8_tensor), repacked=true (mxfp4_w4a16).
@@ -100,7 +99,7 @@ class QuantScheme:
         return _parsed(text)
 
     def _checked(self) -> "QuantScheme":
-        """Return this scheme, if its name and options say all of it."""
+        """Return this scheme if its name and options reproduce it; else ConfigurationError."""
         if self.name in QUANT_SCHEMES and QuantScheme.parse(str(self)) == self:
             return self
         raise ConfigurationError("quant", got=repr(self), need="a scheme that parse() could give")
@@ -122,19 +121,19 @@ class QuantScheme:
             return replace(self, static=value == "true")
         if key == "repacked" and self.name == "mxfp4_w4a16" and value in ("true", "false"):
             return replace(self, repacked=value == "true")
-        known = "block=NxK, group=G, zero_points=true, static=true or repacked=true"
-        need = f"an option this scheme has: {known}"
+        options = "block=NxK, group=G, zero_points=true, static=true or repacked=true"
+        need = f"an option this scheme has: {options}"
         raise ConfigurationError(f"quant {self.name}", got=f"{key}={value}"[:80], need=need)
 
     def __str__(self) -> str:
-        plain = QUANT_SCHEMES.get(self.name, self)
+        default = QUANT_SCHEMES.get(self.name, self)
         options = []
-        if self.group != plain.group:
+        if self.group != default.group:
             key = "block" if self.granularity == "block" else "group"
             options.append(f"{key}={'x'.join(map(str, self.group))}")
         if self.zero_points:
             options.append("zero_points=true")
-        if self.static and not plain.static:
+        if self.static and not default.static:
             options.append("static=true")
         if self.repacked:
             options.append("repacked=true")
@@ -167,7 +166,7 @@ QUANT_SCHEMES = {scheme.name: scheme for scheme in _SCHEMES}
 
 @lru_cache(maxsize=256)
 def _parsed(text: str) -> QuantScheme:
-    """Read a scheme once for the many problems that name it."""
+    """Parse a scheme; cached, because many problems name the same one."""
     name, _, rest = text.partition(":")
     if name not in QUANT_SCHEMES:
         need = f"one of {', '.join(sorted(QUANT_SCHEMES))}"

@@ -1,18 +1,18 @@
-"""What an experts part says of its arithmetic, so that one rounding more can be told from it."""
+"""Declaration of where an experts part rounds, so that tests can detect any other rounding."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Roundings:
-    """Where a part rounds to the problem's dtype on the way from x to its rows.
+    """Points between x and the output rows where a part rounds to the problem's dtype.
 
-    weights: dequantized weights, before they are multiplied. gate_up: GEMM 1's results, with
-    their bias, before the activation; otherwise they stay float32. rows: each pair's row, before
-    router weights and sums; otherwise sums over top-k start from float32 products.
+    weights: dequantized weights, before the GEMMs. gate_up: results of GEMM 1 with bias, before
+    the activation; otherwise they stay float32. rows: each pair's row, before router weights and
+    sums; otherwise sums over top-k use the float32 GEMM results.
 
-    Always rounded are h, before it is quantized or multiplied, and what the layer returns. Never
-    rounded are router weights, scales, partial sums of products and of top-k: those are float32.
+    Always rounded: h, before it is quantized or multiplied, and the layer's output. Never rounded:
+    router weights, scales, and partial sums of GEMMs and of top-k, which are float32.
     """
 
     weights: bool = False

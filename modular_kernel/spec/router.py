@@ -1,11 +1,11 @@
-"""RouterSpec: how a router turns logits into K experts of a token and their weights, as facts.
+"""RouterSpec: selection of K experts per token and their weights, from router logits.
 
     RouterSpec(8, renormalize=True)                                     Qwen3-MoE
     RouterSpec(4, order="topk_first")                                   gpt-oss
     RouterSpec(8, "sigmoid", groups=8, topk_groups=4, selection_bias=True,
                renormalize=True, eps=1e-20)                             DeepSeek-V3
 
-What computes it is `modular_kernel.ops.route`; what a layer has, `modular_kernel.layers.router`.
+`modular_kernel.ops.route` implements it; `modular_kernel.layers.router` is its layer.
 """
 
 from dataclasses import dataclass
@@ -17,19 +17,19 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.utils.argument_checks import MOST, Between, check_fields, expect
 
 MOST_TOP_K = 16
-# Columns of logits that one program of the kernel takes; zero experts are among them.
+# Columns of logits per program of the kernel, including zero experts.
 MOST_COLUMNS = 1024
-# eps and floor: float32 has no smaller normal number, and a softmax sums to no more.
-_LEAST_DIVISOR, _MOST_DIVISOR = 2.0**-126, 1.0
+# For eps and floor: float32 has no smaller normal number, and a softmax sums to at most 1.
+_MIN_DIVISOR, _MAX_DIVISOR = 2.0**-126, 1.0
 TopK = Annotated[int, Between(1, MOST_TOP_K)]
 Groups = Annotated[int, Between(1, MOST_COLUMNS)]
 Many = Annotated[int, Between(0, MOST)]
 
 
 class StandardTopKOutput(NamedTuple):
-    """What a router says of T tokens, in the field's names.
+    """Router output for T tokens; the name and fields follow SGLang.
 
-    topk_weights: (T, K) float32. topk_ids: (T, K) int32 or int64, -1 where a pair is skipped.
+    topk_weights: (T, K) float32. topk_ids: (T, K) int32 or int64, -1 for a skipped pair.
     router_logits: (T, E), or None.
     """
 
@@ -39,10 +39,10 @@ class StandardTopKOutput(NamedTuple):
 
 
 class RoutingData(NamedTuple):
-    """The routing of T * K pairs in the order of experts, in the names of triton_kernels.
+    """Routing of T * K pairs sorted by expert; names follow triton_kernels.
 
-    n_expts_act: K. gate_scal: (T * K,) float32, the weight of the pair in each row, 0 in rows past
-    the last pair that is not skipped. expt_hist: (E,) int32, rows of each expert. n_expts_tot: E.
+    n_expts_act: K. gate_scal: (T * K,) float32, weight of the pair in each row, 0 in rows after the
+    last pair that is not skipped. expt_hist: (E,) int32, rows per expert. n_expts_tot: E.
     """
 
     n_expts_act: int
@@ -52,17 +52,17 @@ class RoutingData(NamedTuple):
 
 
 class Permutation(NamedTuple):
-    """A permutation and its inverse, (T * K,) int32; -1 where there is nothing."""
+    """A permutation and its inverse, (T * K,) int32; -1 marks unused entries."""
 
     src_indx: torch.Tensor
     dst_indx: torch.Tensor
 
 
 class TritonKernelTopKOutput(NamedTuple):
-    """What a router says of T tokens, sorted by expert.
+    """Router output for T tokens, sorted by expert.
 
-    gather_indx.src_indx: the pair t * K + k in each row, dst_indx: the row of each pair;
-    scatter_indx has the same the other way round.
+    gather_indx.src_indx: the pair t * K + k in each row; gather_indx.dst_indx: the row of each
+    pair. scatter_indx is the inverse.
     """
 
     routing_data: RoutingData
@@ -72,24 +72,24 @@ class TritonKernelTopKOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """How K experts of a token are chosen, and what they weigh.
+    """Rules for choosing and weighting K experts per token.
 
-    top_k: K, 1 to 16. score: what a logit becomes: its softmax over all columns, its sigmoid, or
-    sqrt(softplus). order: "score_first" chooses by scores and weighs by them; "topk_first" chooses
-    by logits and scores the chosen ones alone, softmax over those K.
-    groups: the experts lie in so many equal groups, of which the topk_groups best take part; a
-    group is as good as its best expert ("max"), or as its two best together ("top2").
-    selection_bias: a bias for each column is added to what is chosen by, never to the weights.
-    renormalize: the K weights are divided by max(their sum + eps, floor), in float32. eps and floor
-    are 0 or 2^-126 to 1: a smaller one would be 0 in float32, and one that exceeds the sum of a
-    softmax would scale the weights instead of guarding their division.
-    table: experts come from a table by token id, and the router gives the weights alone.
-    zero_experts: so many columns behind the experts return x itself.
+    top_k: K, 1 to 16. score: transform of the logits: softmax over all columns, sigmoid, or
+    sqrt(softplus). order: "score_first" chooses and weights by scores; "topk_first" chooses by
+    logits and scores only the chosen ones, with softmax over those K.
+    groups: number of equal groups of experts, of which the best topk_groups take part. A group's
+    value is that of its best expert ("max") or the sum of its two best ("top2").
+    selection_bias: a per-column bias is added for the choice, never to the weights.
+    renormalize: divide the K weights by max(their sum + eps, floor), in float32. eps and floor are
+    0 or in [2^-126, 1]: smaller values would be 0 in float32, and larger ones, exceeding the sum of
+    a softmax, would scale the weights instead of guarding the division.
+    table: experts come from a table by token id; the router computes only the weights.
+    zero_experts: number of columns after the experts that return x itself.
 
-    The routed scaling factor is the Problem's. Equal values go to the lower id. An expert whose
-    logit or biased score is NaN, or whose biased score is -inf, is never chosen; where fewer than K
-    are left, the rest are -1 with weight 0. ConfigurationError for a field that is not as declared
-    or that another makes meaningless.
+    The routed scaling factor belongs to Problem. Ties go to the lower id. An expert whose logit or
+    biased score is NaN, or whose biased score is -inf, is never chosen; if fewer than K remain, the
+    others are -1 with weight 0. Raises ConfigurationError for an invalid field, or one that another
+    field makes meaningless.
     """
 
     top_k: TopK
@@ -112,8 +112,8 @@ class RouterSpec:
             raise ConfigurationError("router topk_groups", got=self.topk_groups, need=need)
         for name in ("eps", "floor"):
             value = getattr(self, name)
-            if value and not _LEAST_DIVISOR <= value <= _MOST_DIVISOR:
-                need = f"0, or {_LEAST_DIVISOR:.3g} to {_MOST_DIVISOR:.3g}: it is a float32"
+            if value and not _MIN_DIVISOR <= value <= _MAX_DIVISOR:
+                need = f"0, or {_MIN_DIVISOR:.3g} to {_MAX_DIVISOR:.3g}: it is a float32"
                 raise ConfigurationError(f"router {name}", got=value, need=need)
             if value and not self.renormalize:
                 raise ConfigurationError(f"router {name}", got=value, need="renormalize with it")
@@ -125,7 +125,7 @@ class RouterSpec:
             raise ConfigurationError("router groups", got=self.groups, need=need)
 
     def columns(self, experts: int) -> int:
-        """Return the columns of logits for `experts` experts; ConfigurationError if none fit."""
+        """Return the number of logit columns for `experts`; ConfigurationError if invalid."""
         expect("router experts", experts, int)
         columns = experts + self.zero_experts
         if experts < 1 or not self.top_k <= columns <= MOST_COLUMNS:
@@ -136,11 +136,11 @@ class RouterSpec:
         return columns
 
     def _check_groups(self, experts: int) -> None:
-        # Not divmod: torch.compile does not trace it where the experts are a symbol.
+        # No divmod: torch.compile cannot trace it if the number of experts is symbolic.
         size, rest = experts // self.groups, experts % self.groups
         if rest or (self.group_score == "top2" and size < 2):
-            least = 2 if self.group_score == "top2" else 1
-            need = f"groups = {self.groups} of one size, {least} or more each"
+            min_size = 2 if self.group_score == "top2" else 1
+            need = f"groups = {self.groups} of one size, {min_size} or more each"
             raise ConfigurationError("router experts", got=experts, need=need)
         if size * self.topk_groups < self.top_k:
             need = f"top_k = {self.top_k} experts or more in topk_groups = {self.topk_groups}"

@@ -1,4 +1,4 @@
-"""Values that a caller gives, checked against the annotation that declares them.
+"""Validation of arguments against their type annotations.
 
     @dataclass(frozen=True)
     class Layer:
@@ -8,8 +8,8 @@
         def __post_init__(self) -> None:
             check_fields(self)      # tokens: got 2.5, need an int >= 0 and < 2^31
 
-An annotation is the one place that says what a field may be. A bool is no int, an int is a float,
-and a float is finite. Nothing is checked while torch.compile traces a caller.
+The annotation alone defines the allowed values. A bool is not an int, an int is accepted as a
+float, and a float must be finite. Checks are skipped while torch.compile traces a caller.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -25,14 +25,14 @@ from torch.compiler import is_compiling
 
 from modular_kernel.errors import ConfigurationError, DeviceError
 
-MOST = 2**31 - 1  # kernels count rows, columns, experts and pairs of a token in 32 bits
+MOST = 2**31 - 1  # kernels index rows, columns, experts and a token's pairs with 32 bits
 
 Test = Callable[[object], bool]
 
 
 @dataclass(frozen=True)
 class Between:
-    """Of an annotation: least and greatest value, both allowed."""
+    """Annotation: inclusive bounds of a value."""
 
     low: int
     high: int
@@ -44,7 +44,7 @@ class Between:
 
 @dataclass(frozen=True)
 class OneOf:
-    """Of an annotation: the only values."""
+    """Annotation: the allowed values."""
 
     values: tuple[object, ...]
 
@@ -53,9 +53,9 @@ Count = Annotated[int, Between(1, MOST)]
 
 
 def check_fields(record: Any, of: str = "") -> None:
-    """Check that every field of a dataclass instance is as its annotation says.
+    """Check every field of a dataclass instance against its annotation.
 
-    of: what to put before a field's name. Raises the ConfigurationError of the first that is not.
+    of: prefix of the field name in messages. Raises ConfigurationError for the first invalid field.
     """
     if is_compiling():
         return
@@ -67,7 +67,7 @@ def check_fields(record: Any, of: str = "") -> None:
 
 
 def expect(what: str, value: object, kind: Any) -> None:
-    """Raise the ConfigurationError of a value that is not as the annotation `kind` says."""
+    """Raise ConfigurationError unless `value` matches the annotation `kind`."""
     if is_compiling():
         return
     test, need = _test(kind)
@@ -76,54 +76,54 @@ def expect(what: str, value: object, kind: Any) -> None:
 
 
 def expect_each(what: str, values: object, kind: Any) -> tuple[Any, ...]:
-    """Return what a caller lists, each as the annotation `kind` says; else ConfigurationError.
+    """Return `values` as a tuple if each matches the annotation `kind`; else ConfigurationError.
 
-    The error shows the first that is not, or what is no list of anything.
+    The error shows the first invalid value, or the type of a non-iterable.
     """
     test, need = _test(kind)
     listed = isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping)
-    # A tensor without dimensions says that it can be iterated over, too.
+    # A 0-d tensor is an instance of Iterable too.
     if not listed or getattr(values, "ndim", 1) == 0:
         raise ConfigurationError(what, got=shown(values), need=f"a sequence, each {need}")
-    found = tuple(cast("Iterable[object]", values))
-    for value in found:
+    items = tuple(cast("Iterable[object]", values))
+    for value in items:
         if not test(value):
             raise ConfigurationError(what, got=f"{shown(value)} among them", need=f"each {need}")
-    return found
+    return items
 
 
 def device_named(device: object) -> torch.device:
-    """Return a device, whether or not it is here; ConfigurationError for what names none."""
+    """Return a device, available or not; ConfigurationError if `device` does not name one."""
     if isinstance(device, torch.device):
         return device
     try:
         if isinstance(device, str | int):
             return torch.device(device)
-    except (RuntimeError, TypeError, ValueError):  # of a name, of a bool, of too many bits
+    except (RuntimeError, TypeError, ValueError):  # unknown name, bool, or index out of range
         pass
     need = "a device of torch, such as 'cuda'"
     raise ConfigurationError("device", got=shown(device), need=need)
 
 
 def available_device(device: object, *, meta: bool = False, what: str = "device") -> torch.device:
-    """Return a device on which this torch can make tensors, with its index.
+    """Return a device on which torch can allocate tensors, with its index.
 
-    meta: accept the meta device, whose tensors have no memory. ConfigurationError for what names no
-    device, DeviceError for one that is not there.
+    meta: accept the meta device, whose tensors have no memory. Raises ConfigurationError if
+    `device` does not name a device, and DeviceError if the device is not available.
     """
-    named = device_named(device)
+    parsed = device_named(device)
     try:
-        there = torch.empty(0, device=named).device
+        actual = torch.empty(0, device=parsed).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         why = str(error).splitlines()[0][:160]
-        raise DeviceError(what, got=f"{named}: {why}", need="a device of this torch") from None
-    if there.type == "meta" and not meta:
+        raise DeviceError(what, got=f"{parsed}: {why}", need="a device of this torch") from None
+    if actual.type == "meta" and not meta:
         raise DeviceError(what, got="meta", need="a device whose tensors have memory")
-    return there
+    return actual
 
 
 def shown(value: object) -> object:
-    """Show `value` in a message: short, and without reading what a tensor holds."""
+    """Format `value` for a message: short, and without reading tensor values."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an int of {value.bit_length()} bits"
     if value is None or isinstance(value, bool | int | float | Enum):
@@ -133,7 +133,7 @@ def shown(value: object) -> object:
     if isinstance(value, type):
         return f"the class {value.__name__}"
     kind = type(value)
-    # A dtype, say, tells what it is; a tensor or a list need not be short.
+    # A dtype's text is informative and short; that of a tensor or a list need not be.
     return str(value) if kind.__module__ == "torch" and kind.__name__ == "dtype" else kind.__name__
 
 
@@ -145,7 +145,7 @@ def _declared(cls: Any) -> tuple[tuple[str, Test, str], ...]:
 
 @cache
 def _test(kind: Any) -> tuple[Test, str]:
-    """Return whether a value is of `kind`, and the words for it."""
+    """Return a predicate for values of `kind`, and its description for messages."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _limited(*args)
@@ -156,8 +156,11 @@ def _test(kind: Any) -> tuple[Test, str]:
     if origin is tuple:
         return _tuple_of(args)
     if origin is list:
-        each, of = _test(args[0])
-        return lambda value: isinstance(value, list) and all(map(each, value)), f"a list, each {of}"
+        test_item, item = _test(args[0])
+        return (
+            lambda value: isinstance(value, list) and all(map(test_item, value)),
+            f"a list, each {item}",
+        )
     if origin is frozenset:
         return _frozenset_of(args[0])
     if origin is Callable:
@@ -187,7 +190,7 @@ def _plain(kind: type) -> tuple[Test, str]:
 def _is_finite(value: object) -> bool:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    return -float_info.max <= value <= float_info.max  # where an int of many bits is no overflow
+    return -float_info.max <= value <= float_info.max  # a huge int must not overflow in isfinite
 
 
 def _limited(kind: Any, limit: Between | OneOf) -> tuple[Test, str]:
@@ -210,8 +213,11 @@ def _frozenset_of(kind: Any) -> tuple[Test, str]:
 
 def _tuple_of(kinds: tuple[Any, ...]) -> tuple[Test, str]:
     if kinds[-1] is Ellipsis:
-        each, of = _test(kinds[0])
-        return lambda value: isinstance(value, tuple) and all(map(each, value)), f"a tuple of {of}"
+        test_item, item = _test(kinds[0])
+        return (
+            lambda value: isinstance(value, tuple) and all(map(test_item, value)),
+            f"a tuple of {item}",
+        )
     tests, words = zip(*map(_test, kinds), strict=True)
 
     def fits(value: object) -> bool:

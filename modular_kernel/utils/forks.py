@@ -1,10 +1,10 @@
-"""What a forked child does with the state that it inherits: locks, thread pools, GPUs, groups.
+"""Fork safety: repair of inherited state (locks, thread pools, GPUs, process groups) in a child.
 
-`os.fork` copies the memory of the parent but only the thread that called it. A lock that another
-thread held stays locked in the child for ever, what that thread had half written stays half
-written, and neither a CUDA context nor a connection to other ranks can be used. Each object that
-has such state is either registered with `on_fork`, which calls its `after_fork` in the child, or
-records `generation()` when it is made and calls `check_process` before it is used.
+`os.fork` copies the parent's memory but only the calling thread. A lock held by another thread
+stays locked in the child, data that thread was writing stays incomplete, and neither a CUDA context
+nor a connection to other ranks can be used. Each object with such state is either registered with
+`on_fork`, which calls its `after_fork` in the child, or records `generation()` when it is created
+and calls `check_process` before use.
 """
 
 import ctypes
@@ -21,14 +21,14 @@ import torch
 from modular_kernel.errors import StateError
 
 _PACKAGES = ("modular_kernel", "prepare_finalize", "experts", "topk_reduce")
-_LOCKED_PROPERTIES = sys.version_info < (3, 12)  # functools.cached_property held a lock until 3.12
+_LOCKED_PROPERTIES = sys.version_info < (3, 12)  # cached_property holds a lock before 3.12
 
 
 class Forkable(Protocol):
     """An object whose state must be repaired in a forked child."""
 
     def after_fork(self) -> None:
-        """Repair the state, in the child, before anything else runs there. Must not raise."""
+        """Repair the state, before any other code runs in the child. Must not raise."""
 
 
 _generation = [0]
@@ -36,19 +36,19 @@ _registered: set["weakref.ref[Forkable]"] = set()
 
 
 def generation() -> int:
-    """Return how many forks, seen by Python, lie between this process and its first ancestor."""
+    """Return the number of forks, seen by Python, between the first ancestor and this process."""
     return _generation[0]
 
 
 def on_fork(owner: Forkable) -> None:
-    """Call `owner.after_fork()` in every forked child, as long as `owner` lives."""
+    """Call `owner.after_fork()` in every forked child, as long as `owner` is alive."""
     _registered.add(weakref.ref(owner, _registered.discard))
 
 
 def renew(lock: Any) -> bool:
-    """Unlock an RLock in a child, unless the forking thread itself holds it; whether it does.
+    """Reset an RLock in a child unless the forking thread holds it; return whether it does.
 
-    A thread that forks within its own `with lock` block leaves that block in the child as well.
+    A thread that forks inside its own `with lock` block exits that block in the child as well.
     """
     if lock._is_owned():
         return True
@@ -57,18 +57,18 @@ def renew(lock: Any) -> bool:
 
 
 def check_process(made_in: int, what: str, need: str) -> None:
-    """Raise StateError if `what` was made by a process that this one was forked from.
+    """Raise StateError if `what` was created before this process was forked.
 
-    made_in: `generation()` when it was made. need: what to do instead.
+    made_in: `generation()` at creation. need: what to do instead.
     """
     if made_in != _generation[0]:
         raise StateError(what, got="a use in a forked child", need=need)
 
 
 class Barred:
-    """Stands in for the lock of an object that cannot be used in a forked child.
+    """Replacement for the lock of an object that cannot be used in a forked child.
 
-    Entering it raises StateError, so that the object needs no check of its own in each call.
+    Entering it raises StateError, so that calls need no additional check.
     """
 
     def __init__(self, what: str, need: str) -> None:
@@ -84,10 +84,10 @@ class Barred:
 
 
 def use_one_thread() -> None:
-    """Have torch compute on one thread in a child, as DataLoader does in its workers.
+    """Run torch on one thread in a child, as DataLoader does in its workers.
 
-    For what has computed on the CPU in the parent: GNU's OpenMP would wait for ever for the threads
-    that computed there. Other runtimes start threads of the child's own.
+    Needed after the parent has computed on the CPU with GNU OpenMP, which would wait forever for
+    the parent's threads. Other OpenMP runtimes start new threads in the child.
     """
     if torch.get_num_threads() > 1 and _runs_on_gnu_openmp():
         torch.set_num_threads(1)
@@ -102,9 +102,9 @@ def _runs_on_gnu_openmp() -> bool:
 
 
 def never_free(value: object) -> None:
-    """Keep `value` until the process ends, its C++ destructor included, which never runs.
+    """Keep `value` alive until the process ends, without ever running its C++ destructor.
 
-    The destructor of a process group joins threads that a forked child does not have.
+    The destructor of a process group joins threads that do not exist in a forked child.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
@@ -124,10 +124,10 @@ def _renew_cached_properties() -> None:
         if name.partition(".")[0] not in _PACKAGES:
             continue
         for owner in tuple(vars(module).values()):
-            for each in tuple(vars(owner).values()) if isinstance(owner, type) else ():
-                if isinstance(each, cached_property):
-                    renew(vars(each)["lock"])
+            for attribute in tuple(vars(owner).values()) if isinstance(owner, type) else ():
+                if isinstance(attribute, cached_property):
+                    renew(vars(attribute)["lock"])
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
+if hasattr(os, "register_at_fork"):  # absent on Windows, which cannot fork
     os.register_at_fork(after_in_child=_in_child)

@@ -1,7 +1,6 @@
-"""Files of JSON: read whole or refused, and written so that no reader meets half of one.
+"""JSON files, read completely or rejected, and written atomically.
 
-What is wrong with a file is a ValueError in a few words; whoever reads knows what it is for and
-raises a typed error.
+An invalid file raises ValueError with a short reason; the caller raises a typed error with context.
 """
 
 import json
@@ -18,9 +17,9 @@ from modular_kernel.errors import ConfigurationError
 
 
 def content(path: Path, most: int, *, links: bool = True) -> bytes:
-    """Read a regular file of at most `most` bytes; ValueError for another, OSError for none.
+    """Read a regular file of at most `most` bytes; ValueError if unsuitable, OSError if missing.
 
-    links: whether the path may be a symbolic link. A pipe is not waited for.
+    links: whether the path may be a symbolic link. Opening does not block on a pipe.
     """
     flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
     handle = os.open(path, flags if links else flags | getattr(os, "O_NOFOLLOW", 0))
@@ -28,16 +27,16 @@ def content(path: Path, most: int, *, links: bool = True) -> bytes:
         os.close(handle)
         raise ValueError("no regular file")
     with os.fdopen(handle, "rb") as file:
-        found = file.read(most + 1)
-    if len(found) > most:
+        data = file.read(most + 1)
+    if len(data) > most:
         raise ValueError(f"more than {most} bytes")
-    return found
+    return data
 
 
 def parse(text: str | bytes, *, constants: bool = False) -> Any:
-    """Parse JSON in UTF-8 with each name once in its object; ValueError says what is wrong.
+    """Parse UTF-8 JSON whose objects have unique keys; ValueError gives the reason.
 
-    constants: take NaN and Infinity, which JSON has not.
+    constants: accept NaN and Infinity, which are not standard JSON.
     """
     if isinstance(text, bytes):
         try:
@@ -52,49 +51,48 @@ def parse(text: str | bytes, *, constants: bool = False) -> Any:
 
 
 def record(text: str, schema: str, what: str) -> dict[str, Any]:
-    """Return the object of `text` whose "schema" is `schema`; ConfigurationError for another."""
-    found = parse(text, constants=True)
-    told = found.get("schema") if isinstance(found, dict) else None
-    if told != schema:
-        raise ConfigurationError(what, got=told, need=schema)
-    kept: dict[str, Any] = found
-    return kept
+    """Parse an object whose "schema" must equal `schema`; else ConfigurationError."""
+    parsed = parse(text, constants=True)
+    actual = parsed.get("schema") if isinstance(parsed, dict) else None
+    if actual != schema:
+        raise ConfigurationError(what, got=actual, need=schema)
+    result: dict[str, Any] = parsed
+    return result
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file as a whole; where that fails, the file is as it was before."""
+    """Write a file atomically; on failure it is unchanged."""
     with replacing(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a path to write to, and move what was written there to `path` at the end.
+    """Yield a temporary path to write to, and move the file to `path` at the end.
 
-    It has the suffix of `path` and lies beside it. On an error it is removed, and `path` stays as
-    it was. A pipe or a device is written to directly, and so is a file in a folder that takes no
-    new one.
+    The temporary file has the suffix of `path` and is in the same folder. On an error it is removed
+    and `path` is unchanged. A pipe, a device, or a file in a read-only folder is written directly.
     """
     path = path.resolve()
     if path.exists() and not (path.is_file() and os.access(path.parent, os.W_OK)):
         yield path
         return
-    part = path.with_name(f".{uuid4().hex}.part{path.suffix[:16]}")
+    temporary = path.with_name(f".{uuid4().hex}.part{path.suffix[:16]}")
     try:
-        yield part
+        yield temporary
         if path.exists():
-            shutil.copymode(path, part)
-        part.replace(path)
+            shutil.copymode(path, temporary)
+        temporary.replace(path)
     except BaseException:
-        part.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    result = dict(pairs)
+    if len(result) != len(pairs):
         raise ValueError("a name twice in one object")
-    return made
+    return result
 
 
 def _no_constant(name: str) -> Never:

@@ -1,15 +1,15 @@
-"""Matrix products on a CPU that read nothing beside their operands.
+"""Matrix multiplication on a CPU that reads only its operands.
 
-On a CPU with AMX, oneDNN multiplies 16-bit matrices in tiles of 32 columns. Where the depth is not
-a multiple of 32, it reads past the end of a row: into the gap between two rows, or into the row
-after it. It multiplies what it finds there by zero, so a NaN or an infinity of one token makes
-another token's results NaN, and so does a stale value in a buffer. Here such a depth is padded with
-zeros, and operands have no gaps. On a GPU the products are torch's, of the operands as they are.
+On a CPU with AMX, oneDNN multiplies 16-bit matrices in tiles of 32 columns. If K is not a multiple
+of 32, it reads past the end of a row, into a gap between rows or the next row, and multiplies those
+values by zero. A NaN or infinity of one token, or a stale value in a buffer, then makes another
+token's results NaN. These functions pad K with zeros and remove gaps from operands. On a GPU they
+call torch with the operands unchanged.
 """
 
 import torch
 
-_TILE = 32  # columns of 16 bits in a row of an AMX tile
+_TILE = 32  # 16-bit columns per row of an AMX tile
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -25,20 +25,20 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return x @ weight.T + bias, (M, N), for matrices (M, K) and (N, K) of any strides.
 
-    bias: (N,), added before the result is rounded. Copies what `matmul` does.
+    bias: (N,), added before the result is rounded. Copies operands as `matmul` does.
     """
     x, weight_KN = _operands(x, weight.T)
     return x @ weight_KN if bias is None else torch.addmm(bias, x, weight_KN)
 
 
 def compact(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the matrix with its rows, or its columns, side by side in memory.
+    """Return the matrix with contiguous rows or columns.
 
-    A matrix that lies so already, or is not on a CPU, is returned as it is; any other is copied.
+    Returns a matrix unchanged if it is compact already or not on a CPU; otherwise copies it.
     """
     if matrix.device.type != "cpu" or _is_compact(matrix):
         return matrix
-    # Not `contiguous()`: it returns a single row as it is, and oneDNN is handed the row's stride.
+    # Not `contiguous()`: it returns a single row unchanged, with a stride that oneDNN would use.
     return matrix.clone(memory_format=torch.contiguous_format)
 
 
@@ -48,15 +48,15 @@ def _is_compact(matrix: torch.Tensor) -> bool:
 
 
 def _operands(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (M, K) and (K, N) as a CPU may multiply them, with zeros beyond K."""
+    """Return (M, K) and (K, N) operands that are safe on a CPU, K padded with zeros if needed."""
     if a.device.type != "cpu":
         return a, b
-    missing = -a.shape[1] % _TILE if a.itemsize == 2 else 0
-    if not missing:
+    padding = -a.shape[1] % _TILE if a.itemsize == 2 else 0
+    if not padding:
         (m, k), n = a.shape, b.shape[1]
         dense_a, dense_b = a.stride() in ((k, 1), (1, m)), b.stride() in ((n, 1), (1, k))
         return a if dense_a else compact(a), b if dense_b else compact(b)
     pad = torch.nn.functional.pad
     by_rows = b.stride(1) == 1
-    b = pad(b, (0, 0, 0, missing)) if by_rows else pad(b.T, (0, missing)).T
-    return pad(a, (0, missing)), b
+    b = pad(b, (0, 0, 0, padding)) if by_rows else pad(b.T, (0, padding)).T
+    return pad(a, (0, padding)), b

@@ -1,7 +1,7 @@
-"""Optional packages that are told by what is in them, because their names prove nothing.
+"""Identification of optional packages by their content, for names that are not unique.
 
-An index may hold somebody else's package of a name, or one too old; another project may ship a
-copy inside its own. What is looked at are files: nothing is imported before it is chosen.
+A package index may hold an unrelated package of the same name, or an old version; another project
+may vendor a copy. Only files are inspected; nothing is imported before a package is chosen.
 """
 
 import re
@@ -17,19 +17,19 @@ from types import ModuleType
 from modular_kernel.errors import ConfigurationError
 
 _VERSION = re.compile(r"""^__version__\s*=\s*['"]([^'"]{1,40})['"]""", re.MULTILINE)
-_MOST_BYTES = 1 << 20  # of a file that is looked at
-# What the import of a package for another torch, GPU or toolkit was seen to raise.
+_MOST_BYTES = 1 << 20  # read from each inspected file
+# Exceptions seen when importing a package built for another torch, GPU or toolkit.
 _FAILURES = (ImportError, AssertionError, OSError, RuntimeError, AttributeError)
 
 
 @dataclass(frozen=True)
 class Provider:
-    """An optional package of a given interface.
+    """An optional package, identified by its content.
 
-    name: as `Requirements.packages` has it. places: folders that may hold it, the first one wins,
-    each an importable package and what lies below it: "deep_gemm", "vllm/third_party/deep_gemm".
-    signs: (file of such a folder, word in it), all of which must be there. need: what they stand
-    for. source: how to get it. version_file: where its `__version__` is stated.
+    name: as in `Requirements.packages`. places: candidate folders in order of preference, each an
+    importable package with an optional subfolder: "deep_gemm", "vllm/third_party/deep_gemm".
+    signs: (file in the folder, text in the file); all must be present. need: what they indicate,
+    for messages. source: how to install it. version_file: the file that defines `__version__`.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Provider:
 
 @dataclass(frozen=True)
 class Found:
-    """Where a provider is; or why what was found there is not it: "" if nothing was found."""
+    """Location of a provider, or why candidates do not qualify ("" if there are none)."""
 
     folder: Path | None = None
     version: str = ""
@@ -50,38 +50,40 @@ class Found:
 
 
 def find(provider: Provider) -> Found:
-    """Look for a provider, in its places in order; nothing is imported."""
-    why = []
+    """Search a provider's places in order, without importing anything."""
+    reasons = []
     for place in provider.places:
         for folder in _folders(place):
-            lacks = next(filter(None, (_lacks(folder, *sign) for sign in provider.signs)), "")
+            missing = next(
+                filter(None, (_missing_sign(folder, *sign) for sign in provider.signs)), ""
+            )
             stated = version_in(folder, provider.version_file)
-            if not lacks:
+            if not missing:
                 return Found(folder, stated)
-            why.append(f"another {f'{place} {stated}'.strip()}: {lacks}")
-    return Found(why="; ".join(why))
+            reasons.append(f"another {f'{place} {stated}'.strip()}: {missing}")
+    return Found(why="; ".join(reasons))
 
 
 @contextmanager
 def importing(provider: Provider, *, need: str) -> Iterator[Path]:
     """Yield the folder that holds a provider, to import it from there.
 
-    need: a copy that can be imported, in words. ConfigurationError where the provider is not there,
-    or where its import raises what one for another machine does.
+    need: description of a usable copy, for messages. Raises ConfigurationError if the provider is
+    missing, or if importing it fails as a build for another machine does.
     """
-    found = find(provider)
-    if found.folder is None:
-        raise ConfigurationError(provider.name, got=found.why or "nothing", need=provider.need)
+    location = find(provider)
+    if location.folder is None:
+        raise ConfigurationError(provider.name, got=location.why or "nothing", need=provider.need)
     try:
-        yield found.folder
+        yield location.folder
     except _FAILURES as error:
         got = f"{type(error).__name__}: {error}"[:300]
-        what = f"{provider.places[0]} in {found.folder}"
+        what = f"{provider.places[0]} in {location.folder}"
         raise ConfigurationError(what, got=got, need=need) from error
 
 
 def module_of(folder: Path, name: str) -> ModuleType:
-    """Import the package of a folder under a name; nothing is left of one that fails."""
+    """Import the package in a folder under `name`; remove it from sys.modules if that fails."""
     spec = spec_from_file_location(
         name, folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
@@ -98,26 +100,30 @@ def module_of(folder: Path, name: str) -> ModuleType:
 
 
 def forget(name: str) -> None:
-    """Take a package and all below it out of sys.modules."""
-    for known in [each for each in sys.modules if each == name or each.startswith(f"{name}.")]:
-        del sys.modules[known]
+    """Remove a package and its submodules from sys.modules."""
+    for module in [
+        module for module in sys.modules if module == name or module.startswith(f"{name}.")
+    ]:
+        del sys.modules[module]
 
 
 def sort_out(providers: Iterable[Provider]) -> tuple[frozenset[str], dict[str, str]]:
-    """Return the names of those that are here, and why others that seem to be are not."""
-    found = {provider.name: find(provider) for provider in providers}
-    here = frozenset(name for name, one in found.items() if one.folder is not None)
-    return here, {name: one.why for name, one in found.items() if one.why}
+    """Return the names of available providers, and why similar packages do not qualify."""
+    locations = {provider.name: find(provider) for provider in providers}
+    available = frozenset(
+        name for name, location in locations.items() if location.folder is not None
+    )
+    return available, {name: location.why for name, location in locations.items() if location.why}
 
 
 def version_in(folder: Path, file: str = "__init__.py") -> str:
-    """Return the version that a file of a package states, "" if it does not."""
-    stated = _VERSION.search(_text(folder / file) or "")
-    return stated[1] if stated else ""
+    """Return the `__version__` in a file of a package, "" if it has none."""
+    match = _VERSION.search(_text(folder / file) or "")
+    return match[1] if match else ""
 
 
 def version_of(distribution: str) -> str | None:
-    """Return the version of a distribution that is installed, without importing it; else None."""
+    """Return the version of an installed distribution, without importing it; else None."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -128,7 +134,7 @@ def _folders(place: str) -> Iterator[Path]:
     top, _, below = place.partition("/")
     try:
         spec = find_spec(top)
-    except (ImportError, ValueError):  # a stub in sys.modules, or a broken finder
+    except (ImportError, ValueError):  # a stub in sys.modules, or a faulty finder
         return
     for root in (spec and spec.submodule_search_locations) or ():
         folder = Path(root, below)
@@ -136,7 +142,7 @@ def _folders(place: str) -> Iterator[Path]:
             yield folder
 
 
-def _lacks(folder: Path, file: str, word: str) -> str:
+def _missing_sign(folder: Path, file: str, word: str) -> str:
     text = _text(folder / file)
     if text is None:
         return f"no {file}"

@@ -1,11 +1,11 @@
-"""Checks that every tensor of a public function passes before any of its values are read.
+"""Checks that public functions apply to every tensor before reading any values.
 
     check_tensor("logits", logits_TE)                        # dense, with all of its memory
-    check_output("out", out, {"rows": rows})                 # shares no memory with what is read
+    check_output("out", out, {"rows": rows})                 # shares no memory with inputs
     check_no_gradients({"x": x_TH, "w1": w1_eNH})            # kernels are forward only
 
-Nothing here synchronizes with a device. `check_strided` is the part that a planned call repeats for
-every tensor; it finds everything else in the addresses that it reads anyway.
+Nothing here synchronizes with a device. Planned calls repeat only `check_strided` for every tensor;
+they cover the other checks with addresses that they read anyway.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -34,7 +34,7 @@ _compile_only: ContextVar[bool] = ContextVar("kernels are compiled, not launched
 
 @contextmanager
 def compile_only() -> Iterator[None]:
-    """Accept meta tensors inside: kernels are compiled there and not launched."""
+    """Accept meta tensors inside the block, where kernels are compiled but not launched."""
     token = _compile_only.set(True)
     try:
         yield
@@ -43,10 +43,10 @@ def compile_only() -> Iterator[None]:
 
 
 def check_strided(what: str, value: object) -> None:
-    """Raise DtypeError for what is no tensor, LayoutError for a sparse or lazily negated one, and
-    for a DTensor.
+    """Check that `value` is a dense tensor; its memory is not checked (see `check_tensor`).
 
-    Memory is not looked at: `check_tensor` does.
+    Raises DtypeError for a non-tensor, LayoutError for a sparse or lazily negated tensor or a
+    DTensor.
     """
     if not isinstance(value, torch.Tensor):
         raise DtypeError(what, got=type(value).__name__, need="a tensor")
@@ -59,7 +59,7 @@ def check_strided(what: str, value: object) -> None:
 
 
 def check_local(what: str, value: torch.Tensor) -> None:
-    """Raise LayoutError for a DTensor: kernels read memory, and its memory is a shard's."""
+    """Raise LayoutError for a DTensor: kernels read raw memory, which holds only a shard."""
     if type(value).__name__ == "DTensor":
         need = "a plain tensor: .to_local() of a shard, or .full_tensor().detach()"
         raise LayoutError(what, got="a DTensor", need=need)
@@ -68,17 +68,16 @@ def check_local(what: str, value: torch.Tensor) -> None:
 def check_tensor(
     what: str, value: object, *, device: torch.device | None = None, meta: bool = False
 ) -> torch.Tensor:
-    """Return `value` if it is a plain tensor whose values can be read; raise an InputError if not.
+    """Return `value` if it is a plain tensor whose values can be read; else raise an InputError.
 
-    what: the tensor's name in the message. device: where it must be; None accepts any device.
-    meta: accept a tensor without memory (on the meta device, or a fake one), for a function that
-    reads no values.
+    what: the tensor's name in messages. device: required device; None accepts any.
+    meta: accept a tensor without memory (meta or fake), for functions that read no values.
 
-    DtypeError for what is no tensor. LayoutError for a tensor that is sparse, lazily negated or
+    Raises DtypeError for a non-tensor; LayoutError for a tensor that is sparse, lazily negated or
     conjugated, wrapped by a function transform (vmap, grad, jvp), or whose storage is smaller than
-    its shape and strides reach (freed, or resized). UnsupportedError for a dual tensor, whose
-    tangent would be lost. DeviceError for another device. Under torch.compile the memory and the
-    tangent are not looked at: nothing is launched while a graph is traced.
+    its shape and strides reach (freed or resized); UnsupportedError for a dual tensor, whose
+    tangent would be lost; DeviceError for another device. Under torch.compile, memory and tangents
+    are not checked, because nothing is launched while tracing.
     """
     if not isinstance(value, torch.Tensor):
         raise DtypeError(what, got=type(value).__name__, need="a tensor")
@@ -110,17 +109,17 @@ def check_tensors(
     device: torch.device | None = None,
     meta: bool = False,
 ) -> None:
-    """Call `check_tensor` for each tensor of a mapping by name; `optional` ones may be None."""
+    """Call `check_tensor` on each tensor of a mapping; those named in `optional` may be None."""
     for what, value in tensors.items():
         if value is not None or what not in optional:
             check_tensor(what, value, device=device, meta=meta)
 
 
 def check_output(what: str, written: torch.Tensor, read: Mapping[str, torch.Tensor | None]) -> None:
-    """Raise ConfigurationError where a tensor that is written shares memory with one that is read.
+    """Raise ConfigurationError if the tensor to write shares memory with one that is read.
 
-    written, and those of `read`: tensors that passed `check_tensor`. A tensor that is written must
-    also not reach one of its own elements twice, as an expanded one does (LayoutError).
+    written and the values of `read`: tensors that passed `check_tensor`. Raises LayoutError if
+    `written` has overlapping elements, as an expanded tensor does.
     """
     if is_compiling() or written.is_meta or isinstance(written, FakeTensor):
         return
@@ -134,23 +133,23 @@ def check_output(what: str, written: torch.Tensor, read: Mapping[str, torch.Tens
 
 
 def check_held(what: str, tensor: torch.Tensor) -> None:
-    """Raise LayoutError unless a tensor has all the memory that its shape and strides reach."""
+    """Raise LayoutError unless a tensor's storage covers its shape and strides."""
     if tensor.is_meta or not tensor.numel():
-        return  # the check of devices refuses meta where it must
+        return  # device checks reject meta tensors where necessary
     try:
-        pointer, held = tensor.data_ptr(), tensor.untyped_storage().nbytes()
+        pointer, available = tensor.data_ptr(), tensor.untyped_storage().nbytes()
     except (RuntimeError, NotImplementedError):
         got = "a tensor without memory of its own (made by vmap, grad or jvp?)"
         raise LayoutError(what, got=got, need="a plain tensor") from None
     start, stop = (0, int(tensor.nbytes)) if tensor.is_contiguous() else span(tensor)
-    reach = tensor.storage_offset() * tensor.element_size() + stop - start
-    if not pointer or held < reach:
-        got = f"{held if pointer else 0} bytes of memory (freed, or made smaller?)"
-        raise LayoutError(what, got=got, need=f"the {reach} that its shape and strides reach")
+    required = tensor.storage_offset() * tensor.element_size() + stop - start
+    if not pointer or available < required:
+        got = f"{available if pointer else 0} bytes of memory (freed, or made smaller?)"
+        raise LayoutError(what, got=got, need=f"the {required} that its shape and strides reach")
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses of a tensor's first byte and of the byte behind its last."""
+    """Return the addresses of a tensor's first byte and of the byte after its last."""
     start = tensor.data_ptr()
     if tensor.is_contiguous():
         return start, start + tensor.nbytes
@@ -161,13 +160,13 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether the bytes from first to last element of two tensors meet."""
+    """Return whether the address ranges of two tensors, from first to last byte, intersect."""
     (a_start, a_stop), (b_start, b_stop) = span(a), span(b)
     return max(a_start, b_start) < min(a_stop, b_stop)
 
 
 def wants_gradient(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether a gradient would be lost: recorded for backward, or carried forward."""
+    """Return whether a gradient would be lost: requires_grad, or a forward-mode tangent."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor.requires_grad:
@@ -178,12 +177,12 @@ def wants_gradient(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def check_no_gradients(tensors: Mapping[str, torch.Tensor | None]) -> None:
-    """Raise UnsupportedError, rather than lose a gradient: what follows is forward only."""
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    if not wants_gradient(given.values()):
+    """Raise UnsupportedError rather than silently lose a gradient: kernels are forward only."""
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    if not wants_gradient(present.values()):
         return
-    wants = ", ".join(name for name, tensor in given.items() if wants_gradient((tensor,)))
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given.values()):
+    wants = ", ".join(name for name, tensor in present.items() if wants_gradient((tensor,)))
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present.values()):
         got, need = f"{wants} that require grad", "torch.no_grad() or inference_mode()"
         raise UnsupportedError("gradients", got=got, need=need)
     raise _tangent_lost(wants)

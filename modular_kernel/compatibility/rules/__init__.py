@@ -1,8 +1,8 @@
-"""Every rule that decides whether two parts can serve a problem on a machine, and `judge`.
+"""Rules that decide whether two parts can serve a problem on a machine, and `judge`.
 
-A rule is a generator over one `Pairing`; it yields a Rejection for each way it is violated. All
-rules always run. Adding a rule = one function, one line in RULES, one must-refuse case in the
-tests (they fail until it is there).
+A rule is a generator over one `Pairing` that yields a Rejection for each violation. All rules
+always run. To add a rule, write one function, one line in RULES, and one refused case in the tests,
+which fail without it.
 """
 
 from functools import partial
@@ -80,7 +80,7 @@ def judge(
     problem: Problem,
     machine: Machine,
 ) -> Verdict:
-    """Judge one pairing. Pure: reads the two declarations and the arguments, nothing else."""
+    """Judge one pairing. Pure: reads only the two declarations and the arguments."""
     expect("problem", problem, Problem)
     expect("machine", machine, Machine)
     pairing = Pairing(
@@ -93,7 +93,7 @@ def judge(
 
 
 def unavailable(name: str, requires: Requirements, machine: Machine) -> tuple[Rejection, ...]:
-    """Say why one part cannot run on `machine` whatever it is paired with; empty if it can."""
+    """Return why a part cannot run on `machine` in any pairing; empty if it can."""
     any_problem, fmt = Problem(1, 1, 1, 1, 1), requires.activation_format
     pf = PrepareFinalizeRequirements(activation_format=fmt, reduces=frozenset(Reduce))
     ex = ExpertsRequirements(activation_format=fmt, reduce=Reduce.NOOP)
@@ -103,5 +103,5 @@ def unavailable(name: str, requires: Requirements, machine: Machine) -> tuple[Re
         assert isinstance(requires, PrepareFinalizeRequirements)
         pairing = Pairing(name, requires, "", ex, any_problem, machine)
     rules = machines.device, machines.arch, machines.archs, machines.package
-    found = [r for rule in rules for r in rule(pairing)]
-    return tuple(r for r in found if name in r.parties)
+    rejections = [r for rule in rules for r in rule(pairing)]
+    return tuple(r for r in rejections if name in r.parties)

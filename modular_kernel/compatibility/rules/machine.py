@@ -1,4 +1,4 @@
-"""What a part needs of the machine: a device, an architecture, packages."""
+"""Rules on the machine: device, architecture, packages."""
 
 from modular_kernel.compatibility.support import (
     Pairing,
@@ -28,7 +28,7 @@ def arch(p: Pairing) -> Violations:
 
 
 def archs(p: Pairing) -> Violations:
-    """Refuse an architecture that lacks a part's instructions."""
+    """Reject an architecture that lacks instructions the part uses."""
     for name, req in p.each():
         arch = p.machine.arch
         if req.archs is not None and arch is not None and arch not in req.archs:

@@ -1,4 +1,4 @@
-"""What one part leaves to the other: layouts, scales, ids, weights, rows that nobody wrote."""
+"""Rules between the two parts: layouts, scales, ids, weights, unwritten rows."""
 
 from modular_kernel.compatibility.support import (
     Pairing,
@@ -18,9 +18,9 @@ def formats(p: Pairing) -> Violations:
 
 
 def dispatch_quant(p: Pairing) -> Violations:
-    """Someone must quantize the activations: before dispatch, or the experts after it.
+    """Require that either prepare or the experts quantize the activations.
 
-    By scales of experts all experts parts do it after it, from rows that came as they are.
+    With per-expert scales the experts always do, from unquantized rows.
     """
     if not p.problem.scheme.travels_quantized:
         return
@@ -39,16 +39,16 @@ def scale_layout(p: Pairing) -> Violations:
 
 
 def capacity_multiple(p: Pairing) -> Violations:
-    """Keep a tile of rows from reaching into the next expert's."""
+    """Require a capacity that keeps row tiles of different experts apart."""
     multiple, unit = p.ex.capacity_multiple, p.pf.capacity_unit
     batched = ActivationFormat.BATCHED_EXPERTS
     if p.pf.rounds_capacity or not p.pf.activation_format is p.ex.activation_format is batched:
         return
-    room = p.problem.parallel.world_size * -(-max(1, p.problem.tokens) // unit) * unit
-    if room % multiple:
+    capacity = p.problem.parallel.world_size * -(-max(1, p.problem.tokens) // unit) * unit
+    if capacity % multiple:
         need = f"a multiple of {multiple} for {p.ex_name}"
         hint = "give the problem that many tokens more, or another PrepareAndFinalize"
-        yield Rejection("capacity_multiple", p.both, f"{room} rows for an expert", need, hint)
+        yield Rejection("capacity_multiple", p.both, f"{capacity} rows for an expert", need, hint)
 
 
 def reduce(p: Pairing) -> Violations:
@@ -87,7 +87,7 @@ def padding(p: Pairing) -> Violations:
 
 
 def invalid_rows(p: Pairing) -> Violations:
-    """Contiguous reduction reads every pair's row, so a skipped pair's row has to be zero."""
+    """Require zero rows for skipped pairs: contiguous reduction reads every pair's row."""
     standard = p.ex.activation_format is ActivationFormat.STANDARD
     reads = p.ex.reduce in (Reduce.CONTIGUOUS, Reduce.DELEGATE)
     if standard and reads and p.ex.invalid_rows is not Rows.ZERO:

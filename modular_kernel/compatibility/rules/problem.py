@@ -1,4 +1,4 @@
-"""What the problem asks of each part: dtypes, schemes, sizes, ranks, options."""
+"""Rules on the problem: dtypes, schemes, sizes, ranks, options."""
 
 from collections.abc import Callable
 
@@ -80,7 +80,7 @@ def blocks(p: Pairing) -> Violations:
 
 
 def packing(p: Pairing) -> Violations:
-    """Values of a row share a byte or a word, so a row is a multiple of them."""
+    """Require row sizes divisible by the number of values packed into a byte or word."""
     step = values_at_once(p.problem.scheme)
     for name in unpackable(p.problem):
         got = f"{name}={getattr(p.problem, name)}"
@@ -119,18 +119,18 @@ def world_size(p: Pairing) -> Violations:
 
 
 def hosts(p: Pairing) -> Violations:
-    """Ranks are on hosts as the exchange needs them; None of ranks_per_host is one host."""
-    parallel, most, parties = p.problem.parallel, p.pf.ranks_per_host, (p.pf_name, "problem")
+    """Require the part's distribution of ranks over hosts; ranks_per_host None is one host."""
+    parallel, limit, parties = p.problem.parallel, p.pf.ranks_per_host, (p.pf_name, "problem")
     hosts = parallel.hosts
-    each = parallel.world_size // hosts
+    per_host = parallel.world_size // hosts
     if p.pf.one_host and hosts != 1:
         yield Rejection("hosts", parties, f"{hosts} hosts", "at most 1")
-    if most is not None and each > most:
+    if limit is not None and per_host > limit:
         hint = "Parallel.ranks_per_host says where they are"
-        yield Rejection("hosts", parties, f"{each} ranks on a host", f"at most {most}", hint)
-    elif p.pf.full_hosts and hosts != 1 and each != most:
-        got = f"{each} on each of {hosts} hosts"
-        yield Rejection("hosts", parties, got, f"{most} ranks on each of several hosts")
+        yield Rejection("hosts", parties, f"{per_host} ranks on a host", f"at most {limit}", hint)
+    elif p.pf.full_hosts and hosts != 1 and per_host != limit:
+        got = f"{per_host} on each of {hosts} hosts"
+        yield Rejection("hosts", parties, got, f"{limit} ranks on each of several hosts")
     if p.problem.graph and hosts != 1 and not p.pf.graph_across_hosts:
         need = "graph=False: between hosts the host waits for the numbers of rows"
         yield Rejection("hosts", parties, "graph=True", need)
@@ -195,7 +195,7 @@ def chunking(p: Pairing) -> Violations:
 
 
 def wanted_property(rule: str, wanted: Callable[[Problem], bool], declared: str) -> RuleFunction:
-    """Make a rule for a property that, if the problem wants it, both parts must declare."""
+    """Make a rule for a property that both parts must declare if the problem wants it."""
 
     def check(p: Pairing) -> Violations:
         if not wanted(p.problem):
@@ -208,7 +208,7 @@ def wanted_property(rule: str, wanted: Callable[[Problem], bool], declared: str)
 
 
 def batch_invariant(p: Pairing) -> Violations:
-    """Both parts promise it, and nothing that the problem fixes makes tokens depend on others."""
+    """Require the promise of both parts, and a problem in which tokens are independent."""
     if not p.problem.batch_invariant:
         return
     rule, scheme = "batch_invariant", p.problem.scheme
@@ -231,7 +231,7 @@ def asynchronous(p: Pairing) -> Violations:
 
 
 def lora(p: Pairing) -> Violations:
-    """Both parts carry adapters: their slots beside the tokens, their deltas in the products."""
+    """Require adapter support: dispatch of the slots, and deltas in the GEMMs."""
     if p.problem.adapters is None:
         return
     for name, req in p.each():
@@ -240,5 +240,5 @@ def lora(p: Pairing) -> Violations:
             hint = "tokens lose their slots on the way" if moves else "products without deltas"
             yield Rejection("lora", (name, "problem"), str(p.problem.lora), "no adapters", hint)
     if p.problem.scheme.act_order:
-        # h lies as w2's columns do, which no adapter was trained on.
+        # h is ordered like w2's columns, but adapters are trained in the original order.
         yield Rejection("lora", ("problem",), p.problem.quant, "columns in their order")

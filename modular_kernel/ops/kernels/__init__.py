@@ -1,1 +1,1 @@
-"""Triton kernels and device functions of the operations; nothing else of ours is imported here."""
+"""Triton kernels and device functions of the operations; they import no other modules of ours."""

@@ -1,25 +1,30 @@
-"""The functions of ActivationSpec on float32 values, and a kernel that applies them to rows."""
+"""Device functions of ActivationSpec on float32 values, and a kernel that applies them to rows."""
 
 import triton
 import triton.language as tl
 
 from modular_kernel.ops.kernels.extrema import clamp_nan, maximum_nan, minimum_nan
 
-# The interpreter, for which kernels are decorated or not, knows no assembler.
+# The interpreter, which decides how kernels are decorated, does not support inline assembly.
 ASSEMBLE: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 @triton.jit
 def _sigmoid(value, FLUSH: tl.constexpr):
-    """1 / (1 + exp(-value)). FLUSH: it may be zero below -87.3, and takes fewer instructions.
+    """Return 1 / (1 + exp(-value)). FLUSH: faster, but may return zero below -87.3.
 
-    A power that is no normal number vanishes beside the 1 in any case, and a reciprocal that may
-    be flushed need not be scaled as a quotient is.
+    Subnormal powers vanish beside 1 in any case, and a reciprocal that may be flushed to zero needs
+    no scaling, unlike a quotient.
     """
     if ASSEMBLE and FLUSH:
-        below = 1.0 + tl.exp2(value * -1.4426950216293335)
+        denominator = 1.0 + tl.exp2(value * -1.4426950216293335)
         result = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=r,r", [below], dtype=tl.float32, is_pure=True, pack=1
+            "rcp.approx.ftz.f32 $0, $1;",
+            "=r,r",
+            [denominator],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
         )
     else:
         result = tl.sigmoid(value)
@@ -40,7 +45,10 @@ def _gelu_tanh(value):
 
 @triton.jit
 def _tanh(value):
-    """By its series below 0.25, where 2 sigmoid(2z) - 1 cancels; the next term is 1e-8 of it."""
+    """Return tanh(value), by its series below 0.25, where 2 sigmoid(2z) - 1 cancels.
+
+    The first neglected term of the series is 1e-8 of the value.
+    """
     near = tl.abs(value) < 0.25
     small = tl.where(near, value, 0.0)
     square = small * small
@@ -54,9 +62,9 @@ def activate(
     gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     FLUSH: tl.constexpr = False,
 ):  # fmt: skip
-    """Float32 gate and up values to float32; ungated kinds ignore `up`. LIMIT 0: there is none.
+    """Return the activation of float32 gate and up values; ungated kinds ignore `up`.
 
-    FLUSH: results of SwiGLU, and of what is like it, may be zero where the gate is below -87.3.
+    LIMIT 0 means no limit. FLUSH: results of SwiGLU-like kinds may be zero for gates below -87.3.
     """
     if LIMIT > 0 and KIND != "situ":
         up = clamp_nan(up, -LIMIT, LIMIT)
@@ -95,7 +103,7 @@ def activation_kernel(
     KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, STEP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[r, i] = act(x[r, i * STEP], x[r, i * STEP + up_offset])."""
+    """Compute out[r, i] = act(x[r, i * STEP], x[r, i * STEP + up_offset])."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < intermediate

@@ -1,4 +1,4 @@
-"""Lay pairs out expert by expert, each expert padded to whole blocks."""
+"""Placement of pairs by expert, each expert padded to whole blocks."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ from modular_kernel.ops.kernels.pdl import after_predecessor
 
 @triton.jit
 def _bucket_starts(totals, IGNORE_INVALID: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Per bucket: pairs that get a place, padded to whole blocks, and the first position."""
+    """Return, per bucket, the placed pairs, their padded number, and the first position."""
     if IGNORE_INVALID:
         totals = tl.where(tl.arange(0, totals.shape[0]) == 0, 0, totals)
     padded = (totals + BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE
@@ -21,8 +21,10 @@ def _bucket_starts(totals, IGNORE_INVALID: tl.constexpr, BLOCK_SIZE: tl.constexp
 def _place_chunk(
     pairs, mask, key, first, sorted_ptr, IGNORE_INVALID: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Store each pair of a chunk behind the earlier ones of its bucket: first[i] is where the
-    chunk's first pair of pair i's bucket belongs."""
+    """Store each pair of a chunk after the earlier ones of its bucket.
+
+    first[i]: position of the chunk's first pair in pair i's bucket.
+    """
     position = first + rank_in_chunk(key, mask, CHUNK)
     if IGNORE_INVALID:
         mask = mask & (key > 0)
@@ -35,9 +37,9 @@ def _fill_blocks(
     numel, num_positions, num_blocks,
     BINS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FILL_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Name the expert of each block and mark its padding: FILL_BLOCKS blocks a program.
+    """Store the expert of each block and mark its padding, FILL_BLOCKS blocks per program.
 
-    Programs from num_chunks on do so; the first of them stores how many positions are in use.
+    Done by programs from num_chunks on; the first of them stores the number of used positions.
     """
     num_post = tl.sum(padded, axis=0)
     block = (pid - num_chunks) * FILL_BLOCKS + tl.arange(0, FILL_BLOCKS)
@@ -46,7 +48,7 @@ def _fill_blocks(
     bucket = tl.minimum(tl.sum(past.to(tl.int32), axis=1), BINS - 1)  # NaN-free: integers
     used = first < num_post
     tl.store(expert_ids_ptr + block, tl.where(used, bucket - 1, -1), mask=block < num_blocks)
-    # Past the last pair of its bucket every position of a block is padding.
+    # In a block, all positions past the last pair of its bucket are padding.
     padding = tl.where(used, tl.gather(starts, bucket, 0) + tl.gather(totals, bucket, 0), 0)
     position = first[:, None] + tl.arange(0, BLOCK_SIZE)[None, :]
     fill = (position >= padding[:, None]) & (position < num_positions)
@@ -62,9 +64,9 @@ def align_place_kernel(
     HAS_MAP: tl.constexpr, IGNORE_INVALID: tl.constexpr, CHUNK: tl.constexpr,
     BINS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FILL_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Programs below num_chunks place one chunk's pairs; the others fill FILL_BLOCKS blocks.
+    """Place a chunk's pairs in programs below num_chunks; fill FILL_BLOCKS blocks in the others.
 
-    The two kinds write disjoint positions, so one launch does both.
+    Both write disjoint positions, so one launch suffices.
     """
     pid = tl.program_id(0)
     bins = tl.arange(0, BINS)
@@ -85,7 +87,7 @@ def align_place_kernel(
         )  # fmt: skip
 
 
-# Numbers that change with the tokens of a call and are only compared: no kernel of their own.
+# Token-dependent sizes are only compared: do not specialize on them.
 @triton.jit(do_not_specialize=["numel", "num_chunks", "num_positions", "num_blocks"])
 def align_kernel(
     ids_ptr, map_ptr, invalid_ptr, sorted_ptr, expert_ids_ptr, num_post_ptr,
@@ -94,9 +96,9 @@ def align_kernel(
     BINS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FILL_BLOCKS: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """align_place_kernel for at most PAIRS pairs, each program of which counts all of them itself.
+    """Do align_place_kernel's work for at most PAIRS pairs, which each program counts itself.
 
-    Chunks also add their invalid ids to the counter.
+    Programs of chunks also add their invalid ids to the counter.
     """
     after_predecessor(OVERLAP)
     pid = tl.program_id(0)

@@ -1,4 +1,4 @@
-"""Give every (token, expert) a row in the batched layout."""
+"""Assignment of a row in the batched layout to every (token, expert)."""
 
 import triton
 import triton.language as tl
@@ -13,10 +13,10 @@ def assign_rows_kernel(
     numel, num_experts, num_local, num_chunks, capacity,
     TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """row_of_pair = expert * capacity + place among the expert's tokens; -1 if skipped.
+    """Store row_of_pair = expert * capacity + position among the expert's tokens; -1 if skipped.
 
-    A repeat follows the first occurrence with nothing of the same expert counted in between, so
-    one less than the pairs counted before it is the row of the first occurrence.
+    No pair of the same expert is counted between a first occurrence and its repeat, so a repeat's
+    row, that of the first occurrence, is the number of counted pairs before it minus one.
     """
     chunk = tl.program_id(0)
     pairs = chunk * CHUNK + tl.arange(0, CHUNK)

@@ -1,4 +1,4 @@
-"""Stable counting: pairs per expert and chunk, then the pairs of an expert in earlier chunks.
+"""Stable counting of pairs per expert and chunk, and prefix sums over chunks.
 
 A chunk is CHUNK consecutive pairs. Bucket 0 holds skipped pairs, bucket i + 1 expert i. The table
 `counts` is (buckets, chunks), so that one program scans one expert's row.
@@ -15,13 +15,13 @@ def is_repeat(
     ids_ptr, pairs, mask, local, map_ptr, num_experts, num_local,
     TOP_K: tl.constexpr, HAS_MAP: tl.constexpr,
 ):  # fmt: skip
-    """Whether an earlier slot of the same token names the same (valid) expert."""
-    first = (pairs // TOP_K) * TOP_K
+    """Return whether an earlier slot of the same token names the same (valid) expert."""
+    first_pair = (pairs // TOP_K) * TOP_K
     repeat = local < -1
     for slot in range(TOP_K):
-        earlier = mask & (first + slot < pairs)
+        earlier = mask & (first_pair + slot < pairs)
         other, _ = load_local_ids(
-            ids_ptr, first + slot, earlier, map_ptr, num_experts, num_local, HAS_MAP
+            ids_ptr, first_pair + slot, earlier, map_ptr, num_experts, num_local, HAS_MAP
         )
         repeat = repeat | (earlier & (other == local) & (local >= 0))
     return repeat
@@ -34,7 +34,7 @@ def count_pairs_kernel(
     TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, DEDUPE: tl.constexpr,
     CHUNK: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """counts[bucket, chunk] for one chunk; adds the chunk's invalid ids to the counter.
+    """Compute counts[bucket, chunk] for one chunk, and add its invalid ids to the counter.
 
     BINS is a power of two > num_local + 1; the last bin takes lanes that must not count.
     """
@@ -77,7 +77,7 @@ def scan_counts_kernel(
 
 @triton.jit
 def rank_in_chunk(key, counted, CHUNK: tl.constexpr):
-    """For each lane, how many earlier counted lanes of the chunk have the same key."""
+    """Return, per lane, the number of earlier counted lanes of the chunk with the same key."""
     lanes = tl.arange(0, CHUNK)
     same = (key[:, None] == key[None, :]) & (lanes[None, :] < lanes[:, None])
     return tl.sum((same & counted[None, :]).to(tl.int32), axis=1)

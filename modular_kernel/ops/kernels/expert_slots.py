@@ -1,4 +1,4 @@
-"""Top-k ids to the numbers that a library of blocks of experts goes by, and their weights."""
+"""Renumbering of top-k ids for libraries with equal blocks of experts, and their weights."""
 
 import triton
 import triton.language as tl
@@ -11,17 +11,17 @@ def _joined(
     ids, ids_row, weights_row, here, k,
     TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return the weights of all pairs that name a lane's expert, and whether one before it does.
+    """Return the summed weights of all pairs of a lane's expert, and whether an earlier one exists.
 
-    Every lane reads its whole row: lines that are on their way anyhow, where lanes that compared
-    themselves with each other would have to be laid out anew.
+    Every lane reads its whole row. These cache lines are loaded anyway, whereas comparing lanes
+    with each other would require a layout conversion.
     """
     weight = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
     repeat = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
     row = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
     for j in tl.static_range(TOP_K):
         same = tl.load(ids_row + row + j, mask=here, other=-1) == ids
-        # A skipped pair's weight may be anything; it is in no other pair's sum.
+        # A skipped pair's weight is arbitrary; it enters no other pair's sum.
         weight += tl.where(same, tl.load(weights_row + row + j, mask=here, other=0.0), 0.0)
         repeat = tl.where(same & (k > j), 1, repeat)
     return weight, repeat
@@ -35,30 +35,30 @@ def number_pairs(
     TOP_K: tl.constexpr, JOIN: tl.constexpr, SINKS: tl.constexpr, PLAIN: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """numbers = rank * each + slot of each pair's expert; weights times factor.
+    """Store numbers = rank * each + slot of each pair's expert, and weights times factor.
 
-    A dropped pair, skipped or invalid, has number -1 and weight 0. JOIN: the first pair of a token
-    that names an expert takes the weights of all that do, and the others are dropped. SINKS:
-    dropped pairs have numbers of their own, behind the slots of ranks, first_token's first. PLAIN:
-    experts lie in blocks of `slots`. Ids are compared in their own width; those outside
-    [-1, num_experts) are counted.
+    A dropped pair (skipped or invalid) gets number -1 and weight 0. JOIN: a token's first pair of
+    an expert gets the sum of the weights of all of them, and the others are dropped. SINKS: dropped
+    pairs get numbers after the slots of the ranks, starting at first_token's rank. PLAIN: experts
+    are in blocks of `slots`. Ids are compared in their own width; those outside [-1, num_experts)
+    are counted.
     """
     token = program * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
     k = tl.arange(0, BLOCK_K)[None, :]
-    here = (token < num_tokens) & (k < TOP_K)
+    in_bounds = (token < num_tokens) & (k < TOP_K)
     ids_row = ids_ptr + token.to(tl.int64) * stride_ids
     weights_row = weights_ptr + token.to(tl.int64) * stride_weights
-    ids = tl.load(ids_row + k, mask=here, other=-1)
+    ids = tl.load(ids_row + k, mask=in_bounds, other=-1)
     live = (ids >= 0) & (ids < num_experts)
-    # Lane by lane: to add them up first would hold up all of the program.
+    # Per lane: reducing first would stall the whole program.
     ones = tl.full((BLOCK_T, BLOCK_K), 1, tl.int32)
-    wrong = here & (ids != -1) & (live == 0)
-    tl.atomic_add(invalid_ptr + (ones - 1), ones, mask=wrong, sem="relaxed")
+    invalid = in_bounds & (ids != -1) & (live == 0)
+    tl.atomic_add(invalid_ptr + (ones - 1), ones, mask=invalid, sem="relaxed")
     if JOIN:
-        weight, repeat = _joined(ids, ids_row, weights_row, here, k, TOP_K, BLOCK_T, BLOCK_K)
+        weight, repeat = _joined(ids, ids_row, weights_row, in_bounds, k, TOP_K, BLOCK_T, BLOCK_K)
         kept = live & (repeat == 0)
     else:
-        weight = tl.load(weights_row + k, mask=here, other=0.0)
+        weight = tl.load(weights_row + k, mask=in_bounds, other=0.0)
         kept = live
     number = tl.where(live, ids, 0).to(tl.int64)
     if PLAIN:
@@ -70,15 +70,15 @@ def number_pairs(
         rank = tl.load(homes_ptr + home, mask=live, other=0).to(tl.int64)
         number = rank * each + tl.load(homes_ptr + home + 1, mask=live, other=0)
     if SINKS:
-        spare = (here & (kept == 0)).to(tl.int32)
-        sink = tl.cumsum(spare, axis=1) - spare
-        away = (sink + first_token) % world_size * each + slots + sink // world_size
-        number = tl.where(kept, number, away)
+        dropped = (in_bounds & (kept == 0)).to(tl.int32)
+        sink = tl.cumsum(dropped, axis=1) - dropped
+        sink_number = (sink + first_token) % world_size * each + slots + sink // world_size
+        number = tl.where(kept, number, sink_number)
     else:
         number = tl.where(kept, number, -1)
     out = token.to(tl.int64) * TOP_K + k
-    tl.store(numbers_ptr + out, number.to(numbers_ptr.dtype.element_ty), mask=here)
-    tl.store(out_weights_ptr + out, tl.where(kept, weight, 0.0) * factor, mask=here)
+    tl.store(numbers_ptr + out, number.to(numbers_ptr.dtype.element_ty), mask=in_bounds)
+    tl.store(out_weights_ptr + out, tl.where(kept, weight, 0.0) * factor, mask=in_bounds)
 
 
 @triton.jit
@@ -89,7 +89,7 @@ def number_pairs_kernel(
     TOP_K: tl.constexpr, JOIN: tl.constexpr, SINKS: tl.constexpr, PLAIN: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """See `number_pairs`. BLOCK_T tokens a program."""
+    """Run `number_pairs` in every program, for BLOCK_T tokens each."""
     after_predecessor(OVERLAP)
     number_pairs(
         tl.program_id(0), ids_ptr, weights_ptr, homes_ptr, copies_ptr, numbers_ptr,

@@ -1,7 +1,7 @@
-"""Device functions: minima and maxima that keep a NaN.
+"""Device functions for minima and maxima that propagate NaN.
 
-`tl.maximum`, `tl.minimum` and `tl.max` return the operand that is a number when the other one is
-NaN. These return NaN: `max.NaN` and `min.NaN` of PTX, one instruction as well.
+`tl.maximum`, `tl.minimum` and `tl.max` return the other operand if one is NaN. These functions
+return NaN, with PTX's `max.NaN` and `min.NaN`, which are single instructions too.
 """
 
 import triton
@@ -10,23 +10,23 @@ import triton.language as tl
 
 @triton.jit
 def maximum_nan(a, b):
-    """Return the larger of two floating-point values, NaN if either is."""
+    """Return the larger of two floating-point values, NaN if either is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def minimum_nan(a, b):
-    """Return the smaller of two floating-point values, NaN if either is."""
+    """Return the smaller of two floating-point values, NaN if either is NaN."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def clamp_nan(value, low, high):
-    """`value` limited to [low, high], NaN where it is."""
+    """Clamp `value` to [low, high]; keep NaN."""
     return minimum_nan(maximum_nan(value, low), high)
 
 
 @triton.jit
 def max_nan(value, axis: tl.constexpr):
-    """Return the largest value along `axis`, NaN if one of them is."""
+    """Return the largest value along `axis`, NaN if any is NaN."""
     return tl.reduce(value, axis, maximum_nan)

@@ -1,4 +1,4 @@
-"""Rows of tiles as nvfp4, and scales as block-scaled products want them: 128 rows by 16 groups."""
+"""nvfp4 quantization of rows in tiles, with scales in 128 x 16 blocks for block-scaled GEMMs."""
 
 import triton
 import triton.language as tl
@@ -9,13 +9,13 @@ from modular_kernel.ops.kernels.extrema import max_nan, minimum_nan
 
 @triton.jit
 def _e4m3_code(value):
-    """Code of float32 values from 0 to 448, to nearest, ties to even; 127 of NaN.
+    """Return e4m3 codes of float32 values in [0, 448], to nearest, ties to even; 127 for NaN.
 
-    By bits: the type itself is not on every GPU that is compiled for.
+    Computed on bits, because not every target GPU supports the type.
     """
     bits = value.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
-    # Steps of 2**-9 below 2**-6: adding 1.5 * 2**23 leaves no bit for a fraction.
+    # Steps of 2**-9 below 2**-6: adding 1.5 * 2**23 leaves no bits for a fraction.
     small = ((value * 512.0 + 12582912.0) - 12582912.0).to(tl.int32)
     code = tl.where(value < 0.015625, small, normal)
     return tl.where(value == value, code, 127)
@@ -30,12 +30,12 @@ def _e4m3_value(code):
 
 @triton.jit
 def _e2m1_code(value):
-    """Code nearest to float32 values, ties to the even one; magnitude 7 of NaN."""
-    size = tl.abs(value)
-    low = 7 - (size <= 0.25).to(tl.int32) - (size < 0.75).to(tl.int32)
-    low = low - (size <= 1.25).to(tl.int32) - (size < 1.75).to(tl.int32)
-    low = low - (size <= 2.5).to(tl.int32) - (size < 3.5).to(tl.int32)
-    low = low - (size <= 5.0).to(tl.int32)
+    """Return the nearest e2m1 codes of float32 values, ties to even; magnitude code 7 for NaN."""
+    magnitude = tl.abs(value)
+    low = 7 - (magnitude <= 0.25).to(tl.int32) - (magnitude < 0.75).to(tl.int32)
+    low = low - (magnitude <= 1.25).to(tl.int32) - (magnitude < 1.75).to(tl.int32)
+    low = low - (magnitude <= 2.5).to(tl.int32) - (magnitude < 3.5).to(tl.int32)
+    low = low - (magnitude <= 5.0).to(tl.int32)
     return tl.where(value < 0, low + 8, low)
 
 
@@ -46,10 +46,10 @@ def quantize_tiles_kernel(
     HAS_SOURCE: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """q, scale = nvfp4 of 32 rows of a tile and 256 columns of x, or of act(x) in x's dtype.
+    """Quantize 32 rows of a tile and 256 columns of x, or of act(x) in x's dtype, to nvfp4.
 
-    Row r is row source[r] of x if HAS_SOURCE. factor: of each expert, float32. Scales of the tile's
-    rows behind the expert's last, and of columns behind the last, are 0. Grid (4 * max_tiles,
+    Row r is row source[r] of x if HAS_SOURCE. factor: float32 scale per expert. Scales of rows past
+    the expert's end and of columns past the last are 0. Grid (4 * max_tiles,
     ceil(num_columns / 256)).
     """
     tile, part = tl.program_id(0) // 4, tl.program_id(0) % 4
@@ -74,25 +74,27 @@ def quantize_tiles_kernel(
     groups = tl.reshape(value, (32, 16, 16))
     inverse = tl.div_rn(1.0, tl.load(factor_ptr + expert, mask=live, other=1.0))
     amax = max_nan(tl.abs(groups), 2)
-    wanted = tl.div_rn(inverse * amax, 6.0)
-    code = _e4m3_code(minimum_nan(wanted, 448.0))
+    unclamped = tl.div_rn(inverse * amax, 6.0)
+    code = _e4m3_code(minimum_nan(unclamped, 448.0))
     scale = _e4m3_value(code)
-    spread = tl.where(scale == 0.0, 0.0, tl.div_rn(inverse, tl.where(scale == 0.0, 1.0, scale)))
-    codes = tl.reshape(_e2m1_code(groups * spread[:, :, None]), (32, 128, 2))
+    group_inverse = tl.where(
+        scale == 0.0, 0.0, tl.div_rn(inverse, tl.where(scale == 0.0, 1.0, scale))
+    )
+    codes = tl.reshape(_e2m1_code(groups * group_inverse[:, :, None]), (32, 128, 2))
     low, high = tl.split(codes)
     pairs = tl.program_id(1) * 128 + tl.arange(0, 128)
     q_ptrs = q_ptr + rows[:, None] * stride_q + pairs[None, :]
     q_mask = valid[:, None] & (pairs * 2 < num_columns)[None, :]
     tl.store(q_ptrs, (low | (high << 4)).to(tl.uint8), mask=q_mask)
     group = tl.arange(0, 16)
-    at = (group // 4 * 512 + group % 4)[None, :] + (line * 16 + part * 4)[:, None]
-    s_ptrs = scale_ptr + tile.to(tl.int64) * stride_scale + tl.program_id(1) * 2048 + at
-    tl.store(s_ptrs, code.to(tl.uint8), mask=live & (at >= 0))
+    offset = (group // 4 * 512 + group % 4)[None, :] + (line * 16 + part * 4)[:, None]
+    s_ptrs = scale_ptr + tile.to(tl.int64) * stride_scale + tl.program_id(1) * 2048 + offset
+    tl.store(s_ptrs, code.to(tl.uint8), mask=live & (offset >= 0))
 
 
 @triton.jit
 def tile_scales_kernel(scale_ptr, out_ptr, num_rows, num_groups, blocks, stride_out):
-    """Scales (e, num_rows, num_groups) by blocks of 128 rows, each step of 16 groups in turn.
+    """Convert scales (e, num_rows, num_groups) to blocks of 128 rows by steps of 16 groups.
 
     Grid (e * blocks, ceil(num_groups / 16)).
     """
@@ -102,8 +104,8 @@ def tile_scales_kernel(scale_ptr, out_ptr, num_rows, num_groups, blocks, stride_
     mask = (rows < num_rows)[:, None] & (groups < num_groups)[None, :]
     ptrs = scale_ptr + (block // blocks * num_rows + rows)[:, None] * num_groups + groups[None, :]
     value = tl.load(ptrs, mask=mask, other=0)
-    at = (group // 4 * 512 + group % 4)[None, :] + (row % 32 * 16 + row // 32 * 4)[:, None]
-    tl.store(out_ptr + block * stride_out + tl.program_id(1) * 2048 + at, value)
+    offset = (group // 4 * 512 + group % 4)[None, :] + (row % 32 * 16 + row // 32 * 4)[:, None]
+    tl.store(out_ptr + block * stride_out + tl.program_id(1) * 2048 + offset, value)
 
 
 @triton.jit
@@ -111,22 +113,22 @@ def name_tiles_kernel(
     counts_ptr, tiles_ptr, num_experts, capacity, max_tiles,
     BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Name the tiles of 128 rows of each expert's first counts[i] of `capacity` rows.
+    """Store the 128-row tiles of the first counts[i] of `capacity` rows of each expert i.
 
-    Grid (num_experts,), a program an expert.
+    Grid (num_experts,), one program per expert.
     """
-    own = tl.program_id(0)
+    this_expert = tl.program_id(0)
     expert = tl.arange(0, BLOCK_E)
     count = tl.load(counts_ptr + expert, mask=expert < num_experts, other=0)
     tiles = (count + 127) // 128
-    before = tl.sum(tl.where(expert < own, tiles, 0), axis=0)
-    mine = tl.load(counts_ptr + own)
+    before = tl.sum(tl.where(expert < this_expert, tiles, 0), axis=0)
+    num_rows = tl.load(counts_ptr + this_expert)
     tile = tl.arange(0, BLOCK_T)
-    mask = tile < (mine + 127) // 128
-    start = own * capacity
-    nothing = tl.zeros((BLOCK_T,), tl.int32)
-    tl.store(tiles_ptr + before + tile, nothing + own, mask=mask)
+    mask = tile < (num_rows + 127) // 128
+    start = this_expert * capacity
+    zeros = tl.zeros((BLOCK_T,), tl.int32)
+    tl.store(tiles_ptr + before + tile, zeros + this_expert, mask=mask)
     tl.store(tiles_ptr + max_tiles + before + tile, start + tile * 128, mask=mask)
-    tl.store(tiles_ptr + 2 * max_tiles + before + tile, nothing + start + mine, mask=mask)
+    tl.store(tiles_ptr + 2 * max_tiles + before + tile, zeros + start + num_rows, mask=mask)
     total = tl.sum(tiles, axis=0)
-    tl.store(tiles_ptr + 3 * max_tiles, total, mask=own == 0)
+    tl.store(tiles_ptr + 3 * max_tiles, total, mask=this_expert == 0)

@@ -1,4 +1,4 @@
-"""Device functions: top-k ids, as the router gave them, to rows of this rank's weights."""
+"""Device functions that map the router's top-k ids to this rank's experts."""
 
 import triton
 import triton.language as tl
@@ -6,9 +6,9 @@ import triton.language as tl
 
 @triton.jit
 def load_local_ids(ids_ptr, offsets, mask, map_ptr, num_experts, num_local, HAS_MAP: tl.constexpr):
-    """Local ids int32 (-1 for a skipped pair or a masked lane), and which ids were invalid.
+    """Return local ids int32 (-1 for a skipped pair or a masked lane), and a mask of invalid ids.
 
-    Comparisons happen in the ids' own width: a 64-bit id is not truncated into range.
+    Ids are compared in their own width, so that a 64-bit id is not truncated into range.
     """
     ids = tl.load(ids_ptr + offsets, mask=mask, other=-1)
     in_range = (ids >= 0) & (ids < num_experts)
@@ -25,7 +25,7 @@ def count_invalid_ids(
     ids_ptr, map_ptr, invalid_ptr, num_pairs, num_experts, num_local,
     HAS_MAP: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Add the ids that name no expert to the counter; BLOCK_P are looked at at once."""
+    """Add the number of ids that name no expert to the counter, in steps of BLOCK_P pairs."""
     for first in range(0, num_pairs, BLOCK_P):
         pairs = first + tl.arange(0, BLOCK_P)
         _, invalid = load_local_ids(

@@ -1,4 +1,4 @@
-"""Ids and weights of rows that may not have been written."""
+"""Masking of ids and weights in rows that may not have been written."""
 
 import triton
 import triton.language as tl
@@ -11,15 +11,15 @@ def live_pairs_kernel(
     ids_ptr, weights_ptr, count_ptr, out_ids_ptr, out_weights_ptr, num_pairs,
     TOP_K: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """ids and weights, but -1 and 0 in rows from *count on and for negative ids.
+    """Copy ids and weights, with -1 and 0 in rows from *count on and for negative ids.
 
-    What nobody wrote is read as well, and left out: no load waits for what another one brings.
+    Unwritten values are loaded too and then discarded, so that no load depends on another.
     """
     after_predecessor(OVERLAP)
     pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = pair < num_pairs
-    ids = tl.load(ids_ptr + pair, mask=inside, other=-1)
-    weights = tl.load(weights_ptr + pair, mask=inside, other=0.0)
+    in_bounds = pair < num_pairs
+    ids = tl.load(ids_ptr + pair, mask=in_bounds, other=-1)
+    weights = tl.load(weights_ptr + pair, mask=in_bounds, other=0.0)
     live = (ids >= 0) & (pair < tl.load(count_ptr).to(tl.int64) * TOP_K)
-    tl.store(out_ids_ptr + pair, tl.where(live, ids, -1).to(tl.int32), mask=inside)
-    tl.store(out_weights_ptr + pair, tl.where(live, weights, 0.0), mask=inside)
+    tl.store(out_ids_ptr + pair, tl.where(live, ids, -1).to(tl.int32), mask=in_bounds)
+    tl.store(out_weights_ptr + pair, tl.where(live, weights, 0.0), mask=in_bounds)

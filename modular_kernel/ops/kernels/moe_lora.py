@@ -1,8 +1,8 @@
-"""The parallel branch of adapters, in four kernels: its own small MLP beside the experts.
+"""Kernels of the parallel LoRA branch, a small MLP beside the experts.
 
-A key is what a pair's matrices are found by: slot * E + expert, of two that are there and have a
-rank above 0. A tile goes through the keys that occur in it, each once and in order: matrices of
-the others are not read, nor any value beyond a key's rank.
+A pair's matrices are identified by its key, slot * E + expert, if both are valid and have a rank
+above 0. A tile iterates over the keys that occur in it, each once in ascending order; no other
+matrices are read, nor any value beyond a key's rank.
 """
 
 import triton
@@ -17,11 +17,11 @@ NO_KEY = tl.constexpr(9223372036854775807)
 def _keys(
     ids, slots, ranks_ptr, row_mask, num_slots, num_experts, stride_rank_l, stride_rank_e
 ):  # fmt: skip
-    """Int64 key of each row; NO_KEY for one masked off, and without an adapter or an expert."""
-    there = row_mask & (slots >= 0) & (slots < num_slots) & (ids >= 0) & (ids < num_experts)
+    """Return the int64 key of each row; NO_KEY for masked rows, and without adapter or expert."""
+    valid = row_mask & (slots >= 0) & (slots < num_slots) & (ids >= 0) & (ids < num_experts)
     slot, expert = slots.to(tl.int64), ids.to(tl.int64)
-    ranks = tl.load(ranks_ptr + slot * stride_rank_l + expert * stride_rank_e, mask=there, other=0)
-    return tl.where(there & (ranks > 0), slot * num_experts + expert, NO_KEY)
+    ranks = tl.load(ranks_ptr + slot * stride_rank_l + expert * stride_rank_e, mask=valid, other=0)
+    return tl.where(valid & (ranks > 0), slot * num_experts + expert, NO_KEY)
 
 
 @triton.jit
@@ -30,12 +30,12 @@ def _pairs(
     stride_rank_l, stride_rank_e,
     TOP_K: tl.constexpr, GROUPED: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """(pairs, mask, keys) of this program's rows, in the order of `order` if GROUPED."""
-    at = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    mask = at < num_pairs
-    pairs = at.to(tl.int64)
+    """Return (pairs, mask, keys) of this program's rows, in the order of `order` if GROUPED."""
+    position = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    mask = position < num_pairs
+    pairs = position.to(tl.int64)
     if GROUPED:
-        pairs = tl.load(order_ptr + at, mask=mask, other=0).to(tl.int64)
+        pairs = tl.load(order_ptr + position, mask=mask, other=0).to(tl.int64)
     ids = tl.load(ids_ptr + pairs, mask=mask)
     slots = tl.load(slots_ptr + pairs // TOP_K, mask=mask)
     keys = _keys(ids, slots, ranks_ptr, mask, num_slots, num_experts, stride_rank_l, stride_rank_e)
@@ -44,7 +44,7 @@ def _pairs(
 
 @triton.jit
 def _next(keys, key):
-    """Find the smallest key above `key`."""
+    """Return the smallest key above `key`."""
     return tl.min(tl.where(keys > key, keys, NO_KEY), axis=0)  # NaN-free: integers
 
 
@@ -56,7 +56,7 @@ def moe_lora_a_kernel(
     TOP_K: tl.constexpr, X_TOP_K: tl.constexpr, GROUPED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out[p, :rank] = A[key of p, :rank] @ x[p // X_TOP_K], 0 beyond the rank and without a key.
+    """Compute out[p, :rank] = A[key of p, :rank] @ x[p // X_TOP_K], 0 beyond rank or without key.
 
     out is (num_pairs, max_rank) contiguous. Grid (blocks of pairs, parts of max_rank).
     """
@@ -70,20 +70,22 @@ def moe_lora_a_kernel(
     total = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
     key = tl.min(keys, axis=0)  # NaN-free: integers
     while key < NO_KEY:
-        mine = (keys == key)[:, None]
+        matches = (keys == key)[:, None]
         slot, expert = key // num_experts, key % num_experts
         rank = tl.load(ranks_ptr + slot * stride_rank_l + expert * stride_rank_e)
         rank_mask = (rank_row < rank) & (rank_row < max_rank)
         a_ptrs = a_ptr + slot * stride_al + expert * stride_ae
         a_ptrs = a_ptrs + rank_row.to(tl.int64)[None, :] * stride_ar
         for start in range(0, depth, BLOCK_K):
-            inside = start + k < depth
-            x = tl.load(x_ptrs + (start + k)[None, :], mask=mine & inside[None, :], other=0.0)
+            in_bounds = start + k < depth
+            x = tl.load(x_ptrs + (start + k)[None, :], mask=matches & in_bounds[None, :], other=0.0)
             a = tl.load(
-                a_ptrs + (start + k)[:, None], mask=rank_mask[None, :] & inside[:, None], other=0.0
+                a_ptrs + (start + k)[:, None],
+                mask=rank_mask[None, :] & in_bounds[:, None],
+                other=0.0,
             )
-            # Rows of others are 0, but 0 times what is not finite is NaN.
-            total = tl.where(mine, tl.dot(x, a, total, input_precision=PRECISION), total)
+            # Other rows are masked to 0, but 0 times inf or NaN is NaN.
+            total = tl.where(matches, tl.dot(x, a, total, input_precision=PRECISION), total)
         key = _next(keys, key)
     out_ptrs = out_ptr + pairs[:, None] * max_rank + rank_row[None, :]
     out_mask = mask[:, None] & (rank_row < max_rank)[None, :]
@@ -98,7 +100,7 @@ def moe_lora_gate_up_b_kernel(
     TOP_K: tl.constexpr, GROUPED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """out[p] = silu(B[key, :I] @ u[p]) * (B[key, I:] @ u[p]), 0 for pairs without a key.
+    """Compute out[p] = silu(B[key, :I] @ u[p]) * (B[key, I:] @ u[p]), 0 for pairs without a key.
 
     u (num_pairs, max_rank) and out (num_pairs, I) are contiguous. Grid (blocks of pairs, of I).
     """
@@ -115,20 +117,20 @@ def moe_lora_gate_up_b_kernel(
     up = tl.zeros((BLOCK_T, BLOCK_I), tl.float32)
     key = tl.min(keys, axis=0)  # NaN-free: integers
     while key < NO_KEY:
-        mine = (keys == key)[:, None]
+        matches = (keys == key)[:, None]
         slot, expert = key // num_experts, key % num_experts
         rank = tl.load(ranks_ptr + slot * stride_rank_l + expert * stride_rank_e)
-        where = slot * stride_bl + expert * stride_be
+        matrix_offset = slot * stride_bl + expert * stride_be
         for start in range(0, max_rank, BLOCK_R):
-            at = start + r
-            inside = (at < rank) & (at < max_rank)
-            b_mask = inside[:, None] & column_mask[None, :]
-            u_ptrs = u_ptr + pairs[:, None] * max_rank + at[None, :]
-            u = tl.load(u_ptrs, mask=mine & inside[None, :], other=0.0)
-            b = tl.load(gate_rows + where + at[:, None], mask=b_mask, other=0.0)
-            gate = tl.where(mine, tl.dot(u, b, gate, input_precision=PRECISION), gate)
-            b = tl.load(up_rows + where + at[:, None], mask=b_mask, other=0.0)
-            up = tl.where(mine, tl.dot(u, b, up, input_precision=PRECISION), up)
+            rank_index = start + r
+            in_bounds = (rank_index < rank) & (rank_index < max_rank)
+            b_mask = in_bounds[:, None] & column_mask[None, :]
+            u_ptrs = u_ptr + pairs[:, None] * max_rank + rank_index[None, :]
+            u = tl.load(u_ptrs, mask=matches & in_bounds[None, :], other=0.0)
+            b = tl.load(gate_rows + matrix_offset + rank_index[:, None], mask=b_mask, other=0.0)
+            gate = tl.where(matches, tl.dot(u, b, gate, input_precision=PRECISION), gate)
+            b = tl.load(up_rows + matrix_offset + rank_index[:, None], mask=b_mask, other=0.0)
+            up = tl.where(matches, tl.dot(u, b, up, input_precision=PRECISION), up)
         key = _next(keys, key)
     h = activate(gate, up, "silu", 0.0, 0.0)
     out_ptrs = out_ptr + pairs[:, None] * intermediate + column[None, :]
@@ -144,11 +146,11 @@ def moe_lora_down_combine_kernel(
     TOP_K: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """out[t] += sum over k of weight[t, k] * scaling of t's slot * (B[key of t, k] @ v[t, k]).
+    """Add sum over k of weight[t, k] * scaling of t's slot * (B[key of t, k] @ v[t, k]) to out[t].
 
-    v is (num_tokens * TOP_K, max_rank) contiguous: A of the second product times what the second
-    kernel made, once for each pair. A token without a key is neither read nor written. Summed in
-    float32 and added to out in float32, rounded once. Grid (blocks of tokens, of H).
+    v is (num_tokens * TOP_K, max_rank) contiguous: the second product's A times the output of the
+    second kernel, computed once per pair. A token without a key is neither read nor written. Summed
+    in float32, added to out in float32 and rounded once. Grid (blocks of tokens, of H).
     """
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     token_mask = token < num_tokens
@@ -158,7 +160,7 @@ def moe_lora_down_combine_kernel(
     r = tl.arange(0, BLOCK_R)
     b_rows = b_ptr + column.to(tl.int64)[None, :] * stride_bn
     total = tl.zeros((BLOCK_T, BLOCK_H), tl.float32)
-    least = tl.full((BLOCK_T,), NO_KEY, tl.int64)
+    min_key = tl.full((BLOCK_T,), NO_KEY, tl.int64)
     for k in range(TOP_K):
         pairs = token.to(tl.int64) * TOP_K + k
         ids = tl.load(ids_ptr + pairs, mask=token_mask)
@@ -166,27 +168,27 @@ def moe_lora_down_combine_kernel(
             ids, slots, ranks_ptr, token_mask, num_slots, num_experts, stride_rank_l, stride_rank_e
         )
         weights = tl.load(weights_ptr + pairs, mask=keys < NO_KEY, other=0.0)
-        least = tl.minimum(least, keys)  # NaN-free: integers
+        min_key = tl.minimum(min_key, keys)  # NaN-free: integers
         key = tl.min(keys, axis=0)  # NaN-free: integers
         while key < NO_KEY:
-            mine = keys == key
+            matches = keys == key
             slot, expert = key // num_experts, key % num_experts
             rank = tl.load(ranks_ptr + slot * stride_rank_l + expert * stride_rank_e)
-            where = slot * stride_bl + expert * stride_be
+            matrix_offset = slot * stride_bl + expert * stride_be
             part = tl.zeros((BLOCK_T, BLOCK_H), tl.float32)
             for start in range(0, max_rank, BLOCK_R):
-                at = start + r
-                inside = (at < rank) & (at < max_rank)
-                v_ptrs = v_ptr + pairs[:, None] * max_rank + at[None, :]
-                v = tl.load(v_ptrs, mask=mine[:, None] & inside[None, :], other=0.0)
-                b_mask = inside[:, None] & column_mask[None, :]
-                b = tl.load(b_rows + where + at[:, None], mask=b_mask, other=0.0)
+                rank_index = start + r
+                in_bounds = (rank_index < rank) & (rank_index < max_rank)
+                v_ptrs = v_ptr + pairs[:, None] * max_rank + rank_index[None, :]
+                v = tl.load(v_ptrs, mask=matches[:, None] & in_bounds[None, :], other=0.0)
+                b_mask = in_bounds[:, None] & column_mask[None, :]
+                b = tl.load(b_rows + matrix_offset + rank_index[:, None], mask=b_mask, other=0.0)
                 part = tl.dot(v, b, part, input_precision=PRECISION)
-            factors = tl.where(mine, weights * tl.load(scalings_ptr + slot), 0.0)
-            total += tl.where(mine[:, None], part * factors[:, None], 0.0)
+            factors = tl.where(matches, weights * tl.load(scalings_ptr + slot), 0.0)
+            total += tl.where(matches[:, None], part * factors[:, None], 0.0)
             key = _next(keys, key)
     out_ptrs = out_ptr + token.to(tl.int64)[:, None] * stride_out + column[None, :]
-    out_mask = (least < NO_KEY)[:, None] & column_mask[None, :]
+    out_mask = (min_key < NO_KEY)[:, None] & column_mask[None, :]
     total += tl.load(out_ptrs, mask=out_mask, other=0.0)
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=out_mask)
 
@@ -201,10 +203,10 @@ def moe_lora_fused_kernel(
     stride_rank_l, stride_rank_e, stride_out,
     TOP_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """All four steps of a token, for BLOCK_H of its columns: each block of H does the first three.
+    """Run all four steps for a token and BLOCK_H columns; each block of H repeats the first three.
 
-    BLOCK_R is at least max_rank; BLOCK_K: values of H, then of I, of a step. What the other kernels
-    store between them is rounded here too. Grid (tokens, blocks of H).
+    BLOCK_R is at least max_rank; BLOCK_K: values of H, then of I, per step. Intermediate results
+    are rounded like those that the other kernels store. Grid (tokens, blocks of H).
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
@@ -218,11 +220,11 @@ def moe_lora_fused_kernel(
     scaling = tl.load(scalings_ptr + slot)
     total = tl.zeros((BLOCK_H,), tl.float32)
     pairs_added = 0
-    for choice in range(TOP_K):
-        expert = tl.load(ids_ptr + token * TOP_K + choice).to(tl.int64)
-        there = (expert >= 0) & (expert < num_experts)
+    for k_index in range(TOP_K):
+        expert = tl.load(ids_ptr + token * TOP_K + k_index).to(tl.int64)
+        valid = (expert >= 0) & (expert < num_experts)
         rank = tl.load(
-            ranks_ptr + slot * stride_rank_l + expert * stride_rank_e, mask=there, other=0
+            ranks_ptr + slot * stride_rank_l + expert * stride_rank_e, mask=valid, other=0
         )
         if rank > 0:
             rank_mask = (r < rank) & (r < max_rank)
@@ -230,9 +232,9 @@ def moe_lora_fused_kernel(
             a_ptrs = a13_ptr + slot * stride_a13l + expert * stride_a13e + rank_rows * stride_a13r
             u = tl.zeros((BLOCK_R,), tl.float32)
             for start in range(0, hidden, BLOCK_K):
-                inside = start + k < hidden
-                x = tl.load(x_ptr + token * stride_x + start + k, mask=inside, other=0.0)
-                mask = rank_mask[:, None] & inside[None, :]
+                in_bounds = start + k < hidden
+                x = tl.load(x_ptr + token * stride_x + start + k, mask=in_bounds, other=0.0)
+                mask = rank_mask[:, None] & in_bounds[None, :]
                 a = tl.load(a_ptrs + (start + k)[None, :], mask=mask, other=0.0)
                 u += tl.sum(a.to(tl.float32) * x[None, :], axis=1)
             u = u.to(dtype).to(tl.float32)
@@ -240,15 +242,15 @@ def moe_lora_fused_kernel(
             a_ptrs = a2_ptr + slot * stride_a2l + expert * stride_a2e + rank_rows * stride_a2r
             v = tl.zeros((BLOCK_R,), tl.float32)
             for start in range(0, intermediate, BLOCK_K):
-                inside = start + k < intermediate
+                in_bounds = start + k < intermediate
                 rows = (start + k).to(tl.int64)[:, None]
-                mask = inside[:, None] & rank_mask[None, :]
+                mask = in_bounds[:, None] & rank_mask[None, :]
                 b = tl.load(b_ptrs + rows * stride_b13n, mask=mask, other=0.0)
                 gate = tl.sum(b.to(tl.float32) * u[None, :], axis=1)
                 b = tl.load(b_ptrs + (rows + intermediate) * stride_b13n, mask=mask, other=0.0)
                 up = tl.sum(b.to(tl.float32) * u[None, :], axis=1)
                 h = activate(gate, up, "silu", 0.0, 0.0).to(dtype).to(tl.float32)
-                mask = rank_mask[:, None] & inside[None, :]
+                mask = rank_mask[:, None] & in_bounds[None, :]
                 a = tl.load(a_ptrs + (start + k)[None, :], mask=mask, other=0.0)
                 v += tl.sum(a.to(tl.float32) * h[None, :], axis=1)
             v = v.to(dtype).to(tl.float32)
@@ -256,7 +258,7 @@ def moe_lora_fused_kernel(
             b_ptrs = b_ptrs + column.to(tl.int64)[:, None] * stride_b2n
             mask = column_mask[:, None] & rank_mask[None, :]
             b = tl.load(b_ptrs, mask=mask, other=0.0).to(tl.float32)
-            weight = tl.load(weights_ptr + token * TOP_K + choice)
+            weight = tl.load(weights_ptr + token * TOP_K + k_index)
             total += tl.sum(b * v[None, :], axis=1) * (weight * scaling)
             pairs_added += 1
     if pairs_added > 0:

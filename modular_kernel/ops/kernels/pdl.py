@@ -1,4 +1,4 @@
-"""Device function: a launch that begins while the one before it in its stream still ends."""
+"""Device function for programmatic dependent launch (PDL)."""
 
 import triton
 import triton.language as tl
@@ -7,10 +7,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def after_predecessor(OVERLAP: tl.constexpr):
-    """Wait until everything that the launch before wrote is there; let the next launch begin.
+    """Wait until the previous launch's writes are visible, and allow the next launch to start.
 
-    Called before a kernel's first access to memory, so that every launch has waited for all before
-    it: the one before has not ended until it has waited itself.
+    Call it before the first memory access. Each launch then has waited for all earlier ones,
+    because its predecessor cannot finish before having waited itself.
     """
     if OVERLAP:
         gdc_wait()

@@ -1,4 +1,4 @@
-"""Quantize a token and write it to the rows of its pairs."""
+"""Quantization of a token into the rows of its pairs."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ from modular_kernel.ops.kernels.quantize import quantized_values, scale_of
 
 @triton.jit
 def _load_tile(x_row_ptr, columns, inside, num_columns):
-    """Float32 values of a tile, 0 where there are none."""
+    """Load float32 values of a tile, 0 if masked."""
     return tl.load(x_row_ptr + columns, mask=inside & (columns < num_columns), other=0.0).to(
         tl.float32
     )
@@ -25,32 +25,31 @@ def permute_and_quantize_kernel(
     ALONG_ROWS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """q[row of (t, k)] = (weight of (t, k) *) x[t] / scale.
+    """Store q[row of (t, k)] = (weight of (t, k) *) x[t] / scale.
 
-    Grid (tokens * ceil(groups / BLOCK_G),): programs of one token are neighbors.
-    A program takes BLOCK_G groups of `group` columns and reads them once, unless one is longer
-    than BLOCK_C (not WHOLE; BLOCK_G is 1 then). COMPUTED: each row and group has a scale of its
-    own, stored: stride_scale apart are those of one row's neighbors, or with ALONG_ROWS those of
-    one group's; otherwise the one at scale_ptr is read.
+    Grid (tokens * ceil(groups / BLOCK_G),): programs of one token are adjacent. A program reads
+    BLOCK_G groups of `group` columns once, unless a group is longer than BLOCK_C (not WHOLE; then
+    BLOCK_G is 1). COMPUTED: each row and group gets its own scale, stored with stride_scale between
+    rows, or with ALONG_ROWS between groups; otherwise the scale at scale_ptr is used.
     """
     after_predecessor(OVERLAP)
     shares = tl.cdiv(num_groups, BLOCK_G)
     token = (tl.program_id(0) // shares).to(tl.int64)
     groups = tl.program_id(0) % shares * BLOCK_G + tl.arange(0, BLOCK_G)
-    places = tl.arange(0, BLOCK_C)
-    columns = groups[:, None] * group + places[None, :]
+    offsets = tl.arange(0, BLOCK_C)
+    columns = groups[:, None] * group + offsets[None, :]
     x_row_ptr = x_ptr + token * stride_x
-    inside = (places < group)[None, :]
+    inside = (offsets < group)[None, :]
     value = _load_tile(x_row_ptr, columns, inside, num_columns)
     slots = tl.arange(0, BLOCK_K)
-    # All at once, so that no slot waits for its own; they are on their way beside the values.
+    # Loaded at once and concurrently with the values, so that no slot waits for its row.
     rows = tl.load(row_of_pair_ptr + token * TOP_K + slots, mask=slots < TOP_K, other=-1)
     largest = max_nan(tl.abs(value), 1)
     if COMPUTED and not WHOLE:
         for start in range(BLOCK_C, group, BLOCK_C):
-            inside = (start + places < group)[None, :]
-            more = _load_tile(x_row_ptr, columns + start, inside, num_columns)
-            largest = maximum_nan(largest, max_nan(tl.abs(more), 1))
+            inside = (start + offsets < group)[None, :]
+            other = _load_tile(x_row_ptr, columns + start, inside, num_columns)
+            largest = maximum_nan(largest, max_nan(tl.abs(other), 1))
     scale = tl.zeros((BLOCK_G,), tl.float32)
     if not COMPUTED:
         scale += tl.load(scale_ptr)
@@ -60,7 +59,7 @@ def permute_and_quantize_kernel(
         if HAS_WEIGHTS:
             weight = tl.load(weights_ptr + token * TOP_K + slot)
         if COMPUTED:
-            # Rounding keeps order: the largest product is that of the largest value.
+            # Rounding is monotone: the largest product is that of the largest value.
             scale = scale_of(largest * tl.abs(weight), LARGEST, MIN_SCALE)
             if ALONG_ROWS:
                 scale_ptrs = scale_ptr + groups.to(tl.int64) * stride_scale + row
@@ -70,7 +69,7 @@ def permute_and_quantize_kernel(
         inverse = tl.div_rn(1.0, scale)[:, None]
         q_row_ptr = q_ptr + row * num_columns
         for start in range(0, BLOCK_C if WHOLE else group, BLOCK_C):
-            inside = (start + places < group)[None, :]
+            inside = (start + offsets < group)[None, :]
             moved = value
             if not WHOLE:
                 moved = _load_tile(x_row_ptr, columns + start, inside, num_columns)

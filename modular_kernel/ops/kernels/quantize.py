@@ -1,6 +1,6 @@
-"""Quantize rows: one scale a row, a group of a row or a tensor; with the activation before it.
+"""Quantization of rows with one scale per row, group or tensor, optionally after the activation.
 
-Rows come in segments of `capacity`: one segment, or one for each expert of the batched format.
+Rows come in segments of `capacity`: a single segment, or one per expert in the batched format.
 `parts` programs share the rows of a segment, BLOCK_R at a time.
 """
 
@@ -15,9 +15,9 @@ from modular_kernel.ops.kernels.pdl import after_predecessor
 
 @triton.jit
 def scale_of(amax, LARGEST: tl.constexpr, MIN_SCALE: tl.constexpr):
-    """Return the scale of values whose largest magnitude is `amax`; NaN if that is.
+    """Return the scale for values with maximum magnitude `amax`; NaN if `amax` is NaN.
 
-    Division rounds to nearest: `/` would not on a GPU, and the twin could not follow.
+    div_rn rounds to nearest; `/` does not on a GPU, so the torch reference could not match it.
     """
     return maximum_nan(tl.div_rn(amax, LARGEST), MIN_SCALE)
 
@@ -26,25 +26,25 @@ def scale_of(amax, LARGEST: tl.constexpr, MIN_SCALE: tl.constexpr):
 def quantized_values(
     value, inverse, LARGEST: tl.constexpr, ROUND: tl.constexpr, SATURATE: tl.constexpr = True
 ):
-    """value * inverse, saturated; to the nearest integer, ties to even, if ROUND. NaN stays NaN.
+    """Return value * inverse, saturated; rounded to an integer, ties to even, if ROUND.
 
-    SATURATE may be False where `inverse` is of `scale_of` of these values: a product is then at
-    most LARGEST and three roundings, which the conversion rounds back.
+    SATURATE may be False if `inverse` comes from `scale_of` of the same values: the product then
+    exceeds LARGEST by at most three roundings, which the conversion rounds back.
     """
     value = value * inverse
     if SATURATE or ROUND:
         value = clamp_nan(value, -LARGEST, LARGEST)
     if ROUND:
-        # Below 2**22 adding 1.5 * 2**23 leaves no bit for a fraction.
+        # Below 2**22, adding 1.5 * 2**23 leaves no bits for a fraction.
         value = (value + 12582912.0) - 12582912.0
     return value
 
 
 @triton.jit
 def _as_stored(value, dtype: tl.constexpr):
-    """Float32 values rounded to `dtype`, in float32."""
+    """Return float32 values rounded to `dtype`, as float32."""
     if ASSEMBLE and dtype == tl.bfloat16:
-        # Two at a time: one alone takes the unit that exponentials and reciprocals take, too.
+        # In pairs: a scalar conversion uses the same unit as exponentials and reciprocals.
         value = tl.inline_asm_elementwise(
             "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; "
             "shl.b32 $0, t, 16; and.b32 $1, t, 0xFFFF0000; }",
@@ -60,7 +60,7 @@ def _live_rows(
     segment, places, count, capacity, live_ptr, map_ptr, num_experts, num_local,
     SOURCE: tl.constexpr, HAS_MAP: tl.constexpr,
 ):  # fmt: skip
-    """Return indices of rows, and which of them stand for a token."""
+    """Return row indices, and a mask of the rows that hold a token."""
     rows = segment * capacity + places.to(tl.int64)
     live = places < count
     if SOURCE == "pairs":
@@ -75,9 +75,9 @@ def _load_values(
     HAS_WEIGHTS: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """Float32 values, 0 where there are none: x, weight * x, or act(x) rounded to x's dtype.
+    """Load float32 values, 0 if masked: x, weight * x, or act(x) rounded to x's dtype.
 
-    columns: (lines, BLOCK_C), which end before num_columns, a number or one for each line.
+    columns: (lines, BLOCK_C), masked from num_columns on, which is a scalar or one value per line.
     """
     mask = live[:, None] & (columns < num_columns)
     x_ptrs = x_ptr + rows[:, None] * stride_x + columns * STEP
@@ -98,7 +98,7 @@ def amax_kernel(
     SOURCE: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """partials[program] = largest magnitude of its rows, 0 if it has none.
+    """Store partials[program] = largest magnitude of its rows, 0 if it has none.
 
     Grid (segments * parts,). A maximum of partial maxima needs no atomics and no zeroed memory.
     """
@@ -133,16 +133,16 @@ def quantize_part(
     ALONG_ROWS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """q = x / scale for BLOCK_G groups of columns in some rows: the share of `program`.
+    """Store q = x / scale for BLOCK_G groups of columns in some rows: the share of `program`.
 
-    There are segments * parts * ceil(num_groups / BLOCK_G) programs, those of the same rows side
-    by side, so that memory is walked in its order. A tile's lines are its rows' groups.
+    There are segments * parts * ceil(num_groups / BLOCK_G) programs. Those of the same rows are
+    adjacent, so that memory is accessed in order. A line of a tile is one group of one row.
 
-    SCALE "computed": one scale for each row and group, stored; WHOLE: BLOCK_C holds all of a group,
-    so x is read once. "given": the one at scale_ptr. "partials": one for all, of the maxima that
-    amax_kernel left; the first program stores it. ALONG_ROWS: a segment's scales lie group by
-    group, else row by row. STAGES: tiles that are under way, or computed, at a time.
-    Neither q nor scales of rows without a token are written.
+    SCALE "computed": one scale per row and group, stored; WHOLE: BLOCK_C covers a whole group, so
+    x is read once. "given": one scale, at scale_ptr. "partials": one scale, from the maxima of
+    amax_kernel; the first program stores it. ALONG_ROWS: a segment's scales are stored group by
+    group, otherwise row by row. STAGES: pipeline depth over tiles.
+    Rows without a token get neither q nor scales.
     """
     shares = tl.cdiv(num_groups, BLOCK_G)
     part = program // shares
@@ -161,10 +161,10 @@ def quantize_part(
     elif SCALE == "partials":
         index = tl.arange(0, BLOCK_P)
         amax = tl.load(partials_ptr + index, mask=index < num_partials, other=0.0)
-        one = scale_of(max_nan(amax, 0), LARGEST, MIN_SCALE)
-        scale += one
+        tensor_scale = scale_of(max_nan(amax, 0), LARGEST, MIN_SCALE)
+        scale += tensor_scale
         if program == 0:
-            tl.store(scale_ptr, one)
+            tl.store(scale_ptr, tensor_scale)
     for start in tl.range(part % parts * BLOCK_R, count, parts * BLOCK_R, num_stages=STAGES):
         places = start + line // BLOCK_G
         rows, live = _live_rows(
@@ -218,7 +218,7 @@ def quantize_rows_kernel(
     BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """See `quantize_part`, whose programs are all there are."""
+    """Run `quantize_part` in every program."""
     after_predecessor(OVERLAP)
     quantize_part(
         tl.program_id(0), x_ptr, weights_ptr, live_ptr, map_ptr, q_ptr, scale_ptr, partials_ptr,

@@ -1,4 +1,4 @@
-"""The router: scores, selection and weights of a token's experts, in one launch."""
+"""Router kernel: scores, selection and weights of each token's experts, in one launch."""
 
 import triton
 import triton.language as tl
@@ -8,14 +8,14 @@ _LARGEST = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def _largest(value, G: tl.constexpr):
-    """Largest value of each token, (T, 1, 1), of a (T, G, S) tile."""
+    """Return each token's largest value, (T, 1, 1), of a (T, G, S) tile."""
     # NaN-free: no logit or score is NaN here
     return tl.max(tl.max(value, axis=2, keep_dims=True), axis=1, keep_dims=True)
 
 
 @triton.jit
 def _score(logit, SCORE: tl.constexpr):
-    """Sigmoid or sqrt(softplus), accurate to the last bits where they are small, too."""
+    """Return sigmoid or sqrt(softplus), accurate to the last bits for small values too."""
     if SCORE == "sigmoid":
         return 1.0 / (1.0 + tl.exp(-logit))
     # log1p(e) = 2 atanh(e / (2 + e)); the series' argument is at most 1 / 3.
@@ -30,7 +30,7 @@ def _score(logit, SCORE: tl.constexpr):
 
 @triton.jit
 def _finite(logit, known):
-    """Infinities as the largest finite values, so that no difference of two logits is NaN."""
+    """Clamp infinities to the largest finite values, so that no difference of logits is NaN."""
     # NaN-free: NaN is not known
     return tl.minimum(tl.maximum(tl.where(known, logit, 0.0), -_LARGEST), _LARGEST)
 
@@ -40,7 +40,7 @@ def _best_groups(
     choice, expert,
     GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """`choice`, -inf outside each token's TOPK_GROUPS best groups."""
+    """Return `choice` with -inf outside each token's TOPK_GROUPS best groups."""
     none = float("-inf")
     best = tl.max(choice, axis=2, keep_dims=True)  # NaN-free: -inf stands for NaN
     if TOP2:
@@ -48,16 +48,17 @@ def _best_groups(
         # NaN-free: integers
         rest = tl.where(expert == tl.min(first, axis=2, keep_dims=True), none, choice)
         second = tl.max(rest, axis=2, keep_dims=True)  # NaN-free: -inf stands for NaN
-        # Halves, because a sum of two may be infinite.
+        # Halved, because the sum of two values may overflow.
         best = 0.5 * best + 0.5 * tl.where(second > none, second, 0.0)
     group = tl.arange(0, BLOCK_G)[None, :, None]
     kept = tl.zeros_like(best).to(tl.int32)
     for _ in tl.static_range(TOPK_GROUPS):
         top = tl.max(best, axis=1, keep_dims=True)  # NaN-free: -inf stands for NaN
-        here = (best == top) & (best > none)
-        which = tl.min(tl.where(here, group, BLOCK_G), axis=1, keep_dims=True)  # NaN-free: integers
-        kept = tl.where(group == which, 1, kept)
-        best = tl.where(group == which, none, best)
+        is_best = (best == top) & (best > none)
+        # NaN-free: integers
+        best_group = tl.min(tl.where(is_best, group, BLOCK_G), axis=1, keep_dims=True)
+        kept = tl.where(group == best_group, 1, kept)
+        best = tl.where(group == best_group, none, best)
     return tl.where(kept != 0, choice, none)
 
 
@@ -66,7 +67,7 @@ def _best_experts(
     choice, expert,
     TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Ids (T, K) of the TOP_K largest of `choice`, the lower one of equals first, -1 for -inf."""
+    """Return ids (T, K) of the TOP_K largest of `choice`, the lower id on ties, -1 for -inf."""
     none = float("-inf")
     k = tl.arange(0, BLOCK_K)[None, :]
     ids = tl.full((BLOCK_T, BLOCK_K), -1, tl.int32)
@@ -74,10 +75,10 @@ def _best_experts(
         top = _largest(choice, BLOCK_T)
         lane = tl.where((choice == top) & (choice > none), expert, 2147483647)
         # NaN-free: integers
-        which = tl.min(tl.min(lane, axis=2, keep_dims=True), axis=1, keep_dims=True)
-        choice = tl.where(expert == which, none, choice)
-        found = tl.reshape(which, (BLOCK_T, 1))
-        ids = tl.where((k == step) & (found != 2147483647), found, ids)
+        best_expert = tl.min(tl.min(lane, axis=2, keep_dims=True), axis=1, keep_dims=True)
+        choice = tl.where(expert == best_expert, none, choice)
+        best_id = tl.reshape(best_expert, (BLOCK_T, 1))
+        ids = tl.where((k == step) & (best_id != 2147483647), best_id, ids)
     return ids
 
 
@@ -90,10 +91,11 @@ def route_kernel(
     GROUPS: tl.constexpr, SIZE: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """weights (T, K) float32 and ids (T, K) of BLOCK_T tokens, as modular_kernel.spec.router says.
+    """Compute weights (T, K) float32 and ids (T, K) of BLOCK_T tokens by `RouterSpec`.
 
-    Columns from num_experts on are zero experts: id -1, and their weights are summed in `identity`.
-    BY_LOGIT: scores grow with logits and nothing is added, so the logits are compared themselves.
+    Columns from num_experts on are zero experts: their id is -1, and their weights are summed in
+    `identity`. BY_LOGIT: scores grow monotonically with logits and nothing is added, so logits are
+    compared directly.
     """
     none = float("-inf")
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -103,7 +105,7 @@ def route_kernel(
     member = tl.arange(0, BLOCK_S)[None, None, :]
     expert = group * SIZE + member
     valid = (group < GROUPS) & (member < SIZE)
-    most = tl.zeros((BLOCK_T, 1, 1), tl.float32)
+    peak_logit = tl.zeros((BLOCK_T, 1, 1), tl.float32)
     total = tl.full((BLOCK_T, 1, 1), 1.0, tl.float32)
     known = valid & live[:, None, None]
     logit = tl.load(row[:, None, None] + expert, mask=known, other=0.0).to(tl.float32)
@@ -111,19 +113,21 @@ def route_kernel(
     logit = _finite(logit, known)
     exponential = logit
     if SCORE == "softmax" and not TOPK_FIRST:
-        most = _largest(tl.where(known, logit, -_LARGEST), BLOCK_T)
-        exponential = tl.where(known, tl.exp(logit - most), 0.0)
+        peak_logit = _largest(tl.where(known, logit, -_LARGEST), BLOCK_T)
+        exponential = tl.where(known, tl.exp(logit - peak_logit), 0.0)
         total = tl.sum(tl.sum(exponential, axis=2, keep_dims=True), axis=1, keep_dims=True)
         total = tl.where(total > 0.0, total, 1.0)
     k = tl.arange(0, BLOCK_K)[None, :]
     pair = (k < TOP_K) & live[:, None]
     if TABLE:
-        word = tl.load(tokens_ptr + token, mask=live, other=0)
-        inside = (word >= 0) & (word < vocabulary)
-        entry = tl.where(inside, word, 0).to(tl.int64)[:, None] * TOP_K + k
-        named = tl.load(table_ptr + entry, mask=pair & inside[:, None], other=-2)
-        named = tl.where((named < -1) | (named >= num_columns), -2, named)  # counted as invalid
-        ids = tl.where(pair, named, -1).to(tl.int32)
+        token_id = tl.load(tokens_ptr + token, mask=live, other=0)
+        in_vocabulary = (token_id >= 0) & (token_id < vocabulary)
+        entry = tl.where(in_vocabulary, token_id, 0).to(tl.int64)[:, None] * TOP_K + k
+        table_ids = tl.load(table_ptr + entry, mask=pair & in_vocabulary[:, None], other=-2)
+        table_ids = tl.where(
+            (table_ids < -1) | (table_ids >= num_columns), -2, table_ids
+        )  # counted as invalid
+        ids = tl.where(pair, table_ids, -1).to(tl.int32)
     else:
         if BY_LOGIT:
             choice = logit
@@ -140,7 +144,7 @@ def route_kernel(
         ids = _best_experts(choice, expert, TOP_K, BLOCK_T, BLOCK_K)
     chosen = pair & (ids >= 0)
     logit_k = tl.load(row[:, None] + ids, mask=chosen, other=0.0).to(tl.float32)
-    if TABLE:  # a NaN there is left out, too
+    if TABLE:  # an expert with a NaN logit is skipped too
         ids = tl.where(chosen & (logit_k != logit_k), -1, ids)
         chosen = chosen & (logit_k == logit_k)
     logit_k = _finite(logit_k, chosen)
@@ -152,7 +156,7 @@ def route_kernel(
             sum_k = tl.sum(weight, axis=1)[:, None]
             weight = weight / tl.where(sum_k > 0.0, sum_k, 1.0)
         else:
-            weight = tl.exp(logit_k - tl.reshape(most, (BLOCK_T, 1)))
+            weight = tl.exp(logit_k - tl.reshape(peak_logit, (BLOCK_T, 1)))
             weight = weight / tl.reshape(total, (BLOCK_T, 1))
     else:
         weight = _score(logit_k, SCORE)

@@ -1,4 +1,4 @@
-"""Move rows of hidden values: tokens to rows, rows to pairs, rows summed per token."""
+"""Movement of hidden rows: tokens to rows, rows to pairs, and rows summed per token."""
 
 import triton
 import triton.language as tl
@@ -14,10 +14,10 @@ def permute_tokens_kernel(
     TOP_K: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_SCALE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """rows[row_of_pair[t, k]] = x[t] (times the weight); a token is read once.
+    """Set rows[row_of_pair[t, k]] = x[t] (times the weight); each token is read once.
 
-    If HAS_SCALE its `groups` scales go with it, moved by the program of the first columns, to
-    stride_row and stride_group elements apart. Grid (tokens * ceil(hidden / BLOCK_H),).
+    If HAS_SCALE, the program of the first columns also copies the token's `groups` scales, with
+    strides stride_row and stride_group. Grid (tokens * ceil(hidden / BLOCK_H),).
     """
     shares = tl.cdiv(hidden, BLOCK_H)
     token = (tl.program_id(0) // shares).to(tl.int64)
@@ -46,7 +46,7 @@ def _row_of_pair(
     pair, rows_index_ptr, map_ptr, num_experts, num_local,
     SOURCE: tl.constexpr, HAS_MAP: tl.constexpr,
 ):  # fmt: skip
-    """Row of a pair: itself ("all"), itself if its id is valid ("ids"), or looked up ("rows")."""
+    """Return a pair's row: itself ("all"), itself if its id is valid ("ids"), or a table entry."""
     if SOURCE == "rows":
         row = tl.load(rows_index_ptr + pair).to(tl.int64)
     elif SOURCE == "ids":
@@ -66,11 +66,11 @@ def weight_and_sum_kernel(
     TOP_K: tl.constexpr, SOURCE: tl.constexpr, HAS_MAP: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr, BLOCK_H: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """out[t] = scale * sum_k weight[t, k] * rows[row of (t, k)], accumulated in float32.
+    """Compute out[t] = scale * sum_k weight[t, k] * rows[row of (t, k)], summed in float32.
 
-    Rows of skipped pairs are not read, whatever they hold. Unrolled, so that the rows of a token
-    are on their way together. Grid (tokens * ceil(hidden / BLOCK_H),): programs of one token are
-    neighbors, so that rows are read whole.
+    Rows of skipped pairs are not read. The loop is unrolled so that all rows of a token are loaded
+    concurrently. Grid (tokens * ceil(hidden / BLOCK_H),): programs of one token are adjacent, so
+    that rows are read contiguously.
     """
     after_predecessor(OVERLAP)
     shares = tl.cdiv(hidden, BLOCK_H)
@@ -84,7 +84,7 @@ def weight_and_sum_kernel(
         value = tl.load(rows_ptr + row * hidden + columns, mask=mask & (row >= 0), other=0.0)
         value = value.to(tl.float32)
         if HAS_WEIGHTS:
-            # A skipped pair's weight may be anything, NaN too.
+            # A skipped pair's weight is arbitrary and may be NaN too.
             value = value * tl.load(weights_ptr + pair, mask=row >= 0, other=0.0)
         total += value
     result = (total * scale).to(out_ptr.dtype.element_ty)
@@ -97,7 +97,7 @@ def gather_rows_kernel(
     hidden, num_experts, num_local, scale,
     SOURCE: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """out[p] = scale * weight[p] * rows[row of p]; zero where the pair is skipped."""
+    """Compute out[p] = scale * weight[p] * rows[row of p]; zero if the pair is skipped."""
     pair = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask = columns < hidden
@@ -105,6 +105,6 @@ def gather_rows_kernel(
     value = tl.load(rows_ptr + row * hidden + columns, mask=mask & (row >= 0), other=0.0)
     value = value.to(tl.float32) * scale
     if HAS_WEIGHTS:
-        # A skipped pair's weight may be anything, NaN too.
+        # A skipped pair's weight is arbitrary and may be NaN too.
         value = value * tl.load(weights_ptr + pair, mask=row >= 0, other=0.0)
     tl.store(out_ptr + pair * hidden + columns, value.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,4 +1,4 @@
-"""Number the pairs of tokens and quantize the tokens, side by side."""
+"""Numbering of pairs and quantization of tokens in one launch."""
 
 import triton
 import triton.language as tl
@@ -22,9 +22,9 @@ def number_and_quantize_kernel(
     BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """See `number_pairs`, whose programs come first, and `quantize_part`: all rows are tokens.
+    """Run `number_pairs` in the first pair_programs programs and `quantize_part` in the others.
 
-    Grid (pair_programs + those of quantize_part,).
+    All rows are tokens. Grid (pair_programs + those of quantize_part,).
     """
     after_predecessor(OVERLAP)
     program = tl.program_id(0)

@@ -1,4 +1,4 @@
-"""Sort pairs by expert without padding, and cut each expert's rows into tiles."""
+"""Sorting of pairs by expert without padding, and tiling of each expert's rows."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from modular_kernel.ops.kernels.ids import load_local_ids
 
 @triton.jit
 def expert_rows(totals_ptr, num_local, BINS: tl.constexpr):
-    """Per expert: rows, and the first row. Lanes from num_local on have none."""
+    """Return the rows of each expert and its first row; lanes from num_local on have no rows."""
     expert = tl.arange(0, BINS)
     rows = tl.load(totals_ptr + 1 + expert, mask=expert < num_local, other=0)
     return rows, tl.cumsum(rows, axis=0) - rows
@@ -20,9 +20,9 @@ def chunk_rows(
     chunk, starts, ids_ptr, map_ptr, prefix_ptr, numel, num_experts, num_local, num_chunks,
     HAS_MAP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Pairs of a chunk, which of them there are, and their rows, -1 where one is skipped.
+    """Return a chunk's pairs, the mask of existing pairs, and their rows, -1 for skipped pairs.
 
-    starts: (BINS,) the first row of each expert; inside an expert pairs keep their order.
+    starts: (BINS,) first row of each expert; pairs of an expert keep their order.
     """
     pairs = chunk * CHUNK + tl.arange(0, CHUNK)
     mask = pairs < numel
@@ -34,11 +34,11 @@ def chunk_rows(
 
 
 @triton.jit
-def _name_tiles(
+def _store_tiles(
     first_tile, rows, starts, tiles_ptr, max_tiles,
     TILE_M: tl.constexpr, BINS: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    """Expert, first row and the row past the expert's last, for FILL tiles of those in use."""
+    """Store expert, first row and the expert's end row for FILL tiles, if in use."""
     tiles = (rows + TILE_M - 1) // TILE_M
     past = tl.cumsum(tiles, axis=0)
     tile = first_tile + tl.arange(0, FILL)
@@ -59,9 +59,9 @@ def sort_place_kernel(
     HAS_MAP: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
     TILE_M: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    """Programs below num_chunks place one chunk's pairs; the others name FILL tiles each.
+    """Place a chunk's pairs in programs below num_chunks; store FILL tiles in the others.
 
-    The first of those also stores where each expert starts, and how many rows and tiles there are.
+    The first of the others also stores the start of each expert, and the row and tile counts.
     """
     pid = tl.program_id(0)
     rows, starts = expert_rows(totals_ptr, num_local, BINS)
@@ -74,7 +74,7 @@ def sort_place_kernel(
         tl.store(token_of_row_ptr + row, pairs // top_k, mask=mask & (row >= 0))
     else:
         first = (pid - num_chunks) * FILL
-        _name_tiles(first, rows, starts, tiles_ptr, max_tiles, TILE_M, BINS, FILL)
+        _store_tiles(first, rows, starts, tiles_ptr, max_tiles, TILE_M, BINS, FILL)
         if first == 0:
             used = tl.sum((rows + TILE_M - 1) // TILE_M, axis=0)
             tl.store(tiles_ptr + 3 * max_tiles, used)

@@ -1,4 +1,4 @@
-"""Zero the rows of segments that are in use."""
+"""Zeroing of the used rows of segments."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ def zero_rows_kernel(
     x_ptr, counts_ptr, capacity, hidden, parts,
     BLOCK_H: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """Row c < counts[s] of segment s is zeroed by program (s, c % parts)."""
+    """Zero rows c < counts[s] of segment s; program (s, c % parts) handles row c."""
     after_predecessor(OVERLAP)
     segment = tl.program_id(0).to(tl.int64)
     count = tl.minimum(tl.load(counts_ptr + segment), capacity)  # NaN-free: integers

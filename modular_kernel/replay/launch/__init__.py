@@ -1,1 +1,1 @@
-"""Launch kernels: eagerly, recorded, replayed, with programmatic dependent launch."""
+"""Kernel launches: eager, recorded, replayed, and with programmatic dependent launch."""

@@ -1,4 +1,4 @@
-"""Compiles a C file of this package into a Python module, and keeps the result."""
+"""Compilation of a C file of this package into a cached Python extension module."""
 
 import importlib.util
 import platform
@@ -13,51 +13,51 @@ from modular_kernel.replay.launch.compiled_files import find, keep, key_of
 from modular_kernel.settings import c_compiler
 from modular_kernel.text import printable
 
-_SECONDS = 120.0  # for a compiler; it takes one or two
+_SECONDS = 120.0  # compiler timeout; it usually takes one or two
 _MOST_WORDS = 300
 _SUFFIX = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
 _FLAGS = ("-O3", "-shared", "-fPIC", "-Wno-psabi")
 
 
 class BuildError(ModularKernelError):
-    """A C file could not be compiled or loaded; the text says why."""
+    """A C file could not be compiled or loaded; the message gives the reason."""
 
 
 def module_of(
     source: Path, name: str, include_dirs: Sequence[str], release: str = ""
 ) -> ModuleType:
-    """Return the extension module `name` that the C file `source` makes, compiled if need be.
+    """Return the extension module `name` built from the C file `source`, compiling it if needed.
 
-    Kept in MK_CACHE_DIR; where that cannot be, in a folder of this process that goes when it ends.
-    release: of what owns those folders, whose headers another one may change.
-    BuildError where there is no compiler, or it fails, or what it made cannot be loaded.
+    Cached in MK_CACHE_DIR, or in a temporary folder of this process if that is not possible.
+    release: version of the owner of include_dirs, whose headers may change with it.
+    Raises BuildError if there is no compiler, if it fails, or if the result cannot be loaded.
     """
     compiler = c_compiler()
-    words = (*_FLAGS, *(f"-I{each}" for each in (*include_dirs, *_python_s())))
-    facts = (release, compiler, *words, _SUFFIX, platform.machine(), *platform.libc_ver())
+    flags = (*_FLAGS, *(f"-I{folder}" for folder in (*include_dirs, *_python_include_dirs())))
+    facts = (release, compiler, *flags, _SUFFIX, platform.machine(), *platform.libc_ver())
     stem = f"{name}-{key_of(*facts, files=(source,))}"
-    found = find(stem, _SUFFIX)
-    if found is None:
+    library = find(stem, _SUFFIX)
+    if library is None:
         if compiler is None:
             raise BuildError("there is no C compiler: neither CC, nor gcc, nor clang")
-        command = [compiler, str(source), *words]
+        command = [compiler, str(source), *flags]
         try:
-            found = keep(stem, _SUFFIX, lambda made: _compile(command, made))
+            library = keep(stem, _SUFFIX, lambda made: _compile(command, made))
         except OSError as error:
             raise BuildError(f"{name} could not be written: {_words(str(error))}") from None
-    return _loaded(name, found)
+    return _loaded(name, library)
 
 
-def _python_s() -> tuple[str, ...]:
-    """Folders of Python's own headers; Debian's scheme for local packages has none there."""
+def _python_include_dirs() -> tuple[str, ...]:
+    """Return the folders of Python's headers; Debian's scheme for local packages has none."""
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     return (sysconfig.get_paths(scheme=scheme)["include"],)
 
 
 def _compile(command: list[str], made: Path) -> None:
-    """Run the compiler; BuildError where it fails or makes nothing."""
+    """Run the compiler; BuildError if it fails or produces no file."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [*command, "-o", str(made)],
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -70,9 +70,9 @@ def _compile(command: list[str], made: Path) -> None:
         raise BuildError(f"{_words(command[0])} did not end within {_SECONDS:g} s") from None
     except OSError as error:
         raise BuildError(f"the C compiler could not be run: {_words(str(error))}") from None
-    if done.returncode != 0 or not made.is_file():
+    if process.returncode != 0 or not made.is_file():
         raise BuildError(
-            f"{_words(command[0])} failed with {done.returncode}: {_words(done.stderr)}"
+            f"{_words(command[0])} failed with {process.returncode}: {_words(process.stderr)}"
         )
 
 

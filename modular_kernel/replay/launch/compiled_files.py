@@ -1,8 +1,8 @@
-"""Files of compiled code that this process will run, kept from one process to the next.
+"""Cache of compiled code that this process executes, kept across processes.
 
-A file is believed only where nobody else can have written it: the folder and the file belong to
-this user, and nobody else may write there. Its name has the hash of its bytes, which is compared
-before the file is used: half a file, or another one, is made again. It appears in one step, whole.
+A file is trusted only if nobody else can have written it: folder and file belong to this user and
+are not writable by others. Its name contains the hash of its bytes, which is verified before use; a
+truncated or foreign file is built again. Files are written atomically.
 """
 
 import atexit
@@ -20,22 +20,22 @@ from pathlib import Path
 from modular_kernel.settings import read_settings
 from modular_kernel.utils import forks
 
-DIGITS = 32  # of a hash in a name
+DIGITS = 32  # of a hash in a file name
 
 
 def key_of(*facts: object, files: tuple[Path, ...] = ()) -> str:
-    """Return the hash of what a file is made from: facts in words, names and bytes of files."""
+    """Return the hash of a file's inputs: facts as strings, and names and bytes of files."""
     sources = [(path.name, _digest(path.read_bytes())) for path in files]
     return _digest(repr(([*map(str, facts)], sources)).encode())
 
 
 def find(stem: str, suffix: str) -> Path | None:
-    """Return a file kept before, its bytes as its name says; remove others of its stem.
+    """Return a cached file whose bytes match its name, and remove invalid ones with its stem.
 
-    stem: a name and `key_of` what the file is made from.
+    stem: a name and the `key_of` the file's inputs.
     """
     for path in sorted(_folder().glob(f"{escape(stem)}-*{suffix}")):
-        # What is no file is not opened: a pipe would wait for a writer.
+        # Only regular files are opened: opening a pipe would block.
         if _mine(path, stat.S_ISREG):
             with suppress(OSError):
                 if path.name == f"{stem}-{_digest(path.read_bytes())}{suffix}":
@@ -46,31 +46,31 @@ def find(stem: str, suffix: str) -> Path | None:
 
 
 def keep(stem: str, suffix: str, make: Callable[[Path], None]) -> Path:
-    """Return the file that `make` writes, kept in MK_CACHE_DIR by a name that says what is in it.
+    """Return the file that `make` writes, cached in MK_CACHE_DIR under a content-addressed name.
 
-    Where it cannot be kept, it is in a folder of this process that goes when that ends. What `make`
-    raises is raised, and nothing is kept. OSError where there is no room for it anywhere.
+    If it cannot be cached, it is placed in a temporary folder of this process. Exceptions of `make`
+    propagate, and nothing is kept. Raises OSError if it cannot be written anywhere.
     """
-    own = _of_this_process()
-    with tempfile.TemporaryDirectory(dir=own) as part:
-        made = Path(part) / f"made{suffix}"
-        make(made)
-        content = made.read_bytes()
+    temporary = _of_this_process()
+    with tempfile.TemporaryDirectory(dir=temporary) as part:
+        output = Path(part) / f"made{suffix}"
+        make(output)
+        content = output.read_bytes()
     name = f"{stem}-{_digest(content)}{suffix}"
     try:
         return _put(content, _folder() / name)
-    except OSError:  # full, gone since, or something else has that name
-        return _put(content, own / name)
+    except OSError:  # disk full, folder removed, or the name is taken by something else
+        return _put(content, temporary / name)
 
 
 def _put(content: bytes, path: Path) -> Path:
-    """Write a file that appears in one step, whole."""
+    """Write a file atomically."""
     with tempfile.TemporaryDirectory(prefix=".part-", dir=path.parent) as part:  # mode 0700
         written = Path(part) / "written"
         with written.open("wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())  # the name may not come to the disk before the bytes
+            os.fsync(file.fileno())  # the name must not reach the disk before the bytes
         written.chmod(0o600)
         return written.replace(path)
 
@@ -83,7 +83,7 @@ def _folder() -> Path:
     """Return a folder that only this user can have written."""
     cache_dir = read_settings().cache_dir
     if cache_dir is not None:
-        # By user: several may share a cache, and none shall run another's code.
+        # Per user: a cache may be shared, and nobody may run another user's code.
         folder = cache_dir / f"built-{os.geteuid()}"
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -96,12 +96,12 @@ def _folder() -> Path:
 
 
 def _of_this_process() -> Path:
-    return _of_process(forks.generation())
+    return _process_folder(forks.generation())
 
 
 @cache
-def _of_process(generation: int) -> Path:
-    """Make a folder that goes when this process ends, and not when a forked child of it does."""
+def _process_folder(generation: int) -> Path:
+    """Make a folder that is removed when this process ends, but not when a forked child does."""
     folder = Path(tempfile.mkdtemp(prefix="modular_kernel-built-"))
     atexit.register(_remove, folder, generation)
     return folder
@@ -113,10 +113,12 @@ def _remove(folder: Path, generation: int) -> None:
 
 
 def _mine(path: Path, kind: Callable[[int], bool]) -> bool:
-    """Whether `path` itself, no link, is of this kind and this user's, writable by no other."""
+    """Return whether `path` (not a link) is of this kind, owned by us, and ours alone to write."""
     try:
         status = path.lstat()
     except OSError:
         return False
-    mine = status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return mine and kind(status.st_mode)
+    is_private = status.st_uid == os.geteuid() and not status.st_mode & (
+        stat.S_IWGRP | stat.S_IWOTH
+    )
+    return is_private and kind(status.st_mode)

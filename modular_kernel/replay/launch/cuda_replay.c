@@ -1,15 +1,15 @@
-/* Launches the kernels of a recording in one call from Python; see modular_kernel/replay/launch/cuda_replay.py.
+/* Launches the kernels of a recording in one call; see modular_kernel/replay/launch/cuda_replay.py.
  *
  *     recorded = pack(device, inputs, launches, slots, places, values, owner)
  *     replay(recorded, stream, [pointer of each input])
  *
- * values: the parameters of all launches, in words of eight bytes; places: the word where each
- * begins. A slot (at, input, offset, map) says that parameter `at` is the pointer of an input plus
- * `offset` bytes, or a TMA map of what lies there. owner: what keeps the kernels loaded.
+ * values: the parameters of all launches, in eight-byte words; places: the first word of each.
+ * A slot (at, input, offset, map) means that parameter `at` is the pointer of an input plus `offset`
+ * bytes, or a TMA map of that address. owner: keeps the kernels loaded.
  *
- * A driver takes two to four microseconds for a launch, and little more for a graph of many. So a
- * recorded that is replayed becomes a graph, whose nodes are told of pointers that have changed.
- * Into a stream that is captured it is replayed launch by launch, as nodes of the caller's graph.
+ * The driver needs two to four microseconds per launch, and little more for a graph of many. So a
+ * replayed recording is turned into a graph, whose nodes are updated when pointers change. On a
+ * capturing stream it is replayed launch by launch, as nodes of the caller's graph.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -20,12 +20,12 @@
 #include <string.h>
 
 #define MOST_INPUTS 64 /* bits of Launch.reads */
-#define MAP_ALIGNMENT 128 /* bytes, of a CUtensorMap; CUDA 12 asks for 64 */
+#define MAP_ALIGNMENT 128 /* bytes, for a CUtensorMap; CUDA 12 requires 64 */
 
 typedef struct {
   unsigned long long function;
   unsigned grid[3], threads, shared, dependent, cooperative, first, count;
-  uint64_t reads; /* bit i: has a slot of input i */
+  uint64_t reads; /* bit i: the launch has a slot for input i */
   CUgraphNode node;
 } Launch;
 
@@ -40,16 +40,16 @@ typedef struct {
   unsigned inputs, launches, slots, parameters;
   Launch *launch;
   Slot *slot;
-  void *memory; /* of the values */
-  void **parameter; /* where each is */
-  pthread_mutex_t lock; /* of all that follows, and of the values in slots */
+  void *memory; /* allocation of the values */
+  void **parameter; /* address of each value */
+  pthread_mutex_t lock; /* guards all following fields, and the values in slots */
   int graphable;
   CUgraph graph;
   CUgraphExec exec;
-  uint64_t seen[MOST_INPUTS]; /* the pointers that `exec` has */
+  uint64_t seen[MOST_INPUTS]; /* pointers currently in `exec` */
 } RecordedCall;
 
-/* Looked up when the module is loaded: nothing of ours is linked to a driver. */
+/* Looked up when the module is loaded, so that it is not linked against a driver. */
 static CUresult (*launch_kernel)(const CUlaunchConfig *, CUfunction, void **, void **);
 static CUresult (*error_string)(CUresult, const char **);
 static CUresult (*get_context)(CUcontext *);
@@ -112,7 +112,7 @@ static void release(PyObject *capsule) {
   PyMem_Free(recorded);
 }
 
-/* Where each parameter's value begins among `words` words from `value` on. */
+/* Sets the address of each parameter's value, within `words` words from `value`. */
 static int point(RecordedCall *recorded, PyObject *places, uint64_t *value, Py_ssize_t words) {
   for (unsigned i = 0; i < recorded->parameters; ++i) {
     Py_ssize_t word = PyLong_AsSsize_t(PyList_GET_ITEM(places, i));
@@ -199,7 +199,7 @@ static PyObject *pack(PyObject *self, PyObject *args) {
   return capsule;
 }
 
-/* A thread that has done nothing on the device yet has no context. */
+/* A thread that has not used the device yet has no context. */
 static CUresult have_context(int ordinal) {
   CUcontext context = NULL;
   CUdevice device;
@@ -254,7 +254,7 @@ static CUDA_KERNEL_NODE_PARAMS node_of(const RecordedCall *recorded, const Launc
                                    .kernelParams = recorded->parameter + l->first};
 }
 
-/* One kernel after the other; a dependent one as soon as that before it lets it start. */
+/* Kernels in sequence; a dependent one starts when its predecessor permits it. */
 static CUresult build_graph(RecordedCall *recorded) {
   CUresult result = graph_create(&recorded->graph, 0);
   for (unsigned i = 0; i < recorded->launches && result == CUDA_SUCCESS; ++i) {
@@ -275,7 +275,7 @@ static CUresult build_graph(RecordedCall *recorded) {
   return result;
 }
 
-/* Give the graph's kernels the pointers that have changed. */
+/* Updates the graph's kernels that read changed pointers. */
 static CUresult update_graph(RecordedCall *recorded, const uint64_t *pointers) {
   uint64_t changed = 0;
   for (unsigned i = 0; i < recorded->inputs; ++i)
@@ -291,7 +291,7 @@ static CUresult update_graph(RecordedCall *recorded, const uint64_t *pointers) {
   return result;
 }
 
-/* Whether the recorded is, or became, a graph with these pointers. If not, it never will be. */
+/* Returns whether the recording is now a graph with these pointers; a failure is permanent. */
 static int as_graph(RecordedCall *recorded, const uint64_t *pointers) {
   if (recorded->graphable) {
     CUresult result = recorded->exec ? update_graph(recorded, pointers) : build_graph(recorded);
@@ -319,7 +319,7 @@ static CUresult replay_locked(RecordedCall *recorded, CUstream stream, const uin
   }
   if (result != CUDA_SUCCESS)
     return result;
-  /* Where the status cannot be had, some capture is going on. */
+  /* If the status cannot be queried, some capture is active. */
   if (recorded->launches > 1 && is_capturing(stream, &capturing) == CUDA_SUCCESS &&
       capturing == CU_STREAM_CAPTURE_STATUS_NONE && as_graph(recorded, pointers))
     return graph_launch(recorded->exec, stream);
@@ -342,7 +342,7 @@ static PyObject *replay(PyObject *self, PyObject *const *args, Py_ssize_t count)
   if (PyErr_Occurred())
     return NULL;
   CUresult result;
-  Py_BEGIN_ALLOW_THREADS; /* a full stream blocks its host */
+  Py_BEGIN_ALLOW_THREADS; /* a launch on a full stream blocks */
   pthread_mutex_lock(&recorded->lock);
   result = replay_locked(recorded, (CUstream)(uintptr_t)stream, pointers);
   pthread_mutex_unlock(&recorded->lock);

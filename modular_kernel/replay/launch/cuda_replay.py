@@ -1,9 +1,9 @@
-"""cuda_replay: all launches of a recorded call in one call of C (cuda_replay.c beside this file).
+"""cuda_replay: run all launches of a recorded call with one C call (cuda_replay.c).
 
-Triton's launchers do the same for one launch each, with some 50 arguments through Python. The C
-file is compiled when it is first needed, by the compiler that triton builds its launchers with,
-and kept (modular_kernel.replay.launch.build). The driver is asked for everything by name when the
-module is loaded.
+Triton's launchers handle one launch each, with some 50 arguments passed through Python. The C file
+is compiled on first use, with the compiler that triton uses for its launchers, and cached
+(modular_kernel.replay.launch.build). All driver functions are looked up by name when the module is
+loaded.
 """
 
 import logging
@@ -19,25 +19,25 @@ import torch
 from modular_kernel.replay.launch.build import BuildError, module_of
 from modular_kernel.replay.recording import Replay
 
-# Triton ships no annotations.
+# Triton has no type annotations.
 Foreign = Any
 
 _LOG = logging.getLogger("modular_kernel.replay")
-_NAME = "modular_kernel_replay"  # as cuda_replay.c calls itself
+_NAME = "modular_kernel_replay"  # must match cuda_replay.c
 
 MAP_BYTES = 128  # of a CUtensorMap
-_MAP_ALIGNMENT = 128  # what CUDA 13 declares; 12 asks for 64
-_SCRATCH = 2  # parameters that triton adds to each kernel: pointers to scratch, here null
+_MAP_ALIGNMENT = 128  # declared by CUDA 13; CUDA 12 requires 64
+_SCRATCH = 2  # scratch pointers that triton appends to each kernel's parameters; null here
 _INTEGERS = {f"{sign}{bits}" for sign in "iu" for bits in (1, 8, 16, 32, 64)}
-_FLOATS = {"fp32": "<f4x", "fp64": "<d"}  # as struct has them
+_FLOATS = {"fp32": "<f4x", "fp64": "<d"}  # struct formats
 
 
 @dataclass(frozen=True)
 class LaunchRecord:
-    """A launch as cuda_replay.c takes it.
+    """A launch in the form of cuda_replay.c.
 
-    values: a kernel's parameters: TMA maps, and eight bytes of each other. slots: (which value,
-    input, bytes into it). kernel: what owns the function, kept as long as this.
+    values: the kernel's parameters, TMA maps or eight bytes each. slots: (value index, input, byte
+    offset). kernel: owner of the function, kept alive with this record.
     """
 
     kernel: Foreign
@@ -52,9 +52,9 @@ class LaunchRecord:
 
 
 def pack_value(kind: str, value: Foreign) -> bytes | None:
-    """Pack a parameter of triton's type `kind` in eight bytes; None if that cannot be done.
+    """Pack a parameter of triton type `kind` into eight bytes; None for an unknown type.
 
-    Numbers lie in the first bytes, where a kernel reads as many as its type has.
+    The value is in the first bytes; a kernel reads as many as its type has.
     """
     if kind.startswith("*") or kind in _INTEGERS:
         return _word(value or 0)
@@ -62,16 +62,16 @@ def pack_value(kind: str, value: Foreign) -> bytes | None:
 
 
 def map_values(descriptor: Foreign, meta: Foreign) -> list[bytes] | None:
-    """Return what a kernel takes of a triton TensorDescriptor: its map, sizes and strides.
+    """Return the kernel parameters of a triton TensorDescriptor: its map, sizes and strides.
 
-    None if triton keeps maps in another way than it did. meta: triton's, of this parameter.
+    None if triton stores maps in an unknown way. meta: triton's metadata of this parameter.
     """
     from modular_kernel.replay.launch.triton_versions import encoded_map
 
-    if not meta:  # the kernel makes the map itself
+    if not meta:  # the kernel builds the map itself
         return None
-    found = encoded_map(descriptor, meta)
-    return None if found is None else [found[0], *map(_word, found[1])]
+    encoded = encoded_map(descriptor, meta)
+    return None if encoded is None else [encoded[0], *map(_word, encoded[1])]
 
 
 def _word(number: int) -> bytes:
@@ -86,17 +86,17 @@ def pack(
 ) -> LaunchRecord | None:
     """Pack a launch of a compiled kernel; None if one of its arguments has an unknown type.
 
-    arguments: in the order of the kernel's parameters, pointers as numbers, boxes of tensors as
-    triton's descriptors. slots: which of them are (input, bytes into it).
+    arguments: in the order of the kernel's parameters, pointers as integers, tensor tiles as triton
+    descriptors. slots: index of an argument -> (input, byte offset).
     """
-    metadata, values, places = compiled.metadata, list[bytes](), list[tuple[int, int, int]]()
+    metadata, values, slot_entries = compiled.metadata, list[bytes](), list[tuple[int, int, int]]()
     signature = compiled.src.signature.values()
     maps = iter(getattr(metadata, "tensordesc_meta", None) or ())
-    for at, (kind, argument) in enumerate(zip(signature, arguments, strict=True)):
+    for index, (kind, argument) in enumerate(zip(signature, arguments, strict=True)):
         if kind == "constexpr":
             continue
-        if at in slots:
-            places.append((len(values), *slots[at]))
+        if index in slots:
+            slot_entries.append((len(values), *slots[index]))
         packed = None
         if isinstance(kind, str) and kind.startswith("tensordesc"):
             packed = map_values(argument, next(maps, None))
@@ -115,13 +115,13 @@ def pack(
         dependent=bool(metadata.launch_pdl),
         cooperative=bool(metadata.launch_cooperative_grid),
         values=(*values, *[bytes(8)] * _SCRATCH),
-        slots=tuple(places),
+        slots=tuple(slot_entries),
     )
 
 
 @cache
 def _built() -> tuple[Foreign, str]:
-    """cuda_replay.c as a module, or None and why not: tried once in a process, and said once."""
+    """Return cuda_replay.c as a module, or None and the reason; tried and logged once."""
     try:
         import triton
         from triton.backends.nvidia.driver import include_dirs
@@ -134,12 +134,12 @@ def _built() -> tuple[Foreign, str]:
 
 
 def module() -> Foreign:
-    """cuda_replay.c, compiled; None without a compiler, or a driver that has what it needs."""
+    """Return cuda_replay.c, compiled; None without a compiler or a suitable driver."""
     return _built()[0]
 
 
 def why_no_module() -> str:
-    """Say why there is no `module`; "" if there is."""
+    """Return why `module` is None; "" if it is available."""
     return _built()[1]
 
 
@@ -147,9 +147,9 @@ Described = tuple[list[tuple[Foreign, ...]], list[tuple[int, int, int, bool]], l
 
 
 def describe(launches: Sequence[LaunchRecord]) -> Described:
-    """Return launches, slots, places and values as `pack` of cuda_replay.c takes them.
+    """Return launches, slots, places and values, the arguments of `pack` in cuda_replay.c.
 
-    All values lie in one row, maps on multiples of 128 bytes.
+    All values are concatenated, with maps aligned to 128 bytes.
     """
     described, slots = list[tuple[Foreign, ...]](), list[tuple[int, int, int, bool]]()
     places, values = list[int](), b""
@@ -157,7 +157,9 @@ def describe(launches: Sequence[LaunchRecord]) -> Described:
         first = len(places)
         launch = (p.function, p.grid, p.threads, p.shared, p.dependent, p.cooperative)
         described.append((*launch, first, len(p.values)))
-        slots += [(first + at, i, offset, len(p.values[at]) > 8) for at, i, offset in p.slots]
+        slots += [
+            (first + index, i, offset, len(p.values[index]) > 8) for index, i, offset in p.slots
+        ]
         for value in p.values:
             if len(value) == MAP_BYTES:
                 values += bytes(-len(values) % _MAP_ALIGNMENT)
@@ -167,7 +169,10 @@ def describe(launches: Sequence[LaunchRecord]) -> Described:
 
 
 def replayer(launches: Sequence[LaunchRecord], inputs: int) -> Replay:
-    """Replays `launches` in their order on the current device; `inputs`: how many pointers."""
+    """Return a function that replays `launches` in order on the current device.
+
+    inputs: the number of input pointers.
+    """
     compiled, device = module(), torch.cuda.current_device()
     recorded = compiled.pack(device, inputs, *describe(launches), tuple(launches))
     return partial(compiled.replay, recorded)

@@ -1,10 +1,10 @@
-"""launch: how operations and parts launch a Triton kernel, so that a plan can do it again.
+"""launch: launch a Triton kernel such that a plan can replay it.
 
     launch(kernel, (programs,), x_ptr=x, num_rows=rows, BLOCK=128, num_warps=4)
 
-is `kernel[grid](...)`. While a plan records (see modular_kernel.replay.recording) the launch is
-noted as well: the compiled kernel and its arguments, with pointers to the call's inputs left open.
-What replays then calls is modular_kernel.replay.launch.cuda_replay, once for all launches.
+is `kernel[grid](...)`. While a plan records (see modular_kernel.replay.recording), the compiled
+kernel and its arguments are recorded as well, with slots for pointers to the call's inputs. Replay
+runs all recorded launches with a single call of modular_kernel.replay.launch.cuda_replay.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from modular_kernel.replay.launch.runtime import HAS_TRITON, make_interpreted_ho
 from modular_kernel.replay.recording import recorder
 
 _NO_GPU = "there is no GPU of NVIDIA's"
-# Triton ships no annotations.
+# Triton has no type annotations.
 Foreign = Any
 
 
@@ -27,24 +27,24 @@ def launch(kernel: Foreign, grid: tuple[int, ...], **arguments: Foreign) -> None
     """
     from triton.runtime.jit import JITFunction
 
-    if not isinstance(kernel, JITFunction):  # interpreted, maybe before any operation was
+    if not isinstance(kernel, JITFunction):  # interpreted, possibly before any operation ran
         make_interpreted_honest()
     compiled = kernel[grid](**arguments)
     recording = recorder()
     if recording is not None:
-        from modular_kernel.replay.launch.record import note  # imports Gluon, which takes its time
+        from modular_kernel.replay.launch.record import note  # imports Gluon, which is slow
 
         note(recording, kernel, compiled, grid, arguments)
 
 
 def why_not_replayed() -> str:
-    """Say why no plan on this machine can replay its launches; "" where they can."""
+    """Return why plans on this machine cannot replay launches; "" if they can."""
     if not HAS_TRITON:
         return "there is no triton"
     import triton
 
     if triton.knobs.runtime.interpret:
-        gpu = torch.cuda.is_available()  # without one `mk` has set the variable, not its user
+        gpu = torch.cuda.is_available()  # without a GPU, `mk` itself has set the variable
         return "TRITON_INTERPRET is 1: nothing is compiled" if gpu else _NO_GPU
     from modular_kernel.replay.launch import triton_versions
 

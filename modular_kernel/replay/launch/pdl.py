@@ -1,14 +1,14 @@
-"""overlap: launches that begin while the one before them in the stream still ends.
+"""overlap: programmatic dependent launch, where a kernel starts while its predecessor finishes.
 
-Between two launches of a CUDA graph the GPU rests for a microsecond or two. A kernel that begins
-with `after_predecessor` may be set up in that time; launched otherwise the function does nothing.
+Between two launches of a CUDA graph the GPU idles for a microsecond or two. A kernel that begins
+with `after_predecessor` can be set up in that time; in a normal launch the function does nothing.
 """
 
 from modular_kernel.replay.launch.runtime import HAS_TRITON
 
 
 def overlap() -> dict[str, object]:
-    """Return the arguments of such a kernel's launch: none in the interpreter and before sm_90."""
+    """Return the launch arguments that enable it; none in the interpreter and before sm_90."""
     if not HAS_TRITON:
         return {}
     import triton

@@ -1,4 +1,4 @@
-"""What a plan records of a launch, so that `cuda_replay` can repeat it."""
+"""Recording of a launch's kernel and arguments, so that `cuda_replay` can repeat it."""
 
 import logging
 from functools import cache
@@ -13,7 +13,7 @@ from triton.runtime.jit import JITFunction
 from modular_kernel.replay.launch import cuda_replay, triton_versions
 from modular_kernel.replay.recording import Recorder
 
-# Triton ships no annotations.
+# Triton has no type annotations.
 Foreign = Any
 
 _LOG = logging.getLogger("modular_kernel.replay")
@@ -26,9 +26,9 @@ def note(
     grid: tuple[int, ...],
     arguments: dict[str, Foreign],
 ) -> None:
-    """Note a launch of `kernel`, or why it cannot be done again.
+    """Record a launch of `kernel`, or the reason why it cannot be replayed.
 
-    Pointers to the call's inputs are left open.
+    Pointers to the call's inputs become slots that each replay fills.
     """
     reason = _unknown(kernel, compiled)
     if reason:
@@ -40,9 +40,9 @@ def note(
         value = arguments.get(parameter.name, parameter.default)
         tensor = value.base if isinstance(value, TensorDescriptor) else value
         if isinstance(tensor, torch.Tensor):
-            place = recording.place(tensor)
-            if place is not None:
-                slots[len(values)] = place
+            slot = recording.place(tensor)
+            if slot is not None:
+                slots[len(values)] = slot
             value = value.data_ptr() if value is tensor else value
         elif not parameter.is_constexpr and not isinstance(value, int | float | None):
             recording.refuse(f"{parameter.name} is a {type(value).__name__}")
@@ -56,7 +56,7 @@ def note(
 
 
 def _unknown(kernel: Foreign, compiled: Foreign) -> str:
-    """Why a launch cannot be done again without triton's own code; "" if it can."""
+    """Return why a launch cannot be replayed without triton's own code; "" if it can."""
     if not isinstance(kernel, JITFunction) or not isinstance(compiled, CompiledKernel):
         return f"{kernel} is interpreted, or no plain @triton.jit function"
     if kernel.pre_run_hooks:
@@ -71,12 +71,12 @@ def _unknown(kernel: Foreign, compiled: Foreign) -> str:
 
 @cache
 def _say(reason: str) -> None:
-    """Log what holds for every launch of this process, the first time."""
+    """Log a reason that applies to every launch of this process, once."""
     _LOG.warning("launches are not replayed: %s", reason)
 
 
 def _watched() -> bool:
-    """Whether a profiler has hooked itself to triton's launches."""
+    """Return whether a profiler has hooked into triton's launches."""
     runtime = triton.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

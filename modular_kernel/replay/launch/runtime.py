@@ -1,4 +1,4 @@
-"""Where an operation runs: its Triton kernel, or its torch twin. The only guard around triton."""
+"""Choice between an operation's Triton kernel and its torch reference; the only triton guard."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ HAS_INTERPRETER = HAS_TRITON and "ml_dtypes" in importable({"ml_dtypes"})
 
 
 def make_honest() -> bool:
-    """Have Triton's interpreter give the numbers a GPU gives; return whether it is active."""
+    """Make Triton's interpreter produce a GPU's numbers; return whether it is active."""
     patch = _patch()
     if patch is None or not patch.active():
         return False
@@ -25,7 +25,7 @@ def make_honest() -> bool:
 
 @cache
 def make_interpreted_honest() -> None:
-    """Have interpreted kernels give the numbers a GPU gives: once, at the first launch of one."""
+    """Make interpreted kernels produce a GPU's numbers: once, at the first interpreted launch."""
     patch = _patch()
     if patch is not None:
         patch.install()
@@ -33,16 +33,16 @@ def make_interpreted_honest() -> None:
 
 @cache
 def _patch() -> ModuleType | None:
-    """Return what makes the interpreter honest, imported where something is to be computed."""
+    """Return the module that patches the interpreter, imported on first use."""
     return import_module("modular_kernel.interpreter.patch") if HAS_INTERPRETER else None
 
 
 def use_triton(tensor: torch.Tensor) -> bool:
-    """Tell whether operations on `tensor` launch Triton kernels.
+    """Return whether operations on `tensor` launch Triton kernels.
 
-    On a GPU always, where triton is installed; on a CPU where Triton's interpreter is active, in
-    which case it is first made numerically honest. A meta tensor counts as a GPU's: the compile
-    reports record launches made with meta tensors.
+    On a GPU always, if triton is installed; on a CPU if Triton's interpreter is active, which is
+    first patched to a GPU's numerics. A meta tensor counts as a GPU tensor: compile reports record
+    launches made with meta tensors.
     """
     if not HAS_TRITON:
         return False
@@ -55,25 +55,25 @@ def use_triton(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def watched_races() -> Iterator[list[str]]:
-    """Yield a list that is filled, within, by races between programs of one launch.
+    """Yield a list that collects races between programs of one launch inside the block.
 
     It stays empty unless kernels are interpreted.
     """
     if make_honest():
         from modular_kernel.interpreter.access_log import watch
 
-        with watch.races() as found:
-            yield found
+        with watch.races() as races:
+            yield races
     else:
         yield []
 
 
 @contextmanager
 def known_launches() -> Iterator[None]:
-    """Within it, an interpreted launch whose outcome an earlier one tells is not run again.
+    """Inside the block, skip interpreted launches whose result is cached from an equal launch.
 
-    It must be the same kernel, with arguments that lie alike, and find the same bytes in every
-    place that it reads; it writes the same bytes then. Nothing changes where kernels are compiled.
+    Equal means the same kernel, arguments of equal layout, and equal bytes at every address that it
+    reads; it then writes the same bytes. Has no effect on compiled kernels.
     """
     if make_honest():
         from modular_kernel.interpreter import launch_cache as interpreted

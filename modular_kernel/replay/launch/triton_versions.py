@@ -1,7 +1,7 @@
-"""compat: what differs between the releases of triton that setup.py admits, and nothing else.
+"""Differences between the supported triton releases.
 
-Kernels take renamed functions of Gluon from here; host code asks here how a launch is encoded.
-Every other module is written as if there were one triton.
+Kernels import renamed Gluon functions from here, and host code the encoding of a launch. All other
+modules are written as if there were one triton release.
 """
 
 import ctypes
@@ -12,57 +12,55 @@ from triton.experimental.gluon.language import shared_memory_descriptor
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-# Triton ships no annotations.
+# Triton has no type annotations.
 Foreign = Any
 
 RELEASE = ".".join(triton.__version__.split(".")[:2])
 
-# Releases whose launchers are known to do what modular_kernel.replay.launch.cuda_replay does: as
-# many
-# parameters as the kernel has and two pointers to scratch, in the same order, with the same
-# attributes.
+# Releases whose launchers are known to match modular_kernel.replay.launch.cuda_replay: the kernel's
+# parameters and two scratch pointers, in the same order, with the same attributes.
 REPLAYED = ("3.6", "3.7", "3.8", "3.9")
 
 
-def _either(owner: Foreign, new: str, old: str) -> Foreign:
+def _first_attribute(owner: Foreign, new: str, old: str) -> Foreign:
     return getattr(owner, new) if hasattr(owner, new) else getattr(owner, old)
 
 
-# Gluon's copies to and from shared memory got their names with 3.8; 3.9 refuses the old ones.
-copy_rows = _either(async_copy, "async_load", "async_copy_global_to_shared")
-load_box = _either(tma, "async_load", "async_copy_global_to_shared")
-store_box = _either(tma, "async_store", "async_copy_shared_to_global")
+# Gluon renamed the copies to and from shared memory in 3.8; 3.9 rejects the old names.
+copy_rows = _first_attribute(async_copy, "async_load", "async_copy_global_to_shared")
+load_box = _first_attribute(tma, "async_load", "async_copy_global_to_shared")
+store_box = _first_attribute(tma, "async_store", "async_copy_shared_to_global")
 # reinterpret(memory, dtype, shape, layout): a public method since 3.9.
-reinterpret = _either(shared_memory_descriptor, "reinterpret", "_reinterpret")
+reinterpret = _first_attribute(shared_memory_descriptor, "reinterpret", "_reinterpret")
 
-# Lanes share out the axes along which nothing is contiguous from the first on up to 3.6, from the
-# last on since 3.7. The packed path was laid out for the former: elsewhere its words go from lane
-# to lane through shared memory, and its products take up to twice as many registers.
+# Up to 3.6, lanes are distributed over axes without contiguity starting from the first axis; since
+# 3.7, from the last. The packed path was designed for the former: in newer releases its words pass
+# between lanes through shared memory, and its GEMMs use up to twice as many registers.
 WORDS_STAY_IN_LANES = RELEASE == "3.6"
 
-# Releases that have registers allocated so (ptxas 13.4 with --regAllocOptLevel=2) that a kernel may
-# spill for the sake of more programs than there ever are.
+# Releases whose register allocation (ptxas 13.4 with --regAllocOptLevel=2) may spill to allow more
+# programs per multiprocessor than are ever resident.
 _TOO_MANY_PROGRAMS = ("3.9",)
 
 MAP_BYTES = 128  # of a CUtensorMap
 
-# From here on triton 3.8 asks a driver for another division of shared memory and L1 (its launcher).
+# Above this size, triton 3.8's launcher requests another split of shared memory and L1.
 _OVERSIZED_SHARED = 228 * 1024
 
 
 def for_programs(count: int) -> dict[str, str]:
-    """Return launch options of a kernel of which `count` programs share a multiprocessor.
+    """Return launch options for a kernel with `count` programs per multiprocessor.
 
-    Registers are allocated for so many and no more, where the release does not see to it by itself.
+    Limits the occupancy that registers are allocated for, in the releases that may spill for more.
     """
     if RELEASE not in _TOO_MANY_PROGRAMS or triton.knobs.runtime.interpret:
         return {}
-    asked = triton.knobs.nvidia.ptxas_options  # PTXAS_OPTIONS, which ours would replace
-    return {"ptx_options": " ".join(filter(None, (asked, f"--minnctapersm={count}")))}
+    user_options = triton.knobs.nvidia.ptxas_options  # PTXAS_OPTIONS, which ours would override
+    return {"ptx_options": " ".join(filter(None, (user_options, f"--minnctapersm={count}")))}
 
 
 def unreplayed(metadata: Foreign) -> str:
-    """Say why a launch cannot be done again without triton's own code; "" if it can.
+    """Return why a launch cannot be replayed without triton's own code; "" if it can.
 
     metadata: that of a compiled kernel.
     """
@@ -80,12 +78,11 @@ def unreplayed(metadata: Foreign) -> str:
 
 
 def encoded_map(descriptor: Foreign, meta: Foreign) -> tuple[bytes, list[int]] | None:
-    """Return a TMA map of triton's TensorDescriptor, and the numbers that go beside it.
+    """Return the TMA map of triton's TensorDescriptor, and the sizes and strides passed with it.
 
-    A kernel takes sizes and strides beside the map. None if triton keeps maps in another way than
-    this module knows.
+    None if triton stores maps in a way unknown to this module.
 
-    meta: triton's, of this parameter.
+    meta: triton's metadata of this parameter.
     """
     from triton.backends.nvidia import driver
 
@@ -93,6 +90,6 @@ def encoded_map(descriptor: Foreign, meta: Foreign) -> tuple[bytes, list[int]] |
         encoded, *numbers = driver.make_tensordesc_arg(descriptor, meta)
     else:
         encoded, *numbers = driver.make_tensordesc_arg(descriptor, meta, None)
-    if type(encoded).__basicsize__ != 2 * MAP_BYTES:  # aligned to as many as it has
+    if type(encoded).__basicsize__ != 2 * MAP_BYTES:  # padded to align the map to its size
         return None
     return ctypes.string_at(id(encoded) + MAP_BYTES, MAP_BYTES), numbers
