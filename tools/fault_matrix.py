@@ -1,7 +1,8 @@
-"""Faults over ranks, as a table: `python tools/fault_matrix.py --world-size 2 --backend nccl`.
+"""Fault injection over ranks: `python tools/fault_matrix.py --world-size 2 --backend nccl`.
 
-Rank 1 is killed, stopped, late, raises, passes too much or means another layer; every other rank
-must raise CommunicationError in time and name it. Exits with 1 if something is found.
+Rank 1 is killed, stopped or delayed, raises, passes too many tokens, or uses another layer. Every
+other rank must raise CommunicationError in time and name rank 1. Prints a table of the results and
+exits with 1 if there is a finding.
 """
 
 import argparse
