@@ -1,4 +1,4 @@
-"""SGLang's grids and torch references: layers, routers, quantizers, activations, alignment."""
+"""Suites from SGLang's tests: layers, routers, quantizers and activations."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,12 +19,16 @@ _FP8 = torch.float8_e4m3fn
 
 
 def suites(root: Path) -> list[Suite]:
-    """Return every suite that is taken from a checkout of SGLang."""
+    """Return the suites from a checkout of SGLang."""
     return [*_layers(root), *_routers(root), *_rows(root)]
 
 
 def _suite(source: Source, test: str, check: Callable[[Params], Ending], *names: str) -> Suite:
-    """Return the suite of a test: of its decorators, or of a class's lists by their names."""
+    """Return the suite of a test.
+
+    names: names of lists in a test class that form the grid; without them the grid comes from the
+    decorators of a test function.
+    """
 
     def cases() -> Iterator[Params]:
         return source.class_grid(test, *names) if names else source.grid(test)
@@ -67,7 +71,7 @@ def _layers(root: Path) -> list[Suite]:
     )
 
     def int8_by_row(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantize as their kernel of that name, which needs a GPU: to the nearest."""
+        """Quantize with rounding to nearest, as their GPU kernel per_token_quant_int8 does."""
         scale = x.float().abs().amax(1, keepdim=True).clamp(min=1e-10) / 127
         return (x.float() / scale).round().to(torch.int8), scale
 
@@ -160,7 +164,7 @@ def _cpu(root: Path, utils: Source) -> list[Suite]:
 
 
 def _naive(root: Path, nothing: dict[str, Any]) -> Suite:
-    """TestFusedMOE, whose other axes are lists inside a method."""
+    """Return the suite of TestFusedMOE, whose axes are lists of the class and of a method."""
     silu = nothing["SiluAndMul"]().forward_native
     source = Source(root, "test/registered/moe/test_fused_moe.py",
                     nothing | {"SiluAndMul": lambda: silu})  # fmt: skip
@@ -180,7 +184,8 @@ def _naive(root: Path, nothing: dict[str, Any]) -> Suite:
     def case(p: Any) -> Ending:
         if p["fp8_modes"]:
             raise MissingError("fp8 tensors whose activations are not quantized but scaled")
-        # Numbers of 0.01, as theirs: the norm of the error counts, their tolerance hides it.
+        # Values are about 0.01, as in their test. Their tolerance is too wide for them, so the
+        # bound on the norm of the error decides.
         layer = Layer(p["m_values"], p["k_values"], p["n_values"], p["NUM_EXPERTS"], p["TOP_KS"],
                       p["dtypes"], scale=(0.1, 0.1, 0.1))  # fmt: skip
         return checks[p["dtypes"]](layer)
@@ -298,7 +303,7 @@ def _by_group(reference: Any, p: Any) -> Ending:
 
 
 def _by_row(reference: Any, p: Any) -> Ending:
-    """Their reference is given the scale; it is computed here as their kernel does."""
+    """Compare row quantization; the scale for their reference is computed as in their kernel."""
     rows, columns, done = shrink_rows(p["num_tokens"], p["hidden_dim"])
     x = numbers(rows, columns, torch.float16)
 
