@@ -281,13 +281,13 @@ class Padded(Layer):
         return self.layer.refusal(self.whole(problem))
 
     def setup(self, problem, weights):
-        whole = self.whole(problem)
-        self.columns, self.lacking = problem.hidden, whole.hidden - problem.hidden
-        rows = whole.intermediate - problem.intermediate
+        padded = self.whole(problem)
+        self.columns, self.lacking = problem.hidden, padded.hidden - problem.hidden
+        rows = padded.intermediate - problem.intermediate
         gate_up = weights.w1.unflatten(1, (2, -1))
         w1 = torch.nn.functional.pad(gate_up, (0, self.lacking, 0, rows)).flatten(1, 2)
         w2 = torch.nn.functional.pad(weights.w2, (0, rows, 0, self.lacking))
-        self.layer.setup(whole, replace(weights, w1=w1, w2=w2))
+        self.layer.setup(padded, replace(weights, w1=w1, w2=w2))
 
     def call(self, x_TH, routing):
         if self.lacking:

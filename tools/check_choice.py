@@ -81,16 +81,16 @@ def _arguments() -> argparse.Namespace:
     args = parser.parse_args()
     args.end = time.monotonic() + args.deadline
     args.tokens = token_numbers(args.tokens_list)
-    words = args.budgets.split(",")
-    args.seconds = sorted({BUDGET_S if word == "default" else float(word) for word in words})
+    budgets = args.budgets.split(",")
+    args.seconds = sorted({BUDGET_S if word == "default" else float(word) for word in budgets})
     return args
 
 
 def _layers(args) -> dict[str, dict[str, int]]:
-    chosen = args.model.split(",") if args.model else []
-    if not chosen and not args.layer and not args.random_layers:
-        chosen = list(BASELINE_SHAPES)
-    layers = {name: dict(SHAPES[name]) for name in chosen}
+    names = args.model.split(",") if args.model else []
+    if not names and not args.layer and not args.random_layers:
+        names = list(BASELINE_SHAPES)
+    layers = {name: dict(SHAPES[name]) for name in names}
     layers |= dict(_named(*map(int, sizes.split(","))) for sizes in args.layer)
     return layers | random_layers(args.random_layers, args.seed)
 
@@ -166,23 +166,23 @@ def _cells(name: str, problem: Problem, composed, args) -> list[dict]:
     for tokens in args.tokens:
         if time.monotonic() > args.end:
             break
-        given = situation(
+        inputs = situation(
             problem.with_tokens(tokens), weights, RoutingKind("uniform"), replicated=False
         )
         budget = Budget(max(args.end - time.monotonic(), 0), Alone(), first_step=0)
         order, graph = choice.options.ordered(tokens), choice.candidates.graph
-        watch = Stopwatch(given, order, graph, choice.machine, Alone(), budget, HOPELESS)
+        watch = Stopwatch(inputs, order, graph, choice.machine, Alone(), budget, HOPELESS)
         bucket = watch.bucket(order[1:])
         ratios = {o.pair: o.ratio for o in bucket.outcomes if o.ratio is not None and not o.rough}
         if not ratios:  # no pairing could be timed, or time is up
             continue
         best = min(ratios, key=ratios.__getitem__)
-        known: dict = {}
+        measured: dict = {}
         for (seconds, kernel), plan in zip(composed, plans, strict=True):
             pair = kernel.choice.picks[tokens]
-            if pair not in known:  # budgets with the same choice run the same kernel
-                known[pair] = _beside(plan, default_plan, given, device)
-            us, ratio, noise = known[pair]
+            if pair not in measured:  # budgets with the same choice run the same kernel
+                measured[pair] = _beside(plan, default_plan, inputs, device)
+            us, ratio, noise = measured[pair]
             rows.append(
                 {
                     "layer": name,
@@ -209,7 +209,7 @@ def _cells(name: str, problem: Problem, composed, args) -> list[dict]:
 def _beside(plan, default, given, device) -> tuple[float, float, float]:
     """Time a plan interleaved with the default's: microseconds, ratio to default, noise of it."""
     clock, wipe = clock_of(device), wiper_of(device) if given.flush else None
-    both = [_runs(each, given, device) for each in (plan, default)]
+    both = [_runs(planned, given, device) for planned in (plan, default)]
 
     def once(runs) -> float:
         return sum(samples_ms(runs, clock, wipe)) / len(given.timed)

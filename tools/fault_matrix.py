@@ -31,8 +31,8 @@ if __name__ == "__main__":
     wanted = [each for each in wanted if not args.kinds or each.kind in args.kinds.split(",")]
 
     def tell(result):
-        found = "; ".join(result.findings()) or "as it must be"
-        print(f"{result.seconds:5.1f} s  {result.scenario.part}: {result.scenario}: {found}",
+        findings = "; ".join(result.findings()) or "as it must be"
+        print(f"{result.seconds:5.1f} s  {result.scenario.part}: {result.scenario}: {findings}",
               file=sys.stderr, flush=True)  # fmt: skip
 
     results = faults.run_matrix(

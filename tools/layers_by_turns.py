@@ -206,7 +206,7 @@ def prepared_layers(section, shape, tokens, weights, args, tell):
             continue  # nothing to compile, and its autotuner would compete with compilers
         try:
             layer.setup(problem, weights)
-            calls = [partial(layer.call, given.x_TH, given.routing) for given in inputs]
+            calls = [partial(layer.call, item.x_TH, item.routing) for item in inputs]
             last = calls[0]().clone()
             for call in calls:
                 call()
@@ -267,9 +267,9 @@ def sustained(item, us, meter):
         item.run()
     end.record()
     end.synchronize()
-    done = time.perf_counter()
+    finish = time.perf_counter()
     alone = start.elapsed_time(end) * 1e3 / (item.calls * replays)
-    return {"us_sustained": round(alone, 2)} | (meter.between((begin + done) / 2, done) or {})
+    return {"us_sustained": round(alone, 2)} | (meter.between((begin + finish) / 2, finish) or {})
 
 
 def once(section, shape, tokens, weights, args):

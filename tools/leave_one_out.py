@@ -169,8 +169,8 @@ def _time_layer(of: Sequence[TimedCell], pair: Pair, compiler: Compiler) -> list
     token_counts = [cell.problem.tokens for cell in of if cell.differs]
     if not token_counts:
         return rows
-    most = of[0].problem.with_tokens(max(token_counts))
-    bench = TimedSearch(pair, most, compiler, tokens=token_counts, target_ms=40.0)
+    largest = of[0].problem.with_tokens(max(token_counts))
+    bench = TimedSearch(pair, largest, compiler, tokens=token_counts, target_ms=40.0)
     for cell in (cell for cell in of if cell.differs):
         times = bench.compare(cell.problem.tokens, cell.choices)
         seconds = {c: t for c in cell.choices if isinstance(t := times[c], float)}
@@ -273,10 +273,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         made = {"gpu": torch.cuda.get_device_name(), "measured": measured, "rows": rows}
         args.record.write_text(json.dumps(made, indent=1), encoding="utf-8")
 
-    found = cells(args.model.split(","), args.quant.split(","))
-    untimed = time_cells(found, args.deadline, keep)
+    all_cells = cells(args.model.split(","), args.quant.split(","))
+    untimed = time_cells(all_cells, args.deadline, keep)
     if untimed:
-        print(f"{untimed} of {len(found)} cells have no time")
+        print(f"{untimed} of {len(all_cells)} cells have no time")
     return 1 if untimed else 0
 
 

@@ -86,14 +86,14 @@ def live(start, rank):
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=WORLD)
     stage = Stage(Scenario(start.part, "raises"), rank, WORLD, None, str(start.folder), ())
     problem = stage.problem()
-    given = stage.inputs(problem, stage.tokens_W)
+    inputs = stage.inputs(problem, stage.tokens_W)
     kernel = stage.kernel(problem, stage.experts(problem))
     if start.number % 3 == 0:
         sys.setswitchinterval(1000)
     for _ in range(2):
-        kernel(given.x_TH, given.weights, given.routing)
+        kernel(inputs.x_TH, inputs.weights, inputs.routing)
     if start.number % 2:
-        kernel.start(given.x_TH, given.weights, given.routing)
+        kernel.start(inputs.x_TH, inputs.weights, inputs.routing)
     return kernel
 
 

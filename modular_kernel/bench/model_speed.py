@@ -116,12 +116,12 @@ def _prompt(model: Any, workload: Workload) -> torch.Tensor:
 def _known(model: Any, ids: torch.Tensor) -> _RecordedCall:
     from modular_kernel.integrations.transformers.modules import dispatched
 
-    module = next(each for each in model.modules() if dispatched(each))
-    found: list[_RecordedCall] = []
+    module = next(submodule for submodule in model.modules() if dispatched(submodule))
+    calls: list[_RecordedCall] = []
 
     def keep(_: object, arguments: tuple[torch.Tensor, ...], result: torch.Tensor) -> None:
         copies = tuple(argument.clone() for argument in arguments)
-        found.append(_RecordedCall(module, copies, result.clone()))
+        calls.append(_RecordedCall(module, copies, result.clone()))
 
     model.set_experts_implementation(EAGER)
     handle = module.register_forward_hook(keep)
@@ -129,7 +129,7 @@ def _known(model: Any, ids: torch.Tensor) -> _RecordedCall:
         model(input_ids=ids, use_cache=False)
     finally:
         handle.remove()
-    return found[0]
+    return calls[0]
 
 
 def _row(

@@ -43,9 +43,9 @@ class BranchTime:
 
     def __str__(self) -> str:
         rate = self.config.tokens / self.us * 1e6
-        chosen = ", auto" if self.auto else ""
-        how = f"{self.strategy}{chosen}, {self.mode}"
-        return f"{self.config} ({how}): {self.us:.1f} us, {rate:.0f} tokens/s"
+        auto = ", auto" if self.auto else ""
+        details = f"{self.strategy}{auto}, {self.mode}"
+        return f"{self.config} ({details}): {self.us:.1f} us, {rate:.0f} tokens/s"
 
 
 def benchmark_moe_lora(

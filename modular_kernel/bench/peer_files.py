@@ -14,19 +14,19 @@ def load_file(path: Path, name: str, kind: type) -> tuple[Callable[[], list[Any]
     Raises BrokenPartError if importing or calling fails, and ConfigurationError if there is no such
     file or the result is not such a list. Both name the file.
     """
-    what = f"--peer {path}"
+    option = f"--peer {path}"
     spec = importlib.util.spec_from_file_location(f"mk_peer_{path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise ConfigurationError(what, got="no such Python file", need="FILE.py")
+        raise ConfigurationError(option, got="no such Python file", need="FILE.py")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
         make: Callable[[], list[Any]] = getattr(module, name)
-        made: object = make()
+        objects: object = make()
     # The user's file can raise anything; report it with the name of the file.
     except (Exception, SystemExit) as error:
-        raise BrokenPartError(what, got=repr(error), need=f"a file with {name}()") from error
-    if not isinstance(made, list) or not all(isinstance(each, kind) for each in made):
+        raise BrokenPartError(option, got=repr(error), need=f"a file with {name}()") from error
+    if not isinstance(objects, list) or not all(isinstance(item, kind) for item in objects):
         need = f"a list of {kind.__module__}.{kind.__qualname__}"
-        raise ConfigurationError(f"{what}: {name}()", got=repr(made), need=need)
-    return make, made
+        raise ConfigurationError(f"{option}: {name}()", got=repr(objects), need=need)
+    return make, objects

@@ -60,14 +60,16 @@ def random_model(
     """
     library = transformers()
     values, notes = _values(library, source)
-    whole = values.get("num_hidden_layers")
-    if type(whole) is not int or whole < 1:
-        raise ConfigurationError(source, got=f"num_hidden_layers = {whole!r}", need="1 or more")
+    config_layers = values.get("num_hidden_layers")
+    if type(config_layers) is not int or config_layers < 1:
+        raise ConfigurationError(
+            source, got=f"num_hidden_layers = {config_layers!r}", need="1 or more"
+        )
     if layers is not None:
-        if not 1 <= layers <= whole:
-            raise ConfigurationError("--layers", got=layers, need=f"from 1 to {whole}")
-        values = _cut(values, whole, layers)
-        notes.append(f"{layers} of {whole} layers")
+        if not 1 <= layers <= config_layers:
+            raise ConfigurationError("--layers", got=layers, need=f"from 1 to {config_layers}")
+        values = _cut(values, config_layers, layers)
+        notes.append(f"{layers} of {config_layers} layers")
     for name in _QUANTIZED:
         if values.get(name) is not None:
             notes.append(f"{name} is left out: weights are random and not quantized")
@@ -93,7 +95,7 @@ def random_model(
     return RandomModel(
         model=_built(library, source, config, weights_dtype, device).eval(),
         model_type=values["model_type"],
-        layers=(layers or whole, whole),
+        layers=(layers or config_layers, config_layers),
         parameters=sum(p.numel() for p in meta_model.parameters()),
         bytes=size,
         notes=tuple(notes),
@@ -112,21 +114,21 @@ def _values(library: Any, source: str) -> tuple[dict[str, Any], list[str]]:
         _, values_of_file = config_of_file(source)
         _class_of(library, source, values_of_file["model_type"])
         return values_of_file, []
-    known = model_named(source)
-    if known is None or not known.model_type:
-        got = repr(source[:200]) if known is None else f"the layer of {known.source} alone"
+    published = model_named(source)
+    if published is None or not published.model_type:
+        got = repr(source[:200]) if published is None else f"the layer of {published.source} alone"
         raise ConfigurationError("--hf", got=got, need="the path of its config.json")
-    default = _class_of(library, source, known.model_type)()
+    default = _class_of(library, source, published.model_type)()
     values = default.to_dict()
-    family = FAMILIES[known.model_type]
+    family = FAMILIES[published.model_type]
     keys = (family.experts, family.top_k, family.hidden, family.intermediate)
-    sizes = (known.experts, known.top_k, known.hidden, known.intermediate)
+    sizes = (published.experts, published.top_k, published.hidden, published.intermediate)
     sizes_by_key = {
         next(name for name in names.split() if name in values): size
         for names, size in zip(keys, sizes, strict=True)
     }
     note = f"attention, layers and vocabulary are the defaults of {type(default).__name__}"
-    return {**values, **sizes_by_key, "model_type": known.model_type}, [note]
+    return {**values, **sizes_by_key, "model_type": published.model_type}, [note]
 
 
 def _class_of(library: Any, source: str, model_type: str) -> Any:
@@ -151,9 +153,9 @@ def _cut(values: Mapping[str, Any], whole: int, layers: int) -> dict[str, Any]:
 
 
 def _config(library: Any, source: str, values: Mapping[str, Any]) -> Any:
-    kept = {name: value for name, value in values.items() if name not in _LEFT_OUT}
+    entries = {name: value for name, value in values.items() if name not in _LEFT_OUT}
     try:
-        return _class_of(library, source, values["model_type"]).from_dict(kept)
+        return _class_of(library, source, values["model_type"]).from_dict(entries)
     except Exception as error:  # whatever its validation raises
         got = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ConfigurationError(source, got=got, need="a config that its class takes") from error

@@ -44,8 +44,8 @@ def text_table(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
     rows = list(rows)
     groups = list(dict.fromkeys(row.group for row in rows))
     cells = [_cells(row) for row in sorted(rows, key=lambda row: groups.index(row.group))]
-    kept = [i for i in range(len(_COLUMNS)) if any(line[i] for line in cells)]
-    return [_COLUMNS[i] for i in kept], [[line[i] for i in kept] for line in cells]
+    nonempty = [i for i in range(len(_COLUMNS)) if any(line[i] for line in cells)]
+    return [_COLUMNS[i] for i in nonempty], [[line[i] for i in nonempty] for line in cells]
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -142,9 +142,9 @@ def _ratio(ours: float | None, other: float | None) -> str:
 def ratios(report: Report) -> list[tuple[str, str]]:
     """Return labeled geometric means of our best time over the floor and over the best peer."""
     return [
-        (f"{_mean(values):.2f} x", f"{what}, {operands}")
+        (f"{_mean(values):.2f} x", f"{target}, {operands}")
         for operands, comparisons in _compared(report)
-        for what, values in comparisons.items()
+        for target, values in comparisons.items()
     ]
 
 
@@ -156,9 +156,9 @@ def summary(report: Report) -> list[str]:
     lines = [PREPARED] if any(row.prepared for row in report.rows) else []
     for operands, comparisons in _compared(report):
         parts = [
-            f"{_mean(values):.2f} x {what} in geometric mean over {counted(len(values), 'cell')} "
+            f"{_mean(values):.2f} x {target} in geometric mean over {counted(len(values), 'cell')} "
             f"({min(values):.2f} to {max(values):.2f})"
-            for what, values in comparisons.items()
+            for target, values in comparisons.items()
         ]
         lines.append(f"{operands}, best of ours: " + "; ".join(parts))
     return lines

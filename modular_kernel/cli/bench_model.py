@@ -65,9 +65,9 @@ class WholeModel:
 
     def check_alone(self) -> None:
         """Raise ConfigurationError for an option that requires --hf if --hf is missing."""
-        for each in fields(self):
-            if self.hf is None and getattr(self, each.name) is not None:
-                name = f"--{each.name.replace('_', '-')}"
+        for option in fields(self):
+            if self.hf is None and getattr(self, option.name) is not None:
+                name = f"--{option.name.replace('_', '-')}"
                 raise ConfigurationError(name, got=f"{name} alone", need="--hf CONFIG with it")
 
 

@@ -199,14 +199,14 @@ def matrix_record(
 
 
 def _print_verdict(verdict: "Verdict") -> None:
-    where = f"{verdict.problem} on {verdict.machine}"
+    subject = f"{verdict.problem} on {verdict.machine}"
     if verdict.ok:
-        output.line(f"{verdict.pairing}: valid for {where}")
+        output.line(f"{verdict.pairing}: valid for {subject}")
         for line in explained(verdict):
             output.line(f"  {line}")
         return
     count = counted(len(verdict.rejections), "reason")
-    output.line(f"{verdict.pairing}: refused for {where}, {count}")
+    output.line(f"{verdict.pairing}: refused for {subject}, {count}")
     output.rejections(verdict.rejections)
 
 

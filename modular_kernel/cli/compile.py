@@ -53,17 +53,17 @@ def compile_kernels(
 
     output.note(_announcement(kernels, target, only))
     bar = partial(output.progress, steady=True)  # one kernel may take many seconds
-    done = compile_all(target, bar, workers=workers, only=only)
-    if not done.rows and not done.left_out:
+    compiled = compile_all(target, bar, workers=workers, only=only)
+    if not compiled.rows and not compiled.left_out:
         need = "a piece of a kernel's or a case's name, such as route_kernel or TritonExperts"
         raise ConfigurationError("--only", got=repr(only[:80]), need=need)
-    rows = [_record(row) for row in done.rows]
-    record = {"kernels": rows, "left_out": done.left_out, "only": only}
-    output.answer(record, as_json, lambda: _print_text(done, check=check, only=only))
-    missing = any(not kernel.reason for kernel in done.left_out)
-    if check and not done.rows:
+    rows = [_record(row) for row in compiled.rows]
+    record = {"kernels": rows, "left_out": compiled.left_out, "only": only}
+    output.answer(record, as_json, lambda: _print_text(compiled, check=check, only=only))
+    missing = any(not kernel.reason for kernel in compiled.left_out)
+    if check and not compiled.rows:
         output.note(f"nothing was checked: no case compiles a kernel named {only!r} for {target}")
-    if check and (missing or not done.rows or any(row.violations for row in done.rows)):
+    if check and (missing or not compiled.rows or any(row.violations for row in compiled.rows)):
         raise typer.Exit(1)
 
 
@@ -82,11 +82,11 @@ def _announcement(kernels: list[str], target: str, only: str) -> str:
     """Describe what will be compiled and how long it takes."""
     named = [name for name in kernels if only in name]
     if not only:
-        what = f"{counted(len(kernels), 'kernel')} for {target}, in every form that parts launch"
-        return f"{what}: minutes; --only KERNEL takes seconds, --workers N shares the work"
+        text = f"{counted(len(kernels), 'kernel')} for {target}, in every form that parts launch"
+        return f"{text}: minutes; --only KERNEL takes seconds, --workers N shares the work"
     if named:
-        what = f"{len(named)} of {counted(len(kernels), 'kernel')} for {target} (named {only!r})"
-        return f"{what}, and all of cases so named; no other is compiled"
+        text = f"{len(named)} of {counted(len(kernels), 'kernel')} for {target} (named {only!r})"
+        return f"{text}, and all of cases so named; no other is compiled"
     return f"kernels of cases named {only!r} for {target}: may take minutes; no other is compiled"
 
 

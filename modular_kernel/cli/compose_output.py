@@ -40,8 +40,8 @@ def print_text(choice: "Choice") -> None:
         [_segment_row(choice, segment) for segment in choice.segments],
     )
     output.line(choice.summary)
-    for why in dict.fromkeys(candidates.silent.values()):
-        output.line(f"not measured: {len(candidates.silent)} pairings: {why}")
+    for reason in dict.fromkeys(candidates.silent.values()):
+        output.line(f"not measured: {len(candidates.silent)} pairings: {reason}")
     other_machine: dict[str, list[str]] = {}
     for verdict in candidates.refused:
         if {rejection.rule for rejection in verdict.rejections} <= _MACHINE_RULES:
@@ -60,10 +60,14 @@ def _with_interpreter(choice: "Choice") -> str:
     from modular_kernel.machine import importable
     from modular_kernel.select.candidates import find
 
-    here, wanted = choice.machine, ("triton", "ml_dtypes")
-    if here.device != "cpu" or here.interpreter or importable(wanted) != frozenset(wanted):
+    current, packages = choice.machine, ("triton", "ml_dtypes")
+    if (
+        current.device != "cpu"
+        or current.interpreter
+        or importable(packages) != frozenset(packages)
+    ):
         return ""
-    tokens, machine = (choice.problem.tokens,), replace(here, interpreter=True)
+    tokens, machine = (choice.problem.tokens,), replace(current, interpreter=True)
     more = find(choice.problem, machine, tokens, replicated=choice.replicated)
     return f" without Triton's interpreter ({len(more.order)} with it, untimed)"
 

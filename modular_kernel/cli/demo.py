@@ -191,9 +191,9 @@ def _rows(
     for dtype in dtypes:
         for name in SMALL_MODELS:
             base = baseline(small_model(name, dtype, machine.device))
-            own = greedy_tokens(base) if dtype == "float32" else None
+            own_tokens = greedy_tokens(base) if dtype == "float32" else None
             for pair in pairings:
-                row = compare(base, " x ".join(pair), name, own)
+                row = compare(base, " x ".join(pair), name, own_tokens)
                 tell(f"{name} {dtype} on {row.pairing}: {row.seconds:.1f} s")
                 yield row
 
@@ -274,8 +274,8 @@ def baseline(model: Model) -> Baseline:
     with routing.recorded(exact_model), _float64():
         exact = logits(exact_model, ids)
     with routing.replayed(model):
-        own = (logits(model, ids) - exact).abs().max().item()
-    return Baseline(model, ids, exact, own, routing)
+        own_difference = (logits(model, ids) - exact).abs().max().item()
+    return Baseline(model, ids, exact, own_difference, routing)
 
 
 def compare(base: Baseline, implementation: str, name: str, own_tokens: Tokens | None) -> DemoRow:

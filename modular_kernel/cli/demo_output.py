@@ -113,14 +113,14 @@ def print_demo(
     valid = sum(verdict.ok for verdict in verdicts)
     output.line(f"{valid} of {counted(len(verdicts), 'pair')} are valid here for a small layer")
     output.line(f"\nnext{_where()}:")
-    for command, what in _NEXT:
-        output.line(f"  {command:37} {what}")
+    for command, description in _NEXT:
+        output.line(f"  {command:37} {description}")
 
 
 def _where() -> str:
     """Return the path of `mk` if it is not on PATH, as in the environment of `make demo`."""
-    beside = Path(sys.executable).with_name("mk")
-    return f", mk being {beside}" if which("mk") is None and beside.exists() else ""
+    script = Path(sys.executable).with_name("mk")
+    return f", mk being {script}" if which("mk") is None and script.exists() else ""
 
 
 def _print_packed(rows: Sequence[CheckpointRow]) -> None:

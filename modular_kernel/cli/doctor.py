@@ -164,20 +164,20 @@ def _packages() -> list[Package]:
     from modular_kernel.utils.package_probes import find
 
     catalog = load_catalog()
-    wanted = sorted({*_EXTRAS, *packages_of(catalog)})
-    present = importable(wanted)
+    names = sorted({*_EXTRAS, *packages_of(catalog)})
+    present = importable(names)
     probed = {provider.name: find(provider) for provider in providers_of(catalog)}
     packages = []
-    for name in wanted:
+    for name in names:
         users = [p for p in catalog.parts if name in _required(p.cls)]
         enables = ", ".join(p.name for p in users) or _EXTRAS[name]
         get = _requires(users[0].cls).how_to_get(name) if users else f"pip install {name}"
         if name in probed:
             probe = probed[name]
-            here, version, why = probe.folder is not None, probe.version, probe.why
+            found_here, version, why = probe.folder is not None, probe.version, probe.why
         else:
-            here, version, why = name in present, version_of(name) or "", ""
-        packages.append(Package(name, here, enables, version if here else "", why, get))
+            found_here, version, why = name in present, version_of(name) or "", ""
+        packages.append(Package(name, found_here, enables, version if found_here else "", why, get))
     return packages
 
 
@@ -208,7 +208,7 @@ def _print_text(report: DoctorReport) -> None:
         output.line(f"{report.topology}\n")
     packages = [(p.name, _here(p), p.enables) for p in report.packages]
     output.table(("optional package", "here", "enables"), packages)
-    # A table of its own: part names and an installation command do not fit 80 columns together.
+    # A separate table, because part names and an installation command do not fit 80 columns.
     absent = [(p.name, p.get) for p in report.packages if not p.present]
     output.table(("absent", "how to get it"), absent)
     broken = [(b.name, b.origin, b.error) for b in report.broken]

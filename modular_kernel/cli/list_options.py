@@ -28,4 +28,4 @@ def schemes(text: str) -> list[str]:
     for word in text.split(","):
         continues = "=" in word and ":" not in word and texts
         texts[-1:] = [f"{texts[-1]},{word}"] if continues else [*texts[-1:], word]
-    return list(dict.fromkeys(str(QuantScheme.parse(one)) for one in texts))
+    return list(dict.fromkeys(str(QuantScheme.parse(spec)) for spec in texts))

@@ -35,8 +35,8 @@ def _how_triton_runs() -> str:
     """Describe how Triton kernels run on a machine without a GPU."""
     from modular_kernel.machine import importable
 
-    wanted = ("triton", "ml_dtypes")
-    missing = [name for name in wanted if name not in importable(wanted)]
+    packages = ("triton", "ml_dtypes")
+    missing = [name for name in packages if name not in importable(packages)]
     if not missing:
         return "no CUDA device here: Triton kernels run in Triton's CPU interpreter"
     need = "pip install 'modular-kernel[interpreter]'"
@@ -92,16 +92,16 @@ def chosen_machine(arch: str | None, device: str | None, packages: str | None) -
     from modular_kernel.catalog import this_machine
     from modular_kernel.spec.problem import Machine
 
-    here = this_machine()
+    current = this_machine()
     if arch is None and device is None and packages is None:
-        return here
-    device_type = _device(arch, device, here)
+        return current
+    device_type = _device(arch, device, current)
     capability = parse_arch(arch) if arch is not None else None
     if device_type == "cuda" and capability is None:
-        if here.arch is None:
+        if current.arch is None:
             raise ConfigurationError("--arch", got="nothing", need="one such as 9.0 beside cuda")
-        capability = here.arch
-    available = here.packages
+        capability = current.arch
+    available = current.packages
     if packages is not None:
         available = frozenset(name.strip() for name in packages.split(",") if name.strip())
     # As prepare_host does on a machine without a GPU.

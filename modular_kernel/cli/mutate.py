@@ -113,11 +113,13 @@ def run_mutation(
     count, parts = wanted.count(), wanted.mutate.split(",")
     if host.pool is not None and host.pool.backend != "gloo":
         raise ConfigurationError("--mutate", got="ranks over nccl", need="--backend gloo")
-    where: Where = OneProcess()
+    execution: Where = OneProcess()
     if host.pool is not None:
-        where = OverRanks(host.pool.world_size, host.pool.ranks_per_host)
-    pairs_by_part = (pairs_of(part, level, where=where) for part in parts)
-    pairs = pairs or tuple(dict.fromkeys(pair for some in pairs_by_part for pair in some))
+        execution = OverRanks(host.pool.world_size, host.pool.ranks_per_host)
+    pairs_by_part = (pairs_of(part, level, where=execution) for part in parts)
+    pairs = pairs or tuple(
+        dict.fromkeys(pair for part_pairs in pairs_by_part for pair in part_pairs)
+    )
     kills = [] if wanted.only else put_into_calls(pairs, host)
     all_killed = all(kill.ok for kill in kills)
     calls = {"ok": all_killed, **host.facts, "calls": [record_of_kill(kill) for kill in kills]}
@@ -126,10 +128,10 @@ def run_mutation(
         return all_killed
     if as_json != output.STDOUT and kills:
         print_kills(kills)
-    found = surveys(parts, pairs, level, where=where)
+    part_surveys = surveys(parts, pairs, level, where=execution)
     if wanted.bits is not None:
-        return _print_bits(mutants, found[0], wanted.bits, as_json=as_json)
-    scores, records = _scored(found, wanted)
+        return _print_bits(mutants, part_surveys[0], wanted.bits, as_json=as_json)
+    scores, records = _scored(part_surveys, wanted)
     ok = all_killed and not any(score.survivors for score in scores)
     record = records[0] if wanted.only else {**calls, "ok": ok, **_of_parts(records)}
 
@@ -261,22 +263,24 @@ def _print_code(mutants: "list[Mutant]", *, as_json: str | None) -> bool:
 def _print_text(score: "Score") -> None:
     from modular_kernel.testing.mutation.record import killers, reproducer
 
-    found = score.survey
+    survey = score.survey
     for fate in score.survivors:
         ran = counted(fate.ran, "case")
         cases = "no case executes it" if fate.how == "not executed" else f"passed by {ran}"
         output.line(f"SURVIVED {fate.mutant.edit.operator}: {cases}")
-        output.line(f"{fate.mutant.diff()}\n  {reproducer(fate, found)}\n")
-    for fate, why in score.equivalent:
-        bits = f"no bit differs in {why.problems} problems"
-        proof = bits if why.problems else f"same code in {counted(why.forms, 'form')}"
-        output.line(f"equivalent {fate.mutant.ident}, {proof}: {why.reason}")
+        output.line(f"{fate.mutant.diff()}\n  {reproducer(fate, survey)}\n")
+    for fate, equivalence in score.equivalent:
+        bits = f"no bit differs in {equivalence.problems} problems"
+        proof = (
+            bits if equivalence.problems else f"same code in {counted(equivalence.forms, 'form')}"
+        )
+        output.line(f"equivalent {fate.mutant.ident}, {proof}: {equivalence.reason}")
     rows = killers(score.killed).items()
     output.table(("killed by", "mutants"), rows)
     output.table(("listed apart, because", "mutants"), score.apart.items())
     output.table(("no case executes", "mutants"), score.not_executed.items())
     output.line(
-        f"{found.part}: {len(score.fates)} of {score.executed} mutants put in, seed "
+        f"{survey.part}: {len(score.fates)} of {score.executed} mutants put in, seed "
         f"{score.seed}: {len(score.killed)} killed, {len(score.survivors)} survived, "
         f"{len(score.equivalent)} equivalent: score {score.share:.1%}"
     )

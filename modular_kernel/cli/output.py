@@ -290,10 +290,10 @@ def steps_told(total: int, what: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def _steady_progress(total: int, what: str) -> Iterator[Callable[[], None]]:
-    began, done, ended = time.monotonic(), [0], threading.Event()
+    began, done, stop = time.monotonic(), [0], threading.Event()
 
     def tell() -> None:
-        while not ended.wait(_STEADY_S):
+        while not stop.wait(_STEADY_S):
             note(f"{done[0]} of {total} {what} in {time.monotonic() - began:.0f} s")
 
     def step() -> None:
@@ -304,7 +304,7 @@ def _steady_progress(total: int, what: str) -> Iterator[Callable[[], None]]:
     try:
         yield step
     finally:
-        ended.set()
+        stop.set()
         thread.join()
 
 
@@ -314,11 +314,11 @@ def waiting(doing: Callable[[], str]) -> Iterator[None]:
 
     doing: returns the current activity; it is called from a background thread.
     """
-    ended = threading.Event()
+    stop = threading.Event()
 
     def tell() -> None:
         activity, began, next_s = doing(), time.monotonic(), _FIRST_WORD_S
-        while not ended.wait(min(_FIRST_WORD_S, 1.0)):
+        while not stop.wait(min(_FIRST_WORD_S, 1.0)):
             elapsed = time.monotonic() - began
             if doing() != activity:
                 activity, began, next_s = doing(), time.monotonic(), _FIRST_WORD_S
@@ -334,7 +334,7 @@ def waiting(doing: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     finally:
-        ended.set()
+        stop.set()
         thread.join()
 
 

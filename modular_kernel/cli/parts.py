@@ -96,7 +96,7 @@ def _print_text(catalog: "Catalog", machine: "Machine") -> None:
     output.table(("planned, not there", "kind", "why"), planned)
     rows = [(broken.name, broken.origin, broken.error) for broken in catalog.broken]
     output.table(("broken entry point", "from", "error"), rows)
-    duplicates = [(name, " and ".join(found)) for name, found in catalog.duplicates().items()]
+    duplicates = [(name, " and ".join(origins)) for name, origins in catalog.duplicates().items()]
     output.table(("name claimed twice", "by"), duplicates)
     output.table(("word", "what it says of a part"), _WORDS.items())
 

@@ -142,13 +142,13 @@ def plan(
         for ranks in world.sizes(options)
         for tokens in world.tokens(options)
     ]
-    estimates = [estimate for one in sized for estimate in one.estimates]
+    estimates = [estimate for item in sized for estimate in item.estimates]
     if world.prepared and estimates and not any(estimate.prepared for estimate in estimates):
         raise nothing_prepared(one_rank.quant, PART)
     rows = [_row(estimate, cluster) for estimate in estimates]
     record = {"cluster": cluster, "routing": world.routing, "estimates": rows}
     output.answer(record, as_json, lambda: _print(sized, cluster, world.routing))
-    if not any(one.estimates for one in sized):
+    if not any(item.estimates for item in sized):
         raise typer.Exit(1)
 
 
@@ -179,8 +179,8 @@ def _print(sized: "list[Sized]", cluster: "Cluster", routing: str) -> None:
     from modular_kernel.perf_model.exchange_time import OTHERS
 
     rows = []
-    for one in sized:
-        for estimate in one.estimates:
+    for sized_problem in sized:
+        for estimate in sized_problem.estimates:
             row = _row(estimate, cluster)
             times = [row[f"{name}_us"] for name in ("dispatch", "experts", "combine", "layer")]
             name = row["pairing"] if row["ours"] else f"({row['pairing']})"
@@ -196,13 +196,18 @@ def _print(sized: "list[Sized]", cluster: "Cluster", routing: str) -> None:
     for text in _assumptions(sized, cluster, routing):
         output.line(f"- {text}")
     missing: dict[str, dict[str, None]] = {}
-    for pairing, why in (pair for one in sized for pair in one.without):
-        if "no measured" in why or pairing.partition(" x ")[0] in OTHERS:
-            missing.setdefault(why, {})[pairing] = None
-    for why, pairings in missing.items():
+    for pairing, reason in (pair for sized_problem in sized for pair in sized_problem.without):
+        if "no measured" in reason or pairing.partition(" x ")[0] in OTHERS:
+            missing.setdefault(reason, {})[pairing] = None
+    for reason, pairings in missing.items():
         names = ", ".join(pairings) if len(pairings) < 3 else counted(len(pairings), "pairing")
-        output.line(f"no estimate of {names}: {why}")
-    for estimate in (estimate for one in sized for estimate in one.estimates if estimate.caveat):
+        output.line(f"no estimate of {names}: {reason}")
+    for estimate in (
+        estimate
+        for sized_problem in sized
+        for estimate in sized_problem.estimates
+        if estimate.caveat
+    ):
         ranks = estimate.problem.parallel.world_size
         output.line(f"beware: {estimate.pairing} on {ranks} ranks: {estimate.caveat}")
 
@@ -252,17 +257,17 @@ def _compare(paths: list[Path], *, as_json: str | None) -> None:
     results = compare([cell for path in paths for cell in cells_of(path)])
     rows = [
         {
-            "cell": one.cell.label,
-            "ranks": one.cell.problem.parallel.world_size,
-            "quant": one.cell.problem.quant,
-            "tokens": one.cell.problem.tokens,
-            "measured_us": one.cell.us,
-            "predicted_us": round(one.predicted_us, 2),
-            "error": round(one.error, 4),
-            "fitted": one.cell.fitted,
-            "eager": one.cell.eager,
+            "cell": result.cell.label,
+            "ranks": result.cell.problem.parallel.world_size,
+            "quant": result.cell.problem.quant,
+            "tokens": result.cell.problem.tokens,
+            "measured_us": result.cell.us,
+            "predicted_us": round(result.predicted_us, 2),
+            "error": round(result.error, 4),
+            "fitted": result.cell.fitted,
+            "eager": result.cell.eager,
         }
-        for one in results
+        for result in results
     ]
 
     def show() -> None:
@@ -275,7 +280,7 @@ def _compare(paths: list[Path], *, as_json: str | None) -> None:
             )
 
     output.answer({"within": WITHIN, "cells": rows, "summaries": summaries(results)}, as_json, show)
-    if not results or any(one.missed for one in results):
+    if not results or any(result.missed for result in results):
         raise typer.Exit(1)
 
 

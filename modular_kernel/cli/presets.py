@@ -96,7 +96,7 @@ def unknown(model: str, *more: str) -> ConfigurationError:
 
 
 def _is_hub_id(model: str) -> bool:
-    """Whether it can be `organization/name`; a file there comes first."""
+    """Return whether `model` has the form `organization/name` of a hub id, without ".json"."""
     organization, _, name = model.partition("/")
     return bool(organization.strip(".") and name) and "/" not in name and name[-5:] != ".json"
 

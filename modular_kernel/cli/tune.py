@@ -214,10 +214,10 @@ def _with_prepared_weights(
             output.note(f"left out: {layer}: nothing is prepared of its weights")
     if not kept:
         quants = ", ".join(dict.fromkeys(problem.quant for _, problem in problems))
-        where = f" on {device_name}" if device_name else " here"
+        location = f" on {device_name}" if device_name else " here"
         example = "mxfp4_w4a16 in bfloat16 on an H200, without batch_invariant"
         need = f"weights of which tunable experts prepare something, such as {example}"
-        raise ConfigurationError("--prepared", got=f"{quants}{where}", need=need)
+        raise ConfigurationError("--prepared", got=f"{quants}{location}", need=need)
     return kept
 
 
@@ -325,11 +325,11 @@ def _run(
             for index, layer in enumerate(layers):
                 share = _Share(end, _SHARE_FACTOR / (len(layers) - index))
                 done = _tune_layer(layer, search, share, compiler, bar)
-                left = layer.tokens[len(done) :]
-                records.append(record(layer, done, left))
+                remaining_tokens = layer.tokens[len(done) :]
+                records.append(record(layer, done, remaining_tokens))
                 ok &= all(tuned.best is not None and not tuned.wrong for tuned in done)
                 if as_json != output.STDOUT:
-                    print_text(layer, done, left)
+                    print_text(layer, done, remaining_tokens)
     if as_json is not None:
         result = {"ok": ok, "machine": chosen[0][2].machine, "layers": records}
         output.print_json(result, as_json)

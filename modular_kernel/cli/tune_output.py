@@ -116,10 +116,10 @@ class TuneRecorder:
             "choices": [
                 {
                     **kept(choice),
-                    "us": _us(took.seconds),
-                    "stages": {name: _us(seconds) for name, seconds in took.stages.items()},
+                    "us": _us(timing.seconds),
+                    "stages": {name: _us(seconds) for name, seconds in timing.stages.items()},
                 }
-                for choice, took in tuned.took.items()
+                for choice, timing in tuned.took.items()
             ],
             "refused": {str(choice): r.reason for choice, r in tuned.refused.items()},
         }

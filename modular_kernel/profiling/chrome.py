@@ -100,8 +100,8 @@ def _of_rank(events: Sequence[Event], rank: int, name: str, later_us: float) -> 
     return [
         _metadata("process_name", rank, 0, name=name),
         _metadata("process_sort_index", rank, 0, sort_index=rank),
-        *(_metadata("thread_name", rank, each, name=title) for each, title in titles.items()),
-        *(_metadata("thread_sort_index", rank, each, sort_index=each) for each in titles),
+        *(_metadata("thread_name", rank, index, name=title) for index, title in titles.items()),
+        *(_metadata("thread_sort_index", rank, index, sort_index=index) for index in titles),
         *shifted,
     ]
 

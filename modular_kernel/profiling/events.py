@@ -119,7 +119,7 @@ def calls_of(events: Sequence[Event], *, on_gpu: bool) -> list[CallTimes]:
     """Return the times of every call in a trace, that is, of each range `stages.CALL`, in order."""
     ranges = _ranges(events)
     work = _work(events, ranges) if on_gpu else []
-    calls = [each for each in ranges if each.name == stages.CALL]
+    calls = [span for span in ranges if span.name == stages.CALL]
     return [_times(call, ranges, work, on_gpu=on_gpu) for call in calls]
 
 
@@ -199,12 +199,12 @@ def _innermost(ranges: Sequence[_Range], moment: float, thread: tuple[Any, Any])
 def _times(
     call: _Range, ranges: Sequence[_Range], work: Sequence[_Work], *, on_gpu: bool
 ) -> CallTimes:
-    call_ranges = [each for each in ranges if each.call is call]
+    call_ranges = [span for span in ranges if span.call is call]
     call_work = [w for w in work if w.launched_in is not None and w.launched_in.call is call]
     start = min((w.start for w in call_work), default=call.start)
     end = max((w.end for w in call_work), default=call.end if not on_gpu else start)
     strays = [w for w in work if w.launched_in is None and start <= w.start <= end]
-    names = list(dict.fromkeys(each.name for each in call_ranges))
+    names = list(dict.fromkeys(span.name for span in call_ranges))
     times = [_time(name, call_ranges, call_work, on_gpu=on_gpu) for name in names]
     if strays:
         unattributed_us = sum(w.own_us for w in strays)
@@ -213,7 +213,7 @@ def _times(
         tuple(times),
         end - start,
         call.end - call.start,
-        tuple(Span(each.name, each.name, each.start, each.end) for each in call_ranges),
+        tuple(Span(span.name, span.name, span.start, span.end) for span in call_ranges),
         tuple(Span(_stage_of(w), w.name, w.start, w.end) for w in (*call_work, *strays)),
     )
 
@@ -223,9 +223,9 @@ def _stage_of(work: _Work) -> str:
 
 
 def _time(name: str, ranges: Sequence[_Range], ran: Sequence[_Work], *, on_gpu: bool) -> StageTime:
-    matching = [each for each in ranges if each.name == name]
+    matching = [span for span in ranges if span.name == name]
     launched = [w for w in ran if _stage_of(w) == name]
-    host_us = sum(each.own_us for each in matching)
+    host_us = sum(span.own_us for span in matching)
     if not on_gpu:
         return StageTime(name, len(matching), host_us)
     device_us = sum(w.own_us for w in launched)

@@ -101,8 +101,8 @@ def _bars(rank: RankProfile) -> Bars:
 def _against(first: RankProfile, second: RankProfile) -> Bars:
     """Return a bar chart of the stages of two pairings, with the bars of a stage adjacent."""
     times = {
-        letter: {row.stage: row.us for row in each.rows if row.is_stage}
-        for letter, each in (("A", first), ("B", second))
+        letter: {row.stage: row.us for row in profile.rows if row.is_stage}
+        for letter, profile in (("A", first), ("B", second))
     }
     return Bars(
         "Stages of A and B",

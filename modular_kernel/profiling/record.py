@@ -163,7 +163,7 @@ def _link(device: torch.device, rank: int, world_size: int) -> float | None:
 
 
 def _difference(outputs: Sequence[torch.Tensor]) -> float:
-    first, second = (each.double() for each in outputs)
+    first, second = (output.double() for output in outputs)
     norm = float(first.square().mean().sqrt())
     return float((second - first).square().mean().sqrt()) / norm if norm else math.nan
 

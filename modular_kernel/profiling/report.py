@@ -96,14 +96,14 @@ class RankProfile:
     @property
     def furthest(self) -> StageRow | None:
         """The stage with the most time above its roofline; None if kernels were interpreted."""
-        known = [row for row in self.rows if row.lost_us is not None and self.is_timed]
-        return max(known, key=lambda row: row.lost_us or 0.0, default=None)
+        rows = [row for row in self.rows if row.lost_us is not None and self.is_timed]
+        return max(rows, key=lambda row: row.lost_us or 0.0, default=None)
 
     @property
     def least_percent(self) -> StageRow | None:
         """The stage with the lowest percentage of roofline; None if kernels were interpreted."""
-        known = [row for row in self.rows if row.percent is not None and self.is_timed]
-        return min(known, key=lambda row: row.percent or 0.0, default=None)
+        rows = [row for row in self.rows if row.percent is not None and self.is_timed]
+        return min(rows, key=lambda row: row.percent or 0.0, default=None)
 
 
 @dataclass(frozen=True)

@@ -81,9 +81,11 @@ def number(value: float | None) -> str:
 def sentences(pair: PairProfile) -> list[str]:
     """Summarize the slowest rank of a pairing in sentences."""
     rank = pair.slowest
-    where = f" (rank {rank.rank}, the slowest of {len(pair.ranks)})" if len(pair.ranks) > 1 else ""
+    rank_text = (
+        f" (rank {rank.rank}, the slowest of {len(pair.ranks)})" if len(pair.ranks) > 1 else ""
+    )
     return [line for line in (
-        f"Total that users get{where}: {_total(rank)}",
+        f"Total that users get{rank_text}: {_total(rank)}",
         _eager(rank),
         _furthest(rank),
         _memory(rank),
@@ -173,7 +175,7 @@ def compared(profile: Profile) -> list[tuple[str, ...]]:
     """Return the rows of COMPARED for two pairings: each stage of either one, and the totals."""
     first, second = (pair.slowest for pair in profile.pairs)
     first_times, second_times = (
-        {name_of(row): row.us for row in each.rows if row.is_stage} for each in (first, second)
+        {name_of(row): row.us for row in rank.rows if row.is_stage} for rank in (first, second)
     )
     rows = [
         _compared(name, first_times.get(name), second_times.get(name))

@@ -72,7 +72,7 @@ def _levels(spans: Sequence[Span]) -> list[int]:
     order = sorted(range(len(spans)), key=lambda i: (spans[i].start_us, -spans[i].end_us))
     levels, active = [0] * len(spans), list[tuple[float, int]]()
     for index in order:
-        active = [each for each in active if each[0] > spans[index].start_us]
+        active = [item for item in active if item[0] > spans[index].start_us]
         taken = {level for _, level in active}
         levels[index] = next(level for level in range(len(taken) + 1) if level not in taken)
         active.append((spans[index].end_us, levels[index]))

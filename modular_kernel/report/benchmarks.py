@@ -32,8 +32,10 @@ def benchmarks_document(records: Sequence[BenchmarkRecord], *, cells: bool) -> D
         assert record.report is not None
         blocks += _record(record.name, record.report, cells=cells)
     if not records:
-        where = "Records lie in `docs/benchmarks` of a checkout; a wheel has none."
-        blocks.append(Text(f"There is none here. {where} `mk report --docs FOLDER` reads others."))
+        location = "Records lie in `docs/benchmarks` of a checkout; a wheel has none."
+        blocks.append(
+            Text(f"There is none here. {location} `mk report --docs FOLDER` reads others.")
+        )
     if others:
         blocks += [
             Heading(2, "Records that are not drawn"),
@@ -85,9 +87,9 @@ def _cells(rows: Sequence[Row]) -> Table:
         lines.append(
             [group[0], str(group[1]), _us(floor), *cells, _over(ours, floor), _over(ours, peer)]
         )
-    kept = [i for i, name in enumerate(columns) if i < 2 or any(line[i] for line in lines)]
-    lines = [[line[i] for i in kept] for line in lines]
-    names = [columns[i] for i in kept]
+    nonempty = [i for i, name in enumerate(columns) if i < 2 or any(line[i] for line in lines)]
+    lines = [[line[i] for i in nonempty] for line in lines]
+    names = [columns[i] for i in nonempty]
     return Table(names, lines, numeric=frozenset(names[1:]))
 
 

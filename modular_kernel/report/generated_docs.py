@@ -64,7 +64,7 @@ def _tiles(matrix: Matrix, records: Sequence[BenchmarkRecord]) -> Tiles:
         *([(str(len(drawn)), "benchmark records")] if drawn else []),
     ]
     if newest is not None and newest.report is not None:
-        tiles += [(mean, f"{what} ({newest.name})") for mean, what in ratios(newest.report)]
+        tiles += [(mean, f"{label} ({newest.name})") for mean, label in ratios(newest.report)]
     return Tiles(tiles)
 
 

@@ -154,8 +154,8 @@ def _machines(matrix: Matrix) -> tuple[Block, ...]:
 
 
 def _availability(part: Part, machine: Machine) -> str:
-    here = furnished(machine, part.cls)
-    return _yes_or(r.rule for r in unavailable(part.name, _declared(part), here))
+    with_packages = furnished(machine, part.cls)
+    return _yes_or(r.rule for r in unavailable(part.name, _declared(part), with_packages))
 
 
 def _yes_or(rules: Iterable[str]) -> str:

@@ -112,10 +112,10 @@ def _written(path: Path, known: dict[str, str]) -> tuple[Block, ...]:
     for name, record in defects.items():
         outcome = str(record.get("full", record.get("smoke", "not run")))
         if not outcome.startswith("killed"):
-            why = f": {record['why']}" if "why" in record else ""
+            reason = f": {record['why']}" if "why" in record else ""
             if record.get("tests", "").startswith("killed"):
-                why += f"; {record['tests']}"
-            lists.append(f"{outcome}: {name} (`{record['file']}`){why}")
+                reason += f"; {record['tests']}"
+            lists.append(f"{outcome}: {name} (`{record['file']}`){reason}")
     return (
         Heading(2, "Defects written by hand"),
         Text(

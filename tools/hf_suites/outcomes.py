@@ -60,24 +60,24 @@ def summary(cases: Iterable[Case]) -> dict[str, Any]:
     Raises AssertionError if the outcomes of a suite do not add up to its number of cases. A suite
     without any usable case is bad, because most often a package is missing.
     """
-    kept = list(cases)
+    all_cases = list(cases)
     suites: dict[str, dict[str, int]] = {}
-    for suite in dict.fromkeys(case.suite for case in kept):
-        counted = Counter(case.outcome for case in kept if case.suite == suite)
+    for suite in dict.fromkeys(case.suite for case in all_cases):
+        counted = Counter(case.outcome for case in all_cases if case.suite == suite)
         suites[suite] = {str(end): counted[end] for end in Outcome}
-        suites[suite]["total"] = sum(case.suite == suite for case in kept)
+        suites[suite]["total"] = sum(case.suite == suite for case in all_cases)
         if sum(counted[end] for end in Outcome) != suites[suite]["total"]:
             raise AssertionError(f"{suite}: cases were lost")
     reasons = Counter(
-        (case.suite, str(case.outcome), case.why) for case in kept if case.outcome in LISTED
+        (case.suite, str(case.outcome), case.why) for case in all_cases if case.outcome in LISTED
     )
     listed = [
         {"suite": suite, "outcome": end, "why": why, "cases": count}
         for (suite, end, why), count in sorted(reasons.items())
     ]
-    bad = [str(case) for case in kept if case.outcome in BAD]
+    bad = [str(case) for case in all_cases if case.outcome in BAD]
     for suite, counts in suites.items():
         if counts[Outcome.NOT_USABLE] == counts["total"]:
-            why = next(case.why for case in kept if case.suite == suite)
+            why = next(case.why for case in all_cases if case.suite == suite)
             bad.append(f"{suite}: no case could be used: {why}")
     return {"suites": suites, "reasons": listed, "bad": bad}

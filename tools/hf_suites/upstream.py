@@ -44,13 +44,13 @@ LIBRARY = Path(__file__).resolve().parents[2]
 
 def models(checkout: Path) -> list[str]:
     """Return the test files of the models whose experts transformers can dispatch."""
-    found = []
+    files = []
     for path in sorted((checkout / "src/transformers/models").glob("*/modeling_*.py")):
         name = path.parent.name
         tests = checkout / "tests/models" / name / f"test_{path.stem}.py"
         if "@use_experts_implementation" in path.read_text() and tests.exists():
-            found.append(str(tests.relative_to(checkout)))
-    return found
+            files.append(str(tests.relative_to(checkout)))
+    return files
 
 
 def environment(checkout: Path, site: Path) -> dict[str, str]:

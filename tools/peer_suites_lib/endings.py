@@ -176,8 +176,8 @@ def worst(endings: Mapping[str, Ending], shrunk: str = "", key: object = None) -
         matching = {name: end for name, end in endings.items() if end.outcome == outcome}
         if matching and (outcome != REFUSED or not compared):
             name, end = next(iter(matching.items()))
-            why = end.why if outcome in (AGREE, REFUSED) else f"{name}: {end.why}"
-            return Ending(outcome, why, shrunk, compared, key)
+            reason = end.why if outcome in (AGREE, REFUSED) else f"{name}: {end.why}"
+            return Ending(outcome, reason, shrunk, compared, key)
     raise ValueError("no endings")
 
 

@@ -151,11 +151,11 @@ def _experts(
     if layer.activation.startswith("gelu_tanh"):
         name = "compute_with_experts_gelu_tanh"
     function: Any = source.space[name]
-    found: torch.Tensor = function(
+    output: torch.Tensor = function(
         layer.experts, given.x, w1, w2, given.routing.topk_ids_TK.long(),
         given.routing.topk_weights_TK.to(given.x.dtype), **options,
     )  # fmt: skip
-    return found
+    return output
 
 
 def _up_first(w1: torch.Tensor) -> torch.Tensor:
@@ -181,11 +181,11 @@ def _shared(source: Source, p: Any) -> Ending:
         assert given.weights.expert_map is not None
         ids = given.weights.expert_map[given.routing.topk_ids_TK.long()]
         function: Any = source.space["compute_with_experts"]
-        found: torch.Tensor = function(
+        output: torch.Tensor = function(
             given.problem.e, given.x, _up_first(given.weights.w1), given.weights.w2, ids,
             given.routing.topk_weights_TK.to(given.x.dtype),
         )  # fmt: skip
-        return found
+        return output
 
     return LayerCheck(reference, Tolerance(1e-1, 1e-1))(layer)
 
@@ -195,11 +195,11 @@ def _mono_reference(source: Source) -> Callable[[Layer, Given], torch.Tensor]:
 
     def reference(layer: Layer, given: Given) -> torch.Tensor:
         w, routing = given.weights, given.routing
-        found: torch.Tensor = function(
+        output: torch.Tensor = function(
             given.x, w.w1, w.w1_scale, w.w2, w.w2_scale, routing.topk_weights_TK,
             routing.topk_ids_TK, layer.intermediate, layer.hidden,
         )  # fmt: skip
-        return found
+        return output
 
     return reference
 

@@ -188,10 +188,10 @@ class LayerCheck:
         """Return the worst outcome of all parts on a layer."""
         whole, small = layer.shrunk(WHOLE), layer.shrunk(INTERPRETED)
         endings = self._parts(whole, TORCH) | self._parts(small, TRITON)
-        done = ""
+        shrunk = ""
         if whole != layer:
-            done = f"tokens to {WHOLE.tokens}, weights to {WHOLE.weights} by halving a side"
-        return worst(endings, done, whole)
+            shrunk = f"tokens to {WHOLE.tokens}, weights to {WHOLE.weights} by halving a side"
+        return worst(endings, shrunk, whole)
 
     def _parts(self, layer: Layer, pairs: tuple[tuple[str, str], ...]) -> dict[str, Ending]:
         known = self._known.setdefault(layer, {})

@@ -179,7 +179,7 @@ def check_align(
         local = expert if expert_map is None else int(expert_map[expert])
         if local >= 0:
             expected.setdefault(local, []).append(pair)
-    our_blocks, their_blocks = (_blocks(each, block, ids.numel()) for each in (ours, other))
+    our_blocks, their_blocks = (_blocks(aligned, block, ids.numel()) for aligned in (ours, other))
     if our_blocks != expected:
         return Ending(OURS, "pairs in other blocks than those of their experts")
     if their_blocks != expected:
@@ -199,4 +199,4 @@ def _blocks(aligned: Aligned, block: int, padding: int) -> dict[int, list[int]]:
         valid = [pair for pair in block_ids if pair < padding]
         if valid:
             pairs.setdefault(int(expert_ids[number]), []).extend(valid)
-    return {expert: sorted(each) for expert, each in pairs.items()}
+    return {expert: sorted(pair_ids) for expert, pair_ids in pairs.items()}

@@ -185,8 +185,8 @@ class VllmReferences:
 
     def _call(self, source: Source, name: str, *args: object, **kwargs: object) -> torch.Tensor:
         function: Any = source.function(name)
-        found: torch.Tensor = function(*args, **kwargs)
-        return found
+        output: torch.Tensor = function(*args, **kwargs)
+        return output
 
     # ------------------------------------------------------------- weights of 4 and 8 bits
 

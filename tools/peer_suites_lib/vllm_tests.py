@@ -284,19 +284,19 @@ def _rows(root: Path, references: VllmReferences) -> list[Suite]:
               "QuickGELU": "gelu_quick", "ReLUSquaredActivation": "relu_squared"}  # fmt: skip
     acts = Taken(root, "core/test_activation.py", device)
     acts.source.space["torch"] = _TorchWithOps()
-    of = references
+    ref = references
     return [
         fp8.suite("test_dynamic_per_token_fp8_quant",
-                  partial(_quantizer, "fp8_w8a8_channel", of.fp8_rows), ("seed",)),
+                  partial(_quantizer, "fp8_w8a8_channel", ref.fp8_rows), ("seed",)),
         fp8.suite("test_dynamic_per_tensor_fp8_quant",
-                  partial(_quantizer, "fp8_w8a8_tensor", of.fp8_whole), ("seed",)),
+                  partial(_quantizer, "fp8_w8a8_tensor", ref.fp8_whole), ("seed",)),
         int8.suite("test_dynamic_scaled_int8_quant",
-                   partial(_quantizer, "int8_w8a8_channel", of.int8_rows), ("seed",)),
-        group.suite("test_per_token_group_quant_fp8", partial(_by_group, "fp8", of.fp8_groups),
+                   partial(_quantizer, "int8_w8a8_channel", ref.int8_rows), ("seed",)),
+        group.suite("test_per_token_group_quant_fp8", partial(_by_group, "fp8", ref.fp8_groups),
                     ("column_major", "tma_aligned")),
-        group.suite("test_per_token_group_quant_int8", partial(_by_group, "int8", of.int8_groups)),
-        acts.suite("test_act_and_mul", partial(_gated, of.activations), ("seed", "device")),
-        acts.suite("test_silu_and_mul_with_clamp", partial(_clamped, of), ("seed", "device")),
+        group.suite("test_per_token_group_quant_int8", partial(_by_group, "int8", ref.int8_groups)),
+        acts.suite("test_act_and_mul", partial(_gated, ref.activations), ("seed", "device")),
+        acts.suite("test_silu_and_mul_with_clamp", partial(_clamped, ref), ("seed", "device")),
         align.suite("test_moe_align_block_size", partial(_aligned, golden), ("pad_sorted_ids",)),
         align.suite("test_moe_align_block_size_with_expert_map", partial(_mapped, golden),
                     ("mask_inactive_experts",)),
@@ -315,18 +315,18 @@ class _TorchWithOps:
 def _quantizer(quant: str, reference: Any, p: Any) -> Ending:
     if p.get("do_scale_ub"):
         raise MissingError("an upper bound of computed activation scales")
-    rows, columns, done = shrink_rows(p["num_tokens"], p["hidden_size"])
-    return check_quantizer(numbers(rows, columns, p["dtype"]) * 8, quant, reference, done)
+    rows, columns, shrunk = shrink_rows(p["num_tokens"], p["hidden_size"])
+    return check_quantizer(numbers(rows, columns, p["dtype"]) * 8, quant, reference, shrunk)
 
 
 def _by_group(kind: str, reference: Any, p: Any) -> Ending:
     if p.get("scale_ue8m0"):
         raise MissingError("activation scales that are powers of two")
     group, (rows, columns) = p["group_size"], p["shape"]
-    rows, columns, done = shrink_rows(rows, columns, group)
+    rows, columns, note = shrink_rows(rows, columns, group)
     x = numbers(rows, columns, p["dtype"]) * 8
     quant = f"{kind}_w8a8_block:block={group}x{group}"
-    return check_quantizer(x, quant, lambda part: reference(part, group), done)
+    return check_quantizer(x, quant, lambda part: reference(part, group), note)
 
 
 _GATED = {
@@ -350,10 +350,10 @@ def _gated(references: Any, p: Any) -> Ending:
     name = p["activation"]
     if name not in _GATED:
         raise MissingError(f"activation {name}")
-    rows, inner, done = shrink_rows(p["num_tokens"], p["d"])
+    rows, inner, shrunk = shrink_rows(p["num_tokens"], p["d"])
     x = numbers(rows, 2 * inner, p["dtype"])
     spec = ActivationSpec.parse(_GATED[name])
-    return check_activation(x, spec, references[name], _tolerance(name, p["dtype"]), done)
+    return check_activation(x, spec, references[name], _tolerance(name, p["dtype"]), shrunk)
 
 
 def _clamped(references: VllmReferences, p: Any) -> Ending:
@@ -364,10 +364,10 @@ def _clamped(references: VllmReferences, p: Any) -> Ending:
         spec = ActivationSpec("swiglu_oai", alpha, limit)
     else:
         raise MissingError("swiglu_oai with another number than 1 added to up")
-    rows, inner, done = shrink_rows(p["num_tokens"], p["d"])
+    rows, inner, shrunk = shrink_rows(p["num_tokens"], p["d"])
     x = numbers(rows, 2 * inner, p["dtype"]) * 4
     return check_activation(x, spec, references.clamped(alpha, beta, limit),
-                            _tolerance("", p["dtype"]), done)  # fmt: skip
+                            _tolerance("", p["dtype"]), shrunk)  # fmt: skip
 
 
 def _ids(tokens: int, top_k: int, experts: int) -> torch.Tensor:
@@ -379,18 +379,18 @@ def _aligned(golden: Any, p: Any) -> Ending:
     if p["topk"] > p["num_experts"]:
         raise SkippedError("topk > experts")
     tokens = min(p["m"], ALIGNED_TOKENS)
-    done = f"tokens to {ALIGNED_TOKENS}" if tokens < p["m"] else ""
+    shrunk = f"tokens to {ALIGNED_TOKENS}" if tokens < p["m"] else ""
     experts, block = p["num_experts"], p["block_size"]
     ids = _ids(tokens, p["topk"], experts)
-    return check_align(ids, block, experts, lambda x: golden(x, block, experts), done)
+    return check_align(ids, block, experts, lambda x: golden(x, block, experts), shrunk)
 
 
 def _mapped(golden: Any, p: Any) -> Ending:
     tokens, experts, block = min(p["m"], ALIGNED_TOKENS), p["num_experts"], p["block_size"]
-    done = f"tokens to {ALIGNED_TOKENS}" if tokens < p["m"] else ""
+    shrunk = f"tokens to {ALIGNED_TOKENS}" if tokens < p["m"] else ""
     expert_map = torch.full((experts,), -1, dtype=torch.int32)
     expert_map[::2] = torch.arange(experts // 2, dtype=torch.int32)
     ids = _ids(tokens, p["topk"], experts)
     return check_align(
-        ids, block, experts, lambda x: golden(x, block, experts, expert_map), done, expert_map
+        ids, block, experts, lambda x: golden(x, block, experts, expert_map), shrunk, expert_map
     )

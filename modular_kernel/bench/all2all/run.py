@@ -73,7 +73,7 @@ class ExchangeOffer:
     def make(self) -> Transport:
         if self.path is None:
             return PartTransport(self.name, self.machine)
-        return next(each for each in load_peers(self.path) if each.name == self.name)
+        return next(peer for peer in load_peers(self.path) if peer.name == self.name)
 
 
 @dataclass(frozen=True)
@@ -296,10 +296,10 @@ def _cell(
     All ranks synchronize their status after each step, so that none waits for a failed rank.
     """
     note, error, times = "", float("inf"), None
-    given = ExchangeInputs.of(cell, 0 if transport.replicated else place.rank, place.device)
+    inputs = ExchangeInputs.of(cell, 0 if transport.replicated else place.rank, place.device)
     try:
-        transport.load(given)
-        error = max(_checked(transport, given) for _ in range(2))
+        transport.load(inputs)
+        error = max(_checked(transport, inputs) for _ in range(2))
     except Exception as failure:  # noqa: BLE001  as above
         note = _in_short(failure)
         teller.failed(note)
@@ -310,7 +310,7 @@ def _cell(
         status = WRONG if error > cell.bound else SKIPPED
         return {"status": status, "note": reason if status == WRONG else "", "error": error}
     try:
-        times = time_transport(transport, given, place, task.repeats, partial(_all, place))
+        times = time_transport(transport, inputs, place, task.repeats, partial(_all, place))
         transport.settle()
     except Exception as failure:  # noqa: BLE001  as above
         note = _in_short(failure)

@@ -88,10 +88,10 @@ def _capture(transport: Transport, given: ExchangeInputs) -> _Graphs | None:
 
     first = capture([[dispatch]])
     arrived = transport.arrived
-    others = first and capture([[transport.combine], [dispatch, transport.combine] * _PAIRS])
-    if not first or not others:
+    graphs = first and capture([[transport.combine], [dispatch, transport.combine] * _PAIRS])
+    if not first or not graphs:
         return None
-    combine, pairs = others
+    combine, pairs = graphs
     return _Graphs(first[0], combine, pairs, arrived)
 
 
