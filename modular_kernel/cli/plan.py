@@ -107,9 +107,9 @@ def plan(
 ) -> None:
     """Estimate the time of a layer on 1 to 4096 ranks for each pairing, without running it.
 
-    The analytic model takes experts from the bytes they move and the flops they compute at a
-    measured efficiency, and exchanges from link latency and bytes. --tokens is the number of tokens
-    per rank. --prepared includes the memory of prepared weights. docs/sizing.md of the source tree
+    The analytic model derives the time of experts from bytes and flops at a measured efficiency,
+    and the time of exchanges from link latency and bytes. --tokens is the number of tokens per
+    rank. --prepared includes the memory of prepared weights. docs/sizing.md of the source tree
     gives the formulas, the fitted measurements and the errors of the model. In the source tree,
     `mk plan --compare docs/benchmarks/h200-layers.json --compare
     docs/benchmarks/h200-exchange.json` prints these errors; --json is the only other option that

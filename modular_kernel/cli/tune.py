@@ -99,7 +99,7 @@ def tune(
     """Time the launches of a part on this GPU and save the fastest, one file per layer.
 
     --model takes names from `mk models`, or paths of config.json files, separated by commas. These
-    names are plain SwiGLU layers, and `all` stands for all of them: mixtral, dsv3_ep8, qwen3_30b,
+    names are plain SwiGLU layers, and `all` selects all of them: mixtral, dsv3_ep8, qwen3_30b,
     gptoss, dsv3_256, mixtral_tp2, mixtral_tp4, mixtral_tp8, mixtral_8x22b, qwen3_30b_tp2,
     qwen3_235b, qwen3_235b_tp8, dsv3_tp8, deepseek_v2_lite, gptoss_20b, glm_4_5_air, llama4_scout,
     kimi_k2_ep8, phi_3_5_moe. --quant takes several schemes; without it each layer uses the scheme

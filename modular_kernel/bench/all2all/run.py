@@ -37,7 +37,7 @@ from modular_kernel.machine import torch_twins
 from modular_kernel.measure.records import FAILED, OK, REFUSED, SKIPPED, WRONG
 from modular_kernel.spec.problem import Machine
 
-_START_S = 60.0  # extra time for starting processes and communicators
+_START_S = 60.0  # for starting processes and communicators, on top of the limits of the ranks
 _HANG = "no answer"
 _CODE = 3  # exit status of a rank that its RunWatch terminated
 
