@@ -1,8 +1,8 @@
-"""Compose a layer of two parts, call it, and compare it with another pair.
+"""Compose a layer from two parts, call it, and compare the result with that of another pair.
 
     python examples/compose_and_check.py
 
-Runs on a GPU where there is one, else on a CPU.
+Runs on a GPU if there is one, else on the CPU.
 """
 
 import torch
@@ -13,11 +13,11 @@ TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 16, 64, 96, 8, 2
 
 
 def main() -> None:
-    """Run one layer by two pairs of parts; both must agree."""
+    """Run one layer with two pairs of parts and check that the results agree."""
     torch.manual_seed(0)
     torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
     problem = mk.Problem(
-        tokens=TOKENS,  # the most of one call
+        tokens=TOKENS,  # maximum per call
         hidden=HIDDEN,
         intermediate=INTERMEDIATE,
         experts=EXPERTS,
@@ -40,7 +40,7 @@ def main() -> None:
     torch.testing.assert_close(other(x_TH, weights, routing), y_TH, rtol=1e-4, atol=1e-4)
     print(f"{other.pairing}: the same within 1e-4")
 
-    plan = kernel.plan()  # its buffers are allocated once
+    plan = kernel.plan()  # allocates all buffers once
     assert torch.equal(plan(x_TH, weights, routing), y_TH)
     print(f"planned: the same bits, {plan.nbytes} bytes of buffers")
 

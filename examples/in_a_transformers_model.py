@@ -1,8 +1,8 @@
-"""Run a small Mixtral of transformers on this toolkit, and compare it with its own experts.
+"""Run a small transformers Mixtral with our experts, and compare with transformers' own experts.
 
     python examples/in_a_transformers_model.py
 
-Needs the extra `transformers`. The weights are random; with a checkpoint it is
+Needs the extra `transformers`. The weights are random; for a checkpoint use
 `AutoModelForCausalLM.from_pretrained(name, experts_implementation="modular_kernel")`.
 """
 
@@ -13,7 +13,7 @@ from modular_kernel.integrations.transformers import register
 
 
 def main() -> None:
-    """Compare the logits of the model with both implementations of its experts."""
+    """Compare the logits of the model with both implementations of the experts."""
     torch.manual_seed(0)
     config = MixtralConfig(
         vocab_size=64,
@@ -29,8 +29,8 @@ def main() -> None:
     model = MixtralForCausalLM(config).eval().to(device)
     ids = torch.randint(0, 64, (1, 12), device=device)
 
-    register("MoEPrepareAndFinalizeNoEP", "TorchExperts")  # without names: the best for this device
-    with torch.inference_mode():  # there is no backward pass
+    register("MoEPrepareAndFinalizeNoEP", "TorchExperts")  # without names: the default pair
+    with torch.inference_mode():  # the kernels have no backward pass
         model.set_experts_implementation("eager")
         theirs = model(ids).logits
         model.set_experts_implementation("modular_kernel")

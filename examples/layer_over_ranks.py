@@ -1,8 +1,9 @@
-"""A layer with its router on two ranks of half of the experts each, balanced by what it saw.
+"""Run a layer with a router on two ranks with half of the experts each, and balance the load.
 
     python examples/layer_over_ranks.py
 
-Both ranks are in this process: each returns its part, and the sum is the layer's output.
+Both ranks are simulated in this process. Each returns a partial output, and their sum is the output
+of the layer.
 """
 
 import torch
@@ -19,16 +20,16 @@ ROUTER = RouterSpec(2, "sigmoid", renormalize=True)
 
 
 def main() -> None:
-    """Compare one rank with two, before and after experts have moved."""
+    """Compare one rank with two, before and after experts are rebalanced."""
     torch.manual_seed(0)
     torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
     w1 = torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN) / HIDDEN**0.5
     w2 = torch.randn(EXPERTS, HIDDEN, INTERMEDIATE) / INTERMEDIATE**0.5
     x_TH = torch.randn(TOKENS, HIDDEN)
-    logits = torch.randn(TOKENS, EXPERTS) - 2 * torch.arange(EXPERTS)  # the first ones are hot
+    logits = torch.randn(TOKENS, EXPERTS) - 2 * torch.arange(EXPERTS)  # favors the first experts
 
     def layer(rank: int, ranks: int, placement: Placement) -> FusedMoE:
-        made = FusedMoE(
+        moe = FusedMoE(
             EXPERTS,
             HIDDEN,
             INTERMEDIATE,
@@ -37,9 +38,9 @@ def main() -> None:
             parallel=LayerParallel(ep=(rank, ranks)),
             placement=placement,
         )
-        held = list(placement.slots[rank])
-        made.set_weights(mk.ExpertWeights(w1[held], w2[held]))
-        return made
+        local_experts = list(placement.slots[rank])
+        moe.set_weights(mk.ExpertWeights(w1[local_experts], w2[local_experts]))
+        return moe
 
     whole_TH = layer(0, 1, Placement.linear(EXPERTS, 1))(x_TH, logits)
     blocks = Placement.linear(EXPERTS, RANKS)

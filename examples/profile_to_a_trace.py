@@ -1,8 +1,9 @@
-"""Write a trace of one call for https://ui.perfetto.dev, with a range for each stage.
+"""Write a trace of one call, with a range per stage, for https://ui.perfetto.dev.
 
     python examples/profile_to_a_trace.py [FILE.json]
 
-`mk profile` does more: floors of each stage, two pairings side by side, an HTML report.
+`mk profile` also computes the roofline of each stage, compares two pairings, and writes an HTML
+report.
 """
 
 import sys
@@ -27,12 +28,12 @@ def main(path: str = "layer.trace.json") -> None:
     weights = mk.ExpertWeights(w1=torch.randn(8, 256, 128) / 11, w2=torch.randn(8, 128, 128) / 11)
     values, ids = torch.randn(32, 8).topk(2)
     call = (torch.randn(32, 128), weights, mk.Routing(values.softmax(-1), ids))
-    plan(*call)  # once before, so that nothing is compiled while it is profiled
+    plan(*call)  # warm up, so that the profile does not include compilation
 
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with without_own_lines(), profile(activities=kinds) as profiler:
         plan(*call)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)  # torch writes to no other, and says so
+    Path(path).parent.mkdir(parents=True, exist_ok=True)  # torch does not create the folder
     profiler.export_chrome_trace(path)
 
     for event in profiler.key_averages():

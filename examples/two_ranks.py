@@ -1,8 +1,8 @@
-"""Run one layer on two ranks, and compare it with the same layer on one.
+"""Run one layer on two ranks, and compare the result with that of one rank.
 
     python examples/two_ranks.py
 
-The ranks talk over gloo on a CPU and over NCCL on two GPUs.
+Uses NCCL if there are two GPUs, else gloo on the CPU.
 """
 
 import tempfile
@@ -19,7 +19,7 @@ RANKS, TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 2, 6, 32, 48, 8, 2
 
 
 def whole_layer(device: torch.device) -> tuple[mk.ExpertWeights, torch.Tensor, mk.Routing]:
-    """Make every expert's weights and both ranks' tokens: the same numbers on each rank."""
+    """Draw the weights of all experts and the tokens of both ranks, the same on each rank."""
     random = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=random)  # noqa: E731
     w1 = draw(EXPERTS, 2 * INTERMEDIATE, HIDDEN) / HIDDEN**0.5  # gate rows first, then up rows
@@ -31,14 +31,14 @@ def whole_layer(device: torch.device) -> tuple[mk.ExpertWeights, torch.Tensor, m
 
 
 def run(rank: int, store: str) -> None:
-    """Be one rank: hold half of the experts, pass half of the tokens."""
+    """Run one rank, with half of the experts and half of the tokens."""
     torch.set_num_threads(1)
     on_gpus = torch.cuda.device_count() >= RANKS
     device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
     if on_gpus:
         torch.cuda.set_device(device)
     backend = "nccl" if on_gpus else "gloo"
-    machine = this_machine(device="cuda" if on_gpus else "cpu")  # also where there is one GPU
+    machine = this_machine(device="cuda" if on_gpus else "cpu")  # "cpu" also with a single GPU
     dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=RANKS)
 
     weights, x_TH, routing = whole_layer(device)
@@ -54,10 +54,10 @@ def run(rank: int, store: str) -> None:
     expected_TH = reference(x_TH, weights, routing)
 
     problem = mk.Problem(
-        tokens=TOKENS,  # the most that one rank passes
+        tokens=TOKENS,  # maximum per rank and call
         hidden=HIDDEN,
         intermediate=INTERMEDIATE,
-        experts=EXPERTS,  # of the model
+        experts=EXPERTS,  # of the whole model
         top_k=TOP_K,
         dtype=torch.float32,
         parallel=mk.Parallel(world_size=RANKS, placement="linear", rank=rank),
@@ -69,17 +69,19 @@ def run(rank: int, store: str) -> None:
         machine=machine,
         group=dist.group.WORLD,
     )
-    held = slice(rank * EXPERTS // RANKS, (rank + 1) * EXPERTS // RANKS)
-    own = slice(rank * TOKENS, (rank + 1) * TOKENS)
+    local_experts = slice(rank * EXPERTS // RANKS, (rank + 1) * EXPERTS // RANKS)
+    local_tokens = slice(rank * TOKENS, (rank + 1) * TOKENS)
     y_TH = kernel(
-        x_TH[own],
-        mk.ExpertWeights(w1=weights.w1[held], w2=weights.w2[held]),
-        mk.Routing(routing.topk_weights_TK[own], routing.topk_ids_TK[own]),  # ids of the model
+        x_TH[local_tokens],
+        mk.ExpertWeights(w1=weights.w1[local_experts], w2=weights.w2[local_experts]),
+        mk.Routing(
+            routing.topk_weights_TK[local_tokens], routing.topk_ids_TK[local_tokens]
+        ),  # global expert ids
     )
-    torch.testing.assert_close(y_TH, expected_TH[own], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(y_TH, expected_TH[local_tokens], rtol=1e-4, atol=1e-4)
     print(f"rank {rank} of {RANKS} over {backend}: {tuple(y_TH.shape)} as on one rank", flush=True)
 
-    kernel.prepare_finalize.destroy()  # collective, as making it was
+    kernel.prepare_finalize.destroy()  # collective, like its construction
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Ask which pairs fit a layer on a machine that is not here, and why the others do not.
+"""List the pairs that are valid for a layer on another machine, and why a pair is refused.
 
 python examples/why_not.py
 """
@@ -7,7 +7,7 @@ import modular_kernel as mk
 
 
 def main() -> None:
-    """Judge every pair for a quantized layer on an H200."""
+    """Check every pair for a quantized layer on an H200."""
     problem = mk.Problem(
         tokens=256,
         hidden=2048,
@@ -15,7 +15,7 @@ def main() -> None:
         experts=128,
         top_k=8,
         quant="fp8_w8a8_block",
-        graph=True,  # calls must fit into a CUDA graph
+        graph=True,  # calls must be capturable in a CUDA graph
     )
     h200 = mk.Machine("cuda", (9, 0), frozenset({"triton"}))
     verdicts = mk.check_all(problem, h200)

@@ -1,10 +1,10 @@
-"""Whose bits depend on the rest of a call, and what it costs that they do not.
+"""Tables of batch invariance: parts whose bits depend on other tokens, and the cost of invariance.
 
-TRITON_INTERPRET=1 python tools/batch_invariance.py           rows whose bits change, every part
-python tools/batch_invariance.py --price                      compiled for sm_90, no GPU needed
+TRITON_INTERPRET=1 python tools/batch_invariance.py           rows whose bits change, for every part
+python tools/batch_invariance.py --price                      launches for sm_90, without a GPU
 
-Prints the tables of docs/batch-invariance.md; progress goes to stderr. On a GPU: without the
-variable.
+Prints the tables of docs/batch-invariance.md; progress goes to stderr. On a GPU leave
+TRITON_INTERPRET unset.
 """
 
 import argparse
@@ -36,35 +36,35 @@ PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 
 
 def table() -> str:
-    """Rows whose bits change."""
-    found = []
-    for one in measure(this_machine()):
-        print(one, file=sys.stderr, flush=True)
-        found.append(one)
-    return as_markdown(found)
+    """Return the Markdown table of rows whose bits change, for every part."""
+    results = []
+    for result in measure(this_machine()):
+        print(result, file=sys.stderr, flush=True)
+        results.append(result)
+    return as_markdown(results)
 
 
 def price() -> str:
-    """Return launches of TritonExperts, and its GEMM 1's tile, registers and shared memory."""
+    """Return the Markdown table of TritonExperts' launches with and without batch invariance."""
     packages = importable({"triton", *packages_of(load_catalog())})
     machine = Machine("cuda", (9, 0), packages, name="NVIDIA H200")
     layer = Problem(tokens=1, hidden=1024, intermediate=512, experts=8, top_k=2)
     rows: list[tuple[object, ...]] = [COLUMNS, ("---",) * len(COLUMNS)]
     for quant in SCHEMES:
         for tokens in TOKENS:
-            for asked in (False, True):
-                problem = replace(layer, tokens=tokens, quant=quant, batch_invariant=asked)
+            for invariant in (False, True):
+                problem = replace(layer, tokens=tokens, quant=quant, batch_invariant=invariant)
                 with on_device(Device.of(machine)):
                     kernel = make_kernel(*PAIR, problem, machine=machine)
                     records = compile_call(kernel, "sm_90")
-                found = (f"`{quant}`", tokens, "yes" if asked else "no", *_costs(records))
-                print(found, file=sys.stderr, flush=True)
-                rows.append(found)
+                cells = (f"`{quant}`", tokens, "yes" if invariant else "no", *_costs(records))
+                print(cells, file=sys.stderr, flush=True)
+                rows.append(cells)
     return "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows)
 
 
 def _costs(records: list[CompileRecord]) -> tuple[object, ...]:
-    """Return launches; then of GEMM 1 its kernel, rows of a tile, registers and shared bytes."""
+    """Return the number of launches, and of GEMM 1 kernel, BLOCK_M, registers and shared bytes."""
     first = next(r for r in records if "gemm" in r.kernel or "_up_" in r.kernel)
     block_m = first.config.get("BLOCK_M", "")
     return len(records), f"`{first.kernel}`", block_m, first.registers, first.shared

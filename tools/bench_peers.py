@@ -1,11 +1,10 @@
-"""Public layers beside ours: `mk bench --model baseline --peer tools/bench_peers.py`.
+"""Layers of public libraries as peers: `mk bench --model baseline --peer tools/bench_peers.py`.
 
-Those whose packages can be imported here are offered, the others are named on stderr: vLLM's fused
-experts on its Triton kernels (bf16; fp8 by channel; fp8 by block; int4 by group), its DeepGEMM and
-CUTLASS experts, its Marlin kernels (int4 by group; mxfp4), and triton_kernels with SwiGLU in the
-first product (bf16; mxfp4 with weights in the order that vLLM puts them in once; v3.5.1's
-interface, as vLLM ships it).
-What a layer does to its weights (quantize, transpose, interleave) is its own untimed set-up.
+Layers: vLLM's fused experts on its Triton kernels (bf16; fp8 by channel; fp8 by block; int4 by
+group), its DeepGEMM and CUTLASS experts, its Marlin kernels (int4 by group; mxfp4), and
+triton_kernels with SwiGLU fused into the first GEMM (bf16; mxfp4 in vLLM's swizzled layout; v3.5.1
+interface, as shipped by vLLM). Layers whose packages are not installed are listed on stderr.
+Preprocessing of weights (quantization, transposition, interleaving) happens in the untimed setup.
 """
 
 import sys
@@ -23,17 +22,20 @@ from modular_kernel.measure.cases import quantized
 _MOE = "vllm.model_executor.layers.fused_moe"
 _QUANT = "vllm.model_executor.layers.quantization.utils"
 _BLOCK = 128
-_LEAST_DEEPGEMM_TOKENS = 128  # vLLM's own rule
+_LEAST_DEEPGEMM_TOKENS = 128  # the limit that vLLM itself applies
 
 
 def _plain(problem):
-    """Whether this is the layer that all of these compute."""
-    alike = problem.act.kind == "silu" and not problem.bias and not problem.expert_map
-    return alike and problem.dtype is torch.bfloat16 and problem.routed_scaling_factor == 1.0
+    """Return whether the problem is a plain SwiGLU layer in bf16, which all peers support."""
+    plain = problem.act.kind == "silu" and not problem.bias and not problem.expert_map
+    return plain and problem.dtype is torch.bfloat16 and problem.routed_scaling_factor == 1.0
 
 
 class LayerPeer(Layer):
-    """needs: modules without which the layer is left out. blocks: H and I are whole blocks."""
+    """Base class of peers.
+
+    needs: modules that must be installed. blocks: H and I must be multiples of 128.
+    """
 
     needs = ("vllm",)
     blocks = False
@@ -46,29 +48,30 @@ class LayerPeer(Layer):
         return None
 
     def stored(self, problem, weights):
-        """Return the weights as the layer's scheme has them; channel scales are (e, rows, 1)
-        there.
-        """
-        made = quantized(weights, replace(problem, quant=self.quant))
+        """Return w1, w2 and their scales in the layer's scheme; channel scales are (e, rows, 1)."""
+        stored = quantized(weights, replace(problem, quant=self.quant))
         if self.quant == "fp8_w8a8_channel":
-            return made.w1, made.w2, made.w1_scale[..., None], made.w2_scale[..., None]
-        return made.w1, made.w2, made.w1_scale, made.w2_scale
+            return stored.w1, stored.w2, stored.w1_scale[..., None], stored.w2_scale[..., None]
+        return stored.w1, stored.w2, stored.w1_scale, stored.w2_scale
 
     def quant_config(self, w1_scale, w2_scale):
         if self.quant == "int4_w4a16_group":
             make = import_module(f"{_MOE}.config").int4_w4a16_moe_quant_config
-            scales = w1_scale.bfloat16(), w2_scale.bfloat16()  # it multiplies in x's dtype
+            scales = w1_scale.bfloat16(), w2_scale.bfloat16()  # the kernel multiplies in x's dtype
             return make(*scales, None, None, block_shape=[0, _BLOCK])
         make = import_module(f"{_MOE}.config").fp8_w8a8_moe_quant_config
         if self.quant == "fp8_w8a8_block":
-            how = {"block_shape": [_BLOCK, _BLOCK]}
+            granularity = {"block_shape": [_BLOCK, _BLOCK]}
         else:
-            how = {"per_act_token_quant": True, "per_out_ch_quant": True}
-        return make(w1_scale=w1_scale, w2_scale=w2_scale, **how)
+            granularity = {"per_act_token_quant": True, "per_out_ch_quant": True}
+        return make(w1_scale=w1_scale, w2_scale=w2_scale, **granularity)
 
 
 class VllmTriton(LayerPeer):
-    """moe_align_block_size, fused_moe_kernel, silu_and_mul, fused_moe_kernel, moe_sum."""
+    """vLLM's Triton kernels.
+
+    Steps: moe_align_block_size, fused_moe_kernel, silu_and_mul, fused_moe_kernel, moe_sum.
+    """
 
     def __init__(self, quant):
         self.name, self.quant = "vllm_triton", quant
@@ -87,7 +90,7 @@ class VllmTriton(LayerPeer):
 
 
 class VllmExperts(LayerPeer):
-    """One of vLLM's modular experts behind its own quantization of x, writing the output itself."""
+    """One of vLLM's modular experts, after its own quantization of x, writing the final output."""
 
     def __init__(self, name, quant, module, cls):
         self.name, self.quant, self.where = name, quant, (module, cls)
@@ -105,8 +108,8 @@ class VllmExperts(LayerPeer):
         self.problem = problem
         self.w1, self.w2, *scales = self.stored(problem, weights)
         self.config = self.quant_config(*scales)
-        made = getattr(import_module(f"{_MOE}.experts.{module}"), cls)
-        self.experts = made(self._moe_config(problem), self.config)
+        experts_cls = getattr(import_module(f"{_MOE}.experts.{module}"), cls)
+        self.experts = experts_cls(self._moe_config(problem), self.config)
 
     def _moe_config(self, problem):
         config = import_module(f"{_MOE}.config")
@@ -148,7 +151,11 @@ class VllmExperts(LayerPeer):
 
 
 class VllmMarlin(LayerPeer):
-    """moe_align_block_size, moe_wna16_marlin_gemm, silu_and_mul, the product again, moe_sum."""
+    """vLLM's Marlin kernels.
+
+    Steps: moe_align_block_size, moe_wna16_marlin_gemm, silu_and_mul, moe_wna16_marlin_gemm,
+    moe_sum.
+    """
 
     def __init__(self, name, quant):
         self.name, self.quant, self.blocks = name, quant, quant == "int4_w4a16_group"
@@ -168,14 +175,14 @@ class VllmMarlin(LayerPeer):
             (rows, columns), group = packed.shape[1:], packed.shape[2] * 2 // scale.shape[2]
             scale = scale if self.blocks else scale.view(torch.float8_e8m0fnu)
             scale_eGN = scale.to(dtype).mT.contiguous()
-            made = utils.marlin_moe_permute_scales(scale_eGN, columns * 2, rows, group)
+            permuted = utils.marlin_moe_permute_scales(scale_eGN, columns * 2, rows, group)
             if not self.blocks:
                 as_e8m0 = import_module(f"{_QUANT}.marlin_utils_fp4").mxfp4_marlin_process_scales
-                made = torch.stack([as_e8m0(one) for one in made])
-            self.scales.append(made)
+                permuted = torch.stack([as_e8m0(one) for one in permuted])
+            self.scales.append(permuted)
 
     def repacked(self, w_eNK):
-        """Words of eight codes along K, (e, K / 8, N), in the order of the kernel's tiles."""
+        """Repack 4-bit codes into Marlin's tile layout, from int32 words of eight along K."""
         experts, rows, half = w_eNK.shape
         words = w_eNK.view(torch.int32).mT
         perm = torch.empty(experts, 0, dtype=torch.int32, device=w_eNK.device)
@@ -198,14 +205,14 @@ class VllmMarlin(LayerPeer):
 
 @triton.jit(repr=lambda _: "_silu_and_multiply")
 def _silu_and_multiply(value):
-    """Columns alternate between gate and up."""
+    """Apply SwiGLU to columns that alternate between gate and up."""
     pairs = tl.reshape(value, (value.shape[0], value.shape[1] // 2, 2))
     gate, up = tl.split(pairs)
     return gate / (1 + tl.exp(-gate)) * up
 
 
 class TritonKernels(LayerPeer):
-    """Routing tables, a gathering product with SwiGLU behind it, a scattering product."""
+    """triton_kernels: routing tables, gather GEMM with SwiGLU epilogue, scatter GEMM."""
 
     name = "triton_kernels"
 
@@ -222,11 +229,11 @@ class TritonKernels(LayerPeer):
             self.w2 = weights.w2.mT.contiguous()
             self.configs = mm.PrecisionConfig(), mm.PrecisionConfig()
             return
-        made = quantized(weights, replace(problem, quant=self.quant))
+        stored = quantized(weights, replace(problem, quant=self.quant))
         swizzle = import_module(f"{_QUANT}.mxfp4_utils")
-        scales = made.w1_scale.view(torch.uint8), made.w2_scale.view(torch.uint8)
-        one = swizzle._swizzle_mxfp4(in_turns(made.w1), in_turns(scales[0]))
-        two = swizzle._swizzle_mxfp4(made.w2, scales[1])
+        scales = stored.w1_scale.view(torch.uint8), stored.w2_scale.view(torch.uint8)
+        one = swizzle._swizzle_mxfp4(in_turns(stored.w1), in_turns(scales[0]))
+        two = swizzle._swizzle_mxfp4(stored.w2, scales[1])
         self.w1, self.w2 = one[0], two[0]
         self.configs = [
             mm.PrecisionConfig(weight_scale=scale, flex_ctx=mm.FlexCtx(rhs_data=flex))
@@ -248,15 +255,15 @@ class TritonKernels(LayerPeer):
 
 
 def in_turns(rows_eNK):
-    """Gate and up rows alternately, of (e, 2I, K) with gate rows first."""
+    """Interleave the gate and up rows of (e, 2I, K), which has gate rows first."""
     return rows_eNK.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2).contiguous()
 
 
 class Padded(Layer):
-    """A layer that takes whole blocks alone, with zeros behind sizes that are none.
+    """A layer that requires whole blocks, with sizes padded by zeros.
 
-    hidden, intermediate: the blocks, in elements. Weights are padded in `setup`; x is padded in
-    every call, and the output is a view of the columns that were asked for.
+    hidden, intermediate: block sizes in elements. Weights are padded in `setup`, and x in every
+    call; the output is a view of the unpadded columns.
     """
 
     def __init__(self, layer, hidden, intermediate):
@@ -265,7 +272,7 @@ class Padded(Layer):
         self.tuned = getattr(layer, "tuned", False)
 
     def whole(self, problem):
-        """Return the problem whose sizes are whole blocks."""
+        """Return the problem with sizes rounded up to whole blocks."""
         sizes = problem.hidden, problem.intermediate
         hidden, inner = (-(-n // b) * b for n, b in zip(sizes, self.blocks, strict=True))
         return replace(problem, hidden=hidden, intermediate=inner)
@@ -274,13 +281,13 @@ class Padded(Layer):
         return self.layer.refusal(self.whole(problem))
 
     def setup(self, problem, weights):
-        whole = self.whole(problem)
-        self.columns, self.lacking = problem.hidden, whole.hidden - problem.hidden
-        rows = whole.intermediate - problem.intermediate
+        padded = self.whole(problem)
+        self.columns, self.lacking = problem.hidden, padded.hidden - problem.hidden
+        rows = padded.intermediate - problem.intermediate
         gate_up = weights.w1.unflatten(1, (2, -1))
         w1 = torch.nn.functional.pad(gate_up, (0, self.lacking, 0, rows)).flatten(1, 2)
         w2 = torch.nn.functional.pad(weights.w2, (0, rows, 0, self.lacking))
-        self.layer.setup(whole, replace(weights, w1=w1, w2=w2))
+        self.layer.setup(padded, replace(weights, w1=w1, w2=w2))
 
     def call(self, x_TH, routing):
         if self.lacking:
@@ -289,8 +296,8 @@ class Padded(Layer):
 
 
 def layers():
-    """Those that can be imported here."""
-    made = [
+    """Return the layers whose packages are installed."""
+    peers = [
         *map(VllmTriton, ("none", "fp8_w8a8_channel", "fp8_w8a8_block", "int4_w4a16_group")),
         VllmExperts("vllm_deepgemm", "fp8_w8a8_block", "deep_gemm_moe", "DeepGemmExperts"),
         VllmExperts("vllm_cutlass", "fp8_w8a8_channel", "cutlass_moe", "CutlassExpertsFp8"),
@@ -299,11 +306,11 @@ def layers():
         TritonKernels(),
         TritonKernels("mxfp4_w4a16"),
     ]
-    return offered(made)
+    return offered(peers)
 
 
 def offered(made):
-    """Those of `made` whose packages are here; the others are named on stderr."""
+    """Return the layers whose packages are installed; list the others on stderr."""
     absent = {name for peer in made for name in peer.needs if find_spec(name) is None}
     for peer in made if absent else ():
         lacking = ", ".join(absent.intersection(peer.needs))

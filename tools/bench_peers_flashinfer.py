@@ -1,9 +1,9 @@
-"""FlashInfer's CUTLASS layers beside ours: `mk bench --model baseline --peer THIS FILE`.
+"""FlashInfer's CUTLASS layers as peers: `mk bench --model baseline --peer THIS FILE`.
 
-bf16, fp8 by block, and mxfp4 with weights in the order of its products on Hopper. bf16 and mxfp4
-are tuned by FlashInfer's own tuner for the tokens of the cell, untimed; the products by block have
-no tactics. mxfp4 is padded to blocks of 128, as vLLM pads for it. The module `fused_moe_90` of
-FlashInfer is compiled at the first use where it was not built before.
+bf16, block-scaled fp8, and mxfp4 with weights in the layout of its Hopper GEMMs. bf16 and mxfp4 are
+tuned by FlashInfer's autotuner for the tokens of the cell, untimed; the block-scaled GEMMs have no
+tactics. mxfp4 is padded to multiples of 128, as in vLLM. FlashInfer's module `fused_moe_90` is
+compiled at the first use if it has not been built.
 """
 
 import sys
@@ -18,23 +18,23 @@ from bench_peers import LayerPeer, Padded, offered
 
 _CORE = "flashinfer.fused_moe"
 _BLOCK = 128
-_LARGE = 4096  # tokens from which on a tactic takes milliseconds, and the tuner minutes
+_LARGE = 4096  # from this many tokens a tactic takes milliseconds, and the tuner minutes
 
 
 def up_first(rows_eNK):
-    """Up rows before gate rows, of (e, 2I, ...) with gate rows first."""
+    """Swap the halves of (e, 2I, ...) from gate rows first to up rows first."""
     gate, up = rows_eNK.view(torch.uint8).chunk(2, dim=1)
     return torch.cat([up, gate], dim=1).view(rows_eNK.dtype)
 
 
 class FlashInfer(LayerPeer):
-    """Sort, product with SwiGLU behind it, product with the weighted sum in its stores."""
+    """Sort, GEMM with SwiGLU epilogue, GEMM with the weighted sum in its epilogue."""
 
     name, needs = "flashinfer", ("flashinfer",)
     tuned = True
 
     def options(self):
-        """Return what its call takes beside tensors."""
+        """Return the keyword arguments of the call other than tensors."""
         return {}
 
     def setup(self, problem, weights):
@@ -45,15 +45,15 @@ class FlashInfer(LayerPeer):
             self.tune(problem)
 
     def tune(self, problem):
-        """Time its tactics for this number of tokens, on random x and routing."""
+        """Run FlashInfer's autotuner for this number of tokens, on random x and routing."""
         tuner = import_module("flashinfer.autotuner")
-        if problem.tokens >= _LARGE:  # its own 3 and 10 calls of a tactic are meant for short ones
+        if problem.tokens >= _LARGE:  # the defaults of 3 and 10 calls are for short kernels
             tuner.AutoTuner.get().warmup, tuner.AutoTuner.get().repeat = 1, 3
-        made = torch.Generator(self.w1.device).manual_seed(0)
-        device = {"device": self.w1.device, "generator": made}
+        generator = torch.Generator(self.w1.device).manual_seed(0)
+        device = {"device": self.w1.device, "generator": generator}
         x = torch.randn(problem.tokens, problem.hidden, dtype=problem.dtype, **device)
-        chance = torch.rand(problem.tokens, problem.experts, **device)
-        ids = chance.topk(problem.top_k).indices.int()
+        scores = torch.rand(problem.tokens, problem.experts, **device)
+        ids = scores.topk(problem.top_k).indices.int()
         with tuner.autotune(True, tuning_buckets=(problem.tokens,)):
             self.made(x, ids, torch.ones_like(ids, dtype=torch.float32) / problem.top_k)
         torch.cuda.synchronize()
@@ -99,13 +99,13 @@ class Mxfp4(FlashInfer):
     def load(self, problem, weights):
         stored = self.stored(problem, weights)
         prepare = import_module(f"{_CORE}.prepare")
-        words = prepare.interleave_moe_weights_for_sm90_mixed_gemm
-        folded = prepare.interleave_moe_scales_for_sm90_mixed_gemm
+        interleave_weights = prepare.interleave_moe_weights_for_sm90_mixed_gemm
+        interleave_scales = prepare.interleave_moe_scales_for_sm90_mixed_gemm
         w1, w2, one, two = (tensor.view(torch.uint8) for tensor in stored)
-        self.w1, self.w2 = words(up_first(w1), "fp4"), words(w2, "fp4")
-        self.scales = [folded(scale).view(torch.int32) for scale in (up_first(one), two)]
+        self.w1, self.w2 = interleave_weights(up_first(w1), "fp4"), interleave_weights(w2, "fp4")
+        self.scales = [interleave_scales(scale).view(torch.int32) for scale in (up_first(one), two)]
 
 
 def layers():
-    """Those that can be imported here."""
+    """Return the layers whose packages are installed."""
     return offered([Bf16(), Fp8Block(), Padded(Mxfp4(), _BLOCK, _BLOCK)])

@@ -1,10 +1,10 @@
-"""Builds the record that `compose` ships from records of tools/check_choice.py.
+"""Build the timing record that ships with `compose` from records of tools/check_choice.py.
 
     python tools/build_prior.py
 
-writes modular_kernel/select/prior.json; modular_kernel/select/prior.py describes it. Of cells of
-the same layer, scheme and number of tokens the newer record's ratios count. --check writes nothing
-and exits with 1 if the file is not what the records give.
+Writes modular_kernel/select/prior.json; modular_kernel/select/prior.py describes the format. For
+the same layer, scheme and number of tokens, ratios of newer records replace older ones. --check
+writes nothing and exits with 1 if the file is out of date.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def build() -> str:
-    """Return the text of prior.json."""
+    """Return the contents of prior.json."""
     cells: dict[tuple, dict[str, float]] = {}
     for name in RECORDS:
         record = json.loads((ROOT / "docs" / "benchmarks" / f"{name}.json").read_text())
@@ -63,7 +63,7 @@ def _place(cell) -> tuple[str, float, int, str]:
 
 
 def _ratios(cell) -> dict[str, float]:
-    """Divide times by that of the pairing that would run untuned."""
+    """Return the times of a cell relative to that of the default pairing."""
     times = {pair: us for pair, us, *_ in cell["outcomes"] if us}
     default = next(times[pair] for pair in DEFAULTS if pair in times)
     return {pair: round(us / default, 3) for pair, us in times.items()}

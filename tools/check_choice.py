@@ -1,18 +1,18 @@
-"""How good the choices of `compose` are, beside the untuned default and the best valid pairing.
+"""Compare the choices of `compose` with the default pairing and with the fastest valid pairing.
 
     python tools/check_choice.py --random-layers 4 --seed 1 --quant none,fp8_w8a8_block \
         --budgets 0,5,30 --json out/choice.json
 
-For each layer, scheme and budget, the smallest budget first, compose() chooses with an empty cache.
-At each number of tokens the plan of the composed layer then runs by turns with the plan of the
-default pairing, both for the most tokens. Every valid pairing is timed by turns with the default
-once for each number of tokens, whatever the budgets; one that takes more than 1.5 x the
-default's time at first is timed no further. Kernels that one budget has compiled are there for the
-next one.
+For each layer, scheme and budget, smallest budget first, compose() chooses with an empty cache. At
+each number of tokens the plan of the composed layer is then timed interleaved with the plan of the
+default pairing; both plans are for the maximum number of tokens. In addition, every valid pairing
+is timed interleaved with the default, once per number of tokens; a pairing that at first takes more
+than 1.5 x the default's time is not timed further. Kernels compiled under one budget are reused
+under the next.
 
-Layers are those of --model, of --layer E,K,H,I, and --random-layers of sizes drawn by --seed. Exits
-with 1 where a composed layer takes more than --limit times the default's time, beyond the noise, or
-choosing takes more than a second beyond its budget.
+Layers are those of --model, of --layer E,K,H,I, and --random-layers layers with random sizes. Exits
+with 1 if a composed layer takes more than --limit times the default's time beyond the noise, or if
+choosing exceeds its budget by more than a second.
 """
 
 import argparse
@@ -43,17 +43,17 @@ from modular_kernel.select.record import named
 from modular_kernel.select.timing import Stopwatch
 from modular_kernel.spec.problem import Problem
 
-HOPELESS = 1.5  # times the default's time: no candidate for the best
+HOPELESS = 1.5  # ratio to the default's time from which a pairing is not timed further
 OVERRUN_S = 1.0
 ROUNDS, TARGET_S = (9, 41), 0.06
 EXPERTS = (8, 16, 24, 32, 40, 48, 60, 64, 72, 96, 128, 160, 192, 256)
-LEAST_BYTES, MOST_BYTES = 3e8, 16e9  # of weights in bfloat16
+LEAST_BYTES, MOST_BYTES = 3e8, 16e9  # bounds of the bytes of weights in bfloat16
 
 
 def main() -> int:
     args = _arguments()
     report = {"seed": args.seed, "tokens": args.tokens, "cells": [], "calls": []}
-    compose(Problem(1, 256, 256, 8, 2), terms=Terms(budget=0))  # imports every part
+    compose(Problem(1, 256, 256, 8, 2), terms=Terms(budget=0))  # warm up: import every part
     for name, sizes in _layers(args).items():
         for quant in schemes(args.quant):
             if time.monotonic() < args.end:
@@ -81,16 +81,16 @@ def _arguments() -> argparse.Namespace:
     args = parser.parse_args()
     args.end = time.monotonic() + args.deadline
     args.tokens = token_numbers(args.tokens_list)
-    words = args.budgets.split(",")
-    args.seconds = sorted({BUDGET_S if word == "default" else float(word) for word in words})
+    budgets = args.budgets.split(",")
+    args.seconds = sorted({BUDGET_S if word == "default" else float(word) for word in budgets})
     return args
 
 
 def _layers(args) -> dict[str, dict[str, int]]:
-    chosen = args.model.split(",") if args.model else []
-    if not chosen and not args.layer and not args.random_layers:
-        chosen = list(BASELINE_SHAPES)
-    layers = {name: dict(SHAPES[name]) for name in chosen}
+    names = args.model.split(",") if args.model else []
+    if not names and not args.layer and not args.random_layers:
+        names = list(BASELINE_SHAPES)
+    layers = {name: dict(SHAPES[name]) for name in names}
     layers |= dict(_named(*map(int, sizes.split(","))) for sizes in args.layer)
     return layers | random_layers(args.random_layers, args.seed)
 
@@ -101,21 +101,21 @@ def _named(experts: int, top_k: int, hidden: int, intermediate: int):
 
 
 def random_layers(count: int, seed: int) -> dict[str, dict[str, int]]:
-    """Draw sizes as published layers have them, none of which is one of theirs."""
-    rng, found = random.Random(seed), {}
-    while len(found) < count:
+    """Draw random sizes in the range of published layers, excluding the shapes in SHAPES."""
+    rng, layers = random.Random(seed), {}
+    while len(layers) < count:
         experts = rng.choice(EXPERTS)
         top_k = rng.choice([k for k in (1, 2, 4, 6, 8, 10) if 4 * k <= experts])
         hidden, intermediate = 256 * rng.randint(4, 32), 128 * rng.randint(2, 112)
         name, sizes = _named(experts, top_k, hidden, intermediate)
-        held = 2 * 3 * experts * hidden * intermediate
-        if LEAST_BYTES <= held <= MOST_BYTES and sizes not in SHAPES.values():
-            found[name] = sizes
-    return found
+        nbytes = 2 * 3 * experts * hidden * intermediate
+        if LEAST_BYTES <= nbytes <= MOST_BYTES and sizes not in SHAPES.values():
+            layers[name] = sizes
+    return layers
 
 
 def _layer(name: str, problem: Problem, args, report) -> None:
-    """Compose one layer under every budget, and time what came of it."""
+    """Compose one layer under every budget, time the results, and add them to the report."""
     composed = []
     for seconds in args.seconds:
         if time.monotonic() + seconds < args.end:
@@ -132,7 +132,7 @@ def _layer(name: str, problem: Problem, args, report) -> None:
 
 
 def _composed(problem: Problem, tokens, seconds: float):
-    """Choose with an empty cache, then again from it, which must time nothing."""
+    """Choose with an empty cache, then from the filled cache, which must not time anything."""
     with tempfile.TemporaryDirectory() as folder:
         terms = Terms(tokens=tokens, budget=seconds, folder=Path(folder))
         start = time.perf_counter()
@@ -154,7 +154,7 @@ def _composed(problem: Problem, tokens, seconds: float):
 
 
 def _cells(name: str, problem: Problem, composed, args) -> list[dict]:
-    """Return a row for each budget and number of tokens."""
+    """Time the composed layers; return a row for each budget and number of tokens."""
     if not composed:
         return []
     choice = composed[-1][1].choice
@@ -166,23 +166,23 @@ def _cells(name: str, problem: Problem, composed, args) -> list[dict]:
     for tokens in args.tokens:
         if time.monotonic() > args.end:
             break
-        given = situation(
+        inputs = situation(
             problem.with_tokens(tokens), weights, RoutingKind("uniform"), replicated=False
         )
         budget = Budget(max(args.end - time.monotonic(), 0), Alone(), first_step=0)
         order, graph = choice.options.ordered(tokens), choice.candidates.graph
-        watch = Stopwatch(given, order, graph, choice.machine, Alone(), budget, HOPELESS)
+        watch = Stopwatch(inputs, order, graph, choice.machine, Alone(), budget, HOPELESS)
         bucket = watch.bucket(order[1:])
         ratios = {o.pair: o.ratio for o in bucket.outcomes if o.ratio is not None and not o.rough}
-        if not ratios:  # nothing works, or no time is left
+        if not ratios:  # no pairing could be timed, or time is up
             continue
         best = min(ratios, key=ratios.__getitem__)
-        known: dict = {}
+        measured: dict = {}
         for (seconds, kernel), plan in zip(composed, plans, strict=True):
             pair = kernel.choice.picks[tokens]
-            if pair not in known:  # at these tokens the same kernel runs, whatever the budget was
-                known[pair] = _beside(plan, default_plan, given, device)
-            us, ratio, noise = known[pair]
+            if pair not in measured:  # budgets with the same choice run the same kernel
+                measured[pair] = _beside(plan, default_plan, inputs, device)
+            us, ratio, noise = measured[pair]
             rows.append(
                 {
                     "layer": name,
@@ -207,9 +207,9 @@ def _cells(name: str, problem: Problem, composed, args) -> list[dict]:
 
 
 def _beside(plan, default, given, device) -> tuple[float, float, float]:
-    """Microseconds of a planned call, its ratio to the default's by turns, and the noise of it."""
+    """Time a plan interleaved with the default's: microseconds, ratio to default, noise of it."""
     clock, wipe = clock_of(device), wiper_of(device) if given.flush else None
-    both = [_runs(each, given, device) for each in (plan, default)]
+    both = [_runs(planned, given, device) for planned in (plan, default)]
 
     def once(runs) -> float:
         return sum(samples_ms(runs, clock, wipe)) / len(given.timed)
@@ -218,9 +218,9 @@ def _beside(plan, default, given, device) -> tuple[float, float, float]:
     rounds = min(max(int(TARGET_S / max(longest, 1e-9)), ROUNDS[0]), ROUNDS[1])
     times: tuple[list[float], list[float]] = [], []
     for number in range(rounds):
-        for which in (0, 1) if number % 2 else (1, 0):
-            times[which].append(once(both[which]))
-    ratios = [own / other for own, other in zip(*times, strict=True)]
+        for index in (0, 1) if number % 2 else (1, 0):
+            times[index].append(once(both[index]))
+    ratios = [plan_time / default_time for plan_time, default_time in zip(*times, strict=True)]
     quarters = quantiles(ratios, n=4)
     noise = (quarters[2] - quarters[0]) / rounds**0.5
     return median(times[0]) * 1e3, median(ratios), noise
@@ -250,19 +250,19 @@ def _summary(report, limit: float) -> int:
     late = [call for call in calls if call["first_s"] > call["budget"] + OVERRUN_S]
     unlike = [call for call in calls if not call["same_again"]]
     for budget in sorted({row["budget"] for row in cells}):
-        of = [row for row in cells if row["budget"] == budget]
-        to_default, to_best = ([row[key] for row in of] for key in ("x_default", "x_best"))
+        group = [row for row in cells if row["budget"] == budget]
+        to_default, to_best = ([row[key] for row in group] for key in ("x_default", "x_best"))
         spent = max(call["first_s"] for call in calls if call["budget"] == budget)
         print(
-            f"budget {budget:g} s: {len(of)} cells, x default median {median(to_default):.3f}, "
+            f"budget {budget:g} s: {len(group)} cells, x default median {median(to_default):.3f}, "
             f"worst {max(to_default):.3f}; x best median {median(to_best):.3f}, "
             f"worst {max(to_best):.3f}; at most {spent:.1f} s"
         )
     for row in slower:
         print(f"slower than the default: {row['layer']} {row['quant']} at {row['tokens']} tokens")
     for call in late:
-        told = f"{call['first_s']:.1f} s with a budget of {call['budget']:g} s"
-        print(f"overrun: {call['layer']} {call['quant']} took {told}")
+        text = f"{call['first_s']:.1f} s with a budget of {call['budget']:g} s"
+        print(f"overrun: {call['layer']} {call['quant']} took {text}")
     for call in unlike:
         print(f"another choice from the cache: {call['layer']} {call['quant']}")
     return int(bool(slower or late or unlike or not cells))

@@ -1,4 +1,4 @@
-"""Is this pairing valid, and if not, why? `mk check`, straight from a checkout.
+"""Check pairings with `mk check`, from a checkout without installation.
 
 python tools/check_combinations.py --pf-type MoEPrepareAndFinalizeNoEP --experts-type TritonExperts
 """

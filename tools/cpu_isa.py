@@ -1,11 +1,11 @@
 """Run a command under every CPU instruction set that oneDNN can be limited to on this machine.
 
-    python tools/cpu_isa.py                      what this machine has
-    python tools/cpu_isa.py -- COMMAND [ARG ...]  the command once for each, one after the other
+    python tools/cpu_isa.py                      show what this machine supports
+    python tools/cpu_isa.py -- COMMAND [ARG ...]  run the command once for each instruction set
 
-oneDNN, which computes torch's 16-bit products, reads ONEDNN_MAX_CPU_ISA once, so each run is a
-process of its own; torch's own kernels are limited by ATEN_CPU_CAPABILITY with it. Exits with 1 if
-a run fails; the others run nevertheless. A machine of another architecture runs the command once.
+oneDNN, which computes torch's 16-bit GEMMs, reads ONEDNN_MAX_CPU_ISA only once, so each run is a
+separate process. ATEN_CPU_CAPABILITY limits torch's own kernels accordingly. All runs are made even
+if one fails; the exit status is then 1. On an architecture other than x86 the command runs once.
 """
 
 import platform
@@ -21,7 +21,7 @@ import torch
 from modular_kernel.settings import environment_of_child
 
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
-# A value of ONEDNN_MAX_CPU_ISA, the flags in /proc/cpuinfo that it needs, and torch's capability.
+# (value of ONEDNN_MAX_CPU_ISA, required flags in /proc/cpuinfo, value of ATEN_CPU_CAPABILITY).
 ISAS = (
     ("AVX2", ("avx2", "fma"), "avx2"),
     ("AVX2_VNNI_2", ("avx2", "fma", "avx_vnni_int8", "avx_ne_convert"), "avx2"),
@@ -31,12 +31,12 @@ ISAS = (
     ("AVX512_CORE_AMX", (*_AVX512, "amx_tile", "amx_bf16", "amx_int8"), "avx512"),
     ("AVX512_CORE_AMX_FP16", (*_AVX512, "amx_tile", "amx_bf16", "amx_fp16"), "avx512"),
 )
-# oneDNN prints what it uses when it is first called; this calls it on every CPU.
+# oneDNN prints its instruction set at its first call; this calls it on every CPU.
 _CALL = "import torch; torch.ones(2, 2).to_mkldnn()"
 
 
 def cpu_flags(cpuinfo):
-    """Return the flags of the first processor in the text of /proc/cpuinfo; none of an Arm's."""
+    """Return the flags of the first processor in the text of /proc/cpuinfo; empty on Arm."""
     for line in cpuinfo.splitlines():
         name, _, value = line.partition(":")
         if name.strip() == "flags":
@@ -45,13 +45,16 @@ def cpu_flags(cpuinfo):
 
 
 def split_isas(flags):
-    """Return the settings that a CPU of these flags has, and the missing flags of the others."""
+    """Return the supported settings for these CPU flags, and the missing flags of the others."""
     missing = {name: sorted(set(needed) - flags) for name, needed, _ in ISAS}
     return [n for n in missing if not missing[n]], {n: m for n, m in missing.items() if m}
 
 
 def environment(name=None):
-    """Return the environment of a process without the interpreter; name: limits it."""
+    """Return the environment of a child process without Triton's interpreter.
+
+    name: entry of ISAS to limit it to; None means no limit.
+    """
     env = environment_of_child(interpreted=False)
     capability = {isa: of_torch for isa, _, of_torch in ISAS}.get(name)
     if capability is None:
@@ -60,20 +63,20 @@ def environment(name=None):
 
 
 def onednn_isa(env):
-    """Return what oneDNN says that it uses, "unknown" if it says nothing."""
-    shown = subprocess.run(
+    """Return the instruction set that oneDNN reports; "unknown" if it reports none."""
+    output = subprocess.run(
         [sys.executable, "-c", _CALL],
         env={**env, "ONEDNN_VERBOSE": "1"},
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    found = [line.split("isa:")[1] for line in shown.splitlines() if ",cpu,isa:" in line]
-    return found[0] if found else "unknown"
+    reported = [line.split("isa:")[1] for line in output.splitlines() if ",cpu,isa:" in line]
+    return reported[0] if reported else "unknown"
 
 
 def report(present, missing):
-    """Print what this machine has: the CPU, what torch and oneDNN use, and the settings."""
+    """Print the CPU, the instruction sets that torch and oneDNN use, and the settings."""
     capability, env = torch.backends.cpu.get_cpu_capability(), environment()
     print(f"CPU: {platform.machine()}, torch {torch.__version__} uses {capability}")
     print(f"oneDNN uses {onednn_isa(env)}, ONEDNN_MAX_CPU_ISA is {env.get('ONEDNN_MAX_CPU_ISA')}")
@@ -84,7 +87,7 @@ def report(present, missing):
 
 
 def run_all(command, present):
-    """Run the command under each setting; return the names of those under which it failed."""
+    """Run the command under each setting; return the names of the settings that failed."""
     failed = []
     for name in present or ["DEFAULT"]:
         env = environment(name)
@@ -97,7 +100,7 @@ def run_all(command, present):
 
 
 def main(arguments):
-    """Print what this machine has, run a command after `--`, and return the exit status."""
+    """Print the report, run the command after `--` if there is one; return the exit status."""
     if arguments and (arguments[0] != "--" or len(arguments) == 1):
         print(__doc__, file=sys.stderr)
         return 2

@@ -1,8 +1,9 @@
-"""Bare library calls beside our parts: `mk exchange --world-size N --peer tools/exchange_peers.py`.
+"""Bare libraries as peers: `mk exchange --world-size N --peer tools/exchange_peers.py`.
 
-NCCL's all_to_all_single of the same bytes (no permuting, no summing: rows there and back), DeepEP
-V1 high throughput and low latency, DeepEP V2, pplx-kernels. Those whose module is found are
-offered; V1 and V2 are one module of two versions, so each refuses where the other is installed.
+Transports: NCCL's all_to_all_single with the same bytes (rows there and back, without permutation
+or summation), DeepEP V1 high throughput and low latency, DeepEP V2, and pplx-kernels. Libraries
+that are not installed are left out. DeepEP V1 and V2 are versions of the same module, so each
+refuses to run if the other is installed.
 """
 
 from importlib import import_module
@@ -14,21 +15,25 @@ import torch.distributed as dist
 from modular_kernel.bench.all2all.cases import Transport, dequantized
 from modular_kernel.ops.quantize import Quantized, quantize_rows
 
-BLOCK = 128  # columns of one scale
+BLOCK = 128  # columns per scale
 _WHEN = {False: "before", True: "in a launch of its own"}
-FEW = 512  # tokens for which buffers of one row an expert still fit
+FEW = 512  # maximum tokens for buffers with a row per token and expert
 
 
 def quantized(x_TH):
-    """x in float8_e4m3fn, and float32 scales (T, H / 128)."""
+    """Quantize x to float8_e4m3fn with float32 scales (T, H / 128)."""
     groups = x_TH.float().unflatten(1, (-1, BLOCK))
     scale = (groups.abs().amax(2) / 448).clamp(min=2.0**-33)
     return (groups / scale[..., None]).flatten(1).to(torch.float8_e4m3fn), scale
 
 
 class TransportPeer(Transport):
-    """few: serves small capacities only. worlds: numbers of ranks. quantizing: rows are quantized
-    in each dispatch, in a launch of their own, where the library does not."""
+    """Base class of peers.
+
+    few: supports only capacities of at most FEW tokens. worlds: supported world sizes, None for
+    all. quantizing: quantize rows in each dispatch with a separate launch, for libraries that do
+    not quantize.
+    """
 
     few = quantizing = False
     worlds = None
@@ -53,10 +58,10 @@ class TransportPeer(Transport):
         self.setup()
 
     def setup(self):
-        """Buffers and handles of the library."""
+        """Create buffers and handles of the library."""
 
     def load(self, given):
-        self.cell = given.cell  # several cells share what `open` made
+        self.cell = given.cell  # cases of one batch share the state of `open`
         self.x, self.tokens = given.x_TH, len(given.x_TH)
         self.rows = quantized(self.x) if self.fp8 else self.x
         if self.quantizing:
@@ -65,14 +70,14 @@ class TransportPeer(Transport):
         self.weights = given.routing.topk_weights_TK
 
     def rows_given(self):
-        """Return what the library is given."""
+        """Return the rows to pass to the library, quantizing them if `quantizing`."""
         if self.quantizing:
             quantize_rows(self.x, self.cell.scheme, out=self.made)
             return self.made.q_RK, self.made.scale
         return self.rows
 
     def keep(self, made):
-        """Put the experts' output at one address: a captured combine reads there."""
+        """Store the experts' output at a fixed address, which a captured combine reads."""
         old = getattr(self, "y", None)
         if old is not None and old.shape == made.shape:
             old.copy_(made)
@@ -80,14 +85,17 @@ class TransportPeer(Transport):
             self.y = made
 
     def weighted(self, rows, ids_RK, weights_RK):
-        """Rows times the weights of their pairs here."""
+        """Store the rows multiplied by the sum of the router weights of their local pairs."""
         x_RH = dequantized(*rows, BLOCK) if isinstance(rows, tuple) else rows
         share = torch.where(ids_RK >= 0, weights_RK, 0).sum(1, keepdim=True)
         self.keep((x_RH.float() * share).bfloat16())
 
 
 class Nccl(TransportPeer):
-    """Rows there, and as many back: one for each token and rank, or for each token and expert."""
+    """NCCL's all_to_all_single in both directions.
+
+    pairs: send a row per token and expert, instead of one per token and rank.
+    """
 
     capturable = True
 
@@ -104,21 +112,21 @@ class Nccl(TransportPeer):
         self.sent = [len(tokens) for tokens in tokens_WW[rank]]
         self.came = [len(tokens[rank]) for tokens in tokens_WW]
         self.token_N = torch.cat(tokens_WW[rank]).to(device)
-        own = self._bytes(self.rows) if self.fp8 else self._bytes((self.x,))
-        self.given = own[self.token_N].contiguous()
-        shape = sum(self.came), own.shape[1]
+        row_bytes = self._bytes(self.rows) if self.fp8 else self._bytes((self.x,))
+        self.given = row_bytes[self.token_N].contiguous()
+        shape = sum(self.came), row_bytes.shape[1]
         self.arrived = torch.empty(shape, dtype=torch.uint8, device=device)
         self.y = torch.empty(sum(self.came), cell.hidden, dtype=torch.bfloat16, device=device)
         self.back = torch.empty(len(self.token_N), cell.hidden, dtype=self.y.dtype, device=device)
 
     def _tokens(self, source, target):
-        """Tokens of rank `source` that go to rank `target`, in the order of their rows."""
+        """Return the tokens that rank `source` sends to rank `target`, in the order of the rows."""
         ids = self.cell.routing(source).topk_ids_TK.long()
-        here = ids // self.local == target
+        to_target = ids // self.local == target
         if not self.pairs:
-            return here.any(1).nonzero().flatten()
-        token = torch.arange(len(ids))[:, None].expand_as(ids)[here]
-        return token[ids[here].argsort(stable=True)]
+            return to_target.any(1).nonzero().flatten()
+        token = torch.arange(len(ids))[:, None].expand_as(ids)[to_target]
+        return token[ids[to_target].argsort(stable=True)]
 
     def _bytes(self, tensors):
         return torch.cat([t.contiguous().view(torch.uint8) for t in tensors], 1)
@@ -146,7 +154,7 @@ class Nccl(TransportPeer):
 
 
 class DeepEP(TransportPeer):
-    """A transport over one buffer of the library's."""
+    """A transport with a buffer of DeepEP."""
 
     def close(self):
         buffer, self.buffer = getattr(self, "buffer", None), None
@@ -155,10 +163,13 @@ class DeepEP(TransportPeer):
 
 
 class DeepEPOfTokens(DeepEP):
-    """One row for each token and rank, without a wait of the host: room for all that can come."""
+    """A transport with a row per token and rank, without host synchronization.
+
+    Buffers have room for the maximum number of rows.
+    """
 
     capturable = True
-    measured = ""  # what else is
+    measured = ""  # note on further work that is included in the time
 
     def __init__(self, sms, *, quantizing=False):
         self.sms, self.quantizing = sms, quantizing
@@ -166,19 +177,19 @@ class DeepEPOfTokens(DeepEP):
         self.note = f"{self.measured}rows quantized {_WHEN[quantizing]}"
 
     def identity(self):
-        rows, ids, weights, *_ = self.arrived  # behind those that came, whatever was there
+        rows, ids, weights, *_ = self.arrived  # rows after the received ones are undefined
         self.weighted(rows, ids, weights)
 
 
 class DeepEPV1(DeepEP):
-    """needs the module of V1, which has no ElasticBuffer."""
+    """Base class of DeepEP V1, which is recognized by the absence of ElasticBuffer."""
 
     worlds = (2, 4, 8)
 
     def refusal(self, cell):
         if hasattr(import_module("deep_ep"), "ElasticBuffer"):
             return "this deep_ep is V2"
-        if self.local_of(cell) > BLOCK:  # threads of its counting kernel
+        if self.local_of(cell) > BLOCK:  # number of threads of its counting kernel
             return f"{BLOCK} experts a rank at most"
         return super().refusal(cell)
 
@@ -187,7 +198,7 @@ class DeepEPV1(DeepEP):
 
 
 class DeepEPHighThroughput(DeepEPOfTokens, DeepEPV1):
-    """The first library's buffer."""
+    """DeepEP V1's high-throughput kernels."""
 
     name = "DeepEP V1 high throughput"
     measured = "its layout kernel included; "
@@ -197,9 +208,9 @@ class DeepEPHighThroughput(DeepEPOfTokens, DeepEPV1):
         Buffer.set_num_sms(self.sms)
         world, nbytes = self.cell.world_size, 2 * self.cell.hidden
         configs = Buffer.get_dispatch_config(world), Buffer.get_combine_config(world)
-        most = max(config.get_nvl_buffer_size_hint(nbytes, world) for config in configs)
-        most = -(-most // BLOCK) * BLOCK
-        self.buffer = Buffer(self.place.group, most, 0, explicitly_destroy=True)
+        buffer_bytes = max(config.get_nvl_buffer_size_hint(nbytes, world) for config in configs)
+        buffer_bytes = -(-buffer_bytes // BLOCK) * BLOCK
+        self.buffer = Buffer(self.place.group, buffer_bytes, 0, explicitly_destroy=True)
 
     def dispatch(self):
         layout = self.buffer.get_dispatch_layout(self.ids, self.cell.experts)
@@ -219,7 +230,10 @@ class DeepEPHighThroughput(DeepEPOfTokens, DeepEPV1):
 
 
 class DeepEPLowLatency(DeepEPV1):
-    """One row for each token and expert; quantizes by itself; weights in the combine."""
+    """DeepEP V1's low-latency kernels: a row per token and expert, weights applied in combine.
+
+    The library quantizes rows itself.
+    """
 
     name = "DeepEP V1 low latency"
     capturable = alone = few = True
@@ -254,7 +268,7 @@ class DeepEPLowLatency(DeepEPV1):
 
 
 class DeepEPV2(DeepEPOfTokens):
-    """ElasticBuffer."""
+    """DeepEP V2's ElasticBuffer."""
 
     name = "DeepEP V2"
 
@@ -295,7 +309,7 @@ class DeepEPV2(DeepEPOfTokens):
 
 
 class Pplx(TransportPeer):
-    """pplx-kernels within a host: one row for each token and expert; weights in the combine."""
+    """pplx-kernels within a host: a row per token and expert, weights applied in combine."""
 
     name = "pplx-kernels"
     capturable = alone = few = True
@@ -303,10 +317,10 @@ class Pplx(TransportPeer):
 
     def setup(self):
         cell, place = self.cell, self.place
-        # Its handles are exchanged over the CPU.
+        # The library exchanges handles on the CPU.
         backend = "cpu:gloo,cuda:nccl" if place.device.type == "cuda" else "gloo"
         self.group = dist.new_group(list(range(cell.world_size)), backend=backend)
-        # Scales travel in pieces of 16 bytes, with whatever fills up the last one.
+        # Scales are transferred in units of 16 bytes, so their columns are padded.
         self.columns = -(-(cell.hidden // BLOCK) // 4) * 4 if self.fp8 else 0
         self.all2all = import_module("pplx_kernels.all_to_all").AllToAll.intranode(
             max_num_tokens=cell.capacity,
@@ -368,15 +382,15 @@ class Pplx(TransportPeer):
 
 
 def transports():
-    """Those whose modules are found here."""
-    found = [Nccl(pairs=False), Nccl(pairs=True)]
+    """Return the transports whose modules are installed."""
+    peers = [Nccl(pairs=False), Nccl(pairs=True)]
     if find_spec("deep_ep") is not None:
-        found += [
+        peers += [
             DeepEPHighThroughput(20),
             DeepEPHighThroughput(20, quantizing=True),
             DeepEPHighThroughput(96),
         ]
-        found += [DeepEPLowLatency(), DeepEPV2(22), DeepEPV2(22, quantizing=True), DeepEPV2(64)]
+        peers += [DeepEPLowLatency(), DeepEPV2(22), DeepEPV2(22, quantizing=True), DeepEPV2(64)]
     if find_spec("pplx_kernels") is not None:
-        found += [Pplx()]
-    return found
+        peers += [Pplx()]
+    return peers

@@ -1,7 +1,8 @@
-"""Faults over ranks, as a table: `python tools/fault_matrix.py --world-size 2 --backend nccl`.
+"""Fault injection over ranks: `python tools/fault_matrix.py --world-size 2 --backend nccl`.
 
-Rank 1 is killed, stopped, late, raises, passes too much or means another layer; every other rank
-must raise CommunicationError in time and name it. Exits with 1 if something is found.
+Rank 1 is killed, stopped or delayed, raises, passes too many tokens, or uses another layer. Every
+other rank must raise CommunicationError in time and name rank 1. Prints a table of the results and
+exits with 1 if there is a finding.
 """
 
 import argparse
@@ -30,8 +31,8 @@ if __name__ == "__main__":
     wanted = [each for each in wanted if not args.kinds or each.kind in args.kinds.split(",")]
 
     def tell(result):
-        found = "; ".join(result.findings()) or "as it must be"
-        print(f"{result.seconds:5.1f} s  {result.scenario.part}: {result.scenario}: {found}",
+        findings = "; ".join(result.findings()) or "as it must be"
+        print(f"{result.seconds:5.1f} s  {result.scenario.part}: {result.scenario}: {findings}",
               file=sys.stderr, flush=True)  # fmt: skip
 
     results = faults.run_matrix(

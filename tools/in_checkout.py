@@ -1,4 +1,7 @@
-"""`mk` straight from a checkout, for scripts that stand for one verb each; importing finds it."""
+"""`mk` from a checkout without installation, for scripts that run one verb.
+
+Importing this module puts the checkout on sys.path.
+"""
 
 import subprocess
 import sys
@@ -7,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-if not entry_points(group="modular_kernel.parts"):  # not installed: write metadata beside the code
+if not entry_points(group="modular_kernel.parts"):  # not installed: generate the egg-info metadata
     subprocess.run([sys.executable, "setup.py", "-q", "egg_info"], cwd=ROOT, check=True)
 
 from modular_kernel.cli.main import run

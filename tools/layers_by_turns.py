@@ -1,13 +1,14 @@
-"""Whole layers by turns, ours and the public ones: `python tools/layers_by_turns.py fp8_block`.
+"""Interleaved timing of whole layers, ours and public: `python tools/layers_by_turns.py fp8_block`.
 
-A chip changes its clocks with what it has just done, so layers that are timed one after the other
-are not timed on one chip. Here all layers of a cell are set up first; each has a CUDA graph of
-calls over several inputs; rounds replay every graph once, in random order. The figure is the median
-round. `--sustained` replays each alone for half a second afterwards and reads the SM clock and the
-power meanwhile. Every output is compared with the first layer's of the cell. Needs one GPU.
+GPU clocks depend on the preceding load, so timing layers one after the other is not a fair
+comparison. Here all layers of a cell are set up first, each with a CUDA graph of calls on several
+inputs. Each round replays every graph once, in random order, and the result is the median over
+rounds. With `--sustained N`, in cells of at least N tokens each layer is then replayed alone for
+half a second while the SM clock and the power are recorded. Every output is compared with that of
+the first layer of the cell. Needs one GPU.
 
-`--warm N` compiles what the cells need in N processes first. `--once LAYER` makes one call of that
-layer between cudaProfilerStart and Stop, for Nsight Compute:
+`--warm N` first compiles the kernels of all cells in N processes. `--once LAYER` makes one call of
+that layer between cudaProfilerStart and Stop, for Nsight Compute:
 
     ncu --profile-from-start off --clock-control none --section SpeedOfLight --csv --page raw \\
         python tools/layers_by_turns.py fp8_block --shapes mixtral --tokens 4096 --once mk_deepgemm
@@ -43,12 +44,12 @@ from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.measure.timing import capture
 
 PF = "MoEPrepareAndFinalizeNoEP"
-SHORT_GROUP = {"gptoss": 64}  # columns of a group of int4 where 128 do not divide the sizes
+SHORT_GROUP = {"gptoss": 64}  # int4 group size of shapes that 128 does not divide
 ROUNDS = 11
 
 
 class Pair(PairLayer):
-    """One of our pairings. scales: dtype of int4's scales, of a checkpoint in 16 bits."""
+    """One of our pairings. scales: dtype of int4 scales, for 16-bit checkpoints; None: float32."""
 
     def __init__(self, name, experts, quant, prepared=False, scales=None, machine=None):
         super().__init__(PF, experts, quant, machine or this_machine(), prepared)
@@ -73,8 +74,8 @@ def int4(shape, points=False):
 
 
 def peers(*wanted):
-    made = [*bench_peers.layers(), *bench_peers_flashinfer.layers()]
-    return [layer for layer in made if (layer.name, layer.quant) in wanted]
+    layers = [*bench_peers.layers(), *bench_peers_flashinfer.layers()]
+    return [layer for layer in layers if (layer.name, layer.quant) in wanted]
 
 
 def fp8_block(shape):
@@ -118,7 +119,7 @@ def bf16(shape):
 
 
 class Invariant(Pair):
-    """A token's bits do not depend on the other tokens."""
+    """A pairing with batch invariance: the bits of a token do not depend on other tokens."""
 
     def refusal(self, problem):
         return super().refusal(replace(problem, batch_invariant=True))
@@ -128,13 +129,13 @@ class Invariant(Pair):
 
 
 def batch_invariant(shape):
-    made = []
+    layers = []
     for quant in ("none", "fp8_w8a8_block"):
-        made += [
+        layers += [
             Pair(quant, "TritonExperts", quant),
             Invariant(f"{quant}_invariant", "TritonExperts", quant),
         ]
-    return made
+    return layers
 
 
 SECTIONS = {make.__name__: make for make in (fp8_block, four_bits, bf16, batch_invariant)}
@@ -149,7 +150,7 @@ class Ready:
 
 
 class Meter:
-    """Clock (MHz) and power (W) of the GPU, read all the time by a process of its own."""
+    """SM clock (MHz) and power (W) of the GPU, sampled every 20 ms by an nvidia-smi process."""
 
     def __init__(self):
         fields = "--query-gpu=clocks.sm,power.draw"
@@ -170,10 +171,10 @@ class Meter:
             self.seen.append((now, mhz, watts))
 
     def between(self, start, end):
-        seen = [(mhz, watts) for now, mhz, watts in list(self.seen) if start <= now <= end]
-        if not seen:
+        samples = [(mhz, watts) for now, mhz, watts in list(self.seen) if start <= now <= end]
+        if not samples:
             return None
-        mhz, watts = zip(*seen, strict=True)
+        mhz, watts = zip(*samples, strict=True)
         return {"mhz": statistics.median(mhz), "watts": round(statistics.median(watts))}
 
     def close(self):
@@ -185,32 +186,32 @@ def cell_problem(shape, tokens):
 
 
 def layers_of(section, shape, only):
-    made = SECTIONS[section](shape)
-    return [layer for layer in made if not only or layer.name in only]
+    layers = SECTIONS[section](shape)
+    return [layer for layer in layers if not only or layer.name in only]
 
 
 def prepared_layers(section, shape, tokens, weights, args, tell):
-    """Set up every layer that takes the cell; yields each with a first output."""
+    """Set up every layer that supports the cell; yield it with its calls and its first output."""
     problem = cell_problem(shape, tokens)
     inputs = [
         make_input(LayerCase(shape, problem, RoutingKind("uniform")), weights.w1.device, n)
         for n in range(8 if tokens <= 128 else 4 if tokens <= 1024 else 2)
     ]
     for layer in layers_of(section, shape, args.only):
-        why = layer.refusal(problem)
-        if why:
-            tell(f"{layer.name}: {why[:150]}")
+        reason = layer.refusal(problem)
+        if reason:
+            tell(f"{layer.name}: {reason[:150]}")
             continue
         if args.compile_only and getattr(layer, "tuned", False):
-            continue  # nothing to compile, and its own tuner would time it beside compilers
+            continue  # nothing to compile, and its autotuner would compete with compilers
         try:
             layer.setup(problem, weights)
-            calls = [partial(layer.call, given.x_TH, given.routing) for given in inputs]
+            calls = [partial(layer.call, item.x_TH, item.routing) for item in inputs]
             last = calls[0]().clone()
             for call in calls:
                 call()
             torch.cuda.synchronize()
-        except Exception as error:  # noqa: BLE001  whatever a library raises: the others go on
+        except Exception as error:  # noqa: BLE001  a library can raise anything; continue
             tell(f"{layer.name}: {type(error).__name__}: {str(error)[:300]}")
             if args.trace:
                 traceback.print_exc()
@@ -229,7 +230,7 @@ def measure(section, shape, tokens, weights, args, meter, tell):
     if not ready:
         return []
     times = {item.layer.name: [] for item in ready}
-    for number in range(args.rounds + 2):  # the first two settle the clocks
+    for number in range(args.rounds + 2):  # the first two rounds are for clocks to settle
         for item in random.sample(ready, len(ready)):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -241,12 +242,12 @@ def measure(section, shape, tokens, weights, args, meter, tell):
     first = ready[0].last.double()
     rows = []
     for item in ready:
-        own = times[item.layer.name]
+        us = times[item.layer.name]
         error = (item.last.double() - first).norm() / first.norm()
         row = {
             "section": section, "shape": shape, "tokens": tokens, "layer": item.layer.name,
-            "quant": item.layer.quant, "us": round(statistics.median(own), 2),
-            "us_min": round(min(own), 2), "rounds": len(own),
+            "quant": item.layer.quant, "us": round(statistics.median(us), 2),
+            "us_min": round(min(us), 2), "rounds": len(us),
             "err_to_first": round(error.item(), 5),
         }  # fmt: skip
         if args.sustained and tokens >= args.sustained:
@@ -256,7 +257,7 @@ def measure(section, shape, tokens, weights, args, meter, tell):
 
 
 def sustained(item, us, meter):
-    """Replay for half a second; the clock and the power of its second half."""
+    """Replay a layer for half a second; return its time, and clock and power in the second half."""
     replays = max(int(5e5 / (us * item.calls)), 1)
     torch.cuda.synchronize()
     begin = time.perf_counter()
@@ -266,13 +267,13 @@ def sustained(item, us, meter):
         item.run()
     end.record()
     end.synchronize()
-    done = time.perf_counter()
+    finish = time.perf_counter()
     alone = start.elapsed_time(end) * 1e3 / (item.calls * replays)
-    return {"us_sustained": round(alone, 2)} | (meter.between((begin + done) / 2, done) or {})
+    return {"us_sustained": round(alone, 2)} | (meter.between((begin + finish) / 2, finish) or {})
 
 
 def once(section, shape, tokens, weights, args):
-    """Profile one call of the layer that --once names."""
+    """Make one call of the layer in --once between cudaProfilerStart and cudaProfilerStop."""
     args.only = [args.once]
     for _, calls, _ in prepared_layers(section, shape, tokens, weights, args, print):
         torch.cuda.synchronize()
@@ -283,28 +284,36 @@ def once(section, shape, tokens, weights, args):
 
 
 def warm(args, cells):
-    """Compile what the cells need, each shape and number of tokens in a process of its own."""
+    """Compile the kernels of all cells, with one process per shape and number of tokens."""
 
     def compiled(cell):
         shape, tokens = cell
-        words = [sys.executable, __file__, args.section, "--shapes", shape, "--tokens", str(tokens)]
-        words += ["--compile-only", *(["--only", ",".join(args.only)] if args.only else [])]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-        if done.returncode:
-            print(f"warming {shape} {tokens}: {done.stderr[-500:]}", file=sys.stderr)
+        arguments = [
+            sys.executable,
+            __file__,
+            args.section,
+            "--shapes",
+            shape,
+            "--tokens",
+            str(tokens),
+        ]
+        arguments += ["--compile-only", *(["--only", ",".join(args.only)] if args.only else [])]
+        process = subprocess.run(arguments, capture_output=True, text=True, check=False)
+        if process.returncode:
+            print(f"warming {shape} {tokens}: {process.stderr[-500:]}", file=sys.stderr)
 
     with ThreadPoolExecutor(args.warm) as pool:
         list(pool.map(compiled, cells))
 
 
 def shown(rows, base):
-    """One line a cell: us of every layer, and its time over the base's."""
+    """Print a line per cell: microseconds of each layer, and its ratio to the layer `base`."""
     cells = {}
     for row in rows:
         cells.setdefault((row["section"], row["shape"], row["tokens"]), []).append(row)
-    for (section, shape, tokens), own in cells.items():
-        over = next((r["us"] for r in own if r["layer"] == base), own[0]["us"])
-        text = " ".join(f"{r['layer']}={r['us']:.0f}({r['us'] / over:.2f})" for r in own)
+    for (section, shape, tokens), group in cells.items():
+        base_us = next((r["us"] for r in group if r["layer"] == base), group[0]["us"])
+        text = " ".join(f"{r['layer']}={r['us']:.0f}({r['us'] / base_us:.2f})" for r in group)
         print(f"{section} {shape} {tokens}: {text}")
 
 
@@ -328,8 +337,8 @@ def parsed():
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     names = {layer.name for layer in SECTIONS[args.section]("mixtral")}
-    for asked, known in ((args.shapes, SHAPES), ([*args.only, *words(args.once)], names)):
-        for name in asked:
+    for requested, known in ((args.shapes, SHAPES), ([*args.only, *words(args.once)], names)):
+        for name in requested:
             if name not in known:
                 parser.error(f"got {name}, need one of {', '.join(sorted(known))}")
     return args
@@ -346,7 +355,7 @@ def main():
     rows = []
     for row in measured(args, cells, meter, notes):
         rows.append(row)
-        if args.out:  # after every row: a library may end the process in a later cell
+        if args.out:  # after every row, because a library may crash the process in a later cell
             args.out.write_text(json.dumps({"environment": facts, "notes": notes, "rows": rows}))
     if meter:
         meter.close()
@@ -356,20 +365,23 @@ def main():
 
 @torch.no_grad()
 def measured(args, cells, meter, notes):
-    """Yield the rows of every cell; nothing where it is only compiled, or profiled."""
-    begun, weights, of = time.perf_counter(), None, None
+    """Yield the rows of every cell; none with --compile-only or --once."""
+    start, weights, current = time.perf_counter(), None, None
     for shape, tokens in cells:
 
         def tell(text, cell=f"{shape} {tokens}"):
             notes.append(f"{cell}: {text}")
             print(notes[-1], flush=True)
 
-        if time.perf_counter() - begun > args.deadline:
+        if time.perf_counter() - start > args.deadline:
             tell("not begun, time had ended")
             continue
-        if of != shape:
-            weights = None  # the last ones go first
-            weights, of = make_weights(cell_problem(shape, tokens), torch.device("cuda")), shape
+        if current != shape:
+            weights = None  # free the previous weights first
+            weights, current = (
+                make_weights(cell_problem(shape, tokens), torch.device("cuda")),
+                shape,
+            )
         if args.once:
             once(args.section, shape, tokens, weights, args)
         elif args.compile_only:

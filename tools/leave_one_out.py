@@ -1,13 +1,13 @@
-"""How good tiles are for a layer that has no tuned file: every tuned layer is left out in turn.
+"""Leave-one-out evaluation of tiles for layers without a tuned file.
 
-    python tools/leave_one_out.py time record.json                # on the GPU that files are for
+    python tools/leave_one_out.py time record.json                # on the GPU of the tuned files
     python tools/leave_one_out.py report record.json > leave-one-out.md
 
-A layer that is left out takes the launches that the nearest other layers were tuned to
-(experts/triton/configs/nearest.py), and then those of the heuristics alone (heuristics.py there).
-Whole planned layers with them and with its own tuned tiles are checked and timed by turns, as the
-tuner compares its finalists (modular_kernel/tuning/measurement.py). Tiles that are the same are not
-timed.
+Each tuned layer is left out in turn. It then uses the launches of the nearest other tuned layers
+(experts/triton/configs/nearest.py), or those of the heuristics only (heuristics.py there). Whole
+planned layers with these tiles and with the layer's own tuned tiles are verified and timed
+interleaved, as the tuner compares its finalists (modular_kernel/tuning/measurement.py). Equal tiles
+are not timed.
 """
 
 import argparse
@@ -45,7 +45,7 @@ TRITON = "3.6.0"
 H200 = Device("NVIDIA H200", tma=True)
 QUANTS = ("none", "fp8_w8a8_channel", "fp8_w8a8_block", "mxfp4_w4a16")
 TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)
-Row = dict[str, object]  # of a record
+Row = dict[str, object]  # a row of a record
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 
 _INTRO = """# Tiles without a tuned file, on one H200
@@ -63,7 +63,11 @@ Raw rows: `{record}`."""
 
 @dataclass(frozen=True)
 class TimedCell:
-    """One number of tokens of one layer, and the tiles of it. origin: whose the neighbors' are."""
+    """A layer at one number of tokens, with its tiles.
+
+    tuned, neighbors, regimes: tiles from the layer's file, from the nearest layers, and from the
+    heuristics. origin: the layer that the neighbors' tiles come from.
+    """
 
     layer: str
     problem: Problem
@@ -74,7 +78,7 @@ class TimedCell:
 
     @property
     def choices(self) -> list[MoEConfig]:
-        """All different tiles."""
+        """The distinct tiles."""
         return list(dict.fromkeys((self.tuned, self.neighbors, self.regimes)))
 
     @property
@@ -82,9 +86,7 @@ class TimedCell:
         return len(self.choices) > 1
 
     def record(self, seconds: Mapping[MoEConfig, float]) -> Row:
-        """Return a row of the record: microseconds by where tiles come from, none where all are
-        alike.
-        """
+        """Return a row of the record, with microseconds by source of the tiles; {} if not timed."""
         kinds = ("tuned", "neighbors", "regimes")
         times = {kind: seconds.get(getattr(self, kind)) for kind in kinds}
         us = {kind: round(s * 1e6, 2) for kind, s in times.items() if s is not None}
@@ -99,84 +101,89 @@ def cells(
     tokens: Sequence[int] = TOKENS,
     configs: Path = CONFIGS,
 ) -> list[TimedCell]:
-    """Every cell of the layers that have a file in `configs`."""
-    found = []
+    """Return every cell of the layers that have a tuned file in `configs`."""
+    layer_cells = []
     for quant in quants:
         for layer in layers:
             problem = Problem(tokens=max(tokens), quant=quant, **SHAPES[layer])
-            found += _of_layer(layer, problem, tokens, configs)
-    return found
+            layer_cells += _of_layer(layer, problem, tokens, configs)
+    return layer_cells
 
 
 def _of_layer(
     layer: str, problem: Problem, tokens: Sequence[int], configs: Path
 ) -> list[TimedCell]:
     files = sorted((configs / subfolder(TRITON)).glob("E=*.json"))
-    own = ConfigKey.of(problem, H200.name)
-    others = [path for path in files if ConfigKey.parse(path.name) != own]
+    key = ConfigKey.of(problem, H200.name)
+    others = [path for path in files if ConfigKey.parse(path.name) != key]
     if len(others) == len(files):
         return []
-    mine = ConfigLookup(((PACKAGED, configs),), H200, TRITON).source(problem)
+    full = ConfigLookup(((PACKAGED, configs),), H200, TRITON).source(problem)
     with tempfile.TemporaryDirectory() as folder:
         inner = Path(folder) / subfolder(TRITON)
         inner.mkdir()
         for path in others:
             (inner / path.name).symlink_to(path.resolve())
-        lent = ConfigLookup(((PACKAGED, Path(folder)),), H200, TRITON).source(problem)
-    alone, paths = heuristics(problem, H200), [p.name for p in PATHS if p.serves(problem, H200)]
-    made = []
-    for number in tokens:
-        whose = lent.whose[lent.steps.index(number)] if lent.whose else "heuristics"
+        near = ConfigLookup(((PACKAGED, Path(folder)),), H200, TRITON).source(problem)
+    regimes, paths = heuristics(problem, H200), [p.name for p in PATHS if p.serves(problem, H200)]
+    layer_cells = []
+    for count in tokens:
+        origin = near.whose[near.steps.index(count)] if near.whose else "heuristics"
         tuned, neighbors = (
-            source.launched(problem, H200, paths).choose(number) for source in (mine, lent)
+            source.launched(problem, H200, paths).choose(count) for source in (full, near)
         )
-        here = problem.with_tokens(number)
-        made.append(TimedCell(layer, here, tuned, neighbors, alone.choose(number), whose))
-    return made
+        at_tokens = problem.with_tokens(count)
+        layer_cells.append(
+            TimedCell(layer, at_tokens, tuned, neighbors, regimes.choose(count), origin)
+        )
+    return layer_cells
 
 
 def time_cells(
     found: Sequence[TimedCell], deadline: float, keep: Callable[[list[Row]], None]
 ) -> int:
-    """Time on this GPU what differs; how many cells have no time: no layer is begun after
-    `deadline` seconds, and tiles may give wrong numbers. keep: called with all rows so far."""
-    pair, rows, left = Pair(*PAIR, this_machine()), list[Row](), 0
+    """Time the cells with different tiles on this GPU; return the number of cells without a time.
+
+    No layer is started after `deadline` seconds, and cells with tiles that compute wrong results
+    are not timed. keep: called with all rows so far after each layer.
+    """
+    pair, rows, untimed = Pair(*PAIR, this_machine()), list[Row](), 0
     end = time.monotonic() + deadline
     with Compiler(max(1, (os.cpu_count() or 2) - 1)) as compiler:
-        for cell in found:  # of all layers, in their order: the processes run ahead
+        for cell in found:  # compile all layers ahead, in the order of timing
             if cell.differs:
                 compiler.begin(pair, pair.space(cell.problem), cell.problem, cell.choices)
         for _, group in groupby(found, key=lambda cell: (cell.layer, cell.problem.quant)):
-            of = list(group)
-            late = time.monotonic() > end and any(cell.differs for cell in of)
-            made = [] if late else _time_layer(of, pair, compiler)
-            left += len(of) - len(made)
-            rows += made
+            group_cells = list(group)
+            late = time.monotonic() > end and any(cell.differs for cell in group_cells)
+            timed = [] if late else _time_layer(group_cells, pair, compiler)
+            untimed += len(group_cells) - len(timed)
+            rows += timed
             keep(rows)
-    return left
+    return untimed
 
 
 def _time_layer(of: Sequence[TimedCell], pair: Pair, compiler: Compiler) -> list[Row]:
-    """Rows of one layer's cells; none of a cell in which tiles give wrong numbers."""
+    """Return the rows of one layer's cells, without cells in which tiles compute wrong results."""
     rows = [cell.record({}) for cell in of if not cell.differs]
-    numbers = [cell.problem.tokens for cell in of if cell.differs]
-    if not numbers:
+    token_counts = [cell.problem.tokens for cell in of if cell.differs]
+    if not token_counts:
         return rows
-    most = of[0].problem.with_tokens(max(numbers))
-    bench = TimedSearch(pair, most, compiler, tokens=numbers, target_ms=40.0)
+    largest = of[0].problem.with_tokens(max(token_counts))
+    bench = TimedSearch(pair, largest, compiler, tokens=token_counts, target_ms=40.0)
     for cell in (cell for cell in of if cell.differs):
-        took = bench.compare(cell.problem.tokens, cell.choices)
-        seconds = {c: t for c in cell.choices if isinstance(t := took[c], float)}
+        times = bench.compare(cell.problem.tokens, cell.choices)
+        seconds = {c: t for c in cell.choices if isinstance(t := times[c], float)}
         if len(seconds) == len(cell.choices):
             rows.append(cell.record(seconds))
         else:
-            print(f"{cell.layer}, {cell.problem}: {took}", file=sys.stderr)
+            print(f"{cell.layer}, {cell.problem}: {times}", file=sys.stderr)
     return rows
 
 
 @dataclass(frozen=True)
 class TimedResult:
-    """Times over the tuned one."""
+    """Ratios of the neighbors' and the heuristics' time to the tuned time."""
 
     layer: str
     quant: str
@@ -187,22 +194,26 @@ class TimedResult:
 
 
 def results(rows: Iterable[Row]) -> list[TimedResult]:
-    """Of a record's rows. Tiles that are the tuned ones are at 1."""
-    found = []
+    """Compute the ratios of a record's rows, sorted by scheme and layer; 1 for equal tiles."""
+    timed = []
     for row in rows:
         us = row["us"]
         assert isinstance(us, dict)
-        over = {kind: us[kind] / us["tuned"] if us else 1.0 for kind in ("neighbors", "regimes")}
+        ratios = {kind: us[kind] / us["tuned"] if us else 1.0 for kind in ("neighbors", "regimes")}
         sizes = str(row["layer"]), str(row["quant"]), int(str(row["tokens"]))
-        found.append(TimedResult(*sizes, over["neighbors"], over["regimes"], str(row["origin"])))
-    order = {(r.quant, r.layer): index for index, r in reversed(list(enumerate(found)))}
-    return sorted(found, key=lambda r: (order[r.quant, r.layer], r.tokens))
+        timed.append(
+            TimedResult(*sizes, ratios["neighbors"], ratios["regimes"], str(row["origin"]))
+        )
+    order = {(r.quant, r.layer): index for index, r in reversed(list(enumerate(timed)))}
+    return sorted(timed, key=lambda r: (order[r.quant, r.layer], r.tokens))
 
 
 def report(found: Sequence[TimedResult], **said: object) -> list[str]:
-    """Return a document in Markdown. said: what its first lines name beside the number of cells:
-    measured (when, and with what), timed (cells with different tiles) and record (a file's
-    name)."""
+    """Return the lines of the Markdown report.
+
+    said: values for the introduction: measured (date and versions), timed (number of cells with
+    different tiles) and record (file name).
+    """
     quants = list(dict.fromkeys(result.quant for result in found))
     lines = [
         *_INTRO.format(bound=BOUND, cells=len(found), **said).splitlines(),
@@ -211,9 +222,9 @@ def report(found: Sequence[TimedResult], **said: object) -> list[str]:
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for quant in [*quants, "all"]:
-        of = [r for r in found if quant in ("all", r.quant)]
-        both = _summary([r.neighbors for r in of]), _summary([r.regimes for r in of])
-        lines.append(f"| {quant} | {len(of)} | {both[0]} | {both[1]} |")
+        matching = [r for r in found if quant in ("all", r.quant)]
+        both = _summary([r.neighbors for r in matching]), _summary([r.regimes for r in matching])
+        lines.append(f"| {quant} | {len(matching)} | {both[0]} | {both[1]} |")
     return [*lines, "", *_by_tokens(found), "", *_far(found)]
 
 
@@ -224,7 +235,7 @@ def _summary(ratios: Sequence[float]) -> str:
 
 
 def _by_tokens(found: Sequence[TimedResult]) -> list[str]:
-    """Neighbors' times, a line for each layer and scheme, a column for each number of tokens."""
+    """Return a table of the neighbors' ratios, by layer and scheme, and by number of tokens."""
     tokens = sorted({result.tokens for result in found})
     lines = [
         "| layer | scheme | " + " | ".join(f"T={number}" for number in tokens) + " |",
@@ -252,8 +263,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         record = json.loads(args.record.read_text(encoding="utf-8"))
         rows = record["rows"]
         timed = sum(bool(row["us"]) for row in rows)
-        said = {"measured": record["measured"], "timed": timed, "record": args.record.name}
-        print("\n".join(report(results(rows), **said)))
+        values = {"measured": record["measured"], "timed": timed, "record": args.record.name}
+        print("\n".join(report(results(rows), **values)))
         return 0
     versions = f"torch {torch.__version__} and triton {triton.__version__}"
     measured = f"{time.strftime('%Y-%m-%d')} with {versions}"
@@ -262,21 +273,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         made = {"gpu": torch.cuda.get_device_name(), "measured": measured, "rows": rows}
         args.record.write_text(json.dumps(made, indent=1), encoding="utf-8")
 
-    found = cells(args.model.split(","), args.quant.split(","))
-    left = time_cells(found, args.deadline, keep)
-    if left:
-        print(f"{left} of {len(found)} cells have no time")
-    return 1 if left else 0
+    all_cells = cells(args.model.split(","), args.quant.split(","))
+    untimed = time_cells(all_cells, args.deadline, keep)
+    if untimed:
+        print(f"{untimed} of {len(all_cells)} cells have no time")
+    return 1 if untimed else 0
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    given = argparse.ArgumentParser(description=__doc__)
-    given.add_argument("what", choices=("time", "report"))
-    given.add_argument("record", type=Path)
-    given.add_argument("--model", default=",".join(SHAPES))
-    given.add_argument("--quant", default=",".join(QUANTS))
-    given.add_argument("--deadline", type=float, default=1e9, help="no layer is begun later")
-    return given.parse_args(argv)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("time", "report"))
+    parser.add_argument("record", type=Path)
+    parser.add_argument("--model", default=",".join(SHAPES))
+    parser.add_argument("--quant", default=",".join(QUANTS))
+    parser.add_argument("--deadline", type=float, default=1e9, help="no layer is begun later")
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Mutation score of named modules: is a defect in them noticed by named tests, or by cases?
+"""Mutation scores of modules that are covered by tests as well as by cases.
 
     python tools/mutate_modules.py adapters               # writes docs/mutation/adapters.json
-    python tools/mutate_modules.py adapters --resume      # who died by the record is not run again
-    python tools/mutate_modules.py adapters --only ID,ID  # these alone; the record stays
+    python tools/mutate_modules.py adapters --resume      # keeps the kills in the record
+    python tools/mutate_modules.py adapters --only ID,ID  # only these; leaves the record unchanged
 
-`mk test --mutate` scores a part by its cases alone. What no case of a pairing executes, or what
-several parts have in common, is a scope of mutation_scopes.json: modules, the tests and pairings
-that are to notice, and how many cases of each pairing, those with adapters, drawn by the scope's
-name. A mutant meets the tests that execute its line, the fastest first, then the cases.
+`mk test --mutate` scores a part with its cases only. Code that no case of a pairing executes, or
+that several parts share, belongs to a scope in mutation_scopes.json: modules, the tests and
+pairings that should kill their mutants, and the number of cases with adapters per pairing, sampled
+with the scope's name as seed. A mutant is run with the tests that execute its lines, fastest first,
+then with the cases.
 """
 
 import argparse
@@ -62,13 +63,13 @@ from modular_kernel.testing.mutation.source import Mutant
 SCOPES = ROOT / "tools/mutation_scopes.json"
 FOLDER = ROOT / "docs/mutation"
 CACHE = ROOT / "out"
-_LONGEST_S = 8.0  # tests that take longer, watched, stay out
+_LONGEST_S = 8.0  # tests that take longer under coverage are left out
 _PROOF_S = 600.0
 
 
 @dataclass(frozen=True)
 class Test:
-    """A test, the seconds that it took, watched, and the lines that it executed."""
+    """A test, its duration under coverage in seconds, and the lines that it executed."""
 
     __test__ = False
 
@@ -79,7 +80,7 @@ class Test:
 
 @dataclass(frozen=True)
 class Scope:
-    """Modules, their mutants, and what is to notice them."""
+    """The mutants of a scope's modules, and the tests and cases that should kill them."""
 
     name: str
     pairs: tuple[tuple[str, str], ...]
@@ -88,7 +89,10 @@ class Scope:
     coverage: Coverage
 
     def met(self, mutant: Mutant) -> tuple[list[Test], list[Covered]]:
-        """Return tests and cases that execute it; all of its module's, if its import alone does."""
+        """Return the tests and cases that execute the mutant.
+
+        If only the import of its module executes it, these are all tests and cases of the module.
+        """
         file = str(mutant.path)
         lines = {n for first, last in mutant.spans for n in range(first, last + 1)}
         tests = [t for t in self.tests if not t.lines.get(file, frozenset()).isdisjoint(lines)]
@@ -100,7 +104,7 @@ class Scope:
 
 
 class Watch:
-    """Plugin of pytest: tells the lines of every test, and those that importing them executed."""
+    """A pytest plugin that reports the lines executed by each test and by their collection."""
 
     def __init__(self, files: set[str], tell: Tell) -> None:
         self._files, self._tell = files, tell
@@ -109,25 +113,25 @@ class Watch:
     @pytest.hookimpl(wrapper=True)
     def pytest_collection(self) -> Iterator[None]:
         with watched(self._files) as (lines, loaded):
-            found = yield
+            result = yield
         self._tell({"lines": as_lists(lines), "loaded": as_lists(loaded)})
-        return found
+        return result
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self._failed, start = False, time.perf_counter()
         with watched(self._files) as (lines, loaded):
-            found = yield
-        told = {"lines": as_lists(lines), "loaded": as_lists(loaded), "failed": self._failed}
-        self._tell({"test": item.nodeid, "seconds": time.perf_counter() - start, **told})
-        return found
+            result = yield
+        coverage = {"lines": as_lists(lines), "loaded": as_lists(loaded), "failed": self._failed}
+        self._tell({"test": item.nodeid, "seconds": time.perf_counter() - start, **coverage})
+        return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._failed = self._failed or not report.passed  # one that is skipped says nothing, either
+        self._failed = self._failed or not report.passed  # a skipped test counts as failed
 
 
 class Follow:
-    """Plugin of pytest: tells which test runs, and the first that fails."""
+    """A pytest plugin that reports the running test and failures."""
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
@@ -141,7 +145,7 @@ class Follow:
 
 
 def fresh() -> Any:
-    """Import anew what was forgotten, packages of parts first, and how cases are run."""
+    """Reimport the forgotten modules, packages of parts first; return the module `case_runs`."""
     importlib.import_module("modular_kernel.catalog").load_catalog()
     runs = importlib.import_module("modular_kernel.testing.mutation.case_runs")
     reattach()
@@ -164,9 +168,10 @@ def run_tests(names: Sequence[str], plugin: object) -> int:
 def cover_tests(
     files: set[str], modules: set[str], tests: Sequence[str], but: Sequence[str] = ()
 ) -> tuple[Lines, tuple[Test, ...]]:
-    """Run all tests once, watched: lines executed by imports, and every test that passes in time.
+    """Run all tests once under coverage.
 
-    but: names that the tests left out begin with. ConfigurationError where the run does not end.
+    but: prefixes of the names of tests to deselect. Returns the lines executed by imports, and the
+    tests that pass within the time limit. Raises ConfigurationError if the run fails.
     """
 
     def work(tell: Tell) -> None:
@@ -174,11 +179,11 @@ def cover_tests(
         with watched(files) as (lines, loaded):
             fresh()
         tell({"lines": as_lists(lines), "loaded": as_lists(loaded)})
-        left = [f"--deselect={name}" for name in but]
-        status = run_tests([*left, *(str(ROOT / test) for test in tests)], Watch(files, tell))
+        deselected = [f"--deselect={name}" for name in but]
+        status = run_tests([*deselected, *(str(ROOT / test) for test in tests)], Watch(files, tell))
         assert status in (0, 1), f"pytest ended with {status}"
 
-    loading, found, left_out = list[Lines](), list[Test](), list[str]()
+    loading, covered, left_out = list[Lines](), list[Test](), list[str]()
     child = Child(work, _PROOF_S)
     for message in child:
         loading.append(frozen(message["loaded"]))
@@ -188,12 +193,12 @@ def cover_tests(
             left_out.append(message["test"])
         else:
             lines = frozen(message["lines"])
-            found.append(Test(message["test"], message["seconds"], lines))
+            covered.append(Test(message["test"], message["seconds"], lines))
     if child.ended.how != "done":
         need = "tests that pass before anything is changed"
         raise ConfigurationError("tests", got=f"{child.ended.how}: {child.ended.detail}", need=need)
-    print(f"{len(found)} tests; slow, skipped or failing ones left out: {left_out}", flush=True)
-    return united(loading), tuple(found)
+    print(f"{len(covered)} tests; slow, skipped or failing ones left out: {left_out}", flush=True)
+    return united(loading), tuple(covered)
 
 
 def frozen(lines: Mapping[str, list[int]]) -> Lines:
@@ -203,49 +208,55 @@ def frozen(lines: Mapping[str, list[int]]) -> Lines:
 def cover_cases(
     name: str, modules: Mapping[str, Path], pairs: Sequence[tuple[str, str]], count: int
 ) -> Coverage:
-    """Call `count` cases with adapters of every pairing, drawn by the scope's name."""
+    """Run `count` cases with adapters of every pairing under coverage, sampled by scope name.
+
+    Raises ConfigurationError if a case fails.
+    """
 
     def key(text: str) -> bytes:
         return hashlib.sha256(f"{name}|{text}".encode()).digest()
 
-    each = []
+    coverages = []
     for pair in pairs:
         cases = [case for case in case_list((pair,), "full")[0] if case.problem.adapters]
         cases = sorted(cases, key=lambda case: key(str(case)))[:count]
-        each.append(cover(modules, (pair,), "full", cases))
-        if each[-1].ended:
+        coverages.append(cover(modules, (pair,), "full", cases))
+        if coverages[-1].ended:
             need = "cases that pass before anything is changed"
-            raise ConfigurationError(" x ".join(pair), got=each[-1].ended, need=need)
+            raise ConfigurationError(" x ".join(pair), got=coverages[-1].ended, need=need)
         print(" x ".join(pair), len(cases), "cases", flush=True)
-    return joined(each)
+    return joined(coverages)
 
 
 def read_scope(name: str) -> Scope:
-    """Take the modules of a scope apart; what its tests and cases execute is kept in out/."""
+    """Read a scope and its mutants; the coverage of its tests and cases is cached in out/.
+
+    Raises ConfigurationError for an unknown scope.
+    """
     scopes = json.loads(SCOPES.read_text(encoding="utf-8"))
     if name not in scopes:
         raise ConfigurationError("scope", got=repr(name), need=f"one of {', '.join(scopes)}")
-    given = scopes[name]
-    modules = {module: path for module in given["modules"] if (path := file_of(module))}
-    pairs = tuple(tuple(pair) for pair in given["pairings"])
-    tests = [ROOT / test for test in given["tests"]]
+    entry = scopes[name]
+    modules = {module: path for module in entry["modules"] if (path := file_of(module))}
+    pairs = tuple(tuple(pair) for pair in entry["pairings"])
+    tests = [ROOT / test for test in entry["tests"]]
     text = b"".join(path.read_bytes() for path in (*sorted(modules.values()), *tests, SCOPES))
-    kept = CACHE / f"cover-{name}-{hashlib.sha256(text).hexdigest()[:16]}.pickle"
-    if kept.exists():
-        tests_found, coverage = pickle.loads(kept.read_bytes())
+    cache_file = CACHE / f"cover-{name}-{hashlib.sha256(text).hexdigest()[:16]}.pickle"
+    if cache_file.exists():
+        tests_found, coverage = pickle.loads(cache_file.read_bytes())
     else:
         files = {str(path) for path in modules.values()}
-        loading, tests_found = cover_tests(files, set(modules), given["tests"], given["not"])
-        coverage = cover_cases(name, modules, pairs, given["cases"])
+        loading, tests_found = cover_tests(files, set(modules), entry["tests"], entry["not"])
+        coverage = cover_cases(name, modules, pairs, entry["cases"])
         coverage = replace(coverage, loading=united((loading, coverage.loading)))
         CACHE.mkdir(exist_ok=True)
-        kept.write_bytes(pickle.dumps((tests_found, coverage)))
+        cache_file.write_bytes(pickle.dumps((tests_found, coverage)))
     mutants = tuple(m for module, path in modules.items() for m in mutants_of(module, path))
     return Scope(name, pairs, mutants, tests_found, coverage)
 
 
 def put_in(mutant: Mutant, scope: Scope) -> Fate:
-    """Run what executes the mutant in a child that has it, until something fails."""
+    """Run the tests and cases that execute the mutant in a child process, until one fails."""
     tests, cases = scope.met(mutant)
     dependents({mutant.module})
     child = Child(lambda tell: _work(mutant, tests, cases, tell), 4 * GRACE_S)
@@ -254,8 +265,8 @@ def put_in(mutant: Mutant, scope: Scope) -> Fate:
     case: int | None = None
 
     def fate(how: str, by: str) -> Fate:
-        met = cases[case].case if case is not None else None
-        return Fate(mutant, how, by, met, ran, differing, time.perf_counter() - start)
+        executed = cases[case].case if case is not None else None
+        return Fate(mutant, how, by, executed, ran, differing, time.perf_counter() - start)
 
     for message in child:
         if "failure" in message:
@@ -263,24 +274,24 @@ def put_in(mutant: Mutant, scope: Scope) -> Fate:
             return fate("refused" if refused else "killed", message["failure"])
         ran += "test" in message or "case" in message
         differing += "differs" in message
-        known = 0.0
+        expected_s = 0.0
         if "test" in message:
-            known = seconds.get(message["test"], _LONGEST_S)
+            expected_s = seconds.get(message["test"], _LONGEST_S)
         elif "case" in message:
             case = message["case"]
-            known = cases[case].seconds
-        child.patience = 2 * GRACE_S + SLOWER * known
+            expected_s = cases[case].seconds
+        child.patience = 2 * GRACE_S + SLOWER * expected_s
     if child.ended.how != "done":
         return fate(child.ended.how, child.ended.detail)
     return fate("survived", "")
 
 
 def _work(mutant: Mutant, tests: Sequence[Test], cases: Sequence[Covered], tell: Tell) -> None:
-    """In the child."""
+    """Run in the child: apply the mutant, then run the tests and cases."""
     try:
         serve(mutant)
         runs: Any = fresh()
-    # Whatever a mutant raises while it is imported or judged kills it.
+    # Any exception during import kills the mutant.
     except Exception as error:  # noqa: BLE001
         tell({"failure": f"import: raised {type(error).__name__}: {error}"})
         return
@@ -293,19 +304,22 @@ def _work(mutant: Mutant, tests: Sequence[Test], cases: Sequence[Covered], tell:
 
 
 def score_of(scope: Scope, only: Sequence[str], dead: Mapping[str, str], told: Any) -> Score:
-    """Put the drawn mutants in, or `only` these."""
+    """Run the sampled mutants, or those in `only`, and return the score.
+
+    dead: kills of an earlier run by mutant. told: called with the score so far after each mutant.
+    """
     executed = tuple(m for m in scope.mutants if apart(m) is None and any(scope.met(m)))
-    chosen = drawn(executed, SAMPLE, release())
+    selected = drawn(executed, SAMPLE, release())
     if only:
-        chosen = tuple(m for m in scope.mutants if m.ident in only)
-    chosen = tuple(sorted(chosen, key=lambda m: m.ident not in dead and not _known(m, scope)))
-    rest = set(scope.mutants) - set(executed)
-    idle = Counter(m.module for m in rest if apart(m) is None)
-    reasons = Counter(reason for m in rest if (reason := apart(m)) is not None)
-    counts = dict(sorted(idle.items())), dict(sorted(reasons.items()))
-    found = Survey(scope.name, scope.pairs, "full", scope.mutants, scope.coverage, OneProcess())
-    score = Score(found, release(), (), len(executed), *counts)
-    for mutant in chosen:
+        selected = tuple(m for m in scope.mutants if m.ident in only)
+    selected = tuple(sorted(selected, key=lambda m: m.ident not in dead and not _known(m, scope)))
+    not_executed = set(scope.mutants) - set(executed)
+    by_module = Counter(m.module for m in not_executed if apart(m) is None)
+    reasons = Counter(reason for m in not_executed if (reason := apart(m)) is not None)
+    counts = dict(sorted(by_module.items())), dict(sorted(reasons.items()))
+    survey = Survey(scope.name, scope.pairs, "full", scope.mutants, scope.coverage, OneProcess())
+    score = Score(survey, release(), (), len(executed), *counts)
+    for mutant in selected:
         if not only and _known(mutant, scope):
             fate = Fate(mutant, "equivalent")
         elif not only and mutant.ident in dead:
@@ -326,11 +340,11 @@ def _known(mutant: Mutant, scope: Scope) -> bool:
 
 
 def record(score: Score, scope: Scope) -> dict[str, Any]:
-    """Return the record of a part, with the number of tests, and this tool's lines."""
-    found = {**record_of(score), "tests": len(scope.tests)}
-    for one in found["survivors"]:
-        one["command"] = f"python tools/mutate_modules.py {scope.name} --only {one['id']}"
-    return found
+    """Return the record of the score, with the number of tests and commands of this tool."""
+    result = {**record_of(score), "tests": len(scope.tests)}
+    for survivor in result["survivors"]:
+        survivor["command"] = f"python tools/mutate_modules.py {scope.name} --only {survivor['id']}"
+    return result
 
 
 def main() -> int:
@@ -338,14 +352,14 @@ def main() -> int:
     parser.add_argument("scope")
     parser.add_argument("--only", default="")
     parser.add_argument("--resume", action="store_true")
-    wanted = parser.parse_args()
-    scope, path = read_scope(wanted.scope), FOLDER / f"{wanted.scope}.json"
-    only = [ident for ident in wanted.only.split(",") if ident]
+    args = parser.parse_args()
+    scope, path = read_scope(args.scope), FOLDER / f"{args.scope}.json"
+    only = [ident for ident in args.only.split(",") if ident]
     if unknown := set(only) - {mutant.ident for mutant in scope.mutants}:
         need = f"of the {len(scope.mutants)} mutants of {scope.name}"
         raise ConfigurationError("--only", got=", ".join(sorted(unknown)), need=need)
     dead: Mapping[str, str] = {}
-    if wanted.resume and path.exists():
+    if args.resume and path.exists():
         survey = Survey(scope.name, scope.pairs, "full", scope.mutants, scope.coverage)
         dead = died(json.loads(path.read_text(encoding="utf-8")), survey)
 

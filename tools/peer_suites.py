@@ -1,13 +1,13 @@
-"""Our parts on the cases of other projects' own tests, against their own torch references.
+"""Run our parts on the test cases of other projects, against their torch references.
 
     python tools/peer_suites.py --vllm ~/vllm --sglang ~/sglang --flashinfer ~/flashinfer
     python tools/peer_suites.py --vllm ~/vllm --only block_fp8 --most 10 --out record.json
 
-Each argument is a checkout, of which some are enough. Grids and references are taken out of its
-files (`tools/peer_suites_lib/checkout.py`); nothing of it is imported or copied. Kernels are
-interpreted on the CPU. A case is compared with their reference at their test's tolerance, and both
-with float64, so that a mismatch says whose it is. Exit code 1: a mismatch of ours, or a raw
-exception.
+Each argument is a checkout; any subset can be given. Parameter grids and references are extracted
+from its files (`tools/peer_suites_lib/checkout.py`); nothing is imported or copied. Kernels run in
+the interpreter on the CPU. A case is compared with the reference at the tolerance of the original
+test, and both results with float64, to attribute a mismatch to one side. Exits with 1 if there is a
+mismatch of ours or a raw exception.
 """
 
 import argparse
@@ -37,7 +37,7 @@ PROJECTS = {"vllm": vllm, "sglang": sglang, "flashinfer": flashinfer}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the suites of every checkout that is given; return the exit code."""
+    """Run the suites of the given checkouts; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in PROJECTS:
         parser.add_argument(f"--{name}", type=Path, help=f"a checkout of {name}")
@@ -52,8 +52,8 @@ def main(argv: list[str] | None = None) -> int:
         root = getattr(arguments, name)
         suites += make(root) if root is not None else []
     names = [f"{suite.group} {suite.name}" for suite in suites]
-    chosen = [any(word in name for word in arguments.only) for name in names]
-    suites = [suite for suite, named in zip(suites, chosen, strict=True) if named]
+    matches = [any(word in name for word in arguments.only) for name in names]
+    suites = [suite for suite, matched in zip(suites, matches, strict=True) if matched]
     if not suites and not arguments.add:
         parser.error("no checkout, or no suite of that name")
     tallies = []
@@ -99,21 +99,21 @@ def _counts(tally: Tally) -> dict[str, object]:
 
 
 def _store(path: Path, found: Mapping[str, Any], commits: list[str]) -> None:
-    """Put suites into the record, each in place of what it had of that suite before."""
+    """Add suites to the record, replacing earlier results of the same suites."""
     record = json.loads(path.read_text()) if path.exists() else {}
     suites = record.get("suites", {}) | found
     outcomes: Counter[str] = Counter()
     comparisons: Counter[str] = Counter()
-    for each in suites.values():
-        outcomes.update(each["outcomes"])
-        comparisons.update(each["comparisons"])
-    checkouts = record.get("checkouts", {}) | dict(each.split("=", 1) for each in commits)
+    for entry in suites.values():
+        outcomes.update(entry["outcomes"])
+        comparisons.update(entry["comparisons"])
+    checkouts = record.get("checkouts", {}) | dict(entry.split("=", 1) for entry in commits)
     record = {
         "torch": torch.__version__,
         "triton": triton.__version__,
         "checkouts": checkouts,
         "cases": sum(outcomes.values()),
-        "shrunk": sum(each["shrunk"] for each in suites.values()),
+        "shrunk": sum(entry["shrunk"] for entry in suites.values()),
         "outcomes": dict(outcomes),
         "comparisons": dict(comparisons),
         "suites": suites,

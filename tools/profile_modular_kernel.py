@@ -1,4 +1,4 @@
-"""Where does a pairing spend its time? `mk profile`, straight from a checkout.
+"""Profile a pairing with `mk profile`, from a checkout without installation.
 
 python tools/profile_modular_kernel.py --pf-type BatchedPrepareAndFinalize ...
 """

@@ -1,10 +1,10 @@
-"""Ranks that end without destroying anything: `python tools/rank_exits.py --starts 300`.
+"""Test exits of ranks without explicit cleanup: `python tools/rank_exits.py --starts 300`.
 
-Each start is two processes in a gloo group: they make a layer, call it twice, start a call that
-they do not finish (every second time), and come to the end of the script. Every third time the GIL
-is held until then, so that gloo's threads are met with work undone. Processes are forked from this
-one, which has torch imported, and end as any interpreter does. Exits with 1 if one of them dies,
-or is not gone in time, and prints what it wrote.
+Each start forks two processes in a gloo group from this process, which has imported torch. They
+create a layer, call it twice, in every second start begin a call without finishing it, and reach
+the end of the script. In every third start the GIL is not released until then, so that gloo's
+threads still have pending work at exit. Exits with 1 if a process crashes or hangs, and prints its
+output.
 """
 
 import argparse
@@ -31,7 +31,10 @@ WORLD = 2
 
 @dataclass
 class Start:
-    """One start. left: the ranks still there, by process id; codes: of those that ended."""
+    """One start of all ranks.
+
+    left: running ranks by process id. codes: exit codes of finished ranks by rank, or "hung".
+    """
 
     number: int
     part: str
@@ -41,23 +44,23 @@ class Start:
     codes: dict[int, int | str] = field(default_factory=dict)
 
     def said(self, rank):
-        """Return the file of what a rank wrote."""
+        """Return the file with the output of a rank."""
         return self.folder / f"said-{self.number}-{rank}"
 
     def look(self):
-        """Note who has ended; who is still there when time is up is ended, and said to hang."""
+        """Collect the exit codes of finished ranks; kill ranks that exceed the time limit."""
         for pid, rank in list(self.left.items()):
-            gone, status = os.waitpid(pid, os.WNOHANG)
+            exited, status = os.waitpid(pid, os.WNOHANG)
             late = time.monotonic() > self.until_s
-            if not gone and late:
+            if not exited and late:
                 os.kill(pid, 9)
                 os.waitpid(pid, 0)
-            if gone or late:
-                self.codes[rank] = os.waitstatus_to_exitcode(status) if gone else "hung"
+            if exited or late:
+                self.codes[rank] = os.waitstatus_to_exitcode(status) if exited else "hung"
                 del self.left[pid]
 
     def findings(self):
-        """Yield a line for each rank that did not end well."""
+        """Yield a line for each rank that did not exit with 0."""
         for rank, code in sorted(self.codes.items()):
             if code != 0:
                 text = self.said(rank).read_text(errors="replace").strip()
@@ -65,7 +68,7 @@ class Start:
 
 
 def forked(start):
-    """Return the processes of a start; None here, and its rank in each of them."""
+    """Fork the ranks of a start. Returns None in this process, and the rank in each child."""
     for rank in range(WORLD):
         pid = os.fork()
         if pid == 0:
@@ -75,22 +78,22 @@ def forked(start):
 
 
 def live(start, rank):
-    """Live a rank's life but for its end; what must still be there then."""
+    """Run a rank up to its exit. Returns the kernel, which must stay alive until then."""
     file = os.open(start.said(rank), os.O_CREAT | os.O_WRONLY)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    at = f"file://{start.folder}/store-{start.number}"
-    dist.init_process_group("gloo", init_method=at, rank=rank, world_size=WORLD)
+    init_method = f"file://{start.folder}/store-{start.number}"
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=WORLD)
     stage = Stage(Scenario(start.part, "raises"), rank, WORLD, None, str(start.folder), ())
     problem = stage.problem()
-    given = stage.inputs(problem, stage.tokens_W)
+    inputs = stage.inputs(problem, stage.tokens_W)
     kernel = stage.kernel(problem, stage.experts(problem))
     if start.number % 3 == 0:
         sys.setswitchinterval(1000)
     for _ in range(2):
-        kernel(given.x_TH, given.weights, given.routing)
+        kernel(inputs.x_TH, inputs.weights, inputs.routing)
     if start.number % 2:
-        kernel.start(given.x_TH, given.weights, given.routing)
+        kernel.start(inputs.x_TH, inputs.weights, inputs.routing)
     return kernel
 
 
@@ -101,9 +104,9 @@ given.add_argument("--seconds", type=float, default=120, help="that a start may 
 args = given.parse_args()
 hide_gpus()
 torch.set_num_threads(1)
-assert preload.load_catalog  # imported for what it loads
+assert preload.load_catalog  # imported for its side effects
 parts = faults.parts_to_try(WORLD, "gloo")
-folder = Path(tempfile.mkdtemp(prefix="mk-exits-"))  # forked processes must not remove it
+folder = Path(tempfile.mkdtemp(prefix="mk-exits-"))  # no context manager: children must keep it
 mine, running, findings, begun = None, [], [], 0
 began = time.monotonic()
 while mine is None and (begun < args.starts or running):
@@ -119,7 +122,7 @@ while mine is None and (begun < args.starts or running):
         mine = forked(start)
     time.sleep(0.002)
 if mine is not None:
-    kept = live(start, mine)  # until the interpreter ends
+    kept = live(start, mine)  # keep it alive until the interpreter exits
 else:
     shutil.rmtree(folder)
     took = time.monotonic() - began

@@ -1,7 +1,8 @@
-"""Very many calls over ranks: `python tools/soak.py PART --world-size 2 --backend nccl`.
+"""Soak test of a part over ranks: `python tools/soak.py PART --world-size 2 --backend nccl`.
 
-Sizes and skew at random, kernel, plan and graph mixed, every 100th output checked, memory watched.
-Ends after --steps or --seconds, and says how many steps were done; exits with 1 on a finding.
+Makes many calls with random sizes and skew through the kernel, a plan and a CUDA graph, verifies
+every 100th output, and monitors memory. Ends after --steps or --seconds and prints the number of
+steps; exits with 1 if there is a finding.
 """
 
 import argparse

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Put the defects of source_defects.json into the source, one at a time: does `mk test` notice?
+"""Apply the defects of source_defects.json one at a time and check whether `mk test` detects them.
 
     python tools/source_defects.py smoke            # or full; writes docs/source-defects.json
-    python tools/source_defects.py tests   # what full leaves, before the tests of operations
+    python tools/source_defects.py tests   # run the tests of operations on survivors of full
 
-For each level a defect is killed, survives, or is met by no case on a CPU. The cases are those of
-every pairing in one process. A level forgets its own results first, for lists of cases change, and
-leaves the other's as they are: what smoke killed is not run again by full.
+At each level a defect is killed, survives, or is not executed by any case on a CPU. The cases are
+those of every pairing in one process. A run discards the previous results of its level, because
+case lists change, and keeps those of the other level: full does not rerun what smoke has killed.
 """
 
 import json
@@ -41,100 +41,103 @@ Record = dict[str, dict[str, str]]
 
 
 def main(level: str, names: list[str]) -> None:
-    """names: experts parts whose pairings run; none takes all."""
+    """Run a level and print the counts. names: experts parts whose pairings run; [] means all."""
     if level not in ("smoke", "full", "tests"):
         raise ConfigurationError("level", got=level, need="smoke, full or tests")
     defects = read_defects(LIST, ROOT)
-    found = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
-    record = {d.what: found.get(d.what, {"file": d.mutant.module}) for d in defects}
+    previous = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
+    record = {d.what: previous.get(d.what, {"file": d.mutant.module}) for d in defects}
     if level == "tests":
         before_tests(defects, record)
     else:
         before_cases(defects, record, level, names)
-    fates = [told[level] for told in record.values() if level in told]
-    killed = sum(fate.startswith("killed") for fate in fates)
-    lived = fates.count("survived")
-    print(f"{level}: {killed} killed, {lived} survived, {len(fates) - killed - lived} not executed")
+    ends = [results[level] for results in record.values() if level in results]
+    killed = sum(outcome.startswith("killed") for outcome in ends)
+    alive = ends.count("survived")
+    print(f"{level}: {killed} killed, {alive} survived, {len(ends) - killed - alive} not executed")
 
 
 def before_cases(
     defects: Sequence[Defect], record: Record, level: Literal["smoke", "full"], names: list[str]
 ) -> None:
-    """Run the cases of a level; write the record after each pairing.
+    """Run the cases of a level, writing the record after each pairing.
 
-    A kill of an earlier run in one of these pairings is forgotten before.
+    Earlier kills in these pairings are discarded first.
     """
     modules = {d.mutant.module: d.mutant.path for d in defects}
     killers = Killers()
-    for told in record.values():
-        if not names or told.get(level, "").rpartition(" x ")[2] in names:
-            told.pop(level, None)
+    for results in record.values():
+        if not names or results.get(level, "").rpartition(" x ")[2] in names:
+            results.pop(level, None)
     for pair in pairings(this_machine(), level):
         if names and pair[1] not in names:
             continue
         coverage = cover(modules, (pair,), level)
         print(" x ".join(pair), len(coverage.cases), "cases", coverage.ended, flush=True)
         for defect in defects:
-            told = record[defect.what]
-            before = told.get("smoke", "") if level == "full" else ""
-            if before.startswith("killed"):  # not run again
-                told[level] = before
-            if told.get(level, "").startswith("killed"):
+            results = record[defect.what]
+            smoke_result = results.get("smoke", "") if level == "full" else ""
+            if smoke_result.startswith("killed"):  # do not run it again
+                results[level] = smoke_result
+            if results.get(level, "").startswith("killed"):
                 continue
-            fate = run_mutant(defect.mutant, coverage, (pair,), level, killers)
-            if fate.killed:
-                check = fate.by.partition(":")[0] if fate.how == "killed" else fate.how
-                told[level] = f"killed by {check} in {' x '.join(pair)}"
-            elif fate.how == "survived":
-                told[level] = "survived"
+            outcome = run_mutant(defect.mutant, coverage, (pair,), level, killers)
+            if outcome.killed:
+                check = outcome.by.partition(":")[0] if outcome.how == "killed" else outcome.how
+                results[level] = f"killed by {check} in {' x '.join(pair)}"
+            elif outcome.how == "survived":
+                results[level] = "survived"
             else:
-                told.setdefault(level, "not executed")
-            print(f"  {defect.what}: {told[level]}", flush=True)
+                results.setdefault(level, "not executed")
+            print(f"  {defect.what}: {results[level]}", flush=True)
         RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def before_tests(defects: Sequence[Defect], record: Record) -> None:
-    """Run the tests of operations on what full has not killed; write the record after each.
+    """Run the tests of operations on defects that full does not kill; write the record after each.
 
-    RuntimeError if they fail without a defect: then they would notice every one.
+    Raises RuntimeError if the tests fail without a defect.
     """
-    sound = by_tests(None)
-    if sound != "survived":
-        raise RuntimeError(f"without a defect: {sound}")
+    baseline = by_tests(None)
+    if baseline != "survived":
+        raise RuntimeError(f"without a defect: {baseline}")
     for defect in defects:
-        told = record[defect.what]
-        told.pop("tests", None)  # of a defect that full has killed since, too
-        if not told.get("full", "").startswith("killed"):
-            told["tests"] = by_tests(defect.mutant)
-            print(f"  {defect.what}: {told['tests']}", flush=True)
+        results = record[defect.what]
+        results.pop("tests", None)  # also if full kills the defect by now
+        if not results.get("full", "").startswith("killed"):
+            results["tests"] = by_tests(defect.mutant)
+            print(f"  {defect.what}: {results['tests']}", flush=True)
         RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def by_tests(mutant: Mutant | None) -> str:
-    """Run the whole tests of operations in a copy of the checkout with a defect in it, or none."""
+    """Run all tests of operations in a copy of the checkout, with a mutant applied if given.
+
+    Returns "survived" or "killed by TEST". Raises RuntimeError if pytest itself fails.
+    """
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "checkout"
-        left = shutil.ignore_patterns(".*", "out", "build", "__pycache__")
-        shutil.copytree(ROOT, copy, ignore=left)
+        excluded = shutil.ignore_patterns(".*", "out", "build", "__pycache__")
+        shutil.copytree(ROOT, copy, ignore=excluded)
         if mutant is not None:
             (copy / mutant.path.relative_to(ROOT)).write_text(mutant.text(), encoding="utf-8")
         tests = sorted(str(path) for path in (copy / "tests/ops").glob("test_ops_*.py"))
-        words = ["-m", "pytest", "-q", "-x", "--whole", "-p", "no:cacheprovider", *tests]
+        arguments = ["-m", "pytest", "-q", "-x", "--whole", "-p", "no:cacheprovider", *tests]
         child = environment_of_child(interpreted=True) | {"PYTHONPATH": str(copy)}
-        done = subprocess.run(
-            [sys.executable, *words],
+        process = subprocess.run(
+            [sys.executable, *arguments],
             cwd=copy,
             env=child,
             capture_output=True,
             text=True,
             check=False,
         )
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    if done.returncode == 1 and failed:
+    failed = [line for line in process.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if process.returncode == 1 and failed:
         return f"killed by {failed[0].split()[1].partition('[')[0]}"
-    if done.returncode == 0:
+    if process.returncode == 0:
         return "survived"
-    raise RuntimeError(f"pytest ended with {done.returncode}: {done.stdout[-2000:]}")
+    raise RuntimeError(f"pytest ended with {process.returncode}: {process.stdout[-2000:]}")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""`mk bench`: layers beside each other in one run, each checked before it is timed."""
+"""`mk bench`: timings of several layers in one run, each verified before it is timed."""

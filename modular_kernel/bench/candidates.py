@@ -1,4 +1,4 @@
-"""What can stand in the table: our pairings, torch's grouped products, and a user's own layers.
+"""Layers that can be benchmarked: our pairings, torch._grouped_mm, and layers of the user.
 
 A file given with `--peer` defines `layers()`, which returns a list of new `Layer` objects:
 
@@ -8,13 +8,13 @@ A file given with `--peer` defines `layers()`, which returns a list of new `Laye
     class Mine(Layer):
         name, quant = "mine", "none"  # quant: the name of a scheme
 
-        def refusal(self, problem):  # why it cannot run a problem; None if it can
+        def refusal(self, problem):  # reason why it cannot run a problem; None if it can
             return None if problem.act.kind == "silu" else "silu only"
 
         def setup(self, problem, weights):  # untimed, once for each shape
             import my_engine
 
-            # w1 (e, 2I, H), gate rows first; w2 (e, H, I); problem.tokens is the most of a call
+            # w1 (e, 2I, H), gate rows first; w2 (e, H, I); problem.tokens is the maximum per call
             self.engine = my_engine.Moe(weights.w1, weights.w2, problem.top_k)
 
         def call(self, x_TH, routing):  # timed, the whole layer: returns y (T, H) in x's dtype
@@ -23,10 +23,10 @@ A file given with `--peer` defines `layers()`, which returns a list of new `Laye
     def layers():
         return [Mine()]
 
-A whole layer: index work, quantization of x, both products, activation, weighted sum.
-`call` should be capturable in a CUDA graph: no synchronization, no shape that depends on data. The
-weights arrive unquantized whatever `quant` says: quantizing them is `setup`'s work. `layers()` is
-called once for each shape and set of weights: what one object keeps, the next must not share.
+`call` runs a whole layer: index computation, quantization of x, both GEMMs, activation, and
+weighted sum. It should be capturable in a CUDA graph, without synchronization or data-dependent
+shapes. The weights passed to `setup` are unquantized whatever `quant` is; `setup` quantizes them.
+`layers()` is called once for each shape and set of weights, so objects must not share state.
 """
 
 import itertools
@@ -52,14 +52,14 @@ from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights, Routing
 
-_GROUPED_MM_BYTES = 16  # rows of its operands must start on such multiples
+_GROUPED_MM_BYTES = 16  # required alignment of operand rows
 
 
 class Layer(ABC):
-    """A whole layer from x and routing to y. name: in the table. quant: its scheme.
+    """Base class of benchmarked layers, which map x and routing to y.
 
-    graph: whether to try to capture its calls. interpreted: it runs in Triton's interpreter, so
-    that its time says nothing about a GPU.
+    name: name in the tables. quant: quantization scheme. graph: whether to try to capture calls in
+    a CUDA graph. interpreted: the layer runs in Triton's interpreter, so its time is meaningless.
     """
 
     name: str
@@ -68,25 +68,25 @@ class Layer(ABC):
     interpreted: bool = False
 
     def refusal(self, problem: Problem) -> str | None:
-        """Why it cannot run this problem; None if it can."""
+        """Return the reason why the layer cannot run this problem; None if it can."""
         return None
 
     def kept_bytes(self, problem: Problem) -> int:
-        """Bytes that `setup` keeps of one set of weights, beside them in the scheme's format."""
+        """Return the bytes that `setup` keeps per set of weights, in addition to the weights."""
         return 0
 
     @abstractmethod
     def setup(self, problem: Problem, weights: ExpertWeights) -> None:
-        """Take the weights; problem.tokens is the most tokens of a call. Untimed."""
+        """Set up the layer for these weights; untimed. problem.tokens is the maximum per call."""
 
     @abstractmethod
     def call(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """Return the layer's output, (T, H) in x's dtype; this is timed."""
+        """Run the layer and return y, (T, H) in the dtype of x; this is timed."""
 
 
 @dataclass(frozen=True)
 class BenchOffer:
-    """A layer that can be made as often as needed. prepared: its weights are, in `setup`."""
+    """A factory of benchmarked layers. prepared: `setup` prepares the weights."""
 
     name: str
     quant: str
@@ -96,9 +96,9 @@ class BenchOffer:
 
 
 class PairLayer(Layer):
-    """One of our pairings, planned for the number of tokens at hand.
+    """One of our pairings, with a plan for the current number of tokens.
 
-    prepared: with weights that the kernel prepares once, in `setup`.
+    prepared: prepare the weights once, in `setup`.
     """
 
     def __init__(
@@ -115,15 +115,15 @@ class PairLayer(Layer):
         self._as_torch = machine.interpreter and not self.interpreted
 
     def refusal(self, problem: Problem) -> str | None:
-        own = replace(problem, quant=self.quant)
-        verdict = check(*self.pair, own, self.machine)
+        quantized_problem = replace(problem, quant=self.quant)
+        verdict = check(*self.pair, quantized_problem, self.machine)
         if verdict.ok and self.prepared and not self.kept_bytes(problem):
             return f"{self.pair[1]} prepares nothing of these weights"
         return "; ".join(map(str, verdict.rejections)) or None
 
     def kept_bytes(self, problem: Problem) -> int:
-        own = replace(problem, quant=self.quant)
-        return declared_bytes(self.pair[1], own) if self.prepared else 0
+        quantized_problem = replace(problem, quant=self.quant)
+        return declared_bytes(self.pair[1], quantized_problem) if self.prepared else 0
 
     def setup(self, problem: Problem, weights: ExpertWeights) -> None:
         self.problem = replace(problem, quant=self.quant)
@@ -155,7 +155,10 @@ class PairLayer(Layer):
 
 
 class TorchGroupedMm(Layer):
-    """torch._grouped_mm: sort, gather, product, SiLU and multiply, product, scatter, sum."""
+    """A plain SwiGLU layer in bfloat16 built on torch._grouped_mm.
+
+    Steps: sort, gather, GEMM, SiLU and multiply, GEMM, scatter, weighted sum.
+    """
 
     name = "torch_grouped_mm"
 
@@ -205,11 +208,12 @@ def pair_offers(
     *,
     prepared: bool = False,
 ) -> list[BenchOffer]:
-    """Every pairing that the names, where given, leave and that is valid for a problem.
+    """Return offers of the pairings that match the given names and are valid for a problem.
 
-    problems: their `quant` says in which schemes. prepared: behind each whose experts prepare
-    weights of a problem, the same with prepared ones. Called by its experts where no other pairing
-    has those. IncompatibleError with every reason if both names are given and never fit.
+    problems: their `quant` selects the schemes. prepared: add a second offer with prepared weights
+    after each pairing whose experts prepare weights. An offer is named after its experts if no
+    other pairing uses them. Raises IncompatibleError with every reason if both names are given and
+    the pairing is valid for no problem.
     """
     catalog = load_catalog()
     pfs = catalog.names("prepare_finalize")
@@ -218,7 +222,7 @@ def pair_offers(
     all_experts = catalog.names("experts")
     if experts is not None:
         all_experts = (catalog.experts(experts).__name__,)
-    found: list[tuple[str, str, str]] = []
+    valid: list[tuple[str, str, str]] = []
     preparing: set[tuple[str, str]] = set()
     refused: list[Verdict] = []
     for pf, ex in itertools.product(pfs, all_experts):
@@ -227,48 +231,48 @@ def pair_offers(
             if not verdict.ok:
                 refused.append(verdict)
                 continue
-            if (pf, ex, problem.quant) not in found:
-                found.append((pf, ex, problem.quant))
+            if (pf, ex, problem.quant) not in valid:
+                valid.append((pf, ex, problem.quant))
             if prepared and (ex, problem.quant) not in preparing and declared_specs(ex, problem):
                 preparing.add((ex, problem.quant))
-    if prepare_finalize is not None and experts is not None and not found and refused:
+    if prepare_finalize is not None and experts is not None and not valid and refused:
         raise IncompatibleError(refused[0].pairing, refused[0].rejections)
-    hosts = Counter(ex for _, ex in {(pf, ex) for pf, ex, _ in found})
+    pairings_by_experts = Counter(ex for _, ex in {(pf, ex) for pf, ex, _ in valid})
     return [
         BenchOffer(
-            with_prepared(name) if once else name,
+            with_prepared(name) if with_weights else name,
             quant,
             OURS,
-            partial(PairLayer, pf, ex, quant, machine, once),
-            once,
+            partial(PairLayer, pf, ex, quant, machine, with_weights),
+            with_weights,
         )
-        for pf, ex, quant in found
-        for name in [ex if hosts[ex] == 1 else f"{pf}+{ex}"]
-        for once in ([False, True] if (ex, quant) in preparing else [False])
+        for pf, ex, quant in valid
+        for name in [ex if pairings_by_experts[ex] == 1 else f"{pf}+{ex}"]
+        for with_weights in ([False, True] if (ex, quant) in preparing else [False])
     ]
 
 
 def with_prepared(name: str) -> str:
-    """Name the row of a pairing whose weights are prepared."""
+    """Return the row name of a pairing with prepared weights."""
     return f"{name} prepared"
 
 
 def baseline_offers() -> list[BenchOffer]:
-    """Return what this package brings to compare with."""
+    """Return the built-in baselines."""
     return [BenchOffer(TorchGroupedMm.name, TorchGroupedMm.quant, BASELINE, TorchGroupedMm)]
 
 
 def peer_offers(path: Path) -> list[BenchOffer]:
-    """Load the layers of a user's file.
+    """Load the layers that a --peer file defines.
 
-    Raise an error that names the file if there are none to be had.
+    Raises ConfigurationError or BrokenPartError naming the file if that fails.
     """
-    layers, made = load_file(path, "layers", Layer)
+    layers, loaded = load_file(path, "layers", Layer)
     return [
         BenchOffer(
             layer.name, str(QuantScheme.parse(layer.quant)), PEER, partial(_nth, layers, index)
         )
-        for index, layer in enumerate(made)
+        for index, layer in enumerate(loaded)
     ]
 
 

@@ -1,7 +1,7 @@
-"""How many kernels, copies and fills one call starts on a GPU, by torch's profiler.
+"""Number of kernels, copies and fills that a call launches on a GPU, from torch's profiler.
 
-The profiler stays loaded once it has run and makes later launches slower, so launches are counted
-after everything was timed.
+The profiler stays loaded once it has run and slows down later launches, so launches must be counted
+after all timing.
 """
 
 import json
@@ -19,14 +19,14 @@ _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def count_launches(call: Call, device: torch.device) -> int | None:
-    """Of one eager call; None on a CPU, and where the profiler may not see the GPU."""
+    """Count the launches of one eager call; None on a CPU or if the profiler cannot see the GPU."""
     if device.type != "cuda":
         return None
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         with torch.profiler.profile(
             activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA],
-            # What the profiler itself needs is started in the first step, which is not recorded.
+            # The first step is not recorded: the profiler initializes itself in it.
             schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
             on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
             acc_events=True,
@@ -40,5 +40,5 @@ def count_launches(call: Call, device: torch.device) -> int | None:
 
 
 def device_work(events: Iterable[Mapping[str, Any]]) -> int:
-    """How many events of a Chrome trace are work on the device, not ranges around it."""
+    """Count the events of a Chrome trace that are device work (kernels, copies, fills)."""
     return sum(event.get("cat") in _DEVICE_WORK for event in events)

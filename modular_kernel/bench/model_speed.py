@@ -1,8 +1,8 @@
 """Tokens per second of a whole model: prefill, and decoding with a static cache.
 
-Each experts implementation first runs the first experts module on what the model gave it with
-"eager", its routing included: near ties do not send tokens elsewhere. What errs is WRONG and has no
-speed.
+Each experts implementation first runs the first experts module on the inputs recorded with "eager",
+including the routing, so that near ties do not change it. An implementation whose result exceeds
+the error bound is WRONG and is not timed.
 """
 
 import math
@@ -25,7 +25,7 @@ _WARM, _TIMED = 1, 5
 
 @dataclass(frozen=True)
 class Workload:
-    """batch sequences of `prompt` tokens, then `new` tokens each."""
+    """`batch` sequences with a prefill of `prompt` tokens and `new` decoded tokens each."""
 
     batch: int
     prompt: int
@@ -34,7 +34,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class Implementation:
-    """One experts implementation of transformers. twins: operations take their torch twins."""
+    """An experts implementation registered with transformers.
+
+    twins: run operations as their torch references instead of Triton kernels.
+    """
 
     name: str
     registered: str
@@ -43,10 +46,10 @@ class Implementation:
 
 @dataclass(frozen=True)
 class SpeedRow:
-    """Speed of one implementation.
+    """Result of one implementation.
 
-    prefill, decode: tokens per second over the batch, medians; None where not timed. error, bound:
-    of the first experts module, relative to "eager".
+    prefill, decode: median tokens per second over the batch; None if not timed. error, bound:
+    relative error of the first experts module against "eager", and its bound.
     """
 
     experts: str
@@ -59,8 +62,8 @@ class SpeedRow:
 
 
 @dataclass(frozen=True)
-class _Known:
-    """A call of an experts module, and what "eager" makes of it."""
+class _RecordedCall:
+    """A recorded call of an experts module with the result of "eager"."""
 
     module: torch.nn.Module
     arguments: tuple[torch.Tensor, ...]
@@ -68,37 +71,37 @@ class _Known:
 
     @property
     def bound(self) -> float:
-        """Four roundings of a value in the result's dtype, and those of float32 sums."""
+        """Four roundings in the result's dtype, plus sqrt(depth) roundings of float32 sums."""
         depth = max(max(p.shape[-2:]) for p in self.module.parameters() if p.dim() > 2)
-        own = torch.finfo(self.result.dtype).eps
-        return 4 * own + torch.finfo(torch.float32).eps * math.sqrt(depth)
+        rounding = torch.finfo(self.result.dtype).eps
+        return 4 * rounding + torch.finfo(torch.float32).eps * math.sqrt(depth)
 
     def error(self) -> float:
-        found = self.module(*self.arguments).double()
+        result = self.module(*self.arguments).double()
         exact = self.result.double()
-        return float((found - exact).norm() / exact.norm())
+        return float((result - exact).norm() / exact.norm())
 
 
 def measure(
     model: Any, workload: Workload, implementations: Sequence[Implementation]
 ) -> list[SpeedRow]:
-    """Time a model of transformers with each implementation; rows in their order.
+    """Time a transformers model with each implementation and return their rows in order.
 
-    The model's implementation is "eager" afterwards. What an implementation raises is its row's
-    note.
+    The model's implementation is "eager" afterwards. An exception of an implementation becomes the
+    note of its row.
     """
     ids = _prompt(model, workload)
     rows = []
     with torch.inference_mode():
-        known = _known(model, ids)
+        recorded = _known(model, ids)
         for each in implementations:
             try:
-                rows.append(_row(model, ids, workload, known, each))
+                rows.append(_row(model, ids, workload, recorded, each))
             except IncompatibleError as refusal:
                 rows.append(SpeedRow(each.name, FAILED, note=" ".join(str(refusal).split())))
-            except Exception as error:  # noqa: BLE001 (anything a model's code raises)
-                told = " ".join(f"{type(error).__name__}: {error}".split())
-                rows.append(SpeedRow(each.name, FAILED, note=told[:300]))
+            except Exception as error:  # noqa: BLE001 (model code can raise anything)
+                text = " ".join(f"{type(error).__name__}: {error}".split())
+                rows.append(SpeedRow(each.name, FAILED, note=text[:300]))
         model.set_experts_implementation(EAGER)
     return rows
 
@@ -110,15 +113,15 @@ def _prompt(model: Any, workload: Workload) -> torch.Tensor:
     return ids.to(model.device)
 
 
-def _known(model: Any, ids: torch.Tensor) -> _Known:
+def _known(model: Any, ids: torch.Tensor) -> _RecordedCall:
     from modular_kernel.integrations.transformers.modules import dispatched
 
-    module = next(each for each in model.modules() if dispatched(each))
-    found: list[_Known] = []
+    module = next(submodule for submodule in model.modules() if dispatched(submodule))
+    calls: list[_RecordedCall] = []
 
     def keep(_: object, arguments: tuple[torch.Tensor, ...], result: torch.Tensor) -> None:
         copies = tuple(argument.clone() for argument in arguments)
-        found.append(_Known(module, copies, result.clone()))
+        calls.append(_RecordedCall(module, copies, result.clone()))
 
     model.set_experts_implementation(EAGER)
     handle = module.register_forward_hook(keep)
@@ -126,11 +129,11 @@ def _known(model: Any, ids: torch.Tensor) -> _Known:
         model(input_ids=ids, use_cache=False)
     finally:
         handle.remove()
-    return found[0]
+    return calls[0]
 
 
 def _row(
-    model: Any, ids: torch.Tensor, workload: Workload, known: _Known, each: Implementation
+    model: Any, ids: torch.Tensor, workload: Workload, known: _RecordedCall, each: Implementation
 ) -> SpeedRow:
     model.set_experts_implementation(each.registered)
     with ExitStack() as stack:
@@ -151,7 +154,7 @@ def _row(
 
 
 def _once(model: Any, ids: torch.Tensor, workload: Workload) -> tuple[float, float]:
-    """Return the seconds of one prefill, and of all tokens after it."""
+    """Return the seconds of one prefill and of decoding all new tokens."""
     from transformers import StaticCache
 
     clock = clock_of(model.device)

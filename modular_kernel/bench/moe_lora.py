@@ -1,6 +1,6 @@
-"""benchmark_moe_lora: the parallel branch of adapters, in the configurations it is specified with.
+"""Benchmark of the parallel LoRA branch, `run_moe_lora`, staged and fused.
 
-python -m modular_kernel.bench.moe_lora     # a line for each, by both strategies
+python -m modular_kernel.bench.moe_lora     # prints a line per configuration and strategy
 """
 
 import sys
@@ -16,7 +16,7 @@ from modular_kernel.ops.moe_lora import MoELoRABatchInfo, run_moe_lora, should_u
 
 @dataclass(frozen=True)
 class BranchConfig:
-    """One adapter of rank R for every token: T, H, I, R, E, K."""
+    """Sizes T, H, I, R, E, K of a branch in which every token uses one adapter of rank R."""
 
     tokens: int
     hidden: int
@@ -26,14 +26,14 @@ class BranchConfig:
     top_k: int
 
 
-# DeepSeek-V2-Lite and DeepSeek-V3, whose H is 7168.
+# DeepSeek-V2-Lite (H = 2048) and DeepSeek-V3 (H = 7168).
 CONFIGS = (BranchConfig(256, 2048, 1408, 8, 64, 6), BranchConfig(256, 7168, 2048, 8, 256, 8))
-_CALLS = 2  # on inputs of their own
+_CALLS = 2  # each on its own inputs
 
 
 @dataclass(frozen=True)
 class BranchTime:
-    """Microseconds of one call. auto: whether `auto` takes this strategy. mode: as `Timing`'s."""
+    """Microseconds of one call. auto: whether `auto` selects this strategy. mode: `Timing.mode`."""
 
     config: BranchConfig
     strategy: str
@@ -43,9 +43,9 @@ class BranchTime:
 
     def __str__(self) -> str:
         rate = self.config.tokens / self.us * 1e6
-        chosen = ", auto" if self.auto else ""
-        how = f"{self.strategy}{chosen}, {self.mode}"
-        return f"{self.config} ({how}): {self.us:.1f} us, {rate:.0f} tokens/s"
+        auto = ", auto" if self.auto else ""
+        details = f"{self.strategy}{auto}, {self.mode}"
+        return f"{self.config} ({details}): {self.us:.1f} us, {rate:.0f} tokens/s"
 
 
 def benchmark_moe_lora(
@@ -55,13 +55,13 @@ def benchmark_moe_lora(
     dtype: torch.dtype = torch.bfloat16,
     target_ms: float = 20.0,
 ) -> Iterator[BranchTime]:
-    """Time `run_moe_lora` alone, staged and fused; on a GPU as replays of a CUDA graph."""
+    """Time only `run_moe_lora`, staged and fused; on a GPU as replays of a CUDA graph."""
     for config in configs:
-        given = [_inputs(config, device, dtype, seed) for seed in range(_CALLS)]
+        inputs = [_inputs(config, device, dtype, seed) for seed in range(_CALLS)]
         shapes = (config.tokens, config.hidden), (config.tokens, config.top_k)
         fused = should_use_fused_kernel(*shapes, config.rank)
         for strategy in ("staged", "fused"):
-            calls = [partial(run_moe_lora, *each, strategy=strategy) for each in given]  # type: ignore[arg-type]
+            calls = [partial(run_moe_lora, *args, strategy=strategy) for args in inputs]  # type: ignore[arg-type]
             timing = time_calls(calls, device, target_ms=target_ms)
             auto = fused == (strategy == "fused")
             yield BranchTime(config, strategy, auto, timing.us, timing.mode)
@@ -70,7 +70,7 @@ def benchmark_moe_lora(
 def _inputs(
     config: BranchConfig, device: torch.device, dtype: torch.dtype, seed: int
 ) -> tuple[object, ...]:
-    """Return the arguments of `run_moe_lora`, in their order."""
+    """Return random positional arguments for `run_moe_lora`."""
     c, generator = config, torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:

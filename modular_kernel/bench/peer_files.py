@@ -1,4 +1,4 @@
-"""Reads a user's file of peers: Python with a function that returns a list of new objects."""
+"""Loading of --peer files: Python files with a function that returns a list of new objects."""
 
 import importlib.util
 from collections.abc import Callable
@@ -9,23 +9,24 @@ from modular_kernel.errors import BrokenPartError, ConfigurationError
 
 
 def load_file(path: Path, name: str, kind: type) -> tuple[Callable[[], list[Any]], list[Any]]:
-    """Return the file's function `name`, and what it returned once: a list of `kind`.
+    """Import the file and return its function `name` with the result of one call, a list of `kind`.
 
-    Raise an error that names the file if there is no such list to be had.
+    Raises BrokenPartError if importing or calling fails, and ConfigurationError if there is no such
+    file or the result is not such a list. Both name the file.
     """
-    what = f"--peer {path}"
+    option = f"--peer {path}"
     spec = importlib.util.spec_from_file_location(f"mk_peer_{path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise ConfigurationError(what, got="no such Python file", need="FILE.py")
+        raise ConfigurationError(option, got="no such Python file", need="FILE.py")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
         make: Callable[[], list[Any]] = getattr(module, name)
-        made: object = make()
-    # A foreign file can fail in any way; it is named, and nothing is measured.
+        objects: object = make()
+    # The user's file can raise anything; report it with the name of the file.
     except (Exception, SystemExit) as error:
-        raise BrokenPartError(what, got=repr(error), need=f"a file with {name}()") from error
-    if not isinstance(made, list) or not all(isinstance(each, kind) for each in made):
+        raise BrokenPartError(option, got=repr(error), need=f"a file with {name}()") from error
+    if not isinstance(objects, list) or not all(isinstance(item, kind) for item in objects):
         need = f"a list of {kind.__module__}.{kind.__qualname__}"
-        raise ConfigurationError(f"{what}: {name}()", got=repr(made), need=need)
-    return make, made
+        raise ConfigurationError(f"{option}: {name}()", got=repr(objects), need=need)
+    return make, objects

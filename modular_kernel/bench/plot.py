@@ -1,4 +1,4 @@
-"""Time over tokens as a picture: one panel for each shape, routing and kind of operands."""
+"""Plots of time over tokens, with one panel per shape, routing and operand type."""
 
 import math
 from pathlib import Path
@@ -12,7 +12,7 @@ _ACROSS = 3
 
 
 def plot(report: Report, path: Path) -> None:
-    """Write `path`, in the format that its suffix names. Needs matplotlib (extra `bench`)."""
+    """Write the plot to `path` in the format of its suffix. Needs matplotlib (extra `bench`)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -20,13 +20,13 @@ def plot(report: Report, path: Path) -> None:
     for row in report.rows:
         if row.floor_us is not None:
             panels.setdefault((row.shape, row.routing, row.operands), []).append(row)
-    across = min(_ACROSS, max(1, len(panels)))
-    down = max(1, math.ceil(len(panels) / across))
-    figure = Figure(figsize=(_PANEL[0] * across, _PANEL[1] * down), layout="constrained")
+    columns = min(_ACROSS, max(1, len(panels)))
+    lines = max(1, math.ceil(len(panels) / columns))
+    figure = Figure(figsize=(_PANEL[0] * columns, _PANEL[1] * lines), layout="constrained")
     FigureCanvasAgg(figure)
     colors: dict[str, str] = {}
     for index, (name, rows) in enumerate(panels.items()):
-        axes = figure.add_subplot(down, across, index + 1)
+        axes = figure.add_subplot(lines, columns, index + 1)
         _panel(axes, rows, colors)
         axes.set_title(", ".join(name), fontsize=9)
     figure.suptitle(f"{report.environment.get('device')}, {report.environment.get('date')}")
@@ -34,17 +34,17 @@ def plot(report: Report, path: Path) -> None:
 
 
 def _panel(axes: Any, rows: list[Row], colors: dict[str, str]) -> None:
-    """One line for each layer, the same color in every panel, over the floor."""
+    """Draw the floor and a line per layer; a layer has the same color in every panel."""
     floors = {row.tokens: row.floor_us for row in rows}
     tokens = sorted(floors)
     axes.plot(tokens, [floors[t] for t in tokens], "k--", linewidth=1, label="floor")
     for name in dict.fromkeys(label(row) for row in rows):
-        mine = sorted((r for r in rows if label(r) == name and r.timed), key=lambda r: r.tokens)
-        if not mine:
+        points = sorted((r for r in rows if label(r) == name and r.timed), key=lambda r: r.tokens)
+        if not points:
             continue
         color = colors.setdefault(name, f"C{len(colors) % 10}")
-        style = "o-" if mine[0].origin == OURS else "s:"
-        xs, ys = [row.tokens for row in mine], [row.us for row in mine]
+        style = "o-" if points[0].origin == OURS else "s:"
+        xs, ys = [row.tokens for row in points], [row.us for row in points]
         axes.plot(xs, ys, style, color=color, markersize=3, linewidth=1.2, label=name)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

@@ -1,6 +1,6 @@
-"""A whole transformers model of a config, with random weights: nothing is downloaded.
+"""A whole transformers model with random weights, built from a config; nothing is downloaded.
 
-transformers is an extra, imported in functions only.
+transformers is an optional dependency, so it is imported only inside functions.
 """
 
 from collections.abc import Mapping
@@ -18,16 +18,16 @@ from modular_kernel.select.memory import free_bytes, gigabytes
 from modular_kernel.spec.problem import parse_dtype
 
 _QUANTIZED = ("quantization_config", "compression_config")
-# Of a file, what says where its weights and its own code are: neither is used.
+# Entries of a config that refer to quantized weights or to custom code; neither is used.
 _LEFT_OUT = (*_QUANTIZED, "auto_map", "architectures", "transformers_version", "_name_or_path")
 _MOST_OF_FREE = 0.9
 
 
 @dataclass(frozen=True)
 class RandomModel:
-    """A model in eval mode, and what it is made of.
+    """A model in eval mode, with its properties.
 
-    layers: (those it has, those of its config). notes: what is not as a reader may expect.
+    layers: (layers of the model, layers of its config). notes: differences from the config.
     """
 
     model: Any
@@ -39,7 +39,7 @@ class RandomModel:
 
 
 def transformers() -> Any:
-    """Import the extra; ConfigurationError if it is not there, or too old for the integration."""
+    """Import transformers; raise ConfigurationError if it is missing or too old."""
     try:
         import_module("modular_kernel.integrations.transformers")
         return import_module("transformers")
@@ -51,38 +51,40 @@ def transformers() -> Any:
 def random_model(
     source: str, device: torch.device, *, dtype: str | None = None, layers: int | None = None
 ) -> RandomModel:
-    """Make the model of a config.json, of its folder, or of a name of `mk models`.
+    """Build the model of a config.json, of its folder, or of a name of `mk models`.
 
-    dtype: of its weights; None is the config's, or bfloat16. layers: keep so many, the first ones.
-    Code that a file refers to is never run. ConfigurationError without transformers; for a file
-    that is none, a type that transformers does not build, one without experts, and weights that do
-    not fit into the device's free memory.
+    dtype: of the weights; None means that of the config, else bfloat16. layers: keep only this many
+    first layers. Custom code that the config refers to is never run. Raises ConfigurationError
+    without transformers, for an invalid file, a type that transformers cannot build, a model
+    without experts, and weights that do not fit into the free memory of the device.
     """
     library = transformers()
     values, notes = _values(library, source)
-    whole = values.get("num_hidden_layers")
-    if type(whole) is not int or whole < 1:
-        raise ConfigurationError(source, got=f"num_hidden_layers = {whole!r}", need="1 or more")
+    config_layers = values.get("num_hidden_layers")
+    if type(config_layers) is not int or config_layers < 1:
+        raise ConfigurationError(
+            source, got=f"num_hidden_layers = {config_layers!r}", need="1 or more"
+        )
     if layers is not None:
-        if not 1 <= layers <= whole:
-            raise ConfigurationError("--layers", got=layers, need=f"from 1 to {whole}")
-        values = _cut(values, whole, layers)
-        notes.append(f"{layers} of {whole} layers")
+        if not 1 <= layers <= config_layers:
+            raise ConfigurationError("--layers", got=layers, need=f"from 1 to {config_layers}")
+        values = _cut(values, config_layers, layers)
+        notes.append(f"{layers} of {config_layers} layers")
     for name in _QUANTIZED:
         if values.get(name) is not None:
             notes.append(f"{name} is left out: weights are random and not quantized")
-    found = values.get("dtype") or values.get("torch_dtype") or "bfloat16"
-    wanted = parse_dtype(dtype or found)
+    config_dtype = values.get("dtype") or values.get("torch_dtype") or "bfloat16"
+    weights_dtype = parse_dtype(dtype or config_dtype)
     config = _config(library, source, values)
-    empty = _built(library, source, config, wanted, torch.device("meta"))
-    if not any(map(_dispatched, empty.modules())):
+    meta_model = _built(library, source, config, weights_dtype, torch.device("meta"))
+    if not any(map(_dispatched, meta_model.modules())):
         need = "a model whose experts transformers dispatches"
         if layers is not None:
             need += ", or more --layers: the first ones may be dense"
         raise ConfigurationError(
-            source, got=f"no such experts in {type(empty).__name__}", need=need
+            source, got=f"no such experts in {type(meta_model).__name__}", need=need
         )
-    size = sum(p.nbytes for p in empty.parameters())
+    size = sum(p.nbytes for p in meta_model.parameters())
     free = free_bytes(device)
     if free is not None and size > _MOST_OF_FREE * free:
         got = f"{gigabytes(size)} of weights"
@@ -91,10 +93,10 @@ def random_model(
         )
     torch.manual_seed(0)
     return RandomModel(
-        model=_built(library, source, config, wanted, device).eval(),
+        model=_built(library, source, config, weights_dtype, device).eval(),
         model_type=values["model_type"],
-        layers=(layers or whole, whole),
-        parameters=sum(p.numel() for p in empty.parameters()),
+        layers=(layers or config_layers, config_layers),
+        parameters=sum(p.numel() for p in meta_model.parameters()),
         bytes=size,
         notes=tuple(notes),
     )
@@ -107,42 +109,42 @@ def _dispatched(module: torch.nn.Module) -> bool:
 
 
 def _values(library: Any, source: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the entries of a config of a type with experts, and notes on them."""
+    """Return the entries of the config of `source`, and notes on entries that are defaults."""
     if is_file(source):
-        _, given = config_of_file(source)
-        _class_of(library, source, given["model_type"])
-        return given, []
-    known = model_named(source)
-    if known is None or not known.model_type:
-        got = repr(source[:200]) if known is None else f"the layer of {known.source} alone"
+        _, values_of_file = config_of_file(source)
+        _class_of(library, source, values_of_file["model_type"])
+        return values_of_file, []
+    published = model_named(source)
+    if published is None or not published.model_type:
+        got = repr(source[:200]) if published is None else f"the layer of {published.source} alone"
         raise ConfigurationError("--hf", got=got, need="the path of its config.json")
-    made = _class_of(library, source, known.model_type)()
-    values = made.to_dict()
-    family = FAMILIES[known.model_type]
+    default = _class_of(library, source, published.model_type)()
+    values = default.to_dict()
+    family = FAMILIES[published.model_type]
     keys = (family.experts, family.top_k, family.hidden, family.intermediate)
-    sizes = (known.experts, known.top_k, known.hidden, known.intermediate)
-    own = {
+    sizes = (published.experts, published.top_k, published.hidden, published.intermediate)
+    sizes_by_key = {
         next(name for name in names.split() if name in values): size
         for names, size in zip(keys, sizes, strict=True)
     }
-    note = f"attention, layers and vocabulary are the defaults of {type(made).__name__}"
-    return {**values, **own, "model_type": known.model_type}, [note]
+    note = f"attention, layers and vocabulary are the defaults of {type(default).__name__}"
+    return {**values, **sizes_by_key, "model_type": published.model_type}, [note]
 
 
 def _class_of(library: Any, source: str, model_type: str) -> Any:
-    """Return transformers' configuration class of a type that it builds a language model of."""
+    """Return the configuration class of a model type; raise if there is no causal LM for it."""
     try:
-        found = library.CONFIG_MAPPING[model_type]
-        library.MODEL_FOR_CAUSAL_LM_MAPPING[found]
+        config_class = library.CONFIG_MAPPING[model_type]
+        library.MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
     except KeyError:
         got = f"model_type = {model_type!r}"
         need = f"one that AutoModelForCausalLM of transformers {library.__version__} builds"
         raise ConfigurationError(source, got=got, need=need) from None
-    return found
+    return config_class
 
 
 def _cut(values: Mapping[str, Any], whole: int, layers: int) -> dict[str, Any]:
-    """Keep the first layers, and of lists with an entry for each layer the first entries."""
+    """Keep the first `layers` layers, truncating lists with an entry per layer."""
 
     def kept(value: Any) -> Any:
         return value[:layers] if isinstance(value, list) and len(value) == whole else value
@@ -151,9 +153,9 @@ def _cut(values: Mapping[str, Any], whole: int, layers: int) -> dict[str, Any]:
 
 
 def _config(library: Any, source: str, values: Mapping[str, Any]) -> Any:
-    kept = {name: value for name, value in values.items() if name not in _LEFT_OUT}
+    entries = {name: value for name, value in values.items() if name not in _LEFT_OUT}
     try:
-        return _class_of(library, source, values["model_type"]).from_dict(kept)
+        return _class_of(library, source, values["model_type"]).from_dict(entries)
     except Exception as error:  # whatever its validation raises
         got = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ConfigurationError(source, got=got, need="a config that its class takes") from error
@@ -164,10 +166,10 @@ def _built(
 ) -> torch.nn.Module:
     try:
         with device:
-            made: torch.nn.Module = library.AutoModelForCausalLM.from_config(
+            model: torch.nn.Module = library.AutoModelForCausalLM.from_config(
                 config, dtype=dtype, experts_implementation="eager"
             )
     except Exception as error:  # sizes that contradict each other, out of memory
         got = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ConfigurationError(source, got=got, need="a config that can be built") from error
-    return made
+    return model

@@ -1,4 +1,4 @@
-"""A whole run: peaks, then every layer in every cell, each checked before it is timed."""
+"""A benchmark run: hardware peaks, then every layer in every cell, verified before it is timed."""
 
 import gc
 import itertools
@@ -53,11 +53,12 @@ Tell = Callable[[Report], object]
 
 @dataclass(frozen=True)
 class BenchJob:
-    """What to measure. Each cell with each offer makes one row.
+    """A benchmark job: each combination of a cell and an offer gives one row.
 
-    graph: time replays of CUDA graphs, else eager calls. target_ms: of the device, for one row.
-    bandwidth: bytes per second for the floor, None for the measured one. deadline: seconds after
-    the start, no row is begun later. command: how to repeat it.
+    graph: time replays of CUDA graphs, else eager calls. target_ms: timed device milliseconds per
+    row. bandwidth: bytes per second for the roofline, None for the measured one. deadline: seconds
+    after the start of the run beyond which no new row is started. command: the command line, for
+    the record.
     """
 
     cells: tuple[LayerCase, ...]
@@ -75,14 +76,18 @@ def run(
     tell: Tell = lambda _report: None,
     begin: Callable[[str], object] = lambda _row: None,
 ) -> Report:
-    """Do the job. tell: gets the report so far after every row. begin: what is measured next."""
+    """Run the job and return its report.
+
+    tell: called with the partial report after every row. begin: called with a description of the
+    row before it is measured.
+    """
     with torch.no_grad():
         return _Run(job, tell, begin).report()
 
 
 @dataclass
-class _Stock:
-    """The weights of one shape, made when first asked for."""
+class _WeightSets:
+    """The sets of weights of one shape, created lazily."""
 
     cells: tuple[LayerCase, ...]
     device: torch.device
@@ -99,21 +104,21 @@ class _Stock:
 
 
 class SetupError(RuntimeError):
-    """A layer could not take its weights."""
+    """The setup of a layer failed."""
 
 
 @dataclass
-class _Team:
-    """The objects of one offer on one shape: one for each set of weights, set up when needed."""
+class _OfferLayers:
+    """The layers of one offer on one shape: one per set of weights, set up lazily."""
 
     offer: BenchOffer
-    stock: _Stock
+    stock: _WeightSets
     ready: list[Layer] = field(default_factory=list)
     failure: str = ""  # not the exception: its traceback would keep tensors alive
 
     @cached_property
     def first(self) -> Layer:
-        """The object for the first set, not set up until its time is asked for."""
+        """The layer for the first set of weights; `layer(0)` sets it up."""
         return self.offer.make()
 
     def layer(self, index: int) -> Layer:
@@ -131,15 +136,18 @@ class _Team:
         return self.ready[index]
 
     def free(self) -> None:
-        """Let go of what the objects keep."""
+        """Drop all layers, to free their memory."""
         self.ready.clear()
         self.__dict__.pop("first", None)
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """One row's calls and what each is given. checks: calls with what they must return, the last
-    one of `calls` at their end."""
+    """The calls of one row, with their inputs bound.
+
+    turns: rotation over inputs and sets of weights. loads: routing load of each input. checks:
+    calls with their expected results; the last check is that of the last entry in `calls`.
+    """
 
     calls: tuple[Call, ...]
     layer: Layer
@@ -181,13 +189,16 @@ class _Run:
         self.tell(report)
         return report
 
-    def _visits(self) -> Iterator[tuple[LayerCase, _Team]]:
-        """Every cell with every offer; one shape's weights and one offer's objects at a time."""
+    def _visits(self) -> Iterator[tuple[LayerCase, _OfferLayers]]:
+        """Yield every cell with every offer.
+
+        At any time only the weights of one shape and the layers of one offer are in memory.
+        """
         key = lambda cell: (cell.shape, str(cell.problem.with_tokens(1)))  # noqa: E731
         for _, cells in itertools.groupby(self.job.cells, key):
-            stock = _Stock(tuple(cells), self.device)
+            stock = _WeightSets(tuple(cells), self.device)
             for offer in self.job.offers:
-                team = _Team(offer, stock)
+                team = _OfferLayers(offer, stock)
                 for cell in stock.cells:
                     yield cell, team
                     self._free()
@@ -200,9 +211,9 @@ class _Run:
             torch.cuda.empty_cache()
 
     def _device_works(self) -> bool:
-        """Return whether the GPU still works.
+        """Return whether the CUDA context still works.
 
-        An illegal access ends every later call of the process.
+        After an illegal memory access every later CUDA call of the process fails.
         """
         try:
             torch.ones(1, device=self.device).sum().item()
@@ -215,7 +226,7 @@ class _Run:
         limit = self.job.deadline
         return limit is not None and time.monotonic() - self.started > limit
 
-    def _row(self, cell: LayerCase, team: _Team) -> Row:
+    def _row(self, cell: LayerCase, team: _OfferLayers) -> Row:
         row = blank_row(cell, team.offer)
         if self.stopped or self._late:
             return replace(row, note=self.stopped or "after the deadline")
@@ -224,62 +235,64 @@ class _Run:
             if reason is not None:
                 return replace(row, status=status.REFUSED, note=reason)
             return self._measured(row, cell, team)
-        # A layer can fail in any way; that is its row, not the end of the table.
+        # A layer can raise anything. Report it in the row and continue with the other rows.
         except Exception as error:  # noqa: BLE001
             if not self._device_works():
                 self.stopped = f"{team.offer.name} broke the CUDA context"
             return replace(row, status=status.FAILED, note=_short(error))
 
-    def _trial(self, cell: LayerCase, team: _Team) -> _Trial:
+    def _trial(self, cell: LayerCase, team: _OfferLayers) -> _Trial:
         scheme, expert_map = QuantScheme.parse(team.offer.quant), team.stock.weights(0).expert_map
 
-        def given(index: int) -> tuple[Input, Load]:
-            made = make_input(cell, self.device, index)
-            return made, load_of(made.routing, cell.problem, expert_map)
+        def make(index: int) -> tuple[Input, Load]:
+            inputs_ = make_input(cell, self.device, index)
+            return inputs_, load_of(inputs_.routing, cell.problem, expert_map)
 
-        first, load = given(0)
+        first, load = make(0)
         turns = self._rotation(cell, work_of(cell.problem, scheme, [load]), team)
-        inputs, loads = zip((first, load), *map(given, range(1, turns.calls)), strict=True)
+        inputs, loads = zip((first, load), *map(make, range(1, turns.calls)), strict=True)
         layers = [team.layer(index) for index in range(turns.sets)]
         calls = tuple(
-            partial(layers[i % turns.sets].call, one.x_TH, one.routing)
-            for i, one in enumerate(inputs)
+            partial(layers[i % turns.sets].call, item.x_TH, item.routing)
+            for i, item in enumerate(inputs)
         )
-        # Answers come before any call: a layer that overwrites x is compared with what x was.
+        # Compute the reference results before any call, because a layer may overwrite x.
         checks = []
         for index in _checked_inputs(turns.calls, inputs_to_check(cell.problem)):
-            one = inputs[index] if index < turns.calls else given(index)[0]
+            item = inputs[index] if index < turns.calls else make(index)[0]
             call = (
                 calls[index]
                 if index < turns.calls
-                else partial(layers[0].call, one.x_TH, one.routing)
+                else partial(layers[0].call, item.x_TH, item.routing)
             )
             at = index % turns.sets if index < turns.calls else 0
-            checks.append((call, self._answer(cell, team, one, (index, at))))
+            checks.append((call, self._answer(cell, team, item, (index, at))))
         return _Trial(calls, layers[0], turns, loads, tuple(checks))
 
-    def _rotation(self, cell: LayerCase, work: Work, team: _Team) -> Rotation:
+    def _rotation(self, cell: LayerCase, work: Work, team: _OfferLayers) -> Rotation:
         memory = 0
         if self.device.type == "cuda":
             memory = torch.cuda.get_device_properties(self.device).total_memory
         scheme = QuantScheme.parse(team.offer.quant)
-        whole = cell.problem.e * expert_bytes(cell.problem, scheme)
-        whole += team.first.kept_bytes(cell.problem)
+        set_bytes = cell.problem.e * expert_bytes(cell.problem, scheme)
+        set_bytes += team.first.kept_bytes(cell.problem)
         if (spec := cell.problem.adapters) is not None:
-            whole += spec.adapters * adapter_bytes(cell.problem)
+            set_bytes += spec.adapters * adapter_bytes(cell.problem)
         l2 = l2_bytes(self.device)
-        return rotation(work.bytes, whole, cell.problem.tokens, l2=l2, memory=memory)
+        return rotation(work.bytes, set_bytes, cell.problem.tokens, l2=l2, memory=memory)
 
-    def _answer(self, cell: LayerCase, team: _Team, given: Input, at: tuple[int, int]) -> Answer:
-        """at: number of the input and of the weights."""
+    def _answer(
+        self, cell: LayerCase, team: _OfferLayers, given: Input, at: tuple[int, int]
+    ) -> Answer:
+        """Return the cached reference result. at: (index of the input, index of the weights)."""
         key = (cell, *at, team.offer.quant)
         if key not in self.answers:
             scheme = QuantScheme.parse(team.offer.quant)
             self.answers[key] = answer_to(cell, given, team.stock.weights(at[1]), scheme)
         return self.answers[key]
 
-    def _measured(self, row: Row, cell: LayerCase, team: _Team) -> Row:
-        """Check the row and, if it is right, time it."""
+    def _measured(self, row: Row, cell: LayerCase, team: _OfferLayers) -> Row:
+        """Verify the row and, if it is correct, time it."""
         scheme, trial = QuantScheme.parse(team.offer.quant), self._trial(cell, team)
         work = work_of(cell.problem, scheme, trial.loads)
         floor = floor_of(work, cell.problem, scheme, self.peaks)
@@ -311,26 +324,26 @@ class _Run:
         if finding.wrong:
             note = f"after {timing.mode} calls: {finding.wrong}"
             return replace(row, status=status.WRONG, note=note, error=finding.error)
-        host = host_cost(trial.calls[0], self.device)
-        eager = self._eager_time(trial, timing)
-        expected = self.device.type == "cuda" and self.job.graph
+        host_time = host_cost(trial.calls[0], self.device)
+        eager_us = self._eager_time(trial, timing)
+        graph = self.device.type == "cuda" and self.job.graph
         return replace(
             row,
             status=status.OK,
-            note="not captured" if expected and not timing.mode.startswith("graph") else "",
+            note="not captured" if graph and not timing.mode.startswith("graph") else "",
             us=timing.us,
             us_min=timing.us_min,
             spread=timing.spread,
             mode=status.INTERPRETER if trial.layer.interpreted else timing.mode,
             replays=timing.replays,
             over_floor=None if trial.layer.interpreted else timing.us / floor.us,
-            eager_us=eager,
-            host_us=host.us if host else None,
-            allocations=host.allocations if host else None,
+            eager_us=eager_us,
+            host_us=host_time.us if host_time else None,
+            allocations=host_time.allocations if host_time else None,
         )
 
     def _eager_time(self, trial: _Trial, timing: Timing) -> float | None:
-        """Microseconds of the same calls launched one by one; None on a CPU."""
+        """Time the same calls eagerly, in microseconds per call; None on a CPU."""
         if self.device.type != "cuda":
             return None
         if timing.mode.startswith("eager"):
@@ -340,17 +353,20 @@ class _Run:
         return time_calls(trial.calls, self.device, graph=False, flush=flush, target_ms=ms).us
 
     def _count_launches(self) -> None:
-        """Once everything was timed: the profiler slows down what comes after it."""
+        """Count the kernel launches of every timed row.
+
+        This runs after all timing, because the profiler slows down later launches.
+        """
         for index, (cell, team) in enumerate(self._visits()):
             row = self.rows[index]
             if not row.timed or self._late:
                 continue
             try:
-                given = make_input(cell, self.device, 0)
-                call = partial(team.layer(0).call, given.x_TH, given.routing)
+                inputs = make_input(cell, self.device, 0)
+                call = partial(team.layer(0).call, inputs.x_TH, inputs.routing)
                 call()
                 count = count_launches(call, self.device)
-            # The times stand without it.
+            # Keep the times if counting fails.
             except Exception as error:  # noqa: BLE001
                 self.rows[index] = replace(row, note=f"launches: {_short(error)}")
                 continue
@@ -362,14 +378,17 @@ def _short(error: Exception) -> str:
 
 
 def _checked_inputs(calls: int, least: int) -> list[int]:
-    """Numbers of the inputs that are checked: the first, further ones until there are enough, and
-    at the end the last that is timed."""
+    """Return the indices of the inputs to verify.
+
+    These are the first, as many untimed ones as needed for `least` in total, and at the end the
+    last timed one.
+    """
     further = range(calls, calls + max(least - min(calls, 2), 0))
     return [*dict.fromkeys([0, *further, calls - 1])] if calls > 1 else [*further, 0]
 
 
 def blank_row(cell: LayerCase, offer: BenchOffer) -> Row:
-    """Return the row before anything was measured."""
+    """Return a row with the description of the cell and the offer, without results."""
     problem = cell.problem
     return Row(
         shape=cell.shape,

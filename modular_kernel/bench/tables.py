@@ -1,4 +1,4 @@
-"""A report as a table: cells of text for a terminal, and a document in Markdown."""
+"""Tables of a benchmark report: text cells for a terminal, and a Markdown document."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -10,7 +10,7 @@ _COLUMNS = (
     "shape", "T", "routing", "layer", "us", "floor us", "/ floor", "/ best peer", "error",
     "eager us", "launches", "host us", "allocs", "mode", "note",
 )  # fmt: skip
-# Left out where a terminal is narrow, the last one first.
+# Columns dropped on a narrow terminal, starting with the last.
 OPTIONAL = (
     "/ floor", "/ best peer", "floor us", "host us", "launches", "error", "routing", "note",
     "mode", "eager us", "allocs",
@@ -32,20 +32,20 @@ PREPARED = "prepared: kernel.prepare_weights was called once, before, and is not
 
 
 def label(row: Row) -> str:
-    """Name the layer as a column's head: with its scheme, if it has one."""
+    """Return the column heading of a layer: its name, and its scheme if quantized."""
     return row.layer if row.quant == "none" else f"{row.layer} {row.quant}"
 
 
 def text_table(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
-    """Columns and cells, one line for each row; rows that compete stand together.
+    """Return the columns and cells of the text table, with rows of the same group together.
 
-    Columns that would be empty (on a CPU, some are) are left out.
+    Empty columns, such as those without values on a CPU, are left out.
     """
     rows = list(rows)
     groups = list(dict.fromkeys(row.group for row in rows))
     cells = [_cells(row) for row in sorted(rows, key=lambda row: groups.index(row.group))]
-    kept = [i for i in range(len(_COLUMNS)) if any(line[i] for line in cells)]
-    return [_COLUMNS[i] for i in kept], [[line[i] for i in kept] for line in cells]
+    nonempty = [i for i in range(len(_COLUMNS)) if any(line[i] for line in cells)]
+    return [_COLUMNS[i] for i in nonempty], [[line[i] for i in nonempty] for line in cells]
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -59,14 +59,14 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def time_or_fate(row: Row) -> str:
-    """Microseconds; or what became of the row, loudly if it is wrong."""
+    """Format the time in microseconds, or the status of an untimed row (WRONG in capitals)."""
     if row.timed:
         return _number(row.us, 1)
     return row.status.upper() if row.status == status.WRONG else row.status
 
 
 def one_line(row: Row) -> str:
-    """Return a row for a log."""
+    """Format a row as a log line."""
     head = f"{row.shape} T={row.tokens} {row.routing} {label(row)}:"
     if not row.timed:
         return f"{head} {time_or_fate(row)}, {row.note}"
@@ -79,7 +79,10 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def markdown(report: Report) -> str:
-    """One table for each kind of operands and routing, with what it was measured on."""
+    """Render the report as Markdown: environment, method, and a table per operand type and routing.
+
+    Wrong and failed rows are listed at the end.
+    """
     lines = [f"# Layers on {report.environment.get('device')}", "", *_where(report), ""]
     lines += METHOD.splitlines()
     lines += [f"- {PREPARED}."] if any(row.prepared for row in report.rows) else []
@@ -111,14 +114,14 @@ def _where(report: Report) -> list[str]:
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
-    """Return a table: a line for each cell, a column for each layer."""
+    """Return the lines of a Markdown table with a line per cell and a column per layer."""
     names = list(dict.fromkeys(label(row) for row in rows if row.status != status.REFUSED))
     head = ["shape", "T", "floor", *names, "best of ours / floor", "best of ours / best peer"]
     lines = [_line(head), _line(["---", *["---:"] * (len(head) - 1)])]
     for group in dict.fromkeys(row.group for row in rows):
         members = [row for row in rows if row.group == group]
         cells = {label(row): time_or_fate(row) for row in members if row.status != status.REFUSED}
-        # Rows of one group differ in their floors only by how a scheme stores its scales.
+        # Within a group the floors differ only by the bytes of a scheme's scales.
         floors = [row.floor_us for row in members if row.floor_us]
         floor = min(floors, default=None)
         ours, peer = best(members, ours=True), best(members, ours=False)
@@ -137,32 +140,35 @@ def _ratio(ours: float | None, other: float | None) -> str:
 
 
 def ratios(report: Report) -> list[tuple[str, str]]:
-    """Return the geometric mean of our best over the floor and over the best peer, by operands."""
+    """Return labeled geometric means of our best time over the floor and over the best peer."""
     return [
-        (f"{_mean(values):.2f} x", f"{what}, {operands}")
-        for operands, found in _compared(report)
-        for what, values in found.items()
+        (f"{_mean(values):.2f} x", f"{target}, {operands}")
+        for operands, comparisons in _compared(report)
+        for target, values in comparisons.items()
     ]
 
 
 def summary(report: Report) -> list[str]:
-    """Per kind of operands: how our best compares with the floor and with the best peer.
+    """Return summary lines: our best against the floor and the best peer, by operand type.
 
-    And what `prepared` means, where a row is.
+    If a row is prepared, the first line explains the word.
     """
     lines = [PREPARED] if any(row.prepared for row in report.rows) else []
-    for operands, found in _compared(report):
+    for operands, comparisons in _compared(report):
         parts = [
-            f"{_mean(values):.2f} x {what} in geometric mean over {counted(len(values), 'cell')} "
+            f"{_mean(values):.2f} x {target} in geometric mean over {counted(len(values), 'cell')} "
             f"({min(values):.2f} to {max(values):.2f})"
-            for what, values in found.items()
+            for target, values in comparisons.items()
         ]
         lines.append(f"{operands}, best of ours: " + "; ".join(parts))
     return lines
 
 
 def _compared(report: Report) -> Iterator[tuple[str, dict[str, list[float]]]]:
-    """Yield, for each kind of operands, our best over what it is compared with, cell by cell."""
+    """Yield for each operand type the ratios of our best time to the floor and to the best peer.
+
+    The ratios are lists with one entry per cell.
+    """
     for operands in dict.fromkeys(row.operands for row in report.rows):
         rows = [row for row in report.rows if row.operands == operands]
         over_floor, over_peer = list[float](), list[float]()
@@ -174,9 +180,9 @@ def _compared(report: Report) -> Iterator[tuple[str, dict[str, list[float]]]]:
                 over_floor.append(ours / floor)
             if ours and peer:
                 over_peer.append(ours / peer)
-        found = {"the floor": over_floor, "the best peer's time": over_peer}
-        if any(found.values()):
-            yield operands, {what: values for what, values in found.items() if values}
+        comparisons = {"the floor": over_floor, "the best peer's time": over_peer}
+        if any(comparisons.values()):
+            yield operands, {what: values for what, values in comparisons.items() if values}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,1 +1,4 @@
-"""The `mk` command, one file per verb. Verbs import torch and rich when they run: help is fast."""
+"""The `mk` command, one module per verb.
+
+Verbs import torch and rich inside their functions, so that `mk --help` is fast.
+"""

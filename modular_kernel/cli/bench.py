@@ -1,4 +1,4 @@
-"""`mk bench`: our pairings, the floor and other layers in one table, measured in one run."""
+"""`mk bench`: timings of our pairings and of other layers, compared with the roofline."""
 
 import shlex
 import sys
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from modular_kernel.measure.records import Report
     from modular_kernel.spec.problem import Machine, Problem
 
-BASELINE = "baseline"  # stands for every name of BASELINE_SHAPES
+BASELINE = "baseline"  # --model baseline: all of BASELINE_SHAPES
 _TOKENS = (1, 16, 128)
 _SHAPE_TOKENS = (1, 16, 128, 1024, 4096, 16384)
 _LARGE_SHAPE_TOKENS = {"dsv3_256": (16, 128, 1024, 4096)}
@@ -45,7 +45,7 @@ _LARGE_SHAPE_TOKENS = {"dsv3_256": (16, 128, 1024, 4096)}
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """How, and beside what, layers are measured."""
+    """Options for the measurement and for the layers to compare with."""
 
     tokens_list: Annotated[
         str | None,
@@ -78,7 +78,7 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchFiles(ReportFiles):
-    """What is written beside the table, and what is read instead of being measured."""
+    """Options for the output files, and for a record to show instead of measuring."""
 
     load: Annotated[
         Path | None,
@@ -94,7 +94,7 @@ class BenchFiles(ReportFiles):
 
 @dataclass(frozen=True)
 class _Named:
-    """The parts asked for by name."""
+    """Parts named on the command line, as an option group."""
 
     pf_type: str | None = None
     experts_type: str | None = None
@@ -109,33 +109,34 @@ def bench(
     pf_type: PfType = None,
     experts_type: ExpertsType = None,
 ) -> None:
-    """Time our pairs, torch._grouped_mm and your own layers beside the floor, in one run.
+    """Time our pairs, torch._grouped_mm and your own layers, and compare them with the roofline.
 
-    --model takes several names, separated by commas: those of `mk models`; `baseline` is mixtral,
-    dsv3_ep8, qwen3_30b, gptoss and dsv3_256.
-    --quant takes several schemes.
+    --model takes names from `mk models`, separated by commas; `baseline` stands for mixtral,
+    dsv3_ep8, qwen3_30b, gptoss and dsv3_256. --quant takes several schemes.
 
-    Method: a layer is timed from x, top-k ids and weights to y. A CUDA graph holds several calls,
-    each on its own input, so that the L2 cache is cold; the figure is the median replay divided by
-    the calls, after 25 ms of replays. Floor: max(flops / peak, bytes / bandwidth), the peaks
-    measured in the same run, bytes being the touched experts' weights, x and y, each once. Every
-    row is compared with a float64 reference first: one that is WRONG has no time. Without a GPU:
-    wall-clock time.
+    Method: a layer is timed from x, top-k ids and top-k weights to y. A CUDA graph captures several
+    calls, each on its own input so that the L2 cache is cold. The reported time is the median
+    replay divided by the number of calls, after 25 ms of warm-up replays. The roofline ("floor") is
+    max(flops / peak, bytes / bandwidth), with peaks measured in the same run; bytes are the weights
+    of the routed experts, x and y, each counted once. Every row is first compared with a float64
+    reference; a row that is WRONG is not timed. Without a GPU times are wall-clock times.
 
-    A --peer file defines layers(), which returns modular_kernel.bench.candidates.Layer objects,
-    each with name, quant, setup(problem, weights) and call(x, routing); see that module and
+    A --peer file defines layers(), which returns modular_kernel.bench.candidates.Layer objects.
+    Each has name, quant, setup(problem, weights) and call(x, routing); see that module and
     docs/benchmarks/README.md of the source tree.
 
-    --prepared times each of our pairs that prepare weights a second time, with prepared ones.
+    --prepared also times each of our pairs that can prepare weights with prepared weights.
 
-    --load FILE.json shows, and draws, what was measured elsewhere; it takes no option of a run.
+    --load FILE.json shows and plots an existing record instead of measuring; it cannot be combined
+    with options that define a measurement.
 
-    --hf CONFIG builds a whole transformers model with random weights instead, and times it with
-    eager and grouped_mm experts and with ours: tokens per second of prefill and of decoding with a
-    static cache. An implementation whose first experts module differs from eager on the same
-    routing is WRONG. Of the other options it takes --dtype, --pf-type, --experts-type and --json.
+    --hf CONFIG builds a whole transformers model with random weights instead and times it with
+    eager experts, grouped_mm experts and ours, in tokens per second of prefill and of decoding with
+    a static cache. An implementation whose first experts module differs from eager with the same
+    routing is WRONG. --hf can be combined with --dtype, --pf-type, --experts-type and --json.
 
-    Exits with 1 if a row is wrong or failed, or if the pair named is refused; 2 is bad usage.
+    Exits with 1 if a row is wrong or failed, or if the named pair is refused, and with 2 on bad
+    usage.
     """
     if ranks_asked(None) > 1:
         got, need = f"a launcher's world of {ranks_asked(None)} ranks", "one process"
@@ -178,16 +179,16 @@ def bench(
         deadline=method.deadline,
         command=shlex.join(["mk", *sys.argv[1:]]),
     )
-    doing = ["how fast this machine is"]
-    with output.waiting(lambda: doing[0]):
-        report = run(job, _teller(files), lambda row: doing.__setitem__(0, row))
+    activity = ["how fast this machine is"]
+    with output.waiting(lambda: activity[0]):
+        report = run(job, _teller(files), lambda row: activity.__setitem__(0, row))
     _finish(report, files)
     if report.stopped or any(row.status in (WRONG, FAILED) for row in report.rows):
         raise typer.Exit(1)
 
 
 class _Cells:
-    """The options read: problems by shape, tokens, routings and schemes."""
+    """The benchmark cells that the options describe: shapes x routings x token counts."""
 
     def __init__(self, options: ProblemOptions, method: Method) -> None:
         self.options, self.method = options, method
@@ -201,7 +202,7 @@ class _Cells:
         self.tokens("")
 
     def names(self) -> list[str]:
-        """Return the models asked for; one empty name for a layer given by its sizes."""
+        """Return the names in --model; [""] for a layer given by its sizes."""
         if self.options.model is None:
             return [""]
         names: list[str] = []
@@ -222,14 +223,14 @@ class _Cells:
         return token_numbers(text)
 
     def quants(self) -> list[str]:
-        """Return the schemes asked for; else those of the files, and none for what is no file."""
+        """Return the schemes in --quant, else those of the models' config files, else "none"."""
         if self.options.quant is not None:
             return schemes(self.options.quant)
-        found = [facts(name).get("quant", "none") if name else "none" for name in self.names()]
-        return list(dict.fromkeys(str(quant) for quant in found))
+        names = [facts(name).get("quant", "none") if name else "none" for name in self.names()]
+        return list(dict.fromkeys(str(quant) for quant in names))
 
     def problem(self, name: str) -> "Problem":
-        """Return the unquantized problem of a model or of the sizes given."""
+        """Return the unquantized problem of a model, or of the given sizes for an empty name."""
         return replace(self.options, quant="none", model=name or None).problem()
 
     def cells(self) -> "Iterator[LayerCase]":
@@ -256,14 +257,14 @@ def _offers(
     pf: str | None,
     experts: str | None,
 ) -> "list[BenchOffer]":
-    """Our pairs, the baseline where it competes, and the users' layers of the kinds wanted."""
+    """Return our pairs, plus the baseline and the --peer layers with the same operand types."""
     from modular_kernel.bench.candidates import baseline_offers, pair_offers, peer_offers
     from modular_kernel.measure.cases import operands
     from modular_kernel.measure.records import PEER
     from modular_kernel.spec.quantization import QuantScheme
 
     quants = wanted.quants()
-    # Loops over experts in plain torch are left out beside graphs, unless they are asked for.
+    # Require graph capture unless a part is named: this excludes torch loops over experts.
     graph = machine.device == "cuda" and not wanted.method.eager and pf is None and experts is None
     problems = [
         replace(cell.problem, quant=quant, graph=cell.problem.graph or graph)
@@ -288,23 +289,23 @@ def _offers(
 
 
 def _tell_unprepared(pairs: "list[BenchOffer]", quants: list[str]) -> None:
-    """Name on stderr what has no prepared row; ConfigurationError if nothing has one."""
+    """Note the pairs without a prepared row; raise ConfigurationError if no pair has one."""
     from modular_kernel.bench.candidates import with_prepared
 
-    having = {(offer.name, offer.quant) for offer in pairs if offer.prepared}
-    if not having:
+    prepared_names = {(offer.name, offer.quant) for offer in pairs if offer.prepared}
+    if not prepared_names:
         raise nothing_prepared(", ".join(quants), "any pair here")
     without = [
         f"{offer.name} {offer.quant}"
         for offer in pairs
-        if not offer.prepared and (with_prepared(offer.name), offer.quant) not in having
+        if not offer.prepared and (with_prepared(offer.name), offer.quant) not in prepared_names
     ]
     if without:
         output.note(f"only timed as they are, nothing is prepared of: {', '.join(without)}")
 
 
 def _check_plot(files: BenchFiles) -> None:
-    """Raise ConfigurationError where nothing could be drawn, before an hour is spent on it."""
+    """Raise ConfigurationError for --plot without matplotlib, before anything is measured."""
     if files.plot is not None and find_spec("matplotlib") is None:
         need = "matplotlib: pip install 'modular-kernel[bench]'"
         raise ConfigurationError("--plot", got="no matplotlib", need=need)
@@ -317,16 +318,16 @@ def _loaded(path: Path) -> "Report":
 
 
 def _teller(files: BenchFiles) -> Any:
-    """Says each new row on stderr, and keeps the JSON file up to date."""
-    said = 0
+    """Make a callback that prints each new row on stderr and updates the JSON file."""
+    printed = 0
 
     def tell(report: "Report") -> None:
         from modular_kernel.bench.tables import one_line
 
-        nonlocal said
-        for row in report.rows[said:]:
+        nonlocal printed
+        for row in report.rows[printed:]:
             output.note(one_line(row))
-        said = len(report.rows)
+        printed = len(report.rows)
         files.keep(report)
 
     return tell
@@ -351,7 +352,7 @@ def _print_text(report: "Report") -> None:
     from modular_kernel.measure.records import INTERPRETER
 
     columns, cells = tables.text_table(report.rows)
-    routings = {row.routing for row in report.rows}  # of several, each row must say its own
+    routings = {row.routing for row in report.rows}  # if several, the column must stay
     fixed = {"routing"} if len(routings) > 1 else set[str]()
     output.table(columns, cells, optional=[c for c in tables.OPTIONAL if c not in fixed])
     output.interpreted(row.layer for row in report.rows if row.mode == INTERPRETER)

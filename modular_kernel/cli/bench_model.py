@@ -27,7 +27,7 @@ _ON_CPU = "no GPU: Triton kernels are interpreted here, and no time says anythin
 
 @dataclass(frozen=True, kw_only=True)
 class WholeModel:
-    """A model to be built, and what it is given."""
+    """Options for the model to build and its workload."""
 
     hf: Annotated[
         str | None,
@@ -49,22 +49,25 @@ class WholeModel:
     ] = None
 
     def workload(self) -> "Workload":
-        """Return the numbers given, or the defaults; ConfigurationError for one below 1."""
+        """Return the workload, with defaults filled in.
+
+        Raises ConfigurationError for a number below 1.
+        """
         from modular_kernel.bench.model_speed import Workload
 
-        given = {"batch": self.batch, "prompt": self.prompt, "new-tokens": self.new_tokens}
+        options = {"batch": self.batch, "prompt": self.prompt, "new-tokens": self.new_tokens}
         defaults = {"batch": 1, "prompt": 128, "new-tokens": 16}
-        numbers = {name: defaults[name] if n is None else n for name, n in given.items()}
+        numbers = {name: defaults[name] if n is None else n for name, n in options.items()}
         for name, number in numbers.items():
             if number < 1:
                 raise ConfigurationError(f"--{name}", got=number, need="1 or more")
         return Workload(*numbers.values())
 
     def check_alone(self) -> None:
-        """Raise ConfigurationError for an option that means nothing without --hf."""
-        for each in fields(self):
-            if self.hf is None and getattr(self, each.name) is not None:
-                name = f"--{each.name.replace('_', '-')}"
+        """Raise ConfigurationError for an option that requires --hf if --hf is missing."""
+        for option in fields(self):
+            if self.hf is None and getattr(self, option.name) is not None:
+                name = f"--{option.name.replace('_', '-')}"
                 raise ConfigurationError(name, got=f"{name} alone", need="--hf CONFIG with it")
 
 
@@ -78,7 +81,7 @@ def bench_model(
 ) -> None:
     """Time a whole model with transformers' eager and grouped_mm experts, and with ours.
 
-    Ends with 1 if a row is wrong or failed.
+    Raises typer.Exit(1) if a row is wrong or failed.
     """
     assert whole.hf is not None
     if not is_file(whole.hf) and not known(whole.hf):
@@ -95,23 +98,23 @@ def bench_model(
     transformers().logging.set_verbosity_error()
     pair = pf_type or _NO_EP, experts_type or _USUAL[device.type]
     implementations = _implementations(device.type, *pair)
-    made = random_model(whole.hf, device, dtype=dtype, layers=whole.layers)
-    rows = measure(made.model, workload, implementations)
+    built = random_model(whole.hf, device, dtype=dtype, layers=whole.layers)
+    rows = measure(built.model, workload, implementations)
     record = {
         "model": whole.hf,
-        "model_type": made.model_type,
-        "layers": made.layers[0],
-        "layers_of_config": made.layers[1],
-        "parameters": made.parameters,
-        "bytes": made.bytes,
-        "dtype": made.model.dtype,
-        "notes": made.notes,
+        "model_type": built.model_type,
+        "layers": built.layers[0],
+        "layers_of_config": built.layers[1],
+        "parameters": built.parameters,
+        "bytes": built.bytes,
+        "dtype": built.model.dtype,
+        "notes": built.notes,
         "workload": workload,
         "pairing": " x ".join(pair),
         "rows": rows,
         "environment": environment(device, shlex.join(["mk", *sys.argv[1:]])),
     }
-    notes = [*made.notes, f"ours: {record['pairing']}", *([_ON_CPU] * (device.type == "cpu"))]
+    notes = [*built.notes, f"ours: {record['pairing']}", *([_ON_CPU] * (device.type == "cpu"))]
     output.answer(record, as_json, lambda: _print(record, notes, rows))
     if any(row.status != OK for row in rows):
         raise typer.Exit(1)
@@ -122,9 +125,11 @@ def _implementations(device: str, pf_type: str, experts_type: str) -> "list[Impl
     from modular_kernel.integrations.transformers import register
 
     name = register(pf_type, experts_type, name=_NAME)
-    twins = device == "cpu" and experts_type in _TORCH_PARTS
-    others = [Implementation(each, each) for each in (EAGER, "grouped_mm")]
-    return [*others, Implementation("ours", name, twins)]
+    use_torch = device == "cpu" and experts_type in _TORCH_PARTS
+    others = [
+        Implementation(implementation, implementation) for implementation in (EAGER, "grouped_mm")
+    ]
+    return [*others, Implementation("ours", name, use_torch)]
 
 
 def _print(record: Mapping[str, Any], notes: Sequence[str], rows: "Sequence[SpeedRow]") -> None:

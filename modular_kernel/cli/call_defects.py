@@ -1,4 +1,4 @@
-"""The first half of `mk test --mutate`: defects put into what goes into and comes out of parts."""
+"""Input and output mutations of parts: the first half of `mk test --mutate`."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -14,13 +14,13 @@ Pair = tuple[str, str]
 
 
 def put_into_calls(pairs: Sequence[Pair], host: Host) -> "list[Kill]":
-    """Put every defect into the calls of every pair, and look which check notices it."""
-    found: list[Kill] = []
+    """Run every input and output mutation on every pair and return which check killed each."""
+    kills: list[Kill] = []
     with output.progress(len(pairs), "pairs") as advance:
         for pair in pairs:
-            found += host.sensitivity(*pair)
+            kills += host.sensitivity(*pair)
             advance()
-    return found
+    return kills
 
 
 def record_of_kill(kill: "Kill") -> dict[str, object]:
@@ -37,7 +37,7 @@ def record_of_kill(kill: "Kill") -> dict[str, object]:
 
 
 def print_kills(found: "Sequence[Kill]") -> None:
-    """Print a line for each defect in each pair, and every one not found."""
+    """Print a table row for each mutation of each pair, then the mutants that were not killed."""
     groups: dict[Pair, list[Kill]] = {}
     for kill in found:
         key = (kill.mutant, f"{kill.case.prepare_finalize} x {kill.case.experts}")
@@ -49,10 +49,10 @@ def print_kills(found: "Sequence[Kill]") -> None:
         if not kill.ok or kill.nothing:
             output.line(str(kill))
     missed = sum(not kill.ok for kill in found)
-    idle = sum(kill.ok and kill.nothing is not None for kill in found)
+    unused = sum(kill.ok and kill.nothing is not None for kill in found)
     output.line(
-        f"{counted(len(found), 'defect')} put into calls: {len(found) - missed - idle} found, "
-        f"{missed} not{f', {idle} not applicable' if idle else ''}"
+        f"{counted(len(found), 'defect')} put into calls: {len(found) - missed - unused} found, "
+        f"{missed} not{f', {unused} not applicable' if unused else ''}"
     )
 
 

@@ -1,4 +1,4 @@
-"""`mk check`: can this pair serve this problem on that machine, and if not, why?"""
+"""`mk check`: whether a pair is valid for a problem and a machine, with every reason if not."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from modular_kernel.compatibility.support import ExpertsRequirements, Rejection, Verdict
     from modular_kernel.spec.problem import Machine, Problem
 
-_SUFFIX = "PrepareAndFinalize"  # of most names: a grid shows it once
+_SUFFIX = "PrepareAndFinalize"  # common to most names; the matrix shows it only in its header
 
 
 def check(
@@ -40,12 +40,12 @@ def check(
     ] = None,
     as_json: AsJson = None,
 ) -> None:
-    """Judge one pair, or every pair, for a problem: on this machine or on one described.
+    """Check one pair, or every pair, for a problem on this machine or on a described one.
 
-    Of a checkpoint's folder (--model FOLDER) the tensors are judged too, by their headers.
+    For a checkpoint folder (--model FOLDER) the headers of its tensor files are checked too.
 
-    Exits with 0 if the pair is valid (or, without a pair, if some pair is), with 1 if it is
-    refused, with every reason, and with 2 on bad usage.
+    Exits with 0 if the pair is valid (without a pair: if any pair is), with 1 if it is refused,
+    listing every reason, and with 2 on bad usage.
     """
     options = launched(options)
     problem = options.problem()
@@ -65,8 +65,8 @@ def check(
 
     def show() -> None:
         if checkpoint is not None:
-            told = f"as its config.json says{_told(checkpoint)}"
-            output.line(f"{options.model}: {checkpoint}, {told}")
+            source = f"as its config.json says{_told(checkpoint)}"
+            output.line(f"{options.model}: {checkpoint}, {source}")
         if single:
             _print_verdict(verdicts[0])
             return
@@ -82,7 +82,10 @@ def check(
 
 
 def _checkpoint(options: ProblemOptions) -> "Inspected | None":
-    """Check what lies beside a config.json: a folder's safetensors, by their headers."""
+    """Inspect the headers of the safetensors files in the --model folder.
+
+    Returns None if --model is not a folder with a config.json and tensors.
+    """
     from modular_kernel.models.config_file import is_file
 
     if options.model is None or not is_file(options.model) or not Path(options.model).is_dir():
@@ -90,25 +93,25 @@ def _checkpoint(options: ProblemOptions) -> "Inspected | None":
     from modular_kernel.checkpoints.inspection import inspect
     from modular_kernel.checkpoints.safetensors_files import has_tensors
 
-    here = has_tensors(Path(options.model))
-    return inspect(options.model, options.dtype) if here else None
+    with_tensors = has_tensors(Path(options.model))
+    return inspect(options.model, options.dtype) if with_tensors else None
 
 
 def _told(checkpoint: "Inspected") -> str:
-    """Say what a config.json did not."""
+    """Describe what the tensor files add to config.json: converted dtypes, or a missing dtype."""
     if checkpoint.converted:
-        kinds, as_what = " and ".join(checkpoint.converted), checkpoint.problem_fields["dtype"]
-        return f"; {kinds} in the files, loaded as {as_what}"
+        stored, dtype = " and ".join(checkpoint.converted), checkpoint.problem_fields["dtype"]
+        return f"; {stored} in the files, loaded as {dtype}"
     if not checkpoint.dtype_of_files:
         return ""
     return f"; {checkpoint.problem_fields['dtype']}, of which it says nothing, is the files'"
 
 
 def _as_stored(problem: "Problem", options: ProblemOptions, checkpoint: "Inspected") -> "Problem":
-    """Return the problem that its weights give when they are loaded, but for what was asked for."""
+    """Return the problem with the checkpoint's quant and activation, unless options set them."""
     fields = {name: checkpoint.problem_fields[name] for name in ("quant", "activation")}
-    asked = {name for name in fields if getattr(options, name) is not None}
-    return replace(problem, **{n: value for n, value in fields.items() if n not in asked})
+    explicit = {name for name in fields if getattr(options, name) is not None}
+    return replace(problem, **{n: value for n, value in fields.items() if n not in explicit})
 
 
 def _checkpoint_record(checkpoint: "Inspected") -> dict[str, object]:
@@ -123,7 +126,7 @@ def _checkpoint_record(checkpoint: "Inspected") -> dict[str, object]:
 
 
 def _warn(problem: "Problem") -> None:
-    """Tell of sizes that are valid and hardly meant."""
+    """Warn of sizes that are valid but probably a mistake."""
     if problem.top_k > problem.experts:
         output.note(f"warning: top_k={problem.top_k} of {problem.experts} experts: ids will repeat")
     if problem.tokens == 0:
@@ -137,8 +140,10 @@ def judged(
     problem: "Problem",
     machine: "Machine",
 ) -> "list[Verdict]":
-    """Verdicts on every pair that the two names, where given, leave; of several ranks the first
-    that is refused, or rank 0's."""
+    """Judge every pair that matches the given names (None matches all).
+
+    With several ranks each pair's verdict is that of the first rank that is refused, else rank 0's.
+    """
     from modular_kernel.compatibility.rules import judge
 
     ranks = range(problem.parallel.world_size)
@@ -147,16 +152,16 @@ def judged(
     experts_names = [experts_type] if experts_type is not None else catalog.names("experts")
     pfs = [catalog.prepare_finalize(name) for name in pf_names]
     experts = [catalog.experts(name) for name in experts_names]
-    found = []
+    results = []
     for pf in pfs:
         for ex in experts:
-            verdicts = [judge(pf, ex, of_rank, machine) for of_rank in problems]
-            found.append(next((verdict for verdict in verdicts if not verdict.ok), verdicts[0]))
-    return found
+            verdicts = [judge(pf, ex, rank_problem, machine) for rank_problem in problems]
+            results.append(next((verdict for verdict in verdicts if not verdict.ok), verdicts[0]))
+    return results
 
 
 def explained(verdict: "Verdict") -> tuple[str, ...]:
-    """Return notes on a valid pair: the path that calls take, and NaN that the experts may hide."""
+    """Return notes on a valid pair: the code path of its calls, and NaN the experts may hide."""
     from modular_kernel.catalog import load_catalog
 
     experts = load_catalog().experts(verdict.experts)
@@ -164,7 +169,7 @@ def explained(verdict: "Verdict") -> tuple[str, ...]:
 
 
 def _hidden_nan(requires: "ExpertsRequirements", problem: "Problem") -> tuple[str, ...]:
-    """Say that a NaN of weights may become a number, where the part declares it."""
+    """Note that a NaN in the weights may become a finite value, if the experts declare so."""
     kind = problem.act.kind
     if kind not in requires.hides_nan:
         return ()
@@ -194,19 +199,19 @@ def matrix_record(
 
 
 def _print_verdict(verdict: "Verdict") -> None:
-    where = f"{verdict.problem} on {verdict.machine}"
+    subject = f"{verdict.problem} on {verdict.machine}"
     if verdict.ok:
-        output.line(f"{verdict.pairing}: valid for {where}")
+        output.line(f"{verdict.pairing}: valid for {subject}")
         for line in explained(verdict):
             output.line(f"  {line}")
         return
     count = counted(len(verdict.rejections), "reason")
-    output.line(f"{verdict.pairing}: refused for {where}, {count}")
+    output.line(f"{verdict.pairing}: refused for {subject}, {count}")
     output.rejections(verdict.rejections)
 
 
 def print_matrix(verdicts: "list[Verdict]", problem: "Problem", machine: "Machine") -> None:
-    """Print a grid of pairs, and below it what each rule that refuses some of them says first."""
+    """Print the matrix of pairs, then the first rejection of each rule that refuses a pair."""
     valid = sum(verdict.ok for verdict in verdicts)
     output.line(f"{problem} on {machine}: {valid} of {len(verdicts)} pairs are valid")
     by_rule: dict[str, list[Rejection]] = {}
@@ -224,40 +229,41 @@ def print_matrix(verdicts: "list[Verdict]", problem: "Problem", machine: "Machin
     if valid == len(verdicts):
         return
     reasons = [
-        (letters[rule], rule, len(found), f"got {found[0].got}, need {found[0].need}")
-        for rule, found in by_rule.items()
+        (letters[rule], rule, len(refusals), f"got {refusals[0].got}, need {refusals[0].need}")
+        for rule, refusals in by_rule.items()
     ]
     output.table(("", "rule", "pairs", "the first of them"), reasons)
     output.line("Every reason of one pair: mk check --pf-type X --experts-type Y")
 
 
 def _print_grid(rows: list[tuple[str, ...]], names: tuple[str, ...]) -> None:
-    """Print cells below the names of experts, or where these do not fit, below their numbers.
+    """Print the matrix with a column per experts part.
 
-    Where these do not fit either, so many at a time as do.
+    If the names do not fit the terminal, columns are numbered; if those do not fit either, the
+    matrix is split into several tables.
     """
     head = f"..{_SUFFIX}"
     if layout((head, *names), rows, output.width()).columns:
         output.table((head, *names), rows)
         return
-    short, first = tuple(f"[{number}]" for number, _ in enumerate(names, 1)), 0
-    while first < len(names):
-        for end in range(len(names), first, -1):
-            part = [(row[0], *row[1 + first : 1 + end]) for row in rows]
-            columns = (head, *short[first:end])
-            if layout(columns, part, output.width()).columns or end == first + 1:
+    numbers, start = tuple(f"[{number}]" for number, _ in enumerate(names, 1)), 0
+    while start < len(names):
+        for end in range(len(names), start, -1):
+            part = [(row[0], *row[1 + start : 1 + end]) for row in rows]
+            columns = (head, *numbers[start:end])
+            if layout(columns, part, output.width()).columns or end == start + 1:
                 output.table(columns, part)
                 break
-        first = end
-    output.line(", ".join(f"{at}={name}" for at, name in zip(short, names, strict=True)))
+        start = end
+    output.line(", ".join(f"{short}={name}" for short, name in zip(numbers, names, strict=True)))
 
 
 def _cell(verdict: "Verdict", letters: dict[str, str]) -> str:
-    """Say ok, or the letters of the rules that the pair breaks."""
+    """Format a verdict as "ok", or as the letters of the violated rules."""
     return "ok" if verdict.ok else "".join(sorted({letters[r.rule] for r in verdict.rejections}))
 
 
 def letters_for(number: int) -> list[str]:
-    """Give so many rules a letter each: a to z, then A to Z, then numbers in brackets."""
-    many = [*ascii_lowercase, *ascii_uppercase]
-    return many[:number] + [f"({index})" for index in range(len(many), number)]
+    """Return labels for `number` rules: a to z, then A to Z, then numbers in parentheses."""
+    letters = [*ascii_lowercase, *ascii_uppercase]
+    return letters[:number] + [f"({index})" for index in range(len(letters), number)]

@@ -1,4 +1,7 @@
-"""`mk compile`: compile every kernel for a GPU that need not be there, and check the result."""
+"""`mk compile`: ahead-of-time compilation of every kernel for a GPU, and checks of the result.
+
+The GPU does not need to be present.
+"""
 
 import re
 from functools import partial
@@ -35,36 +38,37 @@ def compile_kernels(
 ) -> None:
     """Compile the kernels for a GPU and show registers, shared memory, spills and instructions.
 
-    All that the parts would launch on that GPU; kernels that are left out are named. With --check
-    the table has instructions of those kernels alone that must use a certain one. All take minutes
-    in one process, and so does a part; --only KERNEL takes seconds, --workers N shares the work.
+    Compiles every kernel that the parts would launch on that GPU, and lists the kernels that were
+    left out. With --check, instructions are shown only for kernels that must use a certain
+    instruction. Compiling everything, or all kernels of a part, takes minutes in one process;
+    --only KERNEL takes seconds, and --workers N compiles in parallel.
     """
     if re.fullmatch(r"sm_\d{2,3}", target) is None:
         raise ConfigurationError("--target", got=repr(target), need="sm_NN, such as sm_90")
     workers = workers_of(workers)
-    # The first import of a new installation takes longer than a reader waits.
+    # The first import after installation is slow.
     with output.waiting(lambda: "loading torch, triton and the parts"):
         kernels = _kernels()
         from modular_kernel.testing.compile.cases import compile_all
 
-    output.note(_beginning(kernels, target, only))
-    bar = partial(output.progress, steady=True)  # a step may be one kernel of many seconds
-    done = compile_all(target, bar, workers=workers, only=only)
-    if not done.rows and not done.left_out:
+    output.note(_announcement(kernels, target, only))
+    bar = partial(output.progress, steady=True)  # one kernel may take many seconds
+    compiled = compile_all(target, bar, workers=workers, only=only)
+    if not compiled.rows and not compiled.left_out:
         need = "a piece of a kernel's or a case's name, such as route_kernel or TritonExperts"
         raise ConfigurationError("--only", got=repr(only[:80]), need=need)
-    rows = [_record(row) for row in done.rows]
-    record = {"kernels": rows, "left_out": done.left_out, "only": only}
-    output.answer(record, as_json, lambda: _print_text(done, check=check, only=only))
-    missing = any(not kernel.reason for kernel in done.left_out)
-    if check and not done.rows:
+    rows = [_record(row) for row in compiled.rows]
+    record = {"kernels": rows, "left_out": compiled.left_out, "only": only}
+    output.answer(record, as_json, lambda: _print_text(compiled, check=check, only=only))
+    missing = any(not kernel.reason for kernel in compiled.left_out)
+    if check and not compiled.rows:
         output.note(f"nothing was checked: no case compiles a kernel named {only!r} for {target}")
-    if check and (missing or not done.rows or any(row.violations for row in done.rows)):
+    if check and (missing or not compiled.rows or any(row.violations for row in compiled.rows)):
         raise typer.Exit(1)
 
 
 def _kernels() -> list[str]:
-    """Return the names of all kernels; ConfigurationError without triton."""
+    """Return the names of all kernels; raise ConfigurationError if triton is not installed."""
     from modular_kernel.machine import importable
 
     if not importable({"triton"}):
@@ -74,15 +78,15 @@ def _kernels() -> list[str]:
     return list(defined_kernels())
 
 
-def _beginning(kernels: list[str], target: str, only: str) -> str:
-    """Say what is compiled, what is not, and whether to wait for it."""
+def _announcement(kernels: list[str], target: str, only: str) -> str:
+    """Describe what will be compiled and how long it takes."""
     named = [name for name in kernels if only in name]
     if not only:
-        what = f"{counted(len(kernels), 'kernel')} for {target}, in every form that parts launch"
-        return f"{what}: minutes; --only KERNEL takes seconds, --workers N shares the work"
+        text = f"{counted(len(kernels), 'kernel')} for {target}, in every form that parts launch"
+        return f"{text}: minutes; --only KERNEL takes seconds, --workers N shares the work"
     if named:
-        what = f"{len(named)} of {counted(len(kernels), 'kernel')} for {target} (named {only!r})"
-        return f"{what}, and all of cases so named; no other is compiled"
+        text = f"{len(named)} of {counted(len(kernels), 'kernel')} for {target} (named {only!r})"
+        return f"{text}, and all of cases so named; no other is compiled"
     return f"kernels of cases named {only!r} for {target}: may take minutes; no other is compiled"
 
 
@@ -112,9 +116,9 @@ def _print_text(done: "Compiled", *, check: bool, only: str) -> None:
 
 
 def _instructions(row: "CompiledRow", *, check: bool) -> str:
-    """Write a kernel's counts of instructions.
+    """Format a kernel's instruction counts.
 
-    Where a check is all that is asked for, they are those of a kernel that it has counted.
+    With --check, kernels whose instructions were not counted show "not counted".
     """
     from modular_kernel.testing.compile.report import Instructions
 

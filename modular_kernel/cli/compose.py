@@ -1,4 +1,4 @@
-"""`mk compose`: time the valid pairings of a problem here, and keep which is fastest when."""
+"""`mk compose`: time the valid pairings of a problem and record the fastest per token count."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from modular_kernel.spec.problem import Machine, Problem
 
 _TOKENS_OF_A_GPU = 8192
-_BUDGET_S = 20.0  # as select.choosing has it, which imports torch
-_AFTER_BUDGET_S = 300  # for ranks to start, make weights and finish what they began
+_BUDGET_S = 20.0  # duplicates the default of modular_kernel.select, whose import loads torch
+_AFTER_BUDGET_S = 300  # extra time for ranks to start, create weights and finish their last timing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choosing:
-    """What is measured, and within what."""
+    """Token counts, routing and time budget of the measurement."""
 
     tokens_list: Annotated[
         str | None,
@@ -45,7 +45,10 @@ class Choosing:
     ] = False
 
     def most_tokens(self, options: ProblemOptions, *, gpu: bool) -> int | None:
-        """Tokens of the problem where --tokens does not say it; None leaves the default."""
+        """Return the maximum number of tokens per call; None means the problem's default.
+
+        In this order: --tokens, the maximum of --tokens-list, 8192 on a GPU.
+        """
         if options.tokens is not None:
             return options.tokens
         if self.tokens_list is not None:
@@ -75,24 +78,26 @@ def compose(
     backend: Backend = None,
     as_json: AsJson = None,
 ) -> None:
-    """Choose a pairing for every number of tokens: the default one, or one known to be faster.
+    """Choose a pairing for each token count: the default pairing, or a faster one.
 
-    Every pairing is judged. Of the valid ones those that may be faster than the default, by a
-    record that comes with this package, are checked against a float64 oracle and timed by turns
-    with it; a pairing that was never recorded is timed, too. Another one than the default serves
-    where it is faster by more than the noise, or where the record leaves no doubt.
+    Every pairing is checked for compatibility. Valid pairings that may beat the default according
+    to the timing record shipped with this package, and valid pairings without a recorded timing,
+    are checked against a float64 reference and timed interleaved with the default. Another pairing
+    replaces the default if it is faster by more than the measurement noise, or if the record is
+    conclusive.
 
-    Times are kept in MK_CACHE_DIR for the device, the versions and the problem, so the same
-    command (and compose() in code) answers at once the next time, and one with too short a budget
-    is continued. --tokens is the most tokens of a call: 8192 on a GPU, else 16.
+    Timings are cached in MK_CACHE_DIR per device, package versions and problem. The next run of
+    the same command, or compose() in code, reads them from there; a run that exceeded its budget
+    continues where it stopped. --tokens is the maximum number of tokens per call (default: 8192 on
+    a GPU, else 16).
 
-    --model takes a name or the path of a Hugging Face config.json. With --world-size N the ranks
-    measure together, the slowest counts, and all choose the same.
+    --model takes a name or the path of a Hugging Face config.json. With --world-size N all ranks
+    measure together, the slowest rank determines the time, and all ranks choose the same pairing.
 
-    Without a GPU parts in plain torch are timed; Triton's interpreter is left off, because its
-    times say nothing.
+    Without a GPU only parts in plain torch are timed. Triton's interpreter stays off, because its
+    timings are meaningless.
 
-    Exits with 1 if every pairing is refused; 2 is bad usage.
+    Exits with 1 if every pairing is refused, and with 2 on bad usage.
     """
     options = launched(options)
     if choosing.replicated and (options.world_size or 1) == 1:
@@ -127,8 +132,8 @@ def compose(
 def _on_rank(
     rank: int, _world: int, group: Any, problem: "Problem", machine: "Machine", terms: "Terms"
 ) -> "Choice":
-    """Do what one rank of the pool does; all return the same choice."""
+    """Choose on one rank of the pool; all ranks return the same choice."""
     from modular_kernel.select.autotune import choose
 
-    mine = replace(problem, parallel=replace(problem.parallel, rank=rank))
-    return choose(mine, machine, group=group, terms=terms)
+    rank_problem = replace(problem, parallel=replace(problem.parallel, rank=rank))
+    return choose(rank_problem, machine, group=group, terms=terms)

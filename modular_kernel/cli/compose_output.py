@@ -1,4 +1,4 @@
-"""What `mk compose` prints."""
+"""Text and JSON output of `mk compose`."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from modular_kernel.select.record import Bucket, Segment, TimedOutcome
     from modular_kernel.spec.problem import Machine, Problem
 
-_ELSEWHERE = {"device", "arch", "package"}  # rules about this machine: valid on another one
+_MACHINE_RULES = {"device", "arch", "package"}  # rules that depend on the machine only
 
 
 def teller(problem: "Problem") -> "Callable[[Bucket], None]":
-    """Says on stderr what was measured, as it comes."""
+    """Make a callback that notes the fastest times of each measured token count on stderr."""
 
     def tell(bucket: "Bucket") -> None:
         times = sorted(bucket.times.items(), key=lambda item: item[1])
@@ -29,53 +29,60 @@ def teller(problem: "Problem") -> "Callable[[Bucket], None]":
 
 
 def print_text(choice: "Choice") -> None:
-    """Print the choice, and everything about it that a reader should know."""
+    """Print the chosen pairings, a summary, and the pairings that could not be measured."""
     candidates = choice.candidates
     valid = len(candidates.order)
     count = valid + len(candidates.refused)
-    told = f"{choice.problem} on {choice.machine}: {valid} of {count} pairings are valid"
-    output.line(f"{told}{_with_interpreter(choice)}")
+    text = f"{choice.problem} on {choice.machine}: {valid} of {count} pairings are valid"
+    output.line(f"{text}{_with_interpreter(choice)}")
     output.table(
         ("tokens", "pairing", "us (first .. last)", "x default", "by"),
         [_segment_row(choice, segment) for segment in choice.segments],
     )
     output.line(choice.summary)
-    for why in dict.fromkeys(candidates.silent.values()):
-        output.line(f"not measured: {len(candidates.silent)} pairings: {why}")
-    elsewhere: dict[str, list[str]] = {}
+    for reason in dict.fromkeys(candidates.silent.values()):
+        output.line(f"not measured: {len(candidates.silent)} pairings: {reason}")
+    other_machine: dict[str, list[str]] = {}
     for verdict in candidates.refused:
-        if {rejection.rule for rejection in verdict.rejections} <= _ELSEWHERE:
-            elsewhere.setdefault(_needs(verdict, choice.machine), []).append(verdict.pairing)
-    for need, pairings in elsewhere.items():
+        if {rejection.rule for rejection in verdict.rejections} <= _MACHINE_RULES:
+            other_machine.setdefault(_needs(verdict, choice.machine), []).append(verdict.pairing)
+    for need, pairings in other_machine.items():
         output.line(f"not measured, they need {need}: {', '.join(pairings)}")
     for note in choice.notes:
         output.note(f"note: {note}")
 
 
 def _with_interpreter(choice: "Choice") -> str:
-    """Say how many more are valid where Triton's interpreter, which is not timed, may run them."""
+    """Return a note on pairings that are valid only in Triton's interpreter, which is not timed.
+
+    Returns "" if the interpreter is on or not available.
+    """
     from modular_kernel.machine import importable
     from modular_kernel.select.candidates import find
 
-    here, wanted = choice.machine, ("triton", "ml_dtypes")
-    if here.device != "cpu" or here.interpreter or importable(wanted) != frozenset(wanted):
+    current, packages = choice.machine, ("triton", "ml_dtypes")
+    if (
+        current.device != "cpu"
+        or current.interpreter
+        or importable(packages) != frozenset(packages)
+    ):
         return ""
-    tokens, machine = (choice.problem.tokens,), replace(here, interpreter=True)
+    tokens, machine = (choice.problem.tokens,), replace(current, interpreter=True)
     more = find(choice.problem, machine, tokens, replicated=choice.replicated)
     return f" without Triton's interpreter ({len(more.order)} with it, untimed)"
 
 
 def _needs(verdict: "Verdict", machine: "Machine") -> str:
-    """Say what a pair lacks here; interpreted kernels are not timed, so that it may be a GPU."""
+    """Return what the pair needs to be timed; on a CPU that is a GPU for device rejections."""
     first = verdict.rejections[0]
     return "a GPU" if machine.device == "cpu" and first.rule == "device" else first.need
 
 
 def _segment_row(choice: "Choice", segment: "Segment") -> tuple[object, ...]:
-    inside = [b for b in choice.buckets if segment.first <= b.tokens <= segment.last]
-    found = [o for b in inside if (o := b.outcome(segment.pair)) is not None and o.us is not None]
-    times = _ends(f"{o.us:.1f}" for o in found)
-    ratios = _ends(f"{o.ratio:.2f}" for o in found)
+    buckets = [b for b in choice.buckets if segment.first <= b.tokens <= segment.last]
+    timed = [o for b in buckets if (o := b.outcome(segment.pair)) is not None and o.us is not None]
+    times = _ends(f"{o.us:.1f}" for o in timed)
+    ratios = _ends(f"{o.ratio:.2f}" for o in timed)
     picks = [p for t, p in choice.decided.items() if segment.first <= t <= segment.last]
     by = ", ".join(dict.fromkeys(pick.source.value for pick in picks)) or "default"
     tokens = f"{segment.first} to {segment.last}"
@@ -83,13 +90,13 @@ def _segment_row(choice: "Choice", segment: "Segment") -> tuple[object, ...]:
 
 
 def _ends(shown: Iterable[str]) -> str:
-    """Show the first and the last."""
+    """Format the first and the last text as "first .. last"; once if they are equal."""
     texts = list(shown)
     return " .. ".join(dict.fromkeys((*texts[:1], *texts[-1:])))
 
 
 def explain_text(choice: "Choice") -> None:
-    """Every pairing: what was timed, what was not and why, and the first reason of a refusal."""
+    """Print every pairing: times, reasons for missing times, and first reasons of refusals."""
     picks = choice.picks
     rows = []
     for bucket in choice.buckets:
@@ -116,13 +123,13 @@ def explain_text(choice: "Choice") -> None:
 
 
 def _untimed_text(choice: "Choice") -> None:
-    """One line for each pairing that was not timed somewhere, and the first reason."""
-    whys: dict[Pair, list[str]] = {}
+    """Print a line, with the first reason, for each pairing with a token count not timed."""
+    reasons: dict[Pair, list[str]] = {}
     for tokens in choice.decided:
         for outcome in choice.outcomes(tokens):
             if outcome.why.startswith("not timed: "):
-                whys.setdefault(outcome.pair, []).append(outcome.why)
-    for pair, texts in whys.items():
+                reasons.setdefault(outcome.pair, []).append(outcome.why)
+    for pair, texts in reasons.items():
         others = len(set(texts)) - 1
         more = f" (at {counted(others, 'other token count')} otherwise)" if others else ""
         output.line(f"{named(pair)}: {texts[0]}{more}")
@@ -135,7 +142,7 @@ def _time(outcome: "TimedOutcome") -> str:
 
 
 def record(choice: "Choice") -> dict[str, object]:
-    """For --json."""
+    """Return the record for --json."""
     return {
         "problem": choice.problem,
         "machine": choice.machine,

@@ -1,10 +1,10 @@
-"""`mk demo`: small models of four families, with transformers' own experts and with ours.
+"""`mk demo`: four small models with transformers' experts and with ours.
 
-Then quantized checkpoints of the same families, from disk: `demo_checkpoints`.
+Quantized checkpoints of the same families follow; see `demo_checkpoints`.
 
-How right is right? All logits are compared with those of a float64 copy of the model, of the same
-weights and the same routing. Ours may be at most twice as far from them as transformers' own
-experts are in the same dtype, plus one rounding of the largest logit.
+Accuracy criterion: logits are compared with those of a float64 copy of the model with the same
+weights and the same routing. The error of our experts may be at most twice that of transformers'
+experts in the same dtype, plus one rounding of the largest logit.
 """
 
 import copy
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Tokens = tuple[int, ...]
 Pair = tuple[str, str]
 
-# A torch and a Triton pairing of each format.
+# A torch and a Triton pairing for each activation format.
 PAIRINGS = (
     ("MoEPrepareAndFinalizeNoEP", "TorchExperts"),
     ("MoEPrepareAndFinalizeNoEP", "TritonExperts"),
@@ -47,17 +47,19 @@ PAIRINGS = (
 PROMPT_TOKENS = 17
 NEW_TOKENS = 32
 _LOGIT_TOKENS = 24
-# The largest of many roundings varies: 1.77 times eager's was the most seen in 576 correct runs,
-# 1.43 between transformers' own implementations (H200, 24 seeds, 2026-11).
+# Bound on our logit error over that of transformers' eager experts. The maximum of many rounding
+# errors varies: in 576 correct runs the ratio was at most 1.77, and between transformers' own
+# implementations at most 1.43 (H200, 24 seeds, 2026-11).
 _FACTOR = 2
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """A model and what its own experts compute.
+    """A model and the results of its own experts.
 
-    ids: (2, tokens) on the model's device. exact: float64 logits. own_difference: the largest of
-    the model's own logits from the exact ones, in its dtype. routing: by experts module.
+    ids: (2, tokens) token ids on the model's device. exact: float64 logits. own_difference: the
+    maximum absolute error of the model's own logits, in its dtype. routing: the routing of each
+    experts module in the float64 run.
     """
 
     model: Model
@@ -69,26 +71,26 @@ class Baseline:
 
 @dataclass
 class RecordedRouting:
-    """Ids and weights that each experts module was given in one run."""
+    """Top-k ids and weights passed to each experts module in one run."""
 
     of_module: "dict[str, tuple[torch.Tensor, torch.Tensor]]" = field(default_factory=dict)
 
     def recorded(self, model: Model) -> AbstractContextManager[None]:
-        """Keep what the model's routers choose."""
+        """Record the routing that the model's routers choose."""
 
         def keep(name: str, module: object, args: tuple[Any, ...]) -> None:
             self.of_module[name] = args[1], args[2]
 
-        return _hooked(model, keep)
+        return _hook_experts(model, keep)
 
     def replayed(self, model: Model) -> AbstractContextManager[None]:
-        """Route the model as it was recorded: a near tie must not send tokens elsewhere."""
+        """Replace the model's routing by the recorded one, so that near ties do not change it."""
 
         def swap(name: str, module: object, args: tuple[Any, ...]) -> tuple[Any, ...]:
             ids, weights = self.of_module[name]
             return args[0], ids, weights.to(args[2].dtype)
 
-        return _hooked(model, swap)
+        return _hook_experts(model, swap)
 
 
 def demo(
@@ -102,13 +104,15 @@ def demo(
     ] = None,
     as_json: AsJson = None,
 ) -> None:
-    """Run four small models with transformers' experts and with ours, and compare.
+    """Run four small models with transformers' experts and with ours, and compare the results.
 
-    The models are Mixtral, Qwen3-MoE, DeepSeek-V3 and gpt-oss, randomly initialized; nothing is
-    downloaded. Logits are compared in each dtype, greedily decoded tokens in float32, where
-    rounding does not decide between tokens. Then tiny quantized checkpoints of the same families
-    are written to a temporary folder, loaded packed, and compared with float64. Exits with 1 if any
-    row fails.
+    The models are Mixtral, Qwen3-MoE, DeepSeek-V3 and gpt-oss with random weights; nothing is
+    downloaded. Logits are compared in each dtype. Greedily decoded tokens are compared in float32
+    only, where rounding does not change the chosen token. Then tiny quantized checkpoints of the
+    same families are written to a temporary folder, loaded without dequantization, and compared
+    with a float64 reference.
+
+    Exits with 1 if any row fails.
     """
     machine = _machine(device)
     from modular_kernel.catalog import load_catalog
@@ -121,16 +125,16 @@ def demo(
         CHECKPOINTS
     )
     rows, packed = list[DemoRow](), list[CheckpointRow]()
-    said = output.waiting(lambda: f"run {len(rows) + len(packed) + 1} of {runs}")
+    status = output.waiting(lambda: f"run {len(rows) + len(packed) + 1} of {runs}")
     with (
-        nullcontext() if sys.stderr.isatty() else said,
-        nullcontext(_untold)
+        nullcontext() if sys.stderr.isatty() else status,
+        nullcontext(_ignore_message)
         if as_json == output.STDOUT
-        else output.steps_told(runs, "runs") as tell,
+        else output.steps_told(runs, "runs") as report,
     ):
-        for row in _rows(machine, pairings, dtypes, tell):
+        for row in _rows(machine, pairings, dtypes, report):
             rows.append(row)
-        for checkpoint in _packed(machine, pairings, tell):
+        for checkpoint in _packed(machine, pairings, report):
             packed.append(checkpoint)
     seconds = time.perf_counter() - began
     rates = _rates(dtypes[-1], machine) if rows else {}
@@ -146,8 +150,8 @@ def demo(
     }
     slow = _interpreted(pairings, machine)
     output.answer(record, as_json, lambda: print_demo(rows, packed, seconds, rates, verdicts, slow))
-    right = [row.ok for row in rows] + [row.ok for row in packed]
-    if not rows or not packed or not all(right):
+    passed = [row.ok for row in rows] + [row.ok for row in packed]
+    if not rows or not packed or not all(passed):
         raise typer.Exit(1)
 
 
@@ -169,8 +173,8 @@ def _machine(device: str | None) -> "Machine":
     return machine
 
 
-def _untold(_: str) -> None:
-    """Say nothing of a run."""
+def _ignore_message(_: str) -> None:
+    """Ignore a progress message."""
 
 
 def _rows(
@@ -187,29 +191,29 @@ def _rows(
     for dtype in dtypes:
         for name in SMALL_MODELS:
             base = baseline(small_model(name, dtype, machine.device))
-            own = greedy_tokens(base) if dtype == "float32" else None
+            own_tokens = greedy_tokens(base) if dtype == "float32" else None
             for pair in pairings:
-                row = compare(base, " x ".join(pair), name, own)
+                row = compare(base, " x ".join(pair), name, own_tokens)
                 tell(f"{name} {dtype} on {row.pairing}: {row.seconds:.1f} s")
                 yield row
 
 
 def _unbatched(pairings: Sequence[Pair]) -> list[Pair]:
-    """Return the pairings without batches, which take every scheme among them."""
+    """Return the pairings in the standard format; together they support every scheme."""
     return [pair for pair in pairings if pair in PAIRINGS[:2]]
 
 
 def _packed(
     machine: "Machine", pairings: Sequence[Pair], tell: Callable[[str], None]
 ) -> Iterator[CheckpointRow]:
-    """Run the checkpoints on the pairings without batches."""
+    """Run the quantized checkpoints on the pairings in the standard format."""
     for row in checkpoint_rows(_unbatched(pairings), machine.device):
         tell(f"{row.model} {row.stored} on {row.pairing}: {row.seconds:.1f} s")
         yield row
 
 
 def _rates(dtype: str, machine: "Machine") -> dict[str, float]:
-    """Tokens per second of a forward of 512 tokens: with transformers' experts, then with ours."""
+    """Measure tokens per second of a forward pass over 512 tokens, by experts implementation."""
     import torch
 
     from modular_kernel.integrations.transformers import register
@@ -220,7 +224,7 @@ def _rates(dtype: str, machine: "Machine") -> dict[str, float]:
     pair = PAIRINGS[1] if on_gpu else PAIRINGS[0]
     model = small_model("mixtral", dtype, machine.device)
     ids = torch.randint(model.config.vocab_size, (8, 64), device=model.device)
-    clock, found = clock_of(model.device), {}
+    clock, rates = clock_of(model.device), {}
     for name in (EAGER, register(*pair, name=" x ".join(pair))):
         model.set_experts_implementation(name)
         times = []
@@ -231,12 +235,15 @@ def _rates(dtype: str, machine: "Machine") -> dict[str, float]:
                 end = clock.mark()
                 clock.wait()
                 times.append(clock.ms(start, end) / 1e3)
-        found[f"transformers' {name}" if name == EAGER else name] = ids.numel() / median(times[1:])
-    return found
+        rates[f"transformers' {name}" if name == EAGER else name] = ids.numel() / median(times[1:])
+    return rates
 
 
 def _available(prepare_finalize: str, experts: str, machine: "Machine") -> bool:
-    """Whether both parts can run here at all; what else they refuse is an error of the demo."""
+    """Return whether both parts can run on this machine, and note the reasons if not.
+
+    Any other refusal is an error in the demo.
+    """
     from modular_kernel.catalog import load_catalog
     from modular_kernel.compatibility.rules import unavailable
 
@@ -256,7 +263,7 @@ def _interpreted(pairings: Sequence[Pair], machine: "Machine") -> list[str]:
 
 
 def baseline(model: Model) -> Baseline:
-    """Compute what the model's own experts compute, exactly and in its dtype."""
+    """Compute the logits of the model's own experts, in float64 and in the model's dtype."""
     import torch
 
     generator = torch.Generator().manual_seed(1)
@@ -267,14 +274,15 @@ def baseline(model: Model) -> Baseline:
     with routing.recorded(exact_model), _float64():
         exact = logits(exact_model, ids)
     with routing.replayed(model):
-        own = (logits(model, ids) - exact).abs().max().item()
-    return Baseline(model, ids, exact, own, routing)
+        own_difference = (logits(model, ids) - exact).abs().max().item()
+    return Baseline(model, ids, exact, own_difference, routing)
 
 
 def compare(base: Baseline, implementation: str, name: str, own_tokens: Tokens | None) -> DemoRow:
-    """Run the model of `base` on `implementation`, and compare.
+    """Run the model of `base` with another experts implementation and compare the results.
 
-    The model's own experts are put back afterwards.
+    own_tokens: tokens decoded with the model's own experts; None skips decoding. The model's own
+    experts are restored afterwards.
     """
     import torch
 
@@ -288,8 +296,8 @@ def compare(base: Baseline, implementation: str, name: str, own_tokens: Tokens |
         difference = (logits(base.model, base.ids) - base.exact).abs().max().item()
     equal = None
     if own_tokens is not None:
-        found = greedy_tokens(base, len(own_tokens))
-        equal = sum(f == o for f, o in zip(found, own_tokens, strict=True))
+        tokens = greedy_tokens(base, len(own_tokens))
+        equal = sum(token == expected for token, expected in zip(tokens, own_tokens, strict=True))
     base.model.set_experts_implementation(EAGER)
     dtype = base.model.dtype
     rounding = torch.finfo(dtype).eps / 2 * base.exact.abs().max().item()
@@ -306,24 +314,24 @@ def compare(base: Baseline, implementation: str, name: str, own_tokens: Tokens |
 
 
 def logits(model: Model, ids: "torch.Tensor") -> "torch.Tensor":
-    """(2, tokens, vocabulary) float64."""
+    """Compute logits of (2, tokens) ids: float64 of shape (2, tokens, vocabulary)."""
     import torch
 
     with torch.inference_mode():
-        found: torch.Tensor = model(input_ids=ids, use_cache=False).logits.double()
-    return found
+        result: torch.Tensor = model(input_ids=ids, use_cache=False).logits.double()
+    return result
 
 
 def greedy_tokens(base: Baseline, count: int = NEW_TOKENS) -> Tokens:
-    """Return what the model decodes by itself after a prompt: one prefill, then token by token."""
+    """Decode `count` tokens greedily after a fixed prompt: one prefill, then token by token."""
     prompt = base.ids[:1, :PROMPT_TOKENS]
-    found = base.model.generate(prompt, max_new_tokens=count, do_sample=False)
-    return tuple(found[0, PROMPT_TOKENS:].tolist())
+    output_ids = base.model.generate(prompt, max_new_tokens=count, do_sample=False)
+    return tuple(output_ids[0, PROMPT_TOKENS:].tolist())
 
 
 @contextmanager
-def _hooked(model: Model, hook: Any) -> Iterator[None]:
-    """Every experts module calls `hook(its name, itself, args)` before its forward."""
+def _hook_experts(model: Model, hook: Any) -> Iterator[None]:
+    """Register `hook(name, module, args)` as forward pre-hook of every experts module."""
     handles = [
         module.register_forward_pre_hook(partial(hook, name))
         for name, module in model.named_modules()
@@ -337,7 +345,7 @@ def _hooked(model: Model, hook: Any) -> Iterator[None]:
 
 
 def _float64() -> AbstractContextManager[object]:
-    """Answer in float64 where a model asks for float32, as its norms do whatever its dtype."""
+    """Replace float32 by float64 in torch calls: norms cast to float32 whatever the model dtype."""
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -354,7 +362,7 @@ def _float64() -> AbstractContextManager[object]:
         ) -> object:
             if func is torch.Tensor.float:
                 func = torch.Tensor.double
-            named = {name: widened(value) for name, value in (kwargs or {}).items()}
-            return func(*map(widened, args), **named)
+            converted = {name: widened(value) for name, value in (kwargs or {}).items()}
+            return func(*map(widened, args), **converted)
 
     return Float64()

@@ -1,8 +1,8 @@
-"""The quantized part of `mk demo`: tiny checkpoints, written to disk, loaded packed, and judged.
+"""The quantized part of `mk demo`: tiny checkpoints, written to disk, loaded packed, and compared.
 
-How right is right? Codes and scales are drawn, so a checkpoint stands for exact numbers. A layer's
-relative error from their float64 result is at most 1e-2 where only weights are quantized, and 8e-2
-where activations are rounded to 8 bits too.
+Accuracy criterion: quantized codes and scales are random, so a checkpoint defines exact weights.
+The relative error of a layer from their float64 result is at most 1e-2 if only weights are
+quantized, and 8e-2 if activations are also rounded to 8 bits.
 """
 
 import tempfile
@@ -16,7 +16,7 @@ from modular_kernel.cli.demo_output import CheckpointRow
 if TYPE_CHECKING:
     from modular_kernel.testing.checkpoints.samples import Sample
 
-# A family, and a format of modular_kernel.testing.checkpoints.published_formats in which it is
+# Model family, and a format of modular_kernel.testing.checkpoints.published_formats in which it is
 # published.
 CHECKPOINTS = (
     ("mixtral", "awq"),
@@ -28,7 +28,7 @@ _TOKENS = 13
 
 
 def checkpoint_rows(pairings: Sequence[tuple[str, str]], device: str) -> Iterator[CheckpointRow]:
-    """Write each checkpoint to a temporary folder, and run its experts on each pairing."""
+    """Write each checkpoint to a temporary folder and yield a row for each pairing."""
     from modular_kernel.testing.checkpoints.samples import write
 
     with tempfile.TemporaryDirectory(prefix="mk-demo-") as folder:
@@ -41,9 +41,9 @@ def checkpoint_rows(pairings: Sequence[tuple[str, str]], device: str) -> Iterato
 def judged_layer(
     sample: "Sample", family: str, kind: str, pair: tuple[str, str], device: str
 ) -> CheckpointRow:
-    """Load the experts of layer 0 from the sample's folder, run them, and compare with its truth.
+    """Load and run the experts of layer 0 of a sample, and compare with its float64 result.
 
-    Raises what `load_experts` and `make_kernel` raise.
+    Raises the errors of `load_experts` and `make_kernel`.
     """
     import torch
 
@@ -59,14 +59,14 @@ def judged_layer(
     x_TH = x_TH.to(problem.dtype)
     routing = Routing(weights_TK.to(device), ids_TK.to(device))
     with torch.inference_mode():
-        found = kernel(x_TH.to(device), loaded.weights, routing).double().cpu()
+        result = kernel(x_TH.to(device), loaded.weights, routing).double().cpu()
     exact = sample.truth(x_TH.double(), weights_TK, ids_TK)
     return CheckpointRow(
         model=family,
         quant=str(problem.scheme),
         stored=kind,
         pairing=" x ".join(pair),
-        error=((found - exact).norm() / exact.norm()).item(),
+        error=((result - exact).norm() / exact.norm()).item(),
         bound=sample.kind.bound,
         bytes_read=loaded.bytes_read,
         seconds=time.perf_counter() - start,

@@ -1,4 +1,4 @@
-"""The small models of `mk demo`, randomly initialized: nothing is downloaded."""
+"""The small models of `mk demo`, with random weights; nothing is downloaded."""
 
 from functools import partial
 from importlib import import_module
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     pass
 
-Model = Any  # a transformers model: the library is an extra
+Model = Any  # a transformers model; transformers is an optional dependency
 EAGER = "eager"
 
 _SHARED: dict[str, object] = {
@@ -35,7 +35,7 @@ _GROUPS: dict[str, object] = {
     "topk_group": 2,
     "first_k_dense_replace": 1,
 }
-# Name -> transformers' configuration class, and what differs from _SHARED.
+# Name -> (configuration class of transformers, fields that differ from _SHARED).
 SMALL_MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "mixtral": ("MixtralConfig", {**_FEW_EXPERTS, "intermediate_size": 96}),
     "qwen3_moe": ("Qwen3MoeConfig", {**_MANY_EXPERTS, "num_experts": 12, "norm_topk_prob": True}),
@@ -52,23 +52,23 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, object]]] = {
 
 
 def transformers() -> Any:
-    """Import the library, an extra."""
+    """Import transformers, an optional dependency."""
     return import_module("transformers")
 
 
 def small_model(name: str, dtype: str, device: str, *, seed: int = 0, **changes: object) -> Model:
-    """Make a model of SMALL_MODELS with random weights, the same ones on every machine.
+    """Build a model of SMALL_MODELS with random weights that are the same on every machine.
 
-    Values are scaled so that every layer matters: hidden values, what experts add to them, and
-    logits all have a standard deviation of about 1. changes: of the configuration.
+    Weights are scaled so that every layer matters: hidden states, the outputs of the experts, and
+    logits have a standard deviation of about 1. changes: overrides of configuration fields.
     """
     import torch
 
     from modular_kernel.spec.problem import parse_dtype
 
     library = transformers()
-    config_class, own = SMALL_MODELS[name]
-    config = getattr(library, config_class)(**(_SHARED | own | changes))
+    config_class, overrides = SMALL_MODELS[name]
+    config = getattr(library, config_class)(**(_SHARED | overrides | changes))
     model = library.AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager", experts_implementation=EAGER
     )
@@ -80,10 +80,10 @@ def small_model(name: str, dtype: str, device: str, *, seed: int = 0, **changes:
 
 
 def _initialize(module: Any, normal: Any) -> None:
-    """Overwrite the module's own parameters, and biases kept as buffers."""
+    """Initialize the module's direct parameters, and biases that are buffers, in place."""
     biases = ((n, b) for n, b in module.named_buffers(recurse=False) if n.endswith("bias"))
     for name, tensor in (*module.named_parameters(recurse=False), *biases):
-        if tensor.dim() == 1 and name == "weight":  # of a norm
+        if tensor.dim() == 1 and name == "weight":  # the weight of a norm
             tensor.copy_(1 + 0.1 * normal(tensor.shape))
         elif name.endswith("bias") or tensor.dim() == 1:
             tensor.copy_(0.3 * normal(tensor.shape))
@@ -91,6 +91,6 @@ def _initialize(module: Any, normal: Any) -> None:
             fan_in = tensor.shape[-2 if getattr(module, "is_transposed", False) else -1]
             if type(module).__name__ == "Embedding":
                 fan_in = 1
-            # An activation halves its input, a router should be decided.
+            # Gain 2: the activation roughly halves its input, and a router should not have ties.
             gain = 2.0 if name == "down_proj" or "Router" in type(module).__name__ else 1.0
             tensor.copy_(gain * fan_in**-0.5 * normal(tensor.shape))

@@ -1,4 +1,4 @@
-"""What `mk demo` prints: a grid of models and pairings, a summary, a speed, what to try next."""
+"""Text output of `mk demo`: tables of models and pairings, a summary, speeds, and next steps."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,9 +22,11 @@ _NEXT = (
 
 @dataclass(frozen=True)
 class DemoRow:
-    """One model on one pairing.
+    """Result of one model on one pairing.
 
-    pairing: of the kernels that ran, empty if none did. equal_tokens: None if none were decoded.
+    pairing: the pairing of the kernels that ran, "" if none did. difference, bound: maximum
+    absolute logit error and its bound. equal_tokens: number of decoded tokens that equal those of
+    transformers' experts, None if none were decoded.
     """
 
     model: str
@@ -45,10 +47,10 @@ class DemoRow:
 
 @dataclass(frozen=True)
 class CheckpointRow:
-    """One quantized checkpoint on one pairing.
+    """Result of one quantized checkpoint on one pairing.
 
-    stored: its format on disk. quant: the scheme that it was loaded as. error, bound: of the
-    layer's result, relative to float64. bytes_read: of its tensors.
+    stored: format on disk. quant: scheme after loading. error, bound: relative error of the layer
+    against float64, and its bound. bytes_read: bytes of tensors read from disk.
     """
 
     model: str
@@ -73,10 +75,11 @@ def print_demo(
     verdicts: "Sequence[Verdict]",
     interpreted: Sequence[str],
 ) -> None:
-    """Print the demo's results.
+    """Print the results of the demo.
 
-    packed: of checkpoints. seconds: that all rows took. rates: tokens per second of one model, by
-    experts implementation. interpreted: the experts that ran in Triton's interpreter.
+    packed: rows of the quantized checkpoints. seconds: total time of all rows. rates: tokens per
+    second of one model, by experts implementation. interpreted: experts parts that ran in Triton's
+    interpreter.
     """
     models = tuple(dict.fromkeys(row.model for row in rows))
     pairings = dict.fromkeys(row.pairing or "no kernel ran" for row in rows)
@@ -95,9 +98,9 @@ def print_demo(
     good = sum(row.ok for row in rows)
     equal = sum(row.equal_tokens or 0 for row in rows)
     decoded = sum(row.decoded_tokens for row in rows)
-    told = f"; {equal} of {decoded} greedily decoded tokens are equal" if decoded else ""
+    text = f"; {equal} of {decoded} greedily decoded tokens are equal" if decoded else ""
     output.line(
-        f"{good} of {len(rows)} runs agree with transformers' own experts, in {seconds:.0f} s{told}"
+        f"{good} of {len(rows)} runs agree with transformers' own experts, in {seconds:.0f} s{text}"
     )
     exact = sum(row.ok for row in packed)
     output.line(f"{exact} of {len(packed)} packed layers agree with float64")
@@ -110,24 +113,24 @@ def print_demo(
     valid = sum(verdict.ok for verdict in verdicts)
     output.line(f"{valid} of {counted(len(verdicts), 'pair')} are valid here for a small layer")
     output.line(f"\nnext{_where()}:")
-    for command, what in _NEXT:
-        output.line(f"  {command:37} {what}")
+    for command, description in _NEXT:
+        output.line(f"  {command:37} {description}")
 
 
 def _where() -> str:
-    """Say where `mk` is, for a shell that does not find it: `make demo` has its own environment."""
-    beside = Path(sys.executable).with_name("mk")
-    return f", mk being {beside}" if which("mk") is None and beside.exists() else ""
+    """Return the path of `mk` if it is not on PATH, as in the environment of `make demo`."""
+    script = Path(sys.executable).with_name("mk")
+    return f", mk being {script}" if which("mk") is None and script.exists() else ""
 
 
 def _print_packed(rows: Sequence[CheckpointRow]) -> None:
-    """Print a grid of checkpoints and experts, whose names fit a narrow terminal's columns."""
-    found = {(row.model, row.stored, row.pairing): row for row in rows}
+    """Print the table of checkpoints by experts, which fits a narrow terminal."""
+    by_key = {(row.model, row.stored, row.pairing): row for row in rows}
     pairings = dict.fromkeys(row.pairing for row in rows)
     cells = []
     for model, stored in dict.fromkeys((row.model, row.stored) for row in rows):
-        own = [found.get((model, stored, pairing)) for pairing in pairings]
-        shown = ["-" if row is None else _share(row.ok, row.error, row.bound) for row in own]
+        group = [by_key.get((model, stored, pairing)) for pairing in pairings]
+        shown = ["-" if row is None else _share(row.ok, row.error, row.bound) for row in group]
         cells.append((f"{model} {stored.removeprefix(f'{model[:5]} ')}", *shown))
     experts = (pairing.rpartition(" x ")[2] for pairing in pairings)
     output.table(("packed, from disk", *experts), cells)
@@ -142,7 +145,7 @@ def _share(ok: bool, error: float, bound: float) -> str:
 
 
 def _cell(rows: Sequence[DemoRow]) -> str:
-    """Say ok, and how much of its bound the largest error takes; or FAILED."""
+    """Format rows as "ok" with the largest ratio of error to bound, or as "FAILED"."""
     if not rows:
         return "-"
     worst = max(rows, key=lambda row: row.difference / row.bound if row.bound else 0.0)

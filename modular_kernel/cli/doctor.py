@@ -1,4 +1,4 @@
-"""`mk doctor`: what this machine has, what is missing, and what that would enable."""
+"""`mk doctor`: versions, devices, process settings and optional packages of this machine."""
 
 import platform
 from collections.abc import Callable
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from modular_kernel.compatibility.support import Requirements
     from modular_kernel.process_status import State
 
-# Importable name -> what it gives, for packages that no part names.
+# Import name -> what the package enables, for optional packages that no part requires.
 _EXTRAS = {
     "ml_dtypes": "bfloat16 and fp8 in Triton's CPU interpreter",
     "transformers": "mk demo and the integration with transformers",
     "matplotlib": "plots of benchmarks",
 }
-# Name and word of a state that is as it should be -> what the word says.
+# (name, value) of a process setting in its normal state -> explanation of the value.
 _MEANS = {
     ("replay", "on"): "plans repeat their launches without the parts' host code",
     ("interpreter", "on"): "Triton kernels run on the CPU",
@@ -36,7 +36,7 @@ _MEANS = {
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """One GPU."""
+    """A CUDA device. arch: compute capability as "major.minor"."""
 
     index: int
     name: str
@@ -47,9 +47,10 @@ class DeviceReport:
 
 @dataclass(frozen=True)
 class Package:
-    """An optional package: is it here, and what does it enable?
+    """An optional package, whether it is present, and what it enables.
 
-    version: "" if it does not say. why: what else was found in its place. get: how to install it.
+    version: "" if unknown. why: reason why an installed package is not usable, or "". get: how to
+    install it.
     """
 
     name: str
@@ -62,10 +63,11 @@ class Package:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """Everything the doctor finds. peer_access[i][j]: device i reads device j's memory.
+    """The report of `mk doctor`.
 
-    topology: what `nvidia-smi topo -m` prints. interpreter: Triton parts run on the CPU. states:
-    what else changes what runs.
+    peer_access[i][j]: device i can access the memory of device j. topology: the output of
+    `nvidia-smi topo -m`. interpreter: Triton kernels run in the CPU interpreter. states: other
+    process-wide settings that change what runs.
     """
 
     versions: dict[str, str | None]
@@ -79,8 +81,8 @@ class DoctorReport:
 
 
 def doctor(as_json: AsJson = None) -> None:
-    """Show versions, devices, links between GPUs, states such as replay and the interpreter, and
-    which optional packages are absent."""
+    """Show versions, devices, GPU links, process settings (such as launch replay and Triton's
+    interpreter), and missing optional packages."""
     prepare_host()
     from modular_kernel.catalog import load_catalog, this_machine
     from modular_kernel.measure.environment import nvidia_smi
@@ -126,31 +128,34 @@ def _nccl() -> str | None:
 
     if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
         return None
-    found: object = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    return ".".join(map(str, found)) if isinstance(found, tuple) else str(found)
+    version: object = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
 
 
 def _devices() -> list[DeviceReport]:
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found = []
+    devices = []
     for index in range(count):
-        facts = torch.cuda.get_device_properties(index)
-        arch, memory = f"{facts.major}.{facts.minor}", round(facts.total_memory / 2**30, 1)
-        found.append(DeviceReport(index, facts.name, arch, memory, facts.multi_processor_count))
-    return found
+        props = torch.cuda.get_device_properties(index)
+        arch, memory = (
+            f"{props.major}.{props.minor}",
+            round(props.total_memory / 2**30, 1),
+        )
+        devices.append(DeviceReport(index, props.name, arch, memory, props.multi_processor_count))
+    return devices
 
 
 def _peer_access() -> list[list[bool]]:
-    """Empty with fewer than two devices: there is no link."""
+    """Return the matrix of peer access; empty with fewer than two devices."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < 2:
         return []
-    reach: Callable[[int, int], bool] = torch.cuda.can_device_access_peer
-    return [[i == j or reach(i, j) for j in range(count)] for i in range(count)]
+    can_access: Callable[[int, int], bool] = torch.cuda.can_device_access_peer
+    return [[i == j or can_access(i, j) for j in range(count)] for i in range(count)]
 
 
 def _packages() -> list[Package]:
@@ -159,21 +164,21 @@ def _packages() -> list[Package]:
     from modular_kernel.utils.package_probes import find
 
     catalog = load_catalog()
-    wanted = sorted({*_EXTRAS, *packages_of(catalog)})
-    present = importable(wanted)
+    names = sorted({*_EXTRAS, *packages_of(catalog)})
+    present = importable(names)
     probed = {provider.name: find(provider) for provider in providers_of(catalog)}
-    found = []
-    for name in wanted:
-        needing = [p for p in catalog.parts if name in _required(p.cls)]
-        enables = ", ".join(p.name for p in needing) or _EXTRAS[name]
-        get = _requires(needing[0].cls).how_to_get(name) if needing else f"pip install {name}"
+    packages = []
+    for name in names:
+        users = [p for p in catalog.parts if name in _required(p.cls)]
+        enables = ", ".join(p.name for p in users) or _EXTRAS[name]
+        get = _requires(users[0].cls).how_to_get(name) if users else f"pip install {name}"
         if name in probed:
-            one = probed[name]
-            here, version, why = one.folder is not None, one.version, one.why
+            probe = probed[name]
+            found_here, version, why = probe.folder is not None, probe.version, probe.why
         else:
-            here, version, why = name in present, version_of(name) or "", ""
-        found.append(Package(name, here, enables, version if here else "", why, get))
-    return found
+            found_here, version, why = name in present, version_of(name) or "", ""
+        packages.append(Package(name, found_here, enables, version if found_here else "", why, get))
+    return packages
 
 
 def _requires(cls: type) -> "Requirements":
@@ -203,7 +208,7 @@ def _print_text(report: DoctorReport) -> None:
         output.line(f"{report.topology}\n")
     packages = [(p.name, _here(p), p.enables) for p in report.packages]
     output.table(("optional package", "here", "enables"), packages)
-    # Names of parts and an address do not stand side by side in 80 columns.
+    # A separate table, because part names and an installation command do not fit 80 columns.
     absent = [(p.name, p.get) for p in report.packages if not p.present]
     output.table(("absent", "how to get it"), absent)
     broken = [(b.name, b.origin, b.error) for b in report.broken]

@@ -1,4 +1,4 @@
-"""`mk exchange`: how long parts over ranks take to dispatch and combine, beside bare libraries."""
+"""`mk exchange`: dispatch and combine times of parts over ranks, compared with bare libraries."""
 
 import shlex
 import sys
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from modular_kernel.spec.problem import Machine
 
 _LINK_OF_A_GPU = 393  # GB/s
-_FEW = 128  # tokens up to which one set of buffers serves; more have another
+_FEW = 128  # token counts up to this share one set of buffers; larger ones share another
 _LIBRARIES = ("torch", "triton", "nvidia-nccl-cu13", "deep_ep", "pplx_kernels")
 _METHOD = (
     "times are microseconds: for each rank the median of {rounds} rounds of {replays}, of which "
@@ -38,9 +38,9 @@ _METHOD = (
 )
 
 
-# What is measured where the options do not say: a layer of DeepSeek-V3, or on a CPU, where all
-# parts are to be seen and none is fast, a small one that takes less than a minute.
-_ON_GPUS: dict[str, Any] = {
+# Defaults: a layer of DeepSeek-V3 on GPUs. On a CPU a small layer that runs all parts in less than
+# a minute.
+_GPU_DEFAULTS: dict[str, Any] = {
     "tokens_list": "1,8,32,128,1024,4096",
     "hidden": 7168,
     "experts": 256,
@@ -48,7 +48,7 @@ _ON_GPUS: dict[str, Any] = {
     "replays": 20,
     "rounds": 5,
 }
-_ON_A_CPU: dict[str, Any] = {
+_CPU_DEFAULTS: dict[str, Any] = {
     "tokens_list": "1,8",
     "hidden": 256,
     "experts": 8,
@@ -59,7 +59,7 @@ _ON_A_CPU: dict[str, Any] = {
 
 
 def _usual(text: str, name: str) -> Any:
-    default = f"[default: {_ON_GPUS[name]}; on a CPU {_ON_A_CPU[name]}]"
+    default = f"[default: {_GPU_DEFAULTS[name]}; on a CPU {_CPU_DEFAULTS[name]}]"
     return typer.Option(help=f"{text}  {default}", show_default=False)
 
 
@@ -67,15 +67,15 @@ G = TypeVar("G", "Sizes", "ExchangeManner")
 
 
 def _filled(options: G, device: str) -> G:
-    """Fill the options that were not given with what is usual on that device."""
-    usual = _ON_GPUS if device == "cuda" else _ON_A_CPU
-    names = {f.name for f in fields(options)} & usual.keys()
-    return replace(options, **{n: usual[n] for n in names if getattr(options, n) is None})
+    """Replace options that are None by the defaults of the device."""
+    defaults = _GPU_DEFAULTS if device == "cuda" else _CPU_DEFAULTS
+    names = {f.name for f in fields(options)} & defaults.keys()
+    return replace(options, **{n: defaults[n] for n in names if getattr(options, n) is None})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What is exchanged."""
+    """Options for the number of ranks and the sizes of the exchanged rows."""
 
     world_size: Annotated[
         int | None,
@@ -89,14 +89,14 @@ class Sizes:
 
     @property
     def ranks(self) -> int:
-        """How many take part: as asked, else as many as a launcher started, else 2."""
-        given = self.world_size is not None or read_launcher() is not None
-        return ranks_asked(self.world_size) if given else 2
+        """Number of ranks: --world-size, else that of the launcher, else 2."""
+        explicit = self.world_size is not None or read_launcher() is not None
+        return ranks_asked(self.world_size) if explicit else 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeManner:
-    """How it is measured, and what the floor is made of."""
+    """Options for the measurement and for the parameters of the roofline."""
 
     backend: Backend = None
     only: Annotated[
@@ -122,14 +122,14 @@ class ExchangeManner:
     )
 
     def wants(self, name: str) -> bool:
-        """Whether the options leave a transport of that name."""
+        """Return whether --only selects the transport with this name."""
         words = (self.only or "").lower().split(",")
         return any(word in name.lower() for word in words)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeFiles(ReportFiles):
-    """What is read and written beside the table."""
+    """Options for the output files, and for records to join instead of measuring."""
 
     load: Annotated[
         list[Path] | None,
@@ -139,15 +139,15 @@ class ExchangeFiles(ReportFiles):
 
 
 def exchange(*, sizes: Sizes, manner: ExchangeManner, files: ExchangeFiles) -> None:
-    """Time dispatch and combine alone: every part that can run here over N ranks, and peers.
+    """Time only dispatch and combine, for every part that can run over N ranks and for peers.
 
-    Experts are the identity and router weights sum to 1, so each row is checked by what comes
-    back. A --peer file defines transports(), which returns a list of
-    modular_kernel.bench.all2all.cases.Transport; tools/exchange_peers.py of the source tree has
-    NCCL's and the libraries'. Libraries that exclude each other are measured one after the other,
-    and joined by --load.
+    Experts are the identity and router weights sum to 1, so each row is verified by comparing the
+    result with the input. A --peer file defines transports(), which returns a list of
+    modular_kernel.bench.all2all.cases.Transport; tools/exchange_peers.py of the source tree defines
+    those of NCCL and of other libraries. Libraries that cannot be installed together are measured
+    in separate runs, whose records --load joins.
 
-    Exits with 1 if a row is wrong or failed; 2 is bad usage.
+    Exits with 1 if a row is wrong or failed, and with 2 on bad usage.
     """
     if files.load:
         _finish(_joined(files.load), files)
@@ -187,10 +187,10 @@ def _measured(
 
     world_size = sizes.ranks
     first = pool_of(world_size, manner.backend)
-    ready = [first]  # the first offer finds processes that have started
+    ready = [first]  # the first offer reuses the processes that are already running
 
     def new_pool() -> Any:
-        if ready or read_launcher() is not None:  # a launcher's ranks start once
+        if ready or read_launcher() is not None:  # the ranks of a launcher cannot be restarted
             return ready.pop() if ready else first
         return pool_of(world_size, "nccl" if machine.device == "cuda" else "gloo")
 
@@ -220,7 +220,7 @@ def _measured(
 def _facts(
     sizes: Sizes, manner: ExchangeManner, machine: "Machine", gap: float | None
 ) -> dict[str, Any]:
-    """Where and how it is measured."""
+    """Return the environment and the method of the measurement, for the record."""
     import torch
 
     from modular_kernel.measure.environment import environment
@@ -237,7 +237,7 @@ def _facts(
 
 
 def _cells(sizes: Sizes) -> "Iterator[ExchangeCase]":
-    """By quant and capacity, which share buffers: few tokens, and many."""
+    """Yield the cases grouped by quant and capacity; cases of one group share buffers."""
     from modular_kernel.bench.all2all.cases import ExchangeCase
 
     numbers = sorted(token_numbers(str(sizes.tokens_list)))
@@ -270,8 +270,8 @@ def _offers(
 
 
 def _over_ranks(catalog: Any, name: str) -> bool:
-    most: int | None = catalog.prepare_finalize(name).requires.world_sizes[1]
-    return most is None or most > 1
+    max_ranks: int | None = catalog.prepare_finalize(name).requires.world_sizes[1]
+    return max_ranks is None or max_ranks > 1
 
 
 def _joined(paths: Sequence[Path]) -> "ExchangeReport":
@@ -282,12 +282,12 @@ def _joined(paths: Sequence[Path]) -> "ExchangeReport":
 
 
 def _tell(rows: "Sequence[ExchangeRow]") -> None:
-    """Say what became of a transport: times and reasons follow in tables."""
+    """Note the outcomes of one transport; times and reasons follow in the tables."""
     from modular_kernel.bench.all2all.records import one_line
 
-    name, fates = rows[0].transport, [row.status for row in rows]
-    counts = ", ".join(f"{fates.count(fate)} {fate}" for fate in dict.fromkeys(fates))
-    output.note(f"{name}: {'refused' if {*fates} == {'refused'} else counts}")
+    name, statuses = rows[0].transport, [row.status for row in rows]
+    counts = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
+    output.note(f"{name}: {'refused' if {*statuses} == {'refused'} else counts}")
     for row in rows:
         if row.status in ("wrong", "failed"):
             output.note(one_line(row))
@@ -307,9 +307,9 @@ def _print_text(report: "ExchangeReport") -> None:
     from modular_kernel.measure.records import INTERPRETER
 
     env = report.environment
-    bare = env.get("device") == "cpu" and env.get("link_gbs") == _LINK_OF_A_GPU
+    no_link = env.get("device") == "cpu" and env.get("link_gbs") == _LINK_OF_A_GPU
     for title, columns, cells in records.tables(report.rows):
-        shown = [i for i, name in enumerate(columns) if not (bare and name in ("floor", "GB/s"))]
+        shown = [i for i, name in enumerate(columns) if not (no_link and name in ("floor", "GB/s"))]
         rows = [[row[i] for i in shown] for row in cells]
         columns = tuple(columns[i] for i in shown)
         output.table(columns, rows, title=title, optional=records.OPTIONAL)

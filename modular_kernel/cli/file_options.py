@@ -1,10 +1,10 @@
-"""Options that name files and folders: what is wrong with one is found before a verb starts.
+"""Options that name files and folders, checked before a verb starts.
 
-An option states its use as metadata of its annotation, beside `typer.Option`:
+An option declares its use as metadata of its annotation, next to `typer.Option`:
 
     html: Annotated[Path | None, typer.Option(help=...), FileUse.WRITE] = None
 
-`modular_kernel.cli.parsing.converted` checks every such option, so no verb does.
+`modular_kernel.cli.parsing.converted` checks every such option, so verbs do not check paths.
 """
 
 import os
@@ -15,11 +15,11 @@ from pathlib import Path
 from modular_kernel.errors import ConfigurationError
 
 STDOUT = "-"
-_LONGEST_NAME = 255  # bytes of a component, where the file system does not say
+_LONGEST_NAME = 255  # bytes of a path component, if the file system does not report its limit
 
 
 class FileUse(Enum):
-    """What a verb does with the path of an option."""
+    """The use of an option's path by a verb; the value describes a valid path in messages."""
 
     READ = "a file that can be read"
     WRITE = "a file that can be written"
@@ -29,9 +29,9 @@ class FileUse(Enum):
 
 
 def check_path(option: str, path: Path, use: FileUse) -> None:
-    """Raise ConfigurationError where `path` cannot serve its use. Nothing is left behind.
+    """Raise ConfigurationError if `path` is unusable for its use. Leaves no file behind.
 
-    option: its name, such as "--json".
+    option: name of the option in the message, such as "--json".
     """
     if use is FileUse.WRITE_OR_STDOUT and str(path) == STDOUT:
         return
@@ -50,7 +50,7 @@ def check_path(option: str, path: Path, use: FileUse) -> None:
 
 
 def exists(path: str | Path) -> bool:
-    """Return whether there is such a file; False too for what no file can be named."""
+    """Return whether the path exists; False for invalid paths."""
     try:
         Path(path).stat()
     except (OSError, ValueError):
@@ -59,12 +59,12 @@ def exists(path: str | Path) -> bool:
 
 
 def is_folder(path: str | Path) -> bool:
-    """Return whether there is such a folder; False too for what no folder can be named."""
+    """Return whether the path is a folder; False for invalid paths."""
     return exists(path) and Path(path).is_dir()
 
 
 class _Unusable(Exception):
-    """What is wrong with a path, and what is needed instead; "" means what its use says."""
+    """The error of an unusable path. need: what is needed instead; "" means the use's value."""
 
     def __init__(self, got: str, need: str = "") -> None:
         super().__init__(got)
@@ -72,7 +72,7 @@ class _Unusable(Exception):
 
 
 def _check_name(path: Path) -> None:
-    """Raise the error of a path that no file can have, or that output could not name."""
+    """Raise _Unusable for an invalid file name, a dangling link, or a name that is not UTF-8."""
     text = str(path)
     if "\0" in text:
         raise _Unusable(_shown(path), "a path without NUL bytes")
@@ -80,19 +80,19 @@ def _check_name(path: Path) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise _Unusable(_shown(path), "a path in UTF-8") from None
-    most = _longest_name(path)
-    if any(len(os.fsencode(part)) > most for part in path.parts):
-        raise _Unusable(f"{_shown(path)}: a name is too long", f"names of at most {most} bytes")
+    limit = _longest_name(path)
+    if any(len(os.fsencode(part)) > limit for part in path.parts):
+        raise _Unusable(f"{_shown(path)}: a name is too long", f"names of at most {limit} bytes")
     if path.is_symlink() and not exists(path):
         raise _Unusable(f"{_shown(path)}: a symbolic link to nothing")
 
 
 def _longest_name(path: Path) -> int:
-    there = next((at for at in path.absolute().parents if exists(at)), None)
-    if there is None or not hasattr(os, "pathconf"):
+    parent = next((folder for folder in path.absolute().parents if exists(folder)), None)
+    if parent is None or not hasattr(os, "pathconf"):
         return _LONGEST_NAME
     try:
-        return os.pathconf(there, "PC_NAME_MAX")
+        return os.pathconf(parent, "PC_NAME_MAX")
     except OSError:
         return _LONGEST_NAME
 
@@ -117,22 +117,22 @@ def _check_writable(path: Path, *, folder: bool) -> None:
 
 
 def _check_new_file_in(folder: Path, path: Path | None = None) -> None:
-    """Raise the error of a folder, made or not, that takes no new file."""
+    """Raise _Unusable if no file can be created in a folder, which need not exist yet."""
     for at in (folder, *folder.parents):
         if exists(at) and not at.is_dir():
             raise _Unusable(f"{_shown(folder)}: {at} is a file", "a folder")
         if at.is_symlink() and not exists(at):
             raise _Unusable(f"{_shown(at)}: a symbolic link to nothing")
-    there = next(at for at in (folder.absolute(), *folder.absolute().parents) if exists(at))
+    existing = next(at for at in (folder.absolute(), *folder.absolute().parents) if exists(at))
     shown = _shown(path or folder)
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise _Unusable(f"{shown}: {there} is read-only")
-    # Permissions do not say it all: /proc takes no file, whatever they are.
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise _Unusable(f"{shown}: {existing} is read-only")
+    # Permissions are not sufficient: /proc, for example, accepts no files.
     try:
-        with tempfile.TemporaryFile(dir=there):
+        with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        raise _Unusable(f"{shown}: {there} takes no file: {error.strerror or error}") from None
+        raise _Unusable(f"{shown}: {existing} takes no file: {error.strerror or error}") from None
 
 
 def _shown(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Options that take several values, separated by commas."""
+"""Parsers for options that take several values, separated by commas."""
 
 from modular_kernel.errors import ConfigurationError
 
@@ -6,7 +6,10 @@ _MOST_TOKENS = 1 << 20
 
 
 def token_numbers(text: str) -> tuple[int, ...]:
-    """`--tokens-list`: numbers such as 1,16,128, each once."""
+    """Parse `--tokens-list`, such as 1,16,128, and drop duplicates.
+
+    Raises ConfigurationError for a number out of range.
+    """
     words = text.split(",")
     if not all(w.isdecimal() and w.isascii() and 0 < int(w) < _MOST_TOKENS for w in words):
         need = f"numbers from 1 to {_MOST_TOKENS - 1}, such as 1,16,128"
@@ -15,11 +18,14 @@ def token_numbers(text: str) -> tuple[int, ...]:
 
 
 def schemes(text: str) -> list[str]:
-    """Split `--quant` into schemes, each once; `name:option=value` may have commas of its own."""
+    """Parse `--quant` into a list of schemes without duplicates.
+
+    A scheme may itself contain commas, as in `name:option=value,option=value`.
+    """
     from modular_kernel.spec.quantization import QuantScheme
 
     texts: list[str] = []
     for word in text.split(","):
-        more = "=" in word and ":" not in word and texts
-        texts[-1:] = [f"{texts[-1]},{word}"] if more else [*texts[-1:], word]
-    return list(dict.fromkeys(str(QuantScheme.parse(one)) for one in texts))
+        continues = "=" in word and ":" not in word and texts
+        texts[-1:] = [f"{texts[-1]},{word}"] if continues else [*texts[-1:], word]
+    return list(dict.fromkeys(str(QuantScheme.parse(spec)) for spec in texts))

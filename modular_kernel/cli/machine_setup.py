@@ -1,4 +1,7 @@
-"""The machine a verb runs on, made ready before anything imports triton; or one described."""
+"""Setup of the machine that a verb runs on, and descriptions of other machines.
+
+`prepare_host` must run before anything imports triton.
+"""
 
 import ctypes
 import os
@@ -16,9 +19,9 @@ _ARCH = re.compile(r"(?:sm_?)?(\d+)(?:\.(\d)|(\d))a?")
 
 
 def prepare_host(*, quiet: bool = False) -> None:
-    """Without a CUDA device, have Triton interpret its kernels, and say so once."""
+    """Enable Triton's interpreter if there is no CUDA device, and note it unless `quiet`."""
     if not _has_cuda_driver():
-        enable_interpreter()  # before torch: it loads numpy, which then starts its threads
+        enable_interpreter()  # before torch, which imports numpy, which starts its threads
     import torch
 
     if torch.cuda.is_available():
@@ -29,11 +32,11 @@ def prepare_host(*, quiet: bool = False) -> None:
 
 
 def _how_triton_runs() -> str:
-    """Say what becomes of Triton kernels on a machine without a GPU."""
+    """Describe how Triton kernels run on a machine without a GPU."""
     from modular_kernel.machine import importable
 
-    wanted = ("triton", "ml_dtypes")
-    missing = [name for name in wanted if name not in importable(wanted)]
+    packages = ("triton", "ml_dtypes")
+    missing = [name for name in packages if name not in importable(packages)]
     if not missing:
         return "no CUDA device here: Triton kernels run in Triton's CPU interpreter"
     need = "pip install 'modular-kernel[interpreter]'"
@@ -41,9 +44,10 @@ def _how_triton_runs() -> str:
 
 
 def prepare_torch_only() -> None:
-    """Leave the interpreter off, so that plain torch runs as for a user on a CPU, and say so.
+    """Leave Triton's interpreter off, so that only parts in plain torch run, and note it.
 
-    ConfigurationError where Triton kernels run all the same.
+    Raises ConfigurationError if Triton kernels would run anyway: with a CUDA device, or with
+    TRITON_INTERPRET=1.
     """
     import torch
 
@@ -58,9 +62,9 @@ def prepare_torch_only() -> None:
 
 
 def workers_of(asked: int) -> int:
-    """Return the processes that `--workers` asks for, at most one for each CPU; a note says so.
+    """Return the number of processes for `--workers`, limited, with a note, to the number of CPUs.
 
-    ConfigurationError for none.
+    Raises ConfigurationError if `asked` is below 1.
     """
     if asked < 1:
         raise ConfigurationError("--workers", got=asked, need="1 or more")
@@ -80,29 +84,29 @@ def _has_cuda_driver() -> bool:
 
 
 def chosen_machine(arch: str | None, device: str | None, packages: str | None) -> "Machine":
-    """Return this machine, or the one described where any option is given.
+    """Return this machine, or the described one if any option is given.
 
-    packages: comma-separated; those importable here if None.
+    packages: comma-separated names; None means those importable on this machine.
     """
     prepare_host(quiet=device is not None or arch is not None)
     from modular_kernel.catalog import this_machine
     from modular_kernel.spec.problem import Machine
 
-    here = this_machine()
+    current = this_machine()
     if arch is None and device is None and packages is None:
-        return here
-    kind = _device(arch, device, here)
+        return current
+    device_type = _device(arch, device, current)
     capability = parse_arch(arch) if arch is not None else None
-    if kind == "cuda" and capability is None:
-        if here.arch is None:
+    if device_type == "cuda" and capability is None:
+        if current.arch is None:
             raise ConfigurationError("--arch", got="nothing", need="one such as 9.0 beside cuda")
-        capability = here.arch
-    found = here.packages
+        capability = current.arch
+    available = current.packages
     if packages is not None:
-        found = frozenset(name.strip() for name in packages.split(",") if name.strip())
-    # As prepare_host does it where there is no GPU.
-    interpreter = kind == "cpu" and {"triton", "ml_dtypes"} <= found
-    return Machine(kind, capability, found, interpreter, name="described")
+        available = frozenset(name.strip() for name in packages.split(",") if name.strip())
+    # As prepare_host does on a machine without a GPU.
+    interpreter = device_type == "cpu" and {"triton", "ml_dtypes"} <= available
+    return Machine(device_type, capability, available, interpreter, name="described")
 
 
 def _device(arch: str | None, device: str | None, here: "Machine") -> Literal["cuda", "cpu"]:
@@ -118,7 +122,10 @@ def _device(arch: str | None, device: str | None, here: "Machine") -> Literal["c
 
 
 def parse_arch(text: str) -> tuple[int, int]:
-    """(9, 0) from "9.0", "90" or "sm_90"; the last digit is the minor version."""
+    """Parse a compute capability: "9.0", "90" and "sm_90" give (9, 0).
+
+    Raises ConfigurationError for other texts.
+    """
     match = _ARCH.fullmatch(text)
     if match is None:
         raise ConfigurationError("--arch", got=repr(text), need="a capability such as 9.0")

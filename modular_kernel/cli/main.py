@@ -1,4 +1,7 @@
-"""The `mk` command: registers the verbs. Importing this imports neither torch nor rich."""
+"""The `mk` command line: registers the verbs.
+
+Importing this module imports neither torch nor rich, so that `mk --help` is fast.
+"""
 
 import gc
 import sys
@@ -19,17 +22,19 @@ from modular_kernel.cli.output import reports, reports_errors, tell_error
 from modular_kernel.cli.output_streams import divert_stdout, guarded
 from modular_kernel.cli.parsing import converted, leave_words
 
-# A launcher ends its world as soon as one rank fails: rank 0 is to report before.
-_LINGER_S = 5.0
+# A launcher kills all ranks as soon as one of them exits with an error. Ranks other than 0 wait
+# this long before they exit, so that rank 0 can report first.
+_EXIT_DELAY_S = 5.0
 _HELP = {"help_option_names": ["-h", "--help"]}
-# What typer raises at words that no verb takes; it has moved between typer's releases.
-_BAD_WORDS: Any = typer.BadParameter.__mro__[1]
+# The usage error of click, which typer raises for arguments that no verb accepts. Its import path
+# differs between typer releases.
+_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 _INTERRUPTED = 130
-# Verbs that judge, and end.
-_BRIEF = frozenset({"list", "models", "check", "plan"})
+# Short verbs that only check and exit; they run without garbage collection.
+_SHORT_VERBS = frozenset({"list", "models", "check", "plan"})
 
-# Verb -> its function, and its line of `mk --help`, which would cut the docstring's first. In the
-# order of the help.
+# Verb -> (module:function, its line in `mk --help`), in the order of the help. The line is explicit
+# because typer would otherwise truncate the first line of the docstring.
 VERBS = {
     "list": ("parts:list_parts", "List every part, what it takes, and whether it can run here."),
     "models": ("models:list_models", "List the models that --model takes by name."),
@@ -52,24 +57,24 @@ VERBS = {
 
 
 def application(verbs: Iterable[str] = VERBS) -> typer.Typer:
-    """Return `mk` with these verbs, whose modules are imported."""
+    """Build the `mk` app with these verbs. Imports the module of each verb."""
     app = typer.Typer(
         name="mk",
         help="Compose fused MoE layers from interchangeable parts, and verify the pairings.",
         no_args_is_help=True,
         add_completion=False,
-        # Plain help: rich would cost a third of the time that help takes.
+        # Plain help: rich would account for a third of the time that help takes.
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         context_settings=_HELP,
     )
     app.callback()(_common)
     for verb in verbs:
-        place, short = VERBS[verb]
-        module, function = place.split(":")
-        found = getattr(import_module(f"modular_kernel.cli.{module}"), function)
+        path, short = VERBS[verb]
+        module, attribute = path.split(":")
+        function = getattr(import_module(f"modular_kernel.cli.{module}"), attribute)
         command = app.command(verb, context_settings=_HELP, short_help=short)
-        command(reports_errors(converted(flattened(found))))
+        command(reports_errors(converted(flattened(function))))
     return app
 
 
@@ -92,60 +97,65 @@ def _common(
 
 @cache
 def _command(verb: str | None) -> Callable[..., object]:
-    """Build the command once, for a process that runs several: with one verb, or all for None."""
-    made: Any = get_command(application(VERBS if verb is None else (verb,)))
-    leave_words(made)
-    return cast("Callable[..., object]", made)
+    """Build the click command for one verb, or for all verbs if `verb` is None.
+
+    Cached, for processes that run several commands.
+    """
+    command: Any = get_command(application(VERBS if verb is None else (verb,)))
+    leave_words(command)
+    return cast("Callable[..., object]", command)
 
 
 def run(argv: list[str] | None = None) -> None:
-    """Run `mk` with these words, or with the command line's; ends the process.
+    """Run `mk` with `argv`, or with `sys.argv[1:]` if it is None, and exit the process.
 
-    The status is 74 if what a verb printed could not be written, whatever the verb found.
+    The exit status is 74 if the output could not be written, whatever the result of the verb.
     """
     with guarded():
         try:
-            words = _with_values(sys.argv[1:] if argv is None else argv)
-            verb = words[0] if words and words[0] in VERBS else None
-            with _uncollected(last=argv is None) if verb in _BRIEF else nullcontext():
-                sys.exit(_status_of(_command(verb), words))
+            args = _insert_stdout(sys.argv[1:] if argv is None else argv)
+            verb = args[0] if args and args[0] in VERBS else None
+            with _pause_gc(last=argv is None) if verb in _SHORT_VERBS else nullcontext():
+                sys.exit(_status_of(_command(verb), args))
         except SystemExit as end:
-            if argv is None and STDOUT in words[1:]:
+            if argv is None and STDOUT in args[1:]:
                 sys.stdout.flush()
                 divert_stdout()
             if end.code and not reports():
-                time.sleep(_LINGER_S)
+                time.sleep(_EXIT_DELAY_S)
             raise
 
 
 @contextmanager
-def _uncollected(*, last: bool) -> Iterator[None]:
-    """Look for no cycles of objects within it: torch has so many that this takes longer than to
-    judge.
+def _pause_gc(*, last: bool) -> Iterator[None]:
+    """Pause cyclic garbage collection: over torch's objects it takes longer than the verb itself.
 
-    last: nor as the process ends, which is next.
+    last: the process exits next; freeze all objects, so that exit does not collect them either.
     """
-    collects = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if last:
             gc.freeze()
-        if collects:
+        if was_enabled:
             gc.enable()
 
 
 def _status_of(command: Callable[..., object], words: list[str]) -> int:
-    """Run the command: typer would answer bad words in several lines, the last of which counts."""
+    """Run the command and return its exit status.
+
+    A usage error is printed as one line; typer would print several.
+    """
     try:
         status = command(args=words, prog_name="mk", standalone_mode=False)
     except typer.Abort:
         return _INTERRUPTED
-    except _BAD_WORDS as error:
+    except _USAGE_ERROR as error:
         if words:
-            why = " ".join(error.format_message().split()).rstrip(".")
-            tell_error(f"{why} (see {_help_of(words)})")
+            message = " ".join(error.format_message().split()).rstrip(".")
+            tell_error(f"{message} (see {_help_of(words)})")
         else:
             error.show()  # the help
         return 2
@@ -156,15 +166,18 @@ def _help_of(words: list[str]) -> str:
     return f"mk {words[0]} -h" if words[0] in VERBS else "mk -h"
 
 
-def _with_values(words: list[str]) -> list[str]:
-    """Make `--json` without a file `--json -`: no verb takes words that are no options."""
-    made: list[str] = []
+def _insert_stdout(words: list[str]) -> list[str]:
+    """Insert `-` after each `--json` that has no file.
+
+    This is unambiguous because no verb takes positional arguments.
+    """
+    args: list[str] = []
     for index, word in enumerate(words):
-        made.append(word)
+        args.append(word)
         following = words[index + 1 : index + 2]
         if word == "--json" and (not following or _is_option(following[0])):
-            made.append(STDOUT)
-    return made
+            args.append(STDOUT)
+    return args
 
 
 def _is_option(word: str) -> bool:

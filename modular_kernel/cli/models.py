@@ -1,4 +1,4 @@
-"""`mk models`: the models that `--model` knows by name, and the types of config.json it reads."""
+"""`mk models`: the model names that `--model` accepts, and the supported types of config.json."""
 
 from typing import Annotated
 
@@ -25,9 +25,10 @@ def list_models(
     ] = False,
     as_json: AsJson = None,
 ) -> None:
-    """List the models that --model takes by name: experts, top-k, hidden, intermediate, more.
+    """List the models that --model accepts by name, with their sizes and properties.
 
-    Also layers and shards for benchmarks and tuning. --model takes a config.json or its folder too.
+    Layers and shards for benchmarks and tuning follow. --model also accepts the path of a
+    config.json or of its folder.
     """
     if types:
         _list_types(as_json)

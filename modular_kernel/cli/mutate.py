@@ -1,4 +1,4 @@
-"""`mk test --mutate X`: defects put into the calls of a part, then into its source: all noticed?"""
+"""`mk test --mutate PART`: mutation testing of the inputs, outputs and source of a part."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Mutating:
-    """Which mutants of a part's source are put in."""
+    """Options of mutation testing."""
 
     mutate: Annotated[
         str | None,
@@ -63,7 +63,10 @@ class Mutating:
     ] = False
 
     def check(self, *, beside: bool) -> None:
-        """Raise ConfigurationError for options that go with --mutate alone, or not with it."""
+        """Raise ConfigurationError for options that require --mutate or cannot be combined with it.
+
+        beside: whether --one is set.
+        """
         if self.mutate is None and (self.only, self.mutants, self.save) != (None, "150", None):
             need = "--mutate PART beside them"
             raise ConfigurationError("--only, --mutants, --save", got="no --mutate", need=need)
@@ -79,7 +82,7 @@ class Mutating:
             raise ConfigurationError("--mutate", got="--one", need="cases of its own choice")
 
     def count(self) -> int | None:
-        """How many mutants are drawn; None for all."""
+        """Return the number of source mutants to sample; None means all."""
         if self.mutants == "all":
             return None
         if not (self.mutants.isascii() and self.mutants.isdecimal()):
@@ -95,10 +98,11 @@ def run_mutation(
     *,
     as_json: str | None,
 ) -> bool:
-    """Print what becomes of the defects; returns whether all but equivalents are noticed.
+    """Run mutation testing and print the results.
 
-    First those of calls (not with --only), in smoke cases, then those of the source. pairs: the
-    pairings whose cases run; () for all that the part is in.
+    Input and output mutations run first, on smoke cases (not with --only), then source mutations.
+    pairs: the pairings whose cases run; () means all pairings that contain the part. Returns
+    whether every mutant was killed, except equivalent ones.
     """
     from modular_kernel.testing.mutation import OneProcess, OverRanks, pairs_of, surveys
 
@@ -109,36 +113,41 @@ def run_mutation(
     count, parts = wanted.count(), wanted.mutate.split(",")
     if host.pool is not None and host.pool.backend != "gloo":
         raise ConfigurationError("--mutate", got="ranks over nccl", need="--backend gloo")
-    where: Where = OneProcess()
+    execution: Where = OneProcess()
     if host.pool is not None:
-        where = OverRanks(host.pool.world_size, host.pool.ranks_per_host)
-    every = (pairs_of(part, level, where=where) for part in parts)
-    pairs = pairs or tuple(dict.fromkeys(pair for mine in every for pair in mine))
+        execution = OverRanks(host.pool.world_size, host.pool.ranks_per_host)
+    pairs_by_part = (pairs_of(part, level, where=execution) for part in parts)
+    pairs = pairs or tuple(
+        dict.fromkeys(pair for part_pairs in pairs_by_part for pair in part_pairs)
+    )
     kills = [] if wanted.only else put_into_calls(pairs, host)
-    noticed = all(kill.ok for kill in kills)
-    calls = {"ok": noticed, **host.facts, "calls": [record_of_kill(kill) for kill in kills]}
+    all_killed = all(kill.ok for kill in kills)
+    calls = {"ok": all_killed, **host.facts, "calls": [record_of_kill(kill) for kill in kills]}
     if count == 0:
         output.answer(calls, as_json, lambda: print_kills(kills))
-        return noticed
+        return all_killed
     if as_json != output.STDOUT and kills:
         print_kills(kills)
-    found = surveys(parts, pairs, level, where=where)
+    part_surveys = surveys(parts, pairs, level, where=execution)
     if wanted.bits is not None:
-        return _print_bits(mutants, found[0], wanted.bits, as_json=as_json)
-    scores, records = _scored(found, wanted)
-    ok = noticed and not any(score.survivors for score in scores)
-    told = records[0] if wanted.only else {**calls, "ok": ok, **_of_parts(records)}
+        return _print_bits(mutants, part_surveys[0], wanted.bits, as_json=as_json)
+    scores, records = _scored(part_surveys, wanted)
+    ok = all_killed and not any(score.survivors for score in scores)
+    record = records[0] if wanted.only else {**calls, "ok": ok, **_of_parts(records)}
 
     def show() -> None:
         for score in scores:
             _print_text(score)
 
-    output.answer(told, as_json, show)
+    output.answer(record, as_json, show)
     return ok
 
 
 def _named(wanted: Mutating) -> "list[Mutant]":
-    """Return the mutants of --only; ConfigurationError for no mutant before minutes of cases."""
+    """Return the mutants of --only; [] without it.
+
+    Raises ConfigurationError for an unknown mutant, before any case runs.
+    """
     from modular_kernel.catalog import load_catalog
     from modular_kernel.testing.mutation.score import mutant_of, mutants_in
 
@@ -153,16 +162,16 @@ def _named(wanted: Mutating) -> "list[Mutant]":
 def _scored(
     found: "Sequence[Survey]", wanted: Mutating
 ) -> "tuple[list[Score], list[dict[str, object]]]":
-    """Score one part after another, and save what is known of each after every mutant."""
+    """Compute the mutation score of each part, saving its record after every mutant."""
     from modular_kernel.testing.mutation import Fate, mutation_score
     from modular_kernel.testing.mutation.record import died, record_of
 
     count, known = wanted.count(), dict[str, Fate]()
     scores = list["Score"]()
-    for one in found:
-        total = 1 if wanted.only else min(count or len(one.mutants), len(one.executed()))
-        before = _before(wanted, one.part)
-        dead = {} if before is None else died(before, one)
+    for survey in found:
+        total = 1 if wanted.only else min(count or len(survey.mutants), len(survey.executed()))
+        previous = _before(wanted, survey.part)
+        dead = {} if previous is None else died(previous, survey)
         with output.progress(total, "mutants") as advance:
 
             def told(so_far: "Score", advance: Callable[[], None] = advance) -> None:
@@ -171,14 +180,14 @@ def _scored(
 
             scores.append(
                 mutation_score(
-                    one, count=count, only=wanted.only, known=known, dead=dead, told=told
+                    survey, count=count, only=wanted.only, known=known, dead=dead, told=told
                 )
             )
     return scores, [record_of(score) for score in scores]
 
 
 def _save(score: "Score", folder: Path | None) -> None:
-    """Write the record of a part, whole or not at all: a run that is stopped can go on from it."""
+    """Write the record of a part atomically, so that --resume can continue an interrupted run."""
     from modular_kernel.testing.mutation.record import record_of
 
     if folder is None:
@@ -188,16 +197,16 @@ def _save(score: "Score", folder: Path | None) -> None:
 
 
 def _before(wanted: Mutating, part: str) -> dict[str, Any] | None:
-    """Return the record to go on from; None where there is none, or none is wanted."""
+    """Return the saved record to resume from; None without --resume or without a record."""
     path = None if wanted.save is None else wanted.save / f"{part}.json"
     if not wanted.resume or path is None or not path.is_file():
         return None
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return record
 
 
 def _of_parts(records: list[dict[str, object]]) -> dict[str, object]:
-    """Return what is told of one part, or of several by name."""
+    """Return the record of a single part, or a dict of records by part name."""
     if len(records) == 1:
         return records[0]
     return {"parts": {str(record["part"]): record for record in records}}
@@ -206,9 +215,9 @@ def _of_parts(records: list[dict[str, object]]) -> dict[str, object]:
 def _print_bits(
     mutants: "list[Mutant]", found: "Survey", problems: int, *, as_json: str | None
 ) -> bool:
-    """Print the bits found; return whether the mutants may be called equivalent.
+    """Compare output bits with all mutants applied together, and print the result.
 
-    They were put in together, and are equivalent if no bit differs.
+    Returns whether no bit differs, that is, whether the mutants can be considered equivalent.
     """
     from modular_kernel.testing.cases.lists import command
     from modular_kernel.testing.mutation.bitwise_equivalence import compare_bits
@@ -232,9 +241,9 @@ def _ids(mutants: "list[Mutant]") -> str:
 
 
 def _print_code(mutants: "list[Mutant]", *, as_json: str | None) -> bool:
-    """Print the forms found; return whether the mutants leave all code of kernels as it is.
+    """Compare compiled kernels with all mutants applied together, and print the result.
 
-    They were put in together.
+    Returns whether the mutants leave all compiled code unchanged.
     """
     from modular_kernel.testing.mutation.code_equivalence import same_code
 
@@ -254,22 +263,24 @@ def _print_code(mutants: "list[Mutant]", *, as_json: str | None) -> bool:
 def _print_text(score: "Score") -> None:
     from modular_kernel.testing.mutation.record import killers, reproducer
 
-    found = score.survey
+    survey = score.survey
     for fate in score.survivors:
         ran = counted(fate.ran, "case")
         cases = "no case executes it" if fate.how == "not executed" else f"passed by {ran}"
         output.line(f"SURVIVED {fate.mutant.edit.operator}: {cases}")
-        output.line(f"{fate.mutant.diff()}\n  {reproducer(fate, found)}\n")
-    for fate, why in score.equivalent:
-        bits = f"no bit differs in {why.problems} problems"
-        proof = bits if why.problems else f"same code in {counted(why.forms, 'form')}"
-        output.line(f"equivalent {fate.mutant.ident}, {proof}: {why.reason}")
+        output.line(f"{fate.mutant.diff()}\n  {reproducer(fate, survey)}\n")
+    for fate, equivalence in score.equivalent:
+        bits = f"no bit differs in {equivalence.problems} problems"
+        proof = (
+            bits if equivalence.problems else f"same code in {counted(equivalence.forms, 'form')}"
+        )
+        output.line(f"equivalent {fate.mutant.ident}, {proof}: {equivalence.reason}")
     rows = killers(score.killed).items()
     output.table(("killed by", "mutants"), rows)
     output.table(("listed apart, because", "mutants"), score.apart.items())
     output.table(("no case executes", "mutants"), score.not_executed.items())
     output.line(
-        f"{found.part}: {len(score.fates)} of {score.executed} mutants put in, seed "
+        f"{survey.part}: {len(score.fates)} of {score.executed} mutants put in, seed "
         f"{score.seed}: {len(score.killed)} killed, {len(score.survivors)} survived, "
         f"{len(score.equivalent)} equivalent: score {score.share:.1%}"
     )

@@ -1,4 +1,4 @@
-"""The problem options, the same for every verb."""
+"""Command-line options that describe a Problem, shared by all verbs."""
 
 import functools
 import inspect
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from modular_kernel.spec.placement import Placement
     from modular_kernel.spec.problem import Problem
 
-# A layer small enough to be computed at once on any machine.
+# A layer small enough to run quickly on any machine.
 DEFAULTS: dict[str, object] = {
     "tokens": 16,
     "hidden": 64,
@@ -54,7 +54,7 @@ def _sized(text: str, name: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ProblemOptions:
-    """Options as given; None stands for the model's value, or for the default."""
+    """Options of a Problem. None means the model's value, else the default."""
 
     tokens: Annotated[int | None, _option("Most tokens of one call.  [default: 16]")] = None
     hidden: Annotated[int | None, _sized("Hidden size.", "hidden")] = None
@@ -109,19 +109,19 @@ class ProblemOptions:
     ] = None
 
     def problem(self) -> "Problem":
-        """Return the problem these options describe.
+        """Return the problem that these options describe.
 
-        ConfigurationError names the first bad option.
+        Raises ConfigurationError naming the first invalid option.
         """
         from modular_kernel.spec.problem import Parallel, Problem
 
-        settled = {} if self.model is None else facts(self.model)
-        unstated = self.model is not None and self.dtype is None and "dtype" not in settled
-        if unstated and of_file(str(self.model)):
+        from_model = {} if self.model is None else facts(self.model)
+        no_dtype = self.model is not None and self.dtype is None and "dtype" not in from_model
+        if no_dtype and of_file(str(self.model)):
             note(f"{self.model} states no dtype: {DEFAULTS['dtype']} is assumed (--dtype)")
-        values: dict[str, Any] = DEFAULTS | settled
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        values |= {name: value for name, value in given.items() if value is not None}
+        values: dict[str, Any] = DEFAULTS | from_model
+        options = {f.name: getattr(self, f.name) for f in fields(self)}
+        values |= {name: value for name, value in options.items() if value is not None}
         values.pop("model", None)
         if "router_weight_on_input" in values:
             values["apply_router_weight_on_input"] = values.pop("router_weight_on_input")
@@ -163,27 +163,33 @@ def _ids_dtype(text: str) -> object:
 
 
 def nothing_prepared(quants: str, parts: str) -> ConfigurationError:
-    """Return the refusal of --prepared where none of the parts named prepares these schemes."""
+    """Return the error for --prepared if none of the named parts prepares weights of `quants`."""
     got = f"{quants}, of which nothing is prepared by {parts}"
-    some = "mxfp4_w4a16 in bfloat16 by TritonExperts for sm_90, without batch_invariant"
-    return ConfigurationError("--prepared", got=got, need=f"weights that are, such as {some}")
+    example = "mxfp4_w4a16 in bfloat16 by TritonExperts for sm_90, without batch_invariant"
+    return ConfigurationError("--prepared", got=got, need=f"weights that are, such as {example}")
 
 
 def refuse_beside(option: str, groups: Iterable[object], taken: Collection[str] = ()) -> None:
-    """Raise ConfigurationError for an option of these groups that `option` would ignore."""
+    """Raise ConfigurationError if an option of `groups` is set that `option` would ignore.
+
+    groups: option dataclasses. taken: names of fields that may be combined with `option`.
+    """
     for group in groups:
-        for each in fields(group):  # type: ignore[arg-type]
-            if each.name not in taken and getattr(group, each.name) != each.default:
-                name = f"--{each.name.replace('_', '-')}"
+        for field in fields(group):  # type: ignore[arg-type]
+            if field.name not in taken and getattr(group, field.name) != field.default:
+                name = f"--{field.name.replace('_', '-')}"
                 raise ConfigurationError(name, got=f"{name} beside {option}", need="one of them")
 
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` with one option per field where it takes a dataclass, such as ProblemOptions."""
+    """Replace each dataclass parameter of a command by one option per field.
+
+    Returns a wrapper whose signature typer reads. It builds the dataclasses and calls `command`.
+    """
     groups: dict[str, type] = {}
     parameters: list[inspect.Parameter] = []
     own = inspect.signature(command).parameters.values()
-    # What a command says for itself comes first in its help.
+    # The options that only this command has come first in its help.
     for parameter in sorted(own, key=lambda p: _is_group(p.annotation)):
         group = parameter.annotation
         if _is_group(group):

@@ -1,4 +1,4 @@
-"""Everything a verb prints: tables and JSON to stdout, notes and errors to stderr."""
+"""Output of the verbs: tables and JSON on stdout, notes and errors on stderr."""
 
 import functools
 import json
@@ -38,7 +38,7 @@ _PIPE_WIDTH = 10_000
 BROKEN = 70  # EX_SOFTWARE of sysexits.h
 _FIRST_WORD_S, _LATER_WORDS_S, _STEADY_S = 5.0, 20.0, 4.0
 
-_STYLES = {  # of a verdict, on a terminal that shows colors
+_STYLES = {  # verdict in a table cell -> rich style
     **dict.fromkeys(("ok", "valid", "passed"), "green"),
     **dict.fromkeys(("refused", "failed", "FAILED", "MISSED"), "bold red"),
 }
@@ -49,7 +49,10 @@ Json = None | bool | int | float | str | list[Any] | dict[str, Any]
 
 
 def plain(value: object) -> Json:
-    """Anything the toolkit holds as what JSON holds: enums and dtypes become their names."""
+    """Convert a value to JSON types.
+
+    Enums become their values, dtypes their names, dataclasses dicts, and non-finite floats strings.
+    """
     if isinstance(value, Enum):
         return plain(value.value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -68,9 +71,9 @@ def plain(value: object) -> Json:
 
 
 def print_json(value: object, to: str = STDOUT) -> None:
-    """Print one JSON document on stdout, or write it to a file.
+    """Print one JSON document on stdout, or write it to the file `to`.
 
-    SystemExit with LOST_OUTPUT where the file takes it no more.
+    Raises SystemExit with LOST_OUTPUT if the file cannot be written.
     """
     text = json.dumps(plain(value), indent=2)
     if to == STDOUT:
@@ -80,7 +83,7 @@ def print_json(value: object, to: str = STDOUT) -> None:
 
 
 def print_document(text: str) -> None:
-    """Print a document in JSON, alone on stdout where the verb has --json."""
+    """Print a JSON document on stdout; with --json nothing else is printed there."""
     printed = _json_output.get()
     if printed is None:
         print(text)
@@ -89,9 +92,9 @@ def print_document(text: str) -> None:
 
 
 def write_file(path: Path | str, text: str) -> None:
-    """Write a whole file or none, in a folder made for it.
+    """Write a text file atomically and create its folder.
 
-    SystemExit with LOST_OUTPUT where that fails.
+    Raises SystemExit with LOST_OUTPUT if that fails.
     """
     with writing(path):
         json_files.write(Path(path), text)
@@ -99,7 +102,10 @@ def write_file(path: Path | str, text: str) -> None:
 
 @contextmanager
 def writing(path: Path | str) -> Iterator[None]:
-    """Write a file within it, in a folder made for it; where that fails exit with LOST_OUTPUT."""
+    """Context in which the file at `path` is written; creates its folder.
+
+    An OSError inside it is reported, and SystemExit with LOST_OUTPUT is raised.
+    """
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         yield
@@ -109,21 +115,25 @@ def writing(path: Path | str) -> Iterator[None]:
 
 
 def reports() -> bool:
-    """Tell whether this process reports: of a launcher's ranks, which all know the same, rank 0."""
+    """Return whether this process prints results: rank 0 of a launcher, or the only process."""
     return not _later_rank()
 
 
 def _later_rank() -> int:
-    """Return this process's rank in a launcher's world; 0 without one."""
+    """Return this process's rank under a launcher; 0 without one."""
     try:
         launcher = read_launcher()
-    except ConfigurationError:  # told where it matters
+    except ConfigurationError:  # reported by the code that needs the launcher
         return 0
     return 0 if launcher is None else launcher.rank
 
 
 def answer(value: object, to: str | None, show: Callable[[], None]) -> None:
-    """Give a result as text (`to` None), as JSON on stdout ("-"), or as text and JSON in a file."""
+    """Output a result on the reporting rank.
+
+    to: None calls `show` to print text, "-" prints JSON on stdout, and a path does both, with the
+    JSON in that file.
+    """
     if not reports():
         return
     try:
@@ -135,31 +145,31 @@ def answer(value: object, to: str | None, show: Callable[[], None]) -> None:
 
 
 def width(to: TextIO | None = None) -> int:
-    """Characters of a line: of the terminal; without one a row stays one line, for grep.
+    """Return the line width of a stream in characters; None means stdout.
 
-    to: the stream; None means stdout.
+    Without a terminal the width is 10,000, so that each table row stays on one line for grep.
     """
     stream = sys.stdout if to is None else to
     return shutil.get_terminal_size().columns if stream.isatty() else _PIPE_WIDTH
 
 
 def line(text: str = "") -> None:
-    """Print one line of text on stdout, folded where a terminal is narrower.
+    """Print text on stdout, folded to the terminal width.
 
-    What is not printable is shown as escapes.
+    Non-printable characters are escaped.
     """
     for part in printable(text, lines=True).splitlines() or [""]:
         print("\n".join(folded(part, width())))
 
 
 def note(text: str) -> None:
-    """Print one line for the reader, not for a program: on stderr."""
+    """Print a note for the user on stderr; only on the reporting rank."""
     if reports():
         _tell(text)
 
 
 def tell_error(text: str) -> None:
-    """Print an error on stderr, of any rank: it may be this one's alone."""
+    """Print an error on stderr, on every rank: it may have occurred on this rank only."""
     rank = _later_rank()
     _tell(f"rank {rank}: error: {text}" if rank else f"error: {text}")
 
@@ -176,31 +186,31 @@ def table(
     title: str = "",
     optional: Sequence[str] = (),
 ) -> None:
-    """Print a table on stdout; nothing at all without rows.
+    """Print a table on stdout; without rows print nothing.
 
-    Names are never cut: where a terminal is too narrow, words fold, then `optional` columns are
-    left out, those that say nothing and then the last one first, and named below; if that is not
-    enough, each row is a record.
+    Names are never truncated. On a narrow terminal cells of prose are folded; then `optional`
+    columns are dropped (empty ones first, then from the last to the first) and listed below the
+    table. If the table still does not fit, each row is printed as a record.
     """
     cells = [[printable(cell, lines=True) for cell in row] for row in rows]
     if not cells:
         return
-    wide = width()
-    found = layout(
-        columns, cells, wide, sorted(optional, key=partial(_says_nothing, columns, cells))
+    line_width = width()
+    chosen = layout(
+        columns, cells, line_width, sorted(optional, key=partial(_is_empty, columns, cells))
     )
-    if not found.columns:
-        print("\n".join(([title] if title else []) + records(columns, cells, wide)))
+    if not chosen.columns:
+        print("\n".join(([title] if title else []) + records(columns, cells, line_width)))
         return
-    _print_table(columns, cells, found, wide, title)
-    left_out = [column for i, column in enumerate(columns) if i not in found.columns]
+    _print_table(columns, cells, chosen, line_width, title)
+    left_out = [column for i, column in enumerate(columns) if i not in chosen.columns]
     if left_out:
-        line(f"not shown in {wide} columns: {', '.join(left_out)}")
+        line(f"not shown in {line_width} columns: {', '.join(left_out)}")
 
 
-def _says_nothing(columns: Sequence[str], cells: list[list[str]], name: str) -> bool:
-    at = [index for index, column in enumerate(columns) if column == name]
-    return all(row[index] in ("", "-") for row in cells for index in at)
+def _is_empty(columns: Sequence[str], cells: list[list[str]], name: str) -> bool:
+    indices = [index for index, column in enumerate(columns) if column == name]
+    return all(row[index] in ("", "-") for row in cells for index in indices)
 
 
 def _print_table(
@@ -211,36 +221,36 @@ def _print_table(
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(
+    grid = Table(
         title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
     for index in found.columns:
         folds = index in found.folding
-        made.add_column(columns[index], overflow="fold", no_wrap=not folds)
+        grid.add_column(columns[index], overflow="fold", no_wrap=not folds)
     for row in cells:
-        made.add_row(*(Text(row[i], style=_STYLES.get(row[i], "")) for i in found.columns))
-    # Rules print in brackets and parts are named by others: nothing is markup. Without a height,
-    # too, rich takes a dumb terminal for one of 80 columns and cuts names.
+        grid.add_row(*(Text(row[i], style=_STYLES.get(row[i], "")) for i in found.columns))
+    # Markup is off: rules are printed in brackets, and part names come from other packages. With a
+    # width but no height rich assumes 80 columns on a dumb terminal and truncates names.
     console = Console(width=wide, height=25, markup=False, emoji=False, highlight=False)
-    console.print(made)
+    console.print(grid)
 
 
 @contextmanager
 def progress(
     total: int, what: str = "steps", *, steady: bool = False
 ) -> Iterator[Callable[[], None]]:
-    """Yield what to call after each of `total` steps: a bar on a terminal, else lines on stderr.
+    """Yield a function to call after each of `total` steps.
 
-    what: the steps in the plural. Lines come after 5 seconds, then every 20; what is quicker says
-    nothing. steady: every 4 seconds instead, also within a step: from a thread, so never where
-    processes are forked.
+    Shows a progress bar on a terminal, and otherwise prints lines on stderr: the first after 5
+    seconds, then one every 20 seconds. what: plural noun for the steps. steady: print every 4
+    seconds from a thread, also during a long step; do not use it where processes are forked.
     """
     if not reports() or not sys.stderr.isatty():
         if steady:
-            with _told_steadily(total, what) as advance:
+            with _steady_progress(total, what) as advance:
                 yield advance
         else:
-            yield _told_at_times(total, what)
+            yield _progress_lines(total, what)
         return
     from rich.console import Console
     from rich.progress import Progress
@@ -250,26 +260,26 @@ def progress(
         yield lambda: bar.advance(task)
 
 
-def _told_at_times(total: int, what: str) -> Callable[[], None]:
+def _progress_lines(total: int, what: str) -> Callable[[], None]:
     began = time.monotonic()
     done, next_s = 0, _FIRST_WORD_S
 
     def step() -> None:
         nonlocal done, next_s
         done += 1
-        took = time.monotonic() - began
-        if took >= next_s and done < total:
-            next_s = took + _LATER_WORDS_S
-            note(f"{done} of {total} {what} in {took:.0f} s")
+        elapsed = time.monotonic() - began
+        if elapsed >= next_s and done < total:
+            next_s = elapsed + _LATER_WORDS_S
+            note(f"{done} of {total} {what} in {elapsed:.0f} s")
 
     return step
 
 
 @contextmanager
 def steps_told(total: int, what: str) -> Iterator[Callable[[str], None]]:
-    """Yield what to call with a line on each of `total` steps: a bar in its place on a terminal.
+    """Yield a function to call with a line of text after each of `total` steps.
 
-    There a result fits a screen, which the lines before it would scroll away.
+    On a terminal a progress bar replaces the lines, which would scroll the result off the screen.
     """
     if not sys.stderr.isatty():
         yield note
@@ -279,11 +289,11 @@ def steps_told(total: int, what: str) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def _told_steadily(total: int, what: str) -> Iterator[Callable[[], None]]:
-    began, done, ended = time.monotonic(), [0], threading.Event()
+def _steady_progress(total: int, what: str) -> Iterator[Callable[[], None]]:
+    began, done, stop = time.monotonic(), [0], threading.Event()
 
     def tell() -> None:
-        while not ended.wait(_STEADY_S):
+        while not stop.wait(_STEADY_S):
             note(f"{done[0]} of {total} {what} in {time.monotonic() - began:.0f} s")
 
     def step() -> None:
@@ -294,27 +304,27 @@ def _told_steadily(total: int, what: str) -> Iterator[Callable[[], None]]:
     try:
         yield step
     finally:
-        ended.set()
+        stop.set()
         thread.join()
 
 
 @contextmanager
 def waiting(doing: Callable[[], str]) -> Iterator[None]:
-    """Say on stderr what is being done, where one thing takes more than 5 seconds, then every 20.
+    """Print the current activity on stderr after it took 5 seconds, then every 20 seconds.
 
-    doing: what it is now, asked in a thread of its own.
+    doing: returns the current activity; it is called from a background thread.
     """
-    ended = threading.Event()
+    stop = threading.Event()
 
     def tell() -> None:
-        now, since, next_s = doing(), time.monotonic(), _FIRST_WORD_S
-        while not ended.wait(min(_FIRST_WORD_S, 1.0)):
-            took = time.monotonic() - since
-            if doing() != now:
-                now, since, next_s = doing(), time.monotonic(), _FIRST_WORD_S
-            elif took >= next_s:
-                next_s = took + _LATER_WORDS_S
-                note(f"{now}: {took:.0f} s so far")
+        activity, began, next_s = doing(), time.monotonic(), _FIRST_WORD_S
+        while not stop.wait(min(_FIRST_WORD_S, 1.0)):
+            elapsed = time.monotonic() - began
+            if doing() != activity:
+                activity, began, next_s = doing(), time.monotonic(), _FIRST_WORD_S
+            elif elapsed >= next_s:
+                next_s = elapsed + _LATER_WORDS_S
+                note(f"{activity}: {elapsed:.0f} s so far")
 
     if not reports():
         yield
@@ -324,27 +334,28 @@ def waiting(doing: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     finally:
-        ended.set()
+        stop.set()
         thread.join()
 
 
 def interpreted(names: Iterable[str]) -> None:
-    """Say below a table whose times are the interpreter's; nothing without names."""
-    found = ", ".join(dict.fromkeys(names))
-    if found:
-        line(f"interpreted, no machine's speed: {found}")
+    """Print which layers ran in Triton's interpreter; without names print nothing."""
+    text = ", ".join(dict.fromkeys(names))
+    if text:
+        line(f"interpreted, no machine's speed: {text}")
 
 
 def rejections(found: Sequence["Rejection"]) -> None:
-    """Every reason of a refusal, one row each."""
+    """Print a table of rejections, one row each."""
     rows = [(r.rule, " / ".join(r.parties), r.got, r.need, r.hint) for r in found]
     table(("rule", "parties", "got", "need", "hint"), rows)
 
 
 def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Bad usage ends with 2, a refusal with 1, both with their reasons and without a traceback.
+    """Wrap a verb so that toolkit errors become messages and exit statuses, without a traceback.
 
-    What fails on the way, such as a rank that does not answer, ends with BROKEN and its reason.
+    IncompatibleError exits with 1, InputError (bad usage) with 2, and any other ModularKernelError,
+    such as a rank that does not respond, with BROKEN (70).
     """
 
     @functools.wraps(command)
@@ -358,8 +369,8 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def _json_on_stdout() -> Iterator[None]:
-    with json_alone() as found:
-        token = _json_output.set(found)
+    with json_alone() as documents:
+        token = _json_output.set(documents)
         try:
             yield
         finally:
@@ -374,11 +385,11 @@ def _guarded(command: Callable[..., None], values: dict[str, Any], to: str | Non
         raise typer.Exit(1) from None
     except InputError as error:
         if to == STDOUT and reports():
-            kind = type(error).__name__
+            error_type = type(error).__name__
             print_json(
                 {
                     "error": {
-                        "type": kind,
+                        "type": error_type,
                         "what": error.what,
                         "got": error.got,
                         "need": error.need,

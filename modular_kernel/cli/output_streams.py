@@ -1,11 +1,11 @@
-"""Where a verb prints to: what happens when that is full, closed, or nobody reads it any more.
+"""Output streams of a verb, with handling of full disks, closed streams and broken pipes.
 
-Output that is lost ends the command with LOST_OUTPUT, which no verdict has, and one line on stderr;
-without that line where its reader has read enough (`mk list | head -1`).
-Notes that cannot be written are dropped: they are not what was asked for.
+If stdout cannot be written, the command exits with LOST_OUTPUT, a status that no verdict uses, and
+prints one line on stderr. A broken pipe (`mk list | head -1`) exits with the same status without
+that line. Notes that cannot be written to stderr are dropped.
 
-Of a verb with `--json` stdout has the JSON alone: whatever else is printed, by packages that it
-imports and by processes that it starts, goes to stderr.
+With `--json`, stdout contains only the JSON. All other output, including that of imported packages
+and of child processes, goes to stderr.
 """
 
 import ctypes
@@ -19,14 +19,17 @@ LOST_OUTPUT = 74  # EX_IOERR of sysexits.h: neither 1 (refused) nor 2 (bad usage
 
 
 class _Stream:
-    """A stream as it was, whose failures `_failed` answers. stream: None if it was closed."""
+    """A wrapper of a text stream that passes write errors to `_failed`.
+
+    stream: None if it was closed when the process started.
+    """
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
 
     @property
     def absent(self) -> bool:
-        """Whether there is none: it was closed, or its reader is gone."""
+        """Whether the stream was closed or its reader is gone."""
         return self._stream is None
 
     def write(self, text: str) -> int:
@@ -34,7 +37,7 @@ class _Stream:
             if self._stream is None:
                 raise OSError("it is closed")
             return self._stream.write(text)
-        except (OSError, ValueError) as error:  # ValueError: closed since
+        except (OSError, ValueError) as error:  # ValueError: it was closed in the meantime
             self._failed(error)
         return len(text)
 
@@ -69,7 +72,7 @@ class _Stdout(_Stream):
 
 
 class JsonOutput:
-    """The JSON of a verb, printed once nothing else can be printed any more."""
+    """Buffer for the JSON documents of a verb, which are printed last."""
 
     def __init__(self) -> None:
         self.documents: list[str] = []
@@ -80,70 +83,71 @@ class JsonOutput:
 
 @contextmanager
 def json_alone() -> Iterator[JsonOutput]:
-    """Within it file descriptor 1 and sys.stdout are stderr; at its end the JSON is on stdout.
+    """Redirect stdout to stderr inside the context, then print the buffered JSON on stdout.
 
-    The file descriptor, too, for libraries in C print there, and child processes.
+    File descriptor 1 is redirected as well as sys.stdout, because C libraries and child processes
+    write to it.
     """
-    found, stdout = JsonOutput(), sys.stdout
+    documents, stdout = JsonOutput(), sys.stdout
     if stdout is not None:
         stdout.flush()
-    # What was closed from the start may be the number of another file by now.
-    kept = None if isinstance(stdout, _Stream) and stdout.absent else _to_stderr()
+    # If stdout was closed at startup, file descriptor 1 may now belong to another file.
+    saved_fd = None if isinstance(stdout, _Stream) and stdout.absent else _to_stderr()
     sys.stdout = sys.stderr
     try:
-        yield found
+        yield documents
     finally:
         _flush_c()
         sys.stdout = stdout
-        if kept is not None:
-            os.dup2(kept, 1)
-            os.close(kept)
-        for text in found.documents:
+        if saved_fd is not None:
+            os.dup2(saved_fd, 1)
+            os.close(saved_fd)
+        for text in documents.documents:
             print(text)
 
 
 def divert_stdout() -> None:
-    """Have whatever is printed from here on go to stderr: packages print as the process ends."""
-    kept = _to_stderr()
-    if kept is not None:
-        os.close(kept)
+    """Redirect file descriptor 1 to stderr permanently: some packages print at process exit."""
+    saved_fd = _to_stderr()
+    if saved_fd is not None:
+        os.close(saved_fd)
 
 
 def _to_stderr() -> int | None:
-    """Make file descriptor 1 a copy of 2; returns a copy of what it was, None if it was closed."""
+    """Redirect file descriptor 1 to 2. Returns a duplicate of the original, None if closed."""
     try:
-        kept = os.dup(1)
+        saved_fd = os.dup(1)
     except OSError:
         return None
     try:
         os.dup2(2, 1)
     except OSError:  # stderr is closed
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)
-        os.close(nowhere)
-    return kept
+        null_fd = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null_fd, 1)
+        os.close(null_fd)
+    return saved_fd
 
 
 def _flush_c() -> None:
-    """Write what C libraries have printed and hold back."""
+    """Flush the stdio buffers of C libraries."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).fflush(None)
 
 
 def _discard(stream: TextIO) -> None:
-    """Have the rest of a stream go nowhere, so that the interpreter finds nothing left to write."""
+    """Redirect a stream to /dev/null, so that Python's flush at exit does not fail."""
     with suppress(OSError, ValueError):
         number = stream.fileno()
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, number)
-        os.close(nowhere)
+        null_fd = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null_fd, number)
+        os.close(null_fd)
 
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Within it sys.stdout and sys.stderr are what this module says; at its end all is written.
+    """Replace sys.stdout and sys.stderr by the wrappers of this module, and flush them at the end.
 
-    SystemExit with LOST_OUTPUT if stdout could not take what was printed.
+    Raises SystemExit with LOST_OUTPUT if stdout cannot be written.
     """
     stdout, stderr = sys.stdout, sys.stderr
     out, notes = _Stdout(stdout), _Stream(stderr)

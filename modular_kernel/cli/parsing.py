@@ -1,7 +1,7 @@
-"""Turn the words of options into values.
+"""Conversion of option strings to typed values.
 
-typer would do it through pydantic, whose import takes as long as judging a pair, and answer in
-pydantic's words.
+This replaces typer's own conversion, which uses pydantic: importing pydantic takes as long as
+checking a pair, and its error messages differ from ours.
 """
 
 import functools
@@ -20,14 +20,17 @@ _SHOWN = 100
 
 
 def leave_words(command: Any) -> None:
-    """Have typer hand the words of options to a command's function as they are, in verbs too."""
+    """Make typer pass option strings unconverted, for a command and its subcommands."""
     command.get_params = partial(_parameters, command.get_params)
     for verb in getattr(command, "commands", {}).values():
         leave_words(verb)
 
 
 def _parameters(find: Callable[..., list[Any]], context: Any) -> list[Any]:
-    """Return a command's parameters; typer adds --help when it is asked for them."""
+    """Return a command's parameters with conversion disabled.
+
+    Called on each access, because typer adds --help in `get_params`.
+    """
     parameters = find(context)
     for parameter in parameters:
         if "process_value" not in vars(parameter):
@@ -37,30 +40,30 @@ def _parameters(find: Callable[..., list[Any]], context: Any) -> list[Any]:
 
 def _as_given(parameter: Any, process: Callable[..., Any], context: Any, value: Any) -> Any:
     if not isinstance(value, str | int | float | Path | list | tuple | None):
-        return process(context, value)  # the mark of a parser for an option that was not given
+        return process(context, value)  # the parser's sentinel for an option that was not given
     if value is None and parameter.multiple:
         value = ()
     return value if parameter.callback is None else parameter.callback(context, parameter, value)
 
 
 def converted(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` with values where it would be given words, as its annotations say.
+    """Wrap a command so that option strings are converted according to its annotations.
 
-    ConfigurationError names the first option that is given another word than it takes, or a path
-    that cannot serve its use.
+    The wrapper raises ConfigurationError for the first option with an invalid value, and for a path
+    that is unusable for its `FileUse`.
     """
     parameters = inspect.signature(command).parameters.values()
     kinds = {p.name: _kind(p.annotation) for p in parameters}
-    uses = {p.name: use for p in parameters if (use := _use(p.annotation)) is not None}
+    uses = {p.name: file_use for p in parameters if (file_use := _use(p.annotation)) is not None}
 
     @functools.wraps(command)
     def taking_words(**values: Any) -> None:
-        values = {name: _value(name, kinds[name], given) for name, given in values.items()}
-        for name, use in uses.items():
-            given = values.get(name)
-            for path in given if isinstance(given, list) else [given]:
+        values = {name: _value(name, kinds[name], value) for name, value in values.items()}
+        for name, file_use in uses.items():
+            value = values.get(name)
+            for path in value if isinstance(value, list) else [value]:
                 if path is not None:
-                    check_path(_option(name), Path(path), use)
+                    check_path(_option(name), Path(path), file_use)
         command(**values)
 
     return taking_words
@@ -71,25 +74,25 @@ def _option(name: str) -> str:
 
 
 def _use(annotation: Any) -> FileUse | None:
-    """Return what a verb does with the file that an option names; None for other options."""
+    """Return the FileUse in an option's annotation; None if it does not name a file."""
     if get_origin(annotation) is not Annotated:
         return None
-    return next((one for one in annotation.__metadata__ if isinstance(one, FileUse)), None)
+    return next((item for item in annotation.__metadata__ if isinstance(item, FileUse)), None)
 
 
 def _kind(annotation: Any) -> Any:
-    """Return what an option holds: int of Annotated[int | None, ...]."""
+    """Return the value type of an option: `int` for `Annotated[int | None, ...]`."""
     if get_origin(annotation) is Annotated:
         return _kind(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
-        (kind,) = (one for one in get_args(annotation) if one is not NoneType)
+        (kind,) = (arg for arg in get_args(annotation) if arg is not NoneType)
         return kind
     return annotation
 
 
 def _value(name: str, kind: Any, given: Any) -> Any:
     if get_origin(kind) is list and given is not None:
-        return [_value(name, get_args(kind)[0], one) for one in given]
+        return [_value(name, get_args(kind)[0], item) for item in given]
     if kind is Path and isinstance(given, str):
         return Path(given)
     if kind in _NEED and isinstance(given, str):

@@ -1,4 +1,4 @@
-"""`mk list`: the parts found, what each takes, and why one cannot run here."""
+"""`mk list`: every part, its capabilities, and why it cannot run on this machine."""
 
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from modular_kernel.spec.problem import Machine
 
 _KINDS = ("prepare_finalize", "experts", "topk_reduce")
-# Declared yes-or-no properties that a problem can ask for, and what each says of a part.
+# Declared boolean capabilities that a problem can require -> their description in the legend.
 _OPTIONS = {
     "bias": "both products may have a bias",
     "interleaved": "gate and up rows of w1 may alternate",
@@ -44,7 +44,7 @@ _WORDS = {
 
 
 def list_parts(as_json: AsJson = None) -> None:
-    """List every part, what it requires, whether it can run here, and where it came from."""
+    """List every part, its requirements, whether it can run on this machine, and its origin."""
     prepare_host()
     from modular_kernel.catalog import load_catalog, this_machine
 
@@ -61,7 +61,7 @@ def list_parts(as_json: AsJson = None) -> None:
 
 
 def _requires(part: "Part") -> "Requirements | None":
-    """Return what the part declares; a TopKWeightAndReduce declares nothing."""
+    """Return the declared requirements of the part; None for a TopKWeightAndReduce."""
     requires: Requirements | None = getattr(part.cls, "requires", None)
     return requires
 
@@ -92,17 +92,21 @@ def _print_text(catalog: "Catalog", machine: "Machine") -> None:
         output.line(f"\n{kind}")
         for part in (part for part in catalog.parts if part.kind == kind):
             output.line("\n      ".join(["  " + part.name, *_describe(part, machine)]))
-    planned = [(one.name, one.kind, one.why) for one in catalog.planned]
+    planned = [(part.name, part.kind, part.why) for part in catalog.planned]
     output.table(("planned, not there", "kind", "why"), planned)
     rows = [(broken.name, broken.origin, broken.error) for broken in catalog.broken]
     output.table(("broken entry point", "from", "error"), rows)
-    duplicates = [(name, " and ".join(found)) for name, found in catalog.duplicates().items()]
+    duplicates = [(name, " and ".join(origins)) for name, origins in catalog.duplicates().items()]
     output.table(("name claimed twice", "by"), duplicates)
     output.table(("word", "what it says of a part"), _WORDS.items())
 
 
 def _describe(part: "Part", machine: "Machine") -> list[str]:
-    """Lines of text: where it runs, what it takes, what it can, why it cannot run here."""
+    """Describe a part in lines of text.
+
+    Lines: format and devices, accepted dtypes and schemes, options, origin, and the reasons why it
+    is unavailable on this machine.
+    """
     requires = _requires(part)
     if requires is None:
         reduce = getattr(part.cls, "kind", None)
@@ -119,18 +123,18 @@ def _describe(part: "Part", machine: "Machine") -> list[str]:
 
 
 def _takes(requires: "Requirements") -> str:
-    """Dtypes, quantization schemes and, of experts, activations."""
+    """Format the accepted dtypes and quantization schemes and, for experts, the activations."""
     from modular_kernel.compatibility.support import ALL_ACTIVATIONS, ALL_DTYPES, numbered
 
     words = {"dtypes": "all" if requires.dtypes == ALL_DTYPES else numbered(requires.dtypes)}
-    for name, what in (("schemes", "schemes"), ("dispatch_schemes", "quantizes")):
+    for name, label in (("schemes", "schemes"), ("dispatch_schemes", "quantizes")):
         if hasattr(requires, name):
-            words[what] = numbered(getattr(requires, name)) or "nothing"
+            words[label] = numbered(getattr(requires, name)) or "nothing"
     activations: frozenset[str] | None = getattr(requires, "activations", None)
     if activations is not None:
-        every = activations == ALL_ACTIVATIONS
-        words["activations"] = "all" if every else numbered(activations)
-    return "; ".join(f"{what}: {names}" for what, names in words.items())
+        all_activations = activations == ALL_ACTIVATIONS
+        words["activations"] = "all" if all_activations else numbered(activations)
+    return "; ".join(f"{label}: {names}" for label, names in words.items())
 
 
 def _runs_on(requires: "Requirements") -> str:

@@ -1,4 +1,4 @@
-"""`mk plan`: how long a layer would take on machines that are not here."""
+"""`mk plan`: analytic time estimates of a layer on clusters other than this machine."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +30,11 @@ _GIGA, _TERA = 1e9, 1e12
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The machines; bytes per second and seconds inside, other units on the command line."""
+    """Command-line description of the cluster and the workload.
+
+    Fields are in the units of the options (GB/s, us, TB/s, TFLOP/s); `cluster` converts them to
+    bytes per second, seconds and flops per second.
+    """
 
     worlds: Annotated[
         str | None,
@@ -101,17 +105,18 @@ def plan(
     ] = None,
     as_json: AsJson = None,
 ) -> None:
-    """Estimate a layer's time over 1 to 4096 ranks, for each pairing; nothing is run.
+    """Estimate the time of a layer on 1 to 4096 ranks for each pairing, without running it.
 
-    An analytic model: experts by what they move and compute, at a measured efficiency; exchanges by
-    latency and bytes over links. --tokens counts those of one rank. --prepared counts the memory of
-    prepared weights. Formulas, what was fitted to which rows and how far off it is: docs/sizing.md
-    of the source tree. There, `mk plan --compare docs/benchmarks/h200-layers.json --compare
-    docs/benchmarks/h200-exchange.json` prints the errors; of the other options, --json alone goes
-    with it.
+    The analytic model derives the time of experts from bytes and flops at a measured efficiency,
+    and the time of exchanges from link latency and bytes. --tokens is the number of tokens per
+    rank. --prepared includes the memory of prepared weights. docs/sizing.md of the source tree
+    gives the formulas, the fitted measurements and the errors of the model. In the source tree,
+    `mk plan --compare docs/benchmarks/h200-layers.json --compare
+    docs/benchmarks/h200-exchange.json` prints these errors; --json is the only other option that
+    --compare can be combined with.
 
-    Exits with 1 if no pairing has an estimate, or if a compared row that was neither fitted nor
-    timed eagerly is more than 25 % off; 2 is bad usage.
+    Exits with 1 if no pairing has an estimate, or if the model is more than 25 % off on a compared
+    row that was neither fitted nor timed eagerly; exits with 2 on bad usage.
     """
     if compare:
         refuse_beside("--compare", (options, world))
@@ -121,13 +126,13 @@ def plan(
     from modular_kernel.perf_model.experts_time import PART
     from modular_kernel.perf_model.load import Groups
 
-    cluster, plain = world.cluster(), replace(options, world_size=None).problem()
-    if plain.expert_map or plain.local_experts is not None:
+    cluster, one_rank = world.cluster(), replace(options, world_size=None).problem()
+    if one_rank.expert_map or one_rank.local_experts is not None:
         raise ConfigurationError("mk plan", got="experts of one rank", need="those of all ranks")
     groups = Groups(world.groups, world.topk_groups)
     sized = [
         size(
-            in_world(plain.with_tokens(tokens), ranks, world.per_host),
+            in_world(one_rank.with_tokens(tokens), ranks, world.per_host),
             cluster,
             routing=world.routing,
             others=True,
@@ -137,13 +142,13 @@ def plan(
         for ranks in world.sizes(options)
         for tokens in world.tokens(options)
     ]
-    estimates = [estimate for one in sized for estimate in one.estimates]
+    estimates = [estimate for item in sized for estimate in item.estimates]
     if world.prepared and estimates and not any(estimate.prepared for estimate in estimates):
-        raise nothing_prepared(plain.quant, PART)
+        raise nothing_prepared(one_rank.quant, PART)
     rows = [_row(estimate, cluster) for estimate in estimates]
     record = {"cluster": cluster, "routing": world.routing, "estimates": rows}
     output.answer(record, as_json, lambda: _print(sized, cluster, world.routing))
-    if not any(one.estimates for one in sized):
+    if not any(item.estimates for item in sized):
         raise typer.Exit(1)
 
 
@@ -174,8 +179,8 @@ def _print(sized: "list[Sized]", cluster: "Cluster", routing: str) -> None:
     from modular_kernel.perf_model.exchange_time import OTHERS
 
     rows = []
-    for one in sized:
-        for estimate in one.estimates:
+    for sized_problem in sized:
+        for estimate in sized_problem.estimates:
             row = _row(estimate, cluster)
             times = [row[f"{name}_us"] for name in ("dispatch", "experts", "combine", "layer")]
             name = row["pairing"] if row["ours"] else f"({row['pairing']})"
@@ -190,14 +195,19 @@ def _print(sized: "list[Sized]", cluster: "Cluster", routing: str) -> None:
     output.table((*columns, *extra), rows, optional=("experts", "dispatch", "combine", *extra))
     for text in _assumptions(sized, cluster, routing):
         output.line(f"- {text}")
-    without: dict[str, dict[str, None]] = {}
-    for pairing, why in (pair for one in sized for pair in one.without):
-        if "no measured" in why or pairing.partition(" x ")[0] in OTHERS:
-            without.setdefault(why, {})[pairing] = None
-    for why, pairings in without.items():
-        of = ", ".join(pairings) if len(pairings) < 3 else counted(len(pairings), "pairing")
-        output.line(f"no estimate of {of}: {why}")
-    for estimate in (estimate for one in sized for estimate in one.estimates if estimate.caveat):
+    missing: dict[str, dict[str, None]] = {}
+    for pairing, reason in (pair for sized_problem in sized for pair in sized_problem.without):
+        if "no measured" in reason or pairing.partition(" x ")[0] in OTHERS:
+            missing.setdefault(reason, {})[pairing] = None
+    for reason, pairings in missing.items():
+        names = ", ".join(pairings) if len(pairings) < 3 else counted(len(pairings), "pairing")
+        output.line(f"no estimate of {names}: {reason}")
+    for estimate in (
+        estimate
+        for sized_problem in sized
+        for estimate in sized_problem.estimates
+        if estimate.caveat
+    ):
         ranks = estimate.problem.parallel.world_size
         output.line(f"beware: {estimate.pairing} on {ranks} ranks: {estimate.caveat}")
 
@@ -225,7 +235,7 @@ def _assumptions(sized: "list[Sized]", cluster: "Cluster", routing: str) -> list
 
 
 def _of_prepared(estimates: "list[Estimate]") -> list[str]:
-    """Say that prepared weights are counted, where they are."""
+    """Return lines on the memory of prepared weights; [] if no estimate includes any."""
     by_ranks = {
         estimate.problem.parallel.world_size: f"{estimate.prepared / _GIGA:.1f}"
         for estimate in estimates
@@ -234,9 +244,9 @@ def _of_prepared(estimates: "list[Estimate]") -> list[str]:
     if not by_ranks:
         return []
     sizes = ", ".join(f"{size} on each of {ranks}" for ranks, size in by_ranks.items())
-    counted_too = f"GB counts prepared weights, {sizes}; w1 and w2 must stay beside them"
+    note = f"GB counts prepared weights, {sizes}; w1 and w2 must stay beside them"
     return [
-        f"{counted_too}: some calls read these",
+        f"{note}: some calls read these",
         "times are those without prepared weights: what makes them in each call is in no estimate",
     ]
 
@@ -244,33 +254,33 @@ def _of_prepared(estimates: "list[Estimate]") -> list[str]:
 def _compare(paths: list[Path], *, as_json: str | None) -> None:
     from modular_kernel.perf_model.compare import WITHIN, cells_of, compare, summaries
 
-    found = compare([cell for path in paths for cell in cells_of(path)])
+    results = compare([cell for path in paths for cell in cells_of(path)])
     rows = [
         {
-            "cell": one.cell.label,
-            "ranks": one.cell.problem.parallel.world_size,
-            "quant": one.cell.problem.quant,
-            "tokens": one.cell.problem.tokens,
-            "measured_us": one.cell.us,
-            "predicted_us": round(one.predicted_us, 2),
-            "error": round(one.error, 4),
-            "fitted": one.cell.fitted,
-            "eager": one.cell.eager,
+            "cell": result.cell.label,
+            "ranks": result.cell.problem.parallel.world_size,
+            "quant": result.cell.problem.quant,
+            "tokens": result.cell.problem.tokens,
+            "measured_us": result.cell.us,
+            "predicted_us": round(result.predicted_us, 2),
+            "error": round(result.error, 4),
+            "fitted": result.cell.fitted,
+            "eager": result.cell.eager,
         }
-        for one in found
+        for result in results
     ]
 
     def show() -> None:
         columns = ("cell", "ranks", "scheme", "tokens", "measured us", "model us", "error", "")
         output.table(columns, [_error_row(row) for row in rows])
-        for one in summaries(found):
+        for one in summaries(results):
             output.line(
                 f"{one.what}: {one.good} of {one.count} within {WITHIN:.0%}, mean {one.mean:.1%}, "
                 f"worst {one.worst:.1%}"
             )
 
-    output.answer({"within": WITHIN, "cells": rows, "summaries": summaries(found)}, as_json, show)
-    if not found or any(one.missed for one in found):
+    output.answer({"within": WITHIN, "cells": rows, "summaries": summaries(results)}, as_json, show)
+    if not results or any(result.missed for result in results):
         raise typer.Exit(1)
 
 

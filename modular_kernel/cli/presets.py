@@ -1,4 +1,4 @@
-"""Layer sizes of published models, for `--model NAME`."""
+"""Layer sizes and properties of published models, for `--model NAME`."""
 
 import difflib
 import re
@@ -16,7 +16,10 @@ MODELS: dict[str, dict[str, object]] = {name: model.facts() for name, model in P
 
 
 def shown(model: str) -> str:
-    """Name a layer in a table: a file by its folder, or by itself where it has another name."""
+    """Return the name of a model for tables.
+
+    For a config.json this is the name of its folder; for another file, the file name without .json.
+    """
     if not is_file(model):
         return model
     path = Path(model).absolute()
@@ -26,13 +29,13 @@ def shown(model: str) -> str:
 
 
 def facts(model: str) -> dict[str, object]:
-    """Look up the problem fields that `model`, a name or a config.json, settles.
+    """Return the problem fields that `model`, a name or the path of a config.json, determines.
 
-    ConfigurationError if it is not known.
+    Raises ConfigurationError for an unknown name.
     """
     if of_file(model):
-        found = facts_of_file(model)
-        return found if "dtype" in found else found | _dtype_of_files(model)
+        fields = facts_of_file(model)
+        return fields if "dtype" in fields else fields | _dtype_of_files(model)
     model = _spelled(model)
     if model in SHAPES:
         return {**SHAPES[model], "activation": "silu", "bias": False}
@@ -43,12 +46,12 @@ def facts(model: str) -> dict[str, object]:
 
 
 def of_file(model: str) -> bool:
-    """Tell whether `facts` reads a file: a name of the hub gives way to a file there."""
+    """Return whether `facts` reads `model` as a file; an existing file precedes a hub id."""
     return is_file(model) and (exists(model) or not _is_hub_id(model))
 
 
 def _dtype_of_files(model: str) -> dict[str, object]:
-    """Return the dtype that a folder's safetensors have, where they tell it."""
+    """Return the dtype of the safetensors in a model folder; {} if they do not determine it."""
     from modular_kernel.checkpoints.inspection import dtype_of_files
 
     stored = dtype_of_files(model) if is_folder(model) else None
@@ -56,13 +59,13 @@ def _dtype_of_files(model: str) -> dict[str, object]:
 
 
 def known(model: str) -> bool:
-    """Tell whether `model` is a name that facts() takes, without reading a file."""
+    """Return whether `model` is a known name, without reading a file."""
     model = _spelled(model)
     return model in SHAPES or model_named(model) is not None
 
 
 def _spelled(model: str) -> str:
-    """Return the name of `mk models` that is `model` but for case, "-", "_" and "."; or `model`."""
+    """Return the known name that equals `model` up to case, "-", "_" and "."; else `model`."""
     if model in SHAPES or model_named(model) is not None:
         return model
     names = {_plain(name): name for name in (*SHAPES, *ALIASES, *PUBLISHED)}
@@ -74,13 +77,16 @@ def _plain(name: str) -> str:
 
 
 def unknown(model: str, *more: str) -> ConfigurationError:
-    """Make the error for a name that stands for nothing; more: other words that would do."""
+    """Return the error for an unknown model name, with suggestions.
+
+    more: further valid names.
+    """
     names = [*more, *PUBLISHED, *ALIASES, *SHAPES]
-    given = model.lower()
-    begin = [name for name in names if given and name.startswith(given)]
-    near = [*begin[:3], *difflib.get_close_matches(given, names, n=3)]
-    near = list(dict.fromkeys(near))[:3]
-    need = " or ".join([*near, "another name"] if near else ["a name"]) + " of `mk models`"
+    lowered = model.lower()
+    with_prefix = [name for name in names if lowered and name.startswith(lowered)]
+    close = [*with_prefix[:3], *difflib.get_close_matches(lowered, names, n=3)]
+    close = list(dict.fromkeys(close))[:3]
+    need = " or ".join([*close, "another name"] if close else ["a name"]) + " of `mk models`"
     if _is_hub_id(model):
         need = f"its file (hf download {model[:200]} config.json)"
     if model and is_folder(model):
@@ -90,7 +96,7 @@ def unknown(model: str, *more: str) -> ConfigurationError:
 
 
 def _is_hub_id(model: str) -> bool:
-    """Whether it can be `organization/name`; a file there comes first."""
+    """Return whether `model` has the form `organization/name` of a hub id, without ".json"."""
     organization, _, name = model.partition("/")
     return bool(organization.strip(".") and name) and "/" not in name and name[-5:] != ".json"
 
@@ -124,7 +130,7 @@ SHAPES: dict[str, dict[str, int]] = {
     name: dict(zip(("experts", "top_k", "hidden", "intermediate"), sizes, strict=True))
     for name, sizes in _SIZES.items()
 }
-# The published model of a layer: its sizes, or with TP N or EP N those of one of N ranks.
+# Layer -> the published model with these sizes; with "TP N" or "EP N", those of one of N ranks.
 SHAPE_OF = {
     "mixtral": "mixtral-8x7b",
     "dsv3_ep8": "deepseek-v3, EP 8",
@@ -143,5 +149,5 @@ SHAPE_OF = {
     "llama4_scout": "llama-4-scout",
     "kimi_k2_ep8": "kimi-k2, EP 8",
 }
-# Those of docs/benchmarks.
+# The shapes in docs/benchmarks.
 BASELINE_SHAPES = ("mixtral", "dsv3_ep8", "qwen3_30b", "gptoss", "dsv3_256")

@@ -1,4 +1,4 @@
-"""`mk profile`: traces of a pairing on every rank, and what its stages take beside their floors."""
+"""`mk profile`: traces of a pairing on every rank, and stage times compared with their roofline."""
 
 import hashlib
 import json
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from modular_kernel.profiling.report import Profile
     from modular_kernel.spec.problem import Machine, Problem
 
-_LONGEST_NAME = 72  # file systems allow 255 bytes, and a line of a terminal 80 or so
+_LONGEST_NAME = 72  # characters: a file system allows 255 bytes, a terminal line about 80
 _CALLS, _CALLS_ON_CPU = 5, 1
-_MOST_CALLS = 100  # a trace of more opens slowly
+_MOST_CALLS = 100  # traces with more calls open slowly
 _RANK_SECONDS = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What is called, beside what, and where it is written."""
+    """Options for the profiled calls, the pairing to compare with, and the output folder."""
 
     against: Annotated[
         tuple[str, str] | None,
@@ -71,15 +71,15 @@ def profile(
     backend: Backend = None,
     as_json: AsJson = None,
 ) -> None:
-    """Profile a pair: a Chrome trace (for Perfetto) of each rank and one of all, and what every
-    stage takes beside its floor, as a table, as JSON and as an HTML report.
+    """Profile a pair: write Chrome traces (for Perfetto) per rank and merged over all ranks, and
+    compare the time of each stage with its roofline in a table, a JSON file and an HTML report.
 
-    Two kinds of calls are measured. The total that users get is that of planned calls (on a GPU
-    replayed from a CUDA graph where possible). Stages are those of eager calls under torch's
-    profiler: a stage's device time is that of the kernels launched in it. docs/profiling.md of the
-    source tree says how, and what floors are.
+    Two kinds of calls are measured. The end-to-end time is that of planned calls, which on a GPU
+    are replayed from a CUDA graph where possible. Stage times come from eager calls under torch's
+    profiler: the device time of a stage is that of the kernels launched in it. The method and the
+    roofline are described in docs/profiling.md of the source tree.
 
-    Exits with 1, and every reason, if a pair is refused; 2 is bad usage.
+    Exits with 1 if a pair is refused, listing every reason, and with 2 on bad usage.
     """
     options = launched(options)
     problem = options.problem()
@@ -116,22 +116,22 @@ def profile(
         )
         with output.waiting(lambda: "profiling"):
             recorded = _recorded(job, host)
-        found = _read(job, recorded, files, host)
-        record = as_record(found) | host.facts | {"report": str(files.report("html"))}
+        result = _read(job, recorded, files, host)
+        record = as_record(result) | host.facts | {"report": str(files.report("html"))}
     if output.reports():
-        files.write(found, record)
-    output.answer(record, as_json, lambda: _show(found, files))
+        files.write(result, record)
+    output.answer(record, as_json, lambda: _show(result, files))
 
 
 def usual_experts() -> str:
-    """Name the experts that a bare verb takes here."""
+    """Return the default experts part: TritonExperts with a GPU, else TorchExperts."""
     import torch
 
     return "TritonExperts" if torch.cuda.is_available() else "TorchExperts"
 
 
 def refuse_unless_valid(pf: str, experts: str, problem: "Problem", machine: "Machine") -> None:
-    """IncompatibleError with every reason of the first rank that has one."""
+    """Raise IncompatibleError, with every reason of the first refused rank, for an invalid pair."""
     from modular_kernel.catalog import load_catalog
     from modular_kernel.cli.check import judged
 
@@ -141,7 +141,7 @@ def refuse_unless_valid(pf: str, experts: str, problem: "Problem", machine: "Mac
 
 
 def refuse_unprepared(experts: list[str], problem: "Problem") -> None:
-    """ConfigurationError unless some of the experts prepare something; note those that do not."""
+    """Raise ConfigurationError if no experts part prepares weights; note each one that does not."""
     from modular_kernel.measure.prepared_weights import declared_specs
 
     without = [name for name in experts if not declared_specs(name, problem)]
@@ -152,18 +152,18 @@ def refuse_unprepared(experts: list[str], problem: "Problem") -> None:
 
 
 def file_stem(what: str, problem: "Problem") -> str:
-    """Begin a file name: one of its own for everything that is profiled."""
+    """Return a unique file name stem for what is profiled."""
     case = f"{what.replace(' ', '')}-{problem}"
     name = re.sub(r"[^A-Za-z0-9._=-]", "_", re.sub("PrepareAndFinalize|Experts", "", case))
     if name != case or len(name) > _LONGEST_NAME:
-        # Two cases may differ in what is left out or replaced, or past the cut.
+        # A hash keeps names unique: cases may differ only in removed or truncated characters.
         name = f"{name[:_LONGEST_NAME]}-{hashlib.sha256(case.encode()).hexdigest()[:8]}"
     return name
 
 
 @dataclass(frozen=True)
 class _Files:
-    """Where everything goes."""
+    """Paths of the output files."""
 
     pairs: tuple[tuple[str, str], ...]
     problem: "Problem"
@@ -178,7 +178,7 @@ class _Files:
         return "-prepared" if self.prepared else ""
 
     def merged(self, pair: tuple[str, str]) -> Path:
-        """All ranks' traces in one."""
+        """Return the path of the trace merged over all ranks."""
         return self.out / f"{self.stem(pair)}-all-ranks.trace.json"
 
     def report(self, kind: str) -> Path:
@@ -196,7 +196,7 @@ class _Files:
 
 
 def _recorded(job: "ProfileJob", host: Host) -> "list[RankRecord]":
-    """Return what every rank measured."""
+    """Record the job on every rank and return their records."""
     from modular_kernel.profiling.record import record_rank
 
     if host.pool is None:
@@ -205,7 +205,7 @@ def _recorded(job: "ProfileJob", host: Host) -> "list[RankRecord]":
 
 
 def _read(job: "ProfileJob", records: "list[RankRecord]", files: _Files, host: Host) -> "Profile":
-    """Read the traces back, check and merge them, and return the profile that they make."""
+    """Read the traces back, merge those of several ranks, and return the resulting profile."""
     from modular_kernel.profiling.chrome import merged, read_trace
     from modular_kernel.profiling.report import profile_of
 
@@ -214,20 +214,20 @@ def _read(job: "ProfileJob", records: "list[RankRecord]", files: _Files, host: H
 
     by_rank = [traces_of(0)] if host.pool is None else host.pool.collect(traces_of)
     traces = [[of_rank[index] for of_rank in by_rank] for index in range(len(job.pairs))]
-    whole: list[Path | None] = [None] * len(job.pairs)
+    merged_paths: list[Path | None] = [None] * len(job.pairs)
     if len(records) > 1:
-        names = [f"rank {each.rank}: {each.environment['device']}" for each in records]
+        names = [f"rank {record.rank}: {record.environment['device']}" for record in records]
         for index, pair in enumerate(job.pairs):
             path = files.merged(pair)
             if not output.reports():
                 continue
             output.write_file(path, json.dumps(merged(traces[index], names)))
-            whole[index] = path
-    return profile_of(job, records, traces, whole)
+            merged_paths[index] = path
+    return profile_of(job, records, traces, merged_paths)
 
 
 def _show(found: "Profile", files: _Files) -> None:
-    """Print the tables, what stands out of them, and where everything was written."""
+    """Print the tables, a summary, and the paths of the output files."""
     from modular_kernel.profiling import summary
 
     for name, text in summary.facts(found):

@@ -1,4 +1,4 @@
-"""Where proofs run: in this process, or over ranks that it starts."""
+"""Execution hosts for verification: this process, or a pool of ranks."""
 
 import shlex
 import sys
@@ -36,14 +36,14 @@ Backend = Annotated[
 
 @dataclass(frozen=True)
 class Host:
-    """This machine, and the ranks on it; None where there is one rank, this process."""
+    """This machine and its pool of ranks. pool: None for a single rank, which is this process."""
 
     machine: "Machine"
     pool: "AnyRanks | None" = None
 
     @property
     def facts(self) -> dict[str, object]:
-        """For JSON."""
+        """Machine, ranks and backend, for the JSON record."""
         facts: dict[str, object] = {"machine": self.machine}
         if self.pool is not None:
             facts |= {"world_size": self.pool.world_size, "backend": self.pool.backend}
@@ -53,7 +53,7 @@ class Host:
     def cases(
         self, prepare_finalize: str, experts: str, level: Literal["smoke", "full"]
     ) -> "Selection | RankSelection":
-        """Those of a pairing for so many ranks."""
+        """Return the cases of a pairing on this host's number of ranks."""
         if self.pool is None:
             from modular_kernel.testing.cases.lists import cases_for
 
@@ -66,7 +66,10 @@ class Host:
         return rank_cases_for(*pair, self.machine, ranks, level, ranks_per_host=per_host)
 
     def prove_all(self, cases: "Sequence[Case]", workers: int) -> "Generator[Proof, None, None]":
-        """Every case, in this order; each a RankCase where there are ranks, which share no work."""
+        """Yield the proof of each case in order.
+
+        workers: number of processes; unused with a pool, whose cases must be RankCase objects.
+        """
         if self.pool is None:
             from modular_kernel.testing.verify.parallel_runs import prove_all
 
@@ -80,7 +83,7 @@ class Host:
             yield prove_ranks(case, self.pool, self.machine)
 
     def sensitivity(self, prepare_finalize: str, experts: str) -> "tuple[Kill, ...]":
-        """Every defect of the battery for so many ranks, put into one pairing."""
+        """Run every input and output mutation on a pairing and return the outcomes."""
         if self.pool is None:
             from modular_kernel.testing.input_mutations import run
 
@@ -94,10 +97,11 @@ class Host:
 def host_of(
     world_size: int | None, backend: str | None, ranks_per_host: int | None = None
 ) -> Iterator[Host]:
-    """Have this machine, with a pool of `world_size` ranks if that is more than one; then close it.
+    """Yield this machine with a pool of `world_size` ranks if that is above 1; close it at the end.
 
-    backend: None takes GPUs where there are enough of them, and says so where there are not.
-    ranks_per_host: of a launcher, or that blocks of the ranks that are started stand for hosts.
+    backend: "nccl", "gloo" or None, see `pool_of`. ranks_per_host: ranks on each host of a
+    launcher, or size of the blocks of started ranks that simulate hosts. Raises ConfigurationError
+    for a backend or ranks_per_host with a single rank.
     """
     world_size = ranks_asked(world_size)
     if world_size == 1:
@@ -117,9 +121,9 @@ def host_of(
 
 
 def ranks_asked(world_size: int | None) -> int:
-    """Return how many ranks: as many as a launcher started, else as the option says, else 1.
+    """Return the number of ranks: that of the launcher, else `world_size`, else 1.
 
-    ConfigurationError where the option says another number than the launcher.
+    Raises ConfigurationError if `world_size` differs from the launcher's.
     """
     launcher = read_launcher()
     if launcher is None:
@@ -131,9 +135,9 @@ def ranks_asked(world_size: int | None) -> int:
 
 
 def launched(options: "ProblemOptions") -> "ProblemOptions":
-    """Return the options with as many ranks, and on each host, as a launcher started, if one did.
+    """Return the options with the launcher's world size and ranks per host, if there is one.
 
-    ConfigurationError where the options say other numbers.
+    Raises ConfigurationError if the options contradict the launcher.
     """
     launcher = read_launcher()
     if launcher is None:
@@ -147,9 +151,9 @@ def launched(options: "ProblemOptions") -> "ProblemOptions":
 
 
 def pool_of(world_size: int, backend: str | None, ranks_per_host: int | None = None) -> "AnyRanks":
-    """Ranks over `backend`: a launcher's, or some that are started.
+    """Return a pool of ranks: those of a launcher, or newly started processes.
 
-    None takes GPUs, and says so where there are too few.
+    backend: None means nccl if there are enough GPUs, else gloo with a note.
     """
     import torch
 
@@ -166,7 +170,7 @@ def pool_of(world_size: int, backend: str | None, ranks_per_host: int | None = N
             note(f"{world_size} ranks on the CPU, over gloo: there are {gpus} GPUs here")
         return RankPool(world_size, ranks_per_host=ranks_per_host)
     kind: Literal["gloo", "nccl"] = "nccl" if backend == "nccl" else "gloo"
-    if backend is None and gpus:  # every host decides alike, or the ranks' commands differ
+    if backend is None and gpus:  # every host must choose the same, or the ranks' commands differ
         kind = "nccl"
     ranks = LaunchedRanks(launcher, kind, command=shlex.join([kind, *sys.argv[1:]]))
     hosts = counted(ranks.hosts, "host")
@@ -175,9 +179,10 @@ def pool_of(world_size: int, backend: str | None, ranks_per_host: int | None = N
 
 
 def over_ranks(case: "Case", rank_tokens: str | None, fault: str) -> "RankCase":
-    """Give each rank of the case its tokens, and the ranks a fault.
+    """Turn a case into a RankCase with tokens per rank and a fault scenario.
 
-    Tokens are as many as the problem has, or as the text says.
+    rank_tokens: comma-separated numbers; None means the problem's tokens on each rank. Raises
+    ConfigurationError for anything else.
     """
     from modular_kernel.testing.cases.ranks import RankCase
 
@@ -190,5 +195,5 @@ def over_ranks(case: "Case", rank_tokens: str | None, fault: str) -> "RankCase":
             raise ConfigurationError("--rank-tokens", got=repr(rank_tokens), need=need)
         tokens = tuple(map(int, words))
     pair = case.prepare_finalize, case.experts
-    given = RankCase(*pair, problem, case.routing, case.seed, tokens=tokens, fault=fault)
-    return replace(given, manner=case.manner)
+    rank_case = RankCase(*pair, problem, case.routing, case.seed, tokens=tokens, fault=fault)
+    return replace(rank_case, manner=case.manner)

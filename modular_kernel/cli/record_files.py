@@ -1,4 +1,4 @@
-"""Records that --json of a verb wrote, read back."""
+"""Loading of records that a verb wrote with --json."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,10 @@ Record = TypeVar("Record")
 
 
 def loaded(option: str, path: Path, read: Callable[[str], Record]) -> Record:
-    """Return what `read` makes of a file; ConfigurationError, with its name, where that fails."""
+    """Load a record file, at most 64 MiB, with the parser `read`.
+
+    Raises ConfigurationError naming `option` and the path if the file cannot be read or parsed.
+    """
     try:
         return read(json_files.content(path, _MOST_BYTES).decode())
     except ConfigurationError as error:

@@ -1,4 +1,4 @@
-"""`mk report`: what pairs with what, and what was measured, as a page; and the docs made of it."""
+"""`mk report`: the support matrix and the benchmarks as an HTML page, and the generated docs."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -36,20 +36,20 @@ def report(
     ] = False,
     as_json: AsJson = None,
 ) -> None:
-    """Write the support matrix and the benchmark records as one HTML file that needs no network.
+    """Write the support matrix and the benchmark records as one self-contained HTML file.
 
-    The matrix: every pair, scheme and 1, 2 and 4 ranks, with every reason of every refusal, judged
-    for a described GPU of compute capability 9.0 with all packages, wherever this runs.
+    The matrix covers every pair and scheme on 1, 2 and 4 ranks, with all reasons of each refusal.
+    On any machine it is computed for a GPU of compute capability 9.0 with all optional packages.
 
-    --write and --check are for the files under docs/ that are made from the same facts. --json
-    prints the matrix instead of writing a page.
+    --write and --check update and check the files under docs/ that are generated from the same
+    data. --json prints the matrix instead of writing a page.
 
-    Exits with 1 if --check finds a stale file; 2 is bad usage.
+    Exits with 1 if --check finds a stale file, and with 2 on bad usage.
     """
     if sum((write, check, as_json is not None)) > 1 or (html is not None and (check or as_json)):
         need = "one of --html, --write, --check and --json, or --html with --write"
         raise ConfigurationError("mk report", got="several", need=need)
-    if docs != _DOCS and not docs.is_dir():  # elsewhere than in a checkout a page has no records
+    if docs != _DOCS and not docs.is_dir():  # outside a checkout the page has no records
         raise ConfigurationError("--docs", got=str(docs), need="the docs folder of a checkout")
     prepare_host(quiet=True)
     from modular_kernel.catalog import load_catalog
@@ -78,12 +78,12 @@ def _print_matrix(catalog: "Catalog", to: str) -> None:
 def _check(catalog: "Catalog", docs: Path) -> None:
     from modular_kernel.report.generated_docs import stale
 
-    found = stale(catalog, docs)
-    for one in found:
-        output.line(f"{docs / one.path}: {one.fault}")
-    if found:
+    stale_files = stale(catalog, docs)
+    for file in stale_files:
+        output.line(f"{docs / file.path}: {file.fault}")
+    if stale_files:
         output.note(
-            f"{counted(len(found), 'generated file')} stale; `mk report --write` renews them"
+            f"{counted(len(stale_files), 'generated file')} stale; `mk report --write` renews them"
         )
         raise typer.Exit(1)
     output.line("every generated file is up to date")
@@ -94,10 +94,10 @@ def _write(catalog: "Catalog", docs: Path) -> None:
 
     check_path("--docs", docs, FileUse.WRITE_FOLDER)
     with output.writing(docs / "support-matrix.md"):
-        found = write(catalog, docs)
-    for one in found:
-        output.line(f"renewed, it was {one.fault}: {docs / one.path}")
-    if not found:
+        renewed = write(catalog, docs)
+    for file in renewed:
+        output.line(f"renewed, it was {file.fault}: {docs / file.path}")
+    if not renewed:
         output.line("every generated file was up to date")
 
 

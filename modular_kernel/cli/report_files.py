@@ -1,4 +1,4 @@
-"""What verbs that measure write: their report as JSON, as text, and as a document."""
+"""Output of the verbs that measure: reports as JSON, as text, and as a Markdown document."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Reported(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ReportFiles:
-    """What is written beside the table."""
+    """Options for the output files of a report."""
 
     as_json: AsJson = None
     markdown: Annotated[
@@ -31,17 +31,17 @@ class ReportFiles:
 
     @property
     def record(self) -> Path | None:
-        """The file of --json, where it is one."""
+        """Path of the JSON record; None if --json is absent or prints on stdout."""
         return None if self.as_json in (None, output.STDOUT) else Path(str(self.as_json))
 
     def keep(self, report: Reported) -> None:
-        """Write the report as JSON, where a file is asked for: anew after each row, too."""
+        """Write the report to the file of --json, if any; may be called after each row."""
         if self.record is not None:
             with output.writing(self.record):
                 report.write(self.record)
 
     def show(self, report: Reported, text: Callable[[], None], document: Callable[[], str]) -> None:
-        """Print the report, as JSON or by `text`, and write `document` where it is asked for."""
+        """Print the report as JSON or with `text`, and write `document` to the --markdown file."""
         if self.as_json == output.STDOUT:
             output.print_document(report.to_json())
         else:

@@ -1,19 +1,20 @@
-"""Lay tables out for the width there is: columns, fewer columns, or a record for each row."""
+"""Layout of tables for a given width: all columns, fewer columns, or a record per row."""
 
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 _GAP = 2  # between columns
-_EDGES = 3  # a space before the first column, two behind the last
-_PROSE = 24  # a cell of words that is longer may be folded, and takes at least so much
+_EDGES = 3  # one space before the first column, two after the last
+_PROSE = 24  # minimum width of a column with foldable text; longer text is folded
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which columns are shown, in the order given, and which of those may fold their words.
+    """The columns to show.
 
-    columns: indices; () where even the columns that cannot be left out do not fit.
+    columns: indices in order; () if even the required columns do not fit. folding: indices of
+    columns whose text may be folded.
     """
 
     columns: tuple[int, ...]
@@ -23,29 +24,29 @@ class Layout:
 def layout(
     columns: Sequence[str], cells: Sequence[Sequence[str]], width: int, optional: Sequence[str] = ()
 ) -> Layout:
-    """Choose the columns that fit `width` characters without cutting or folding a name.
+    """Choose the columns that fit into `width` characters without truncating or folding a name.
 
-    optional: columns that may be left out, the least useful last.
+    optional: columns that may be dropped, starting with the last.
     """
     natural, folding = [], set()
     for index, column in enumerate(columns):
         texts = [line for row in cells for line in row[index].splitlines() or [""]]
         widest = max(map(len, (column, *texts)))
-        words = max(len(word) for text in (column, *texts) for word in text.split() or [""])
+        longest_word = max(len(word) for text in (column, *texts) for word in text.split() or [""])
         if widest > _PROSE and any(" " in text for text in texts):
             folding.add(index)
-            widest = max(_PROSE, len(column), words)
+            widest = max(_PROSE, len(column), longest_word)
         natural.append(widest)
     for dropped in range(len(optional) + 1):
-        gone = set(optional[len(optional) - dropped :])
-        shown = tuple(i for i, column in enumerate(columns) if column not in gone)
+        hidden = set(optional[len(optional) - dropped :])
+        shown = tuple(i for i, column in enumerate(columns) if column not in hidden)
         if sum(natural[i] + _GAP for i in shown) - _GAP + _EDGES <= width:
             return Layout(shown, frozenset(folding))
     return Layout((), frozenset(folding))
 
 
 def records(columns: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Write each row as lines of `column  value`, a blank line between rows."""
+    """Format each row as lines of `column  value`, with a blank line after each row."""
     names = max(map(len, columns)) + _GAP
     lines: list[str] = []
     for row in cells:
@@ -57,9 +58,9 @@ def records(columns: Sequence[str], cells: Sequence[Sequence[str]], width: int) 
 
 
 def folded(text: str, width: int, *, indent: int | None = None) -> list[str]:
-    """Fold a line between words; a word that is longer than `width` stays whole.
+    """Fold a line between words; a word longer than `width` is not split.
 
-    indent: of what follows the first line; None means two more than that line's own.
+    indent: indentation of the continuation lines; None means that of the first line plus two.
     """
     if len(text) <= width:
         return [text]

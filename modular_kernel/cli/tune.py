@@ -1,4 +1,7 @@
-"""`mk tune`: find the fastest launches of a part on this GPU, and keep them in files."""
+"""`mk tune`: search for the fastest launch configurations of a part on this GPU.
+
+Results are saved in configuration files.
+"""
 
 import os
 import time
@@ -25,9 +28,9 @@ if TYPE_CHECKING:
     from modular_kernel.tuning.compilation import Compiler, Pair
     from modular_kernel.tuning.search import Tuned
 
-ALL = "all"  # stands for every name of SHAPES
+ALL = "all"  # --model all: every name of SHAPES
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-_GENEROUS = 3.0
+_SHARE_FACTOR = 3.0
 _NO_GPU = (
     "mk tune: no CUDA device here, so nothing can be measured, and nothing was written; "
     "`mk tune --explain` works without one"
@@ -36,7 +39,7 @@ _NO_GPU = (
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """What is tuned for, and within what."""
+    """Options for the token counts, the time budget and the output of the search."""
 
     tokens_list: Annotated[
         str | None,
@@ -72,7 +75,7 @@ class Search:
     prepared: Prepared = False
 
     def tokens(self, options: ProblemOptions) -> tuple[int, ...]:
-        """Return the numbers of tokens asked for, or all."""
+        """Return the token counts of --tokens-list or --tokens, else the default list."""
         if self.tokens_list is None:
             return _TOKENS if options.tokens is None else (options.tokens,)
         return token_numbers(self.tokens_list)
@@ -93,23 +96,23 @@ def tune(
     ] = None,
     as_json: AsJson = None,
 ) -> None:
-    """Measure the launches of a part on this GPU and keep the fastest, a file for each layer.
+    """Time the launches of a part on this GPU and save the fastest, one file per layer.
 
-    --model takes several names, separated by commas: those of `mk models`, of which these are plain
-    SwiGLU layers (`all` is all of them): mixtral, dsv3_ep8, qwen3_30b, gptoss, dsv3_256,
-    mixtral_tp2, mixtral_tp4, mixtral_tp8, mixtral_8x22b, qwen3_30b_tp2, qwen3_235b,
-    qwen3_235b_tp8, dsv3_tp8, deepseek_v2_lite, gptoss_20b, glm_4_5_air, llama4_scout, kimi_k2_ep8,
-    phi_3_5_moe. A config.json counts as a name. --quant takes several schemes; without it a layer
-    has its file's, or none. Of several layers, those refused are left out.
+    --model takes names from `mk models`, or paths of config.json files, separated by commas. These
+    names are plain SwiGLU layers, and `all` selects all of them: mixtral, dsv3_ep8, qwen3_30b,
+    gptoss, dsv3_256, mixtral_tp2, mixtral_tp4, mixtral_tp8, mixtral_8x22b, qwen3_30b_tp2,
+    qwen3_235b, qwen3_235b_tp8, dsv3_tp8, deepseek_v2_lite, gptoss_20b, glm_4_5_air, llama4_scout,
+    kimi_k2_ep8, phi_3_5_moe. --quant takes several schemes; without it each layer uses the scheme
+    of its config file, or none. With several layers, refused ones are skipped.
 
-    --prepared tunes calls with prepared weights, in files of their own; with --explain it says what
-    calls launch without and with them.
+    --prepared tunes calls with prepared weights and saves them in separate files. With --explain it
+    shows the launches without and with prepared weights.
 
-    Every choice is checked against a float64 oracle before it is timed. Results are saved after
-    each number of tokens; the same command continues.
+    Every configuration is checked against a float64 reference before it is timed. Results are saved
+    after each token count; running the same command again continues.
 
-    Exits with 1 without a GPU, or if every pair is refused, one computes wrong numbers or cannot
-    run.
+    Exits with 1 if there is no GPU, if every pair is refused, or if a configuration computes wrong
+    results or none can run.
     """
     if not search.budget > 0:
         raise ConfigurationError("--budget", got=search.budget, need="> 0")
@@ -126,7 +129,7 @@ def tune(
 
     if explain:
         if search.prepared:
-            problems = _preparing(problems, experts_type, device_name)
+            problems = _with_prepared_weights(problems, experts_type, device_name)
         layers = [problem for _, problem in problems]
         texts = _explanations(layers, tokens, experts_type, device_name, search.prepared)
         output.answer({"explanations": texts}, as_json, lambda: output.line("\n\n".join(texts)))
@@ -138,28 +141,25 @@ def tune(
             output.print_json({"ok": False, "reason": _NO_GPU}, as_json)
         raise typer.Exit(1)
     if search.prepared:
-        problems = _preparing(problems, experts_type)
-    most = [(name, problem.with_tokens(max(tokens))) for name, problem in problems]
-    chosen = _valid(most, machine, pf_type, experts_type, search.prepared)
-    _run(chosen, tokens, search, as_json)
+        problems = _with_prepared_weights(problems, experts_type)
+    largest = [(name, problem.with_tokens(max(tokens))) for name, problem in problems]
+    valid = _valid(largest, machine, pf_type, experts_type, search.prepared)
+    _run(valid, tokens, search, as_json)
 
 
 def _problems(options: ProblemOptions) -> "list[tuple[str, Problem]]":
-    """List the layers that --model names, or the one of the other options.
-
-    Each is in every scheme asked for.
-    """
+    """List (name, problem) of each layer in --model, or of the sizes given, in every scheme."""
     names: list[str | None] = [None]
     if options.model is not None:
         words = options.model.split(",")
         names = [n for word in words for n in (SHAPES if word == ALL else (word,))]
-    found = []
-    # Without --quant each layer has the scheme of its file, or none.
+    problems = []
+    # Without --quant each layer uses the scheme of its config file, or none.
     for quant in [None] if options.quant is None else schemes(options.quant):
         for name in dict.fromkeys(names):
             problem = replace(options, quant=quant, model=name).problem()
-            found.append((shown(name) if name else "", problem))
-    return found
+            problems.append((shown(name) if name else "", problem))
+    return problems
 
 
 def _spaces(
@@ -169,55 +169,56 @@ def _spaces(
     prepared: bool = False,
     device_name: str | None = None,
 ) -> "dict[str, Tunable]":
-    """By name what can be tuned of the experts part that is named, or of all.
+    """Return the tunable launch spaces by part name, for the given experts or for all.
 
-    prepared: of calls with prepared weights, here or on that GPU; {} where no part prepares any.
+    prepared: return the spaces of calls with prepared weights, on `device_name` or this GPU; {} if
+    no part prepares weights. Raises ConfigurationError if no part can be tuned.
     """
     from modular_kernel.catalog import load_catalog
 
     catalog = load_catalog()
     names = catalog.names("experts") if experts is None else (experts,)
-    found = {}
+    spaces = {}
     for name in names:
         try:
             space = catalog.experts(name).tunable(problem)
         except Exception as error:
             if experts is not None:
                 raise
-            output.note(f"not tuned: {name}: {reason(error)}")  # another package's, say
+            output.note(f"not tuned: {name}: {reason(error)}")  # e.g. a part of another package
         else:
             if space is not None:
-                found[name] = space
-    if not found:
+                spaces[name] = space
+    if not spaces:
         need = "an experts part whose launches can be tuned"
         raise ConfigurationError("--experts-type", got=experts or "no such part", need=need)
     if not prepared:
-        return found
-    with_them = {name: space.of_prepared(device_name) for name, space in found.items()}
-    return {name: space for name, space in with_them.items() if space is not None}
+        return spaces
+    prepared_spaces = {name: space.of_prepared(device_name) for name, space in spaces.items()}
+    return {name: space for name, space in prepared_spaces.items() if space is not None}
 
 
-def _preparing(
+def _with_prepared_weights(
     problems: "Sequence[tuple[str, Problem]]", experts: str | None, device_name: str | None = None
 ) -> "list[tuple[str, Problem]]":
-    """Those whose weights some tunable part prepares; the others are named on stderr.
+    """Return the problems whose weights a tunable part prepares; note the others.
 
-    ConfigurationError if there is none.
+    Raises ConfigurationError if there is none.
     """
-    found = []
+    kept = []
     for name, problem in problems:
         if _spaces(problem, experts, prepared=True, device_name=device_name):
-            found.append((name, problem))
+            kept.append((name, problem))
         elif len(problems) > 1:
             layer = f"{name} {problem.quant}".strip()
             output.note(f"left out: {layer}: nothing is prepared of its weights")
-    if not found:
+    if not kept:
         quants = ", ".join(dict.fromkeys(problem.quant for _, problem in problems))
-        where = f" on {device_name}" if device_name else " here"
-        some = "mxfp4_w4a16 in bfloat16 on an H200, without batch_invariant"
-        need = f"weights of which tunable experts prepare something, such as {some}"
-        raise ConfigurationError("--prepared", got=f"{quants}{where}", need=need)
-    return found
+        location = f" on {device_name}" if device_name else " here"
+        example = "mxfp4_w4a16 in bfloat16 on an H200, without batch_invariant"
+        need = f"weights of which tunable experts prepare something, such as {example}"
+        raise ConfigurationError("--prepared", got=f"{quants}{location}", need=need)
+    return kept
 
 
 def _valid(
@@ -227,19 +228,22 @@ def _valid(
     ex: str | None,
     prepared: bool = False,
 ) -> "list[tuple[str, Problem, Pair]]":
-    """Those with a pair; of several, the others are named on stderr."""
-    found = []
+    """Return the problems with a valid pair, and note the refused ones.
+
+    A single refused problem raises IncompatibleError; several raise typer.Exit(1).
+    """
+    valid = []
     for name, problem in problems:
         try:
-            found.append((name, problem, _pair(problem, machine, pf, ex, prepared)))
+            valid.append((name, problem, _pair(problem, machine, pf, ex, prepared)))
         except IncompatibleError as refusal:
             if len(problems) == 1:
                 raise
             output.note(f"left out: {name} {problem.quant}: {refusal.rejections[0]}")
-    if not found:
+    if not valid:
         output.note("nothing to tune: every layer is refused")
         raise typer.Exit(1)
-    return found
+    return valid
 
 
 def _pair(
@@ -249,9 +253,9 @@ def _pair(
     experts: str | None,
     prepared: bool = False,
 ) -> "Pair":
-    """Return the first valid pair that the names leave.
+    """Return the first valid pair that matches the names.
 
-    Raise IncompatibleError with all reasons if none is.
+    Raises IncompatibleError with all reasons if there is none.
     """
     from modular_kernel.catalog import check, load_catalog
     from modular_kernel.tuning.compilation import Pair
@@ -274,15 +278,15 @@ def _explanations(
     device_name: str | None,
     prepared: bool,
 ) -> list[str]:
-    """Return a text for each problem and number of tokens, and another with prepared weights."""
+    """Return an explanation of each problem and token count, and another with prepared weights."""
     texts = []
     for problem in problems:
         plain = _spaces(problem, experts)
         spaces = [next(iter(plain.values()))]
         if prepared:
-            with_them = _spaces(problem, experts, prepared=True, device_name=device_name)
-            name = next(iter(with_them))
-            spaces = [plain[name], with_them[name]]
+            prepared_spaces = _spaces(problem, experts, prepared=True, device_name=device_name)
+            name = next(iter(prepared_spaces))
+            spaces = [plain[name], prepared_spaces[name]]
         texts += [space.explain(number, device_name) for number in tokens for space in spaces]
     return texts
 
@@ -293,7 +297,10 @@ def _run(
     search: Search,
     as_json: str | None,
 ) -> None:
-    """Tune layer by layer, each within a few times its share of what is left of the budget."""
+    """Tune the layers one after another within the budget, save and print the results.
+
+    A layer may use up to 3 times its equal share of the remaining budget.
+    """
     from modular_kernel.settings import read_settings
     from modular_kernel.tuning.compilation import Compiler
     from modular_kernel.tuning.search import remaining
@@ -311,29 +318,32 @@ def _run(
             layers.append(
                 TunedLayer(name or str(problem), problem, pair, space, tuple(todo), folder)
             )
-            for number in todo:  # of all layers, in their order: the processes run ahead
-                ahead = space.candidates(number)
-                compiler.begin(pair, space, problem.with_tokens(number), ahead)
+            for count in todo:  # compile all layers ahead, in the order of tuning
+                candidates = space.candidates(count)
+                compiler.begin(pair, space, problem.with_tokens(count), candidates)
         with Bar(sum(len(x.space.candidates(t)) for x in layers for t in x.tokens)) as bar:
             for index, layer in enumerate(layers):
-                share = _Share(end, _GENEROUS / (len(layers) - index))
+                share = _Share(end, _SHARE_FACTOR / (len(layers) - index))
                 done = _tune_layer(layer, search, share, compiler, bar)
-                left = layer.tokens[len(done) :]
-                records.append(record(layer, done, left))
+                remaining_tokens = layer.tokens[len(done) :]
+                records.append(record(layer, done, remaining_tokens))
                 ok &= all(tuned.best is not None and not tuned.wrong for tuned in done)
                 if as_json != output.STDOUT:
-                    print_text(layer, done, left)
+                    print_text(layer, done, remaining_tokens)
     if as_json is not None:
-        found = {"ok": ok, "machine": chosen[0][2].machine, "layers": records}
-        output.print_json(found, as_json)
+        result = {"ok": ok, "machine": chosen[0][2].machine, "layers": records}
+        output.print_json(result, as_json)
     if not ok:
         raise typer.Exit(1)
 
 
 @dataclass(frozen=True)
 class _Share:
-    """Of what is left until `end`. Above one layer's fair part: the first layers of a scheme wait
-    for the compiler, the later ones do not."""
+    """A share of the time until `end`.
+
+    It exceeds an equal share, because the first layers of a scheme wait for the compiler and later
+    ones do not. part: fraction of the remaining time; values above 1 count as 1.
+    """
 
     end: float
     part: float
@@ -345,10 +355,7 @@ class _Share:
 def _tune_layer(
     layer: TunedLayer, search: Search, share: _Share, compiler: "Compiler", bar: Bar
 ) -> "list[Tuned]":
-    """Tune the first of the layer's numbers of tokens, as far as the budget goes.
-
-    Return what was tuned.
-    """
+    """Tune the layer's token counts in order until the budget is spent; return the results."""
     from modular_kernel.tuning.measurement import TimedSearch
     from modular_kernel.tuning.search import TuneJob, tune
 
@@ -367,7 +374,7 @@ def _tune_layer(
         bench=bench,
         tokens=layer.tokens,
         folder=layer.folder,
-        budget=share.seconds(),  # the layer is set up: however long that took, it gets its share
+        budget=share.seconds(),  # computed after setup, so that setup does not use up the share
         fresh=search.fresh,
         tick=bar.tick,
     )

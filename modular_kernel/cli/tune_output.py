@@ -1,4 +1,4 @@
-"""What `mk tune` prints: a bar and a line for each number of tokens, a table, or JSON."""
+"""Output of `mk tune`: a progress bar, a line per token count, tables, and JSON."""
 
 import json
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TunedLayer:
-    """One layer to tune: what it is called, its pair, for how many tokens, and where to."""
+    """A layer to tune: its pair, launch space, token counts, and the folder for the results."""
 
     name: str
     problem: "Problem"
@@ -35,9 +35,9 @@ class TunedLayer:
 
 
 class Bar:
-    """A progress bar on stderr, and a line above it for each number of tokens; a context.
+    """Context manager of a progress bar on stderr, with a line above it for each token count.
 
-    total: about how many measurements there will be.
+    total: estimated number of measurements.
     """
 
     def __init__(self, total: int) -> None:
@@ -58,7 +58,7 @@ class Bar:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
-        # No markup in lines: names of choices may hold brackets.
+        # No markup: the names of choices may contain brackets.
         console = Console(stderr=True, markup=False, soft_wrap=True)
         self._bar = Progress(*columns, console=console, transient=True)
         self._task = self._bar.add_task("choices", total=total)
@@ -71,21 +71,21 @@ class Bar:
         self._bar.stop()
 
     def tick(self) -> None:
-        """After every measurement."""
+        """Advance the bar by one measurement."""
         self._bar.advance(self._task)
 
     def tell(self, layer: TunedLayer, tuned: "Tuned") -> None:
-        """After every number of tokens."""
+        """Print the result of one token count."""
         self._bar.update(self._task, description=layer.title)
         self._bar.console.print(f"{layer.title}: {_line(tuned)}")
 
 
 class TuneRecorder:
-    """Appends to a file of JSON lines what every choice took, one line for a number of tokens.
+    """Appends the times of all choices to a JSON Lines file, one line per token count.
 
-    A line: layer, sizes, quant, whether weights were prepared, tokens, best (with us and
-    untuned_us), for every choice that was right us (of a whole call) and stages (of those that the
-    part tells apart), and why the others were refused.
+    Fields of a line: layer, sizes, quant, prepared (whether weights were prepared), tokens, best
+    (the choice with us and untuned_us), choices (for each correct choice us of a whole call and us
+    by stage, if the part distinguishes stages), refused (reason by choice).
     """
 
     def __init__(self, layer: TunedLayer, path: Path | None) -> None:
@@ -116,10 +116,10 @@ class TuneRecorder:
             "choices": [
                 {
                     **kept(choice),
-                    "us": _us(took.seconds),
-                    "stages": {name: _us(seconds) for name, seconds in took.stages.items()},
+                    "us": _us(timing.seconds),
+                    "stages": {name: _us(seconds) for name, seconds in timing.stages.items()},
                 }
-                for choice, took in tuned.took.items()
+                for choice, timing in tuned.took.items()
             ],
             "refused": {str(choice): r.reason for choice, r in tuned.refused.items()},
         }
@@ -139,9 +139,9 @@ def _line(tuned: "Tuned") -> str:
     untuned = f", untuned {best.untuned_seconds * 1e6:.1f}" if best.untuned_seconds else ""
     wrong = f", {len(tuned.wrong)} WRONG" if tuned.wrong else ""
     counts = f"{len(tuned.took)} timed, {len(tuned.refused)} refused{wrong}"
-    early = "" if tuned.finished else ", stopped by the budget"
+    stopped = "" if tuned.finished else ", stopped by the budget"
     tokens = counted(tuned.tokens, "token")
-    return f"{tokens}: {best.seconds * 1e6:.1f} us{untuned} ({counts}{early})"
+    return f"{tokens}: {best.seconds * 1e6:.1f} us{untuned} ({counts}{stopped})"
 
 
 def record(layer: TunedLayer, done: "Sequence[Tuned]", left: Sequence[int]) -> dict[str, object]:

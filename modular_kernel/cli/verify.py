@@ -1,4 +1,4 @@
-"""`mk test`: verify one pairing, every pairing, or one case; and the verification itself."""
+"""`mk test`: verification of one pairing, every pairing or one case."""
 
 import os
 import sys
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class OneCase:
-    """Options that replay a single case, beside the problem's."""
+    """Options that, together with the problem options, describe a single case to replay."""
 
     one: Annotated[
         bool, typer.Option("--one", help="Verify one case: the pair, the problem options below.")
@@ -64,7 +64,7 @@ class OneCase:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyManner:
-    """How cases are chosen and run."""
+    """Options for the selection and execution of cases."""
 
     level: Annotated[
         str | None,
@@ -87,11 +87,13 @@ class VerifyManner:
 
 @dataclass(frozen=True)
 class VerifyJob:
-    """The cases of one pairing, and how many more the rules refuse.
+    """The cases of one pairing.
 
-    rest: what the cases leave out, where none were drawn by pairs of values. reachable: cells of
-    the experts' paths that the cases should enter; none of experts with one path, or over ranks.
-    whole: whether they should enter all.
+    refused: number of further cases that the compatibility rules refuse. rest: description of what
+    the cases do not cover; unused if `met` is set. met, impossible: numbers of pairs of axis values
+    that a pairwise selection covers, and of those that no valid case can cover. reachable: cells
+    of the experts' code paths that the cases can enter; empty for experts with a single path and
+    for cases over ranks. whole: the cases must enter all reachable cells.
     """
 
     prepare_finalize: str
@@ -106,7 +108,7 @@ class VerifyJob:
 
     @property
     def covers(self) -> str:
-        """What the cases cover, and what they do not."""
+        """Description of what the cases cover and what they leave out."""
         if self.met:
             return f"{self.met} pairs of values of two axes met, {self.impossible} impossible"
         schemes = dict.fromkeys(case.problem.scheme.name for case in self.cases)
@@ -115,7 +117,7 @@ class VerifyJob:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """A job done."""
+    """A job with the proofs of its cases."""
 
     job: VerifyJob
     proofs: "tuple[Proof, ...]"
@@ -126,7 +128,7 @@ class CaseResult:
 
     @cached_property
     def empty(self) -> "list[PathCell]":
-        """Cells that a call can enter and no case did."""
+        """Reachable path cells that no case entered."""
         entered = (proof.cells for proof in self.proofs)
         return sorted(self.job.reachable.difference(*entered))
 
@@ -136,21 +138,21 @@ class CaseResult:
 
     @property
     def paths(self) -> str:
-        """Say which schemes each path was entered with, and which it was not."""
+        """Summary of the schemes and cells with which each code path was entered."""
         return "; ".join(self._path(path) for path in sorted({c.path for c in self.job.reachable}))
 
     def _path(self, path: str) -> str:
         of_path = {cell for cell in self.job.reachable if cell.path == path}
-        left = of_path.intersection(self.empty)
+        missed = of_path.intersection(self.empty)
         schemes = {cell.scheme for cell in of_path}
-        lost = sorted(schemes - {cell.scheme for cell in of_path - left})
-        said = f"{path}: {len(schemes) - len(lost)} of {counted(len(schemes), 'scheme')}"
-        said += f", {len(of_path) - len(left)} of {counted(len(of_path), 'cell')}"
-        return f"{said}, never {', '.join(lost)}" if lost and self.job.whole else said
+        absent = sorted(schemes - {cell.scheme for cell in of_path - missed})
+        text = f"{path}: {len(schemes) - len(absent)} of {counted(len(schemes), 'scheme')}"
+        text += f", {len(of_path) - len(missed)} of {counted(len(of_path), 'cell')}"
+        return f"{text}, never {', '.join(absent)}" if absent and self.job.whole else text
 
     @property
     def worst(self) -> "Proof | None":
-        """The proof whose error is nearest to its bound, or furthest beyond."""
+        """The proof with the largest ratio of error to bound."""
         return max(self.proofs, key=_share, default=None)
 
 
@@ -164,29 +166,30 @@ def verify(
     experts_type: ExpertsType = None,
     as_json: AsJson = None,
 ) -> None:
-    """Verify that pairs are right: against a float64 oracle, on hostile inputs and memory.
+    """Verify pairs against a float64 reference, with adversarial inputs and memory layouts.
 
-    --world-size N verifies, over N ranks, every pair that is valid for so many: one GPU a rank, or
-    processes on the CPU. With --ranks-per-host M each M of them take themselves for a host.
+    --world-size N verifies every pair that is valid over N ranks, with one GPU per rank or with CPU
+    processes. --ranks-per-host M simulates hosts of M ranks each.
 
-    --mutate PART measures the proof itself. Defects are put into what goes into and comes out of
-    the part; then the source of the part, its kernels and operations is changed, one place at a
-    time, and the cases run until one fails. --mutants 0 leaves the source alone: minutes, not
-    hours. Name a pair to run its cases alone; for a part over ranks, --world-size 2.
+    --mutate PART tests the verification itself by mutation. First the inputs and outputs of the
+    part are corrupted. Then the source of the part, its kernels and its operations is mutated, one
+    place at a time, and cases run until one fails. --mutants 0 skips the source mutations and takes
+    minutes instead of hours. Name a pair to run only its cases; for a part over ranks add
+    --world-size 2.
 
-    On a CPU Triton kernels are interpreted, and operations run as kernels. --torch-only verifies
-    the torch operations instead that run there without the interpreter.
+    On a CPU, Triton kernels run in the interpreter. --torch-only verifies the torch implementations
+    that run on a CPU without the interpreter.
 
-    Exits with 1 if a check fails, a defect is not noticed, or the pair named is refused.
+    Exits with 1 if a check fails, a mutant survives, or the named pair is refused.
     """
-    alone = replace(options, world_size=None, ranks_per_host=None), replay
-    if not replay.one and alone != (ProblemOptions(), OneCase()):
+    one_case_options = replace(options, world_size=None, ranks_per_host=None), replay
+    if not replay.one and one_case_options != (ProblemOptions(), OneCase()):
         need = "--one beside them: otherwise the cases choose their own problems"
         raise ConfigurationError("problem, routing or seed options", got="no --one", need=need)
     options = launched(options)
     mutating.check(beside=replay.one)
-    unshared = replay.one or mutating.mutate is not None or options.world_size is not None
-    if manner.workers is not None and (manner.workers < 1 or unshared):
+    single_process = replay.one or mutating.mutate is not None or options.world_size is not None
+    if manner.workers is not None and (manner.workers < 1 or single_process):
         need = "1 or more, without --one, --mutate and --world-size"
         raise ConfigurationError("--workers", got=manner.workers, need=need)
     level = _level(manner.level or ("full" if mutating.mutate else "smoke"))
@@ -231,12 +234,12 @@ def _single_case(
         need = f"one of {', '.join(ROUTINGS)}"
         raise ConfigurationError("--routing", got=repr(replay.routing), need=need)
     manner = Manner(replay.layout, replay.values, replay.own_scales, replay.named, replay.nan)
-    problem, turns = options.problem(), replay.by_turns
-    case = Case(pf, experts, problem, replay.routing, replay.seed, manner, turns)
+    problem, interleaved = options.problem(), replay.by_turns
+    case = Case(pf, experts, problem, replay.routing, replay.seed, manner, interleaved)
     if (options.world_size or 1) > 1:
         if (
             replace(manner, values=ORDINARY.values, named=ORDINARY.named, nan="") != ORDINARY
-            or turns
+            or interleaved
         ):
             need = "the ordinary layout and scales: --world-size"
             raise ConfigurationError("--one", got=str(manner), need=need)
@@ -250,9 +253,9 @@ def _single_case(
 def _jobs(
     host: Host, pf: str | None, experts: str | None, level: Literal["smoke", "full"]
 ) -> list[VerifyJob]:
-    """List a job for each pair that the names leave and that has a case.
+    """List a job for each pair that matches the names (None matches all) and has a case.
 
-    A named pair must have one.
+    Raises IncompatibleError if both names are given and the pair has no case.
     """
     from modular_kernel.catalog import load_catalog
 
@@ -268,7 +271,7 @@ def _jobs(
                 raise IncompatibleError(verdict.pairing, verdict.rejections)
             if selection.cases:
                 refused = len(selection.refused)
-                met = getattr(selection, "met", 0)  # over ranks nothing is drawn by pairs
+                met = getattr(selection, "met", 0)  # a RankSelection is not pairwise
                 impossible = len(getattr(selection, "impossible", ()))
                 pair, rest = (pf_name, experts_name), _rest(host, level)
                 cells = _reachable(host, *pair)
@@ -278,24 +281,24 @@ def _jobs(
 
 
 def _reachable(host: Host, pf: str, experts: str) -> "frozenset[PathCell]":
-    """Return the cells of the experts' paths that a call in one process can enter."""
+    """Return the cells of the experts' code paths that a single-process call can enter."""
     from modular_kernel.testing.cases.path_coverage import reachable
 
     return frozenset() if host.pool is not None else frozenset(reachable(pf, experts, host.machine))
 
 
 def _rest(host: Host, level: str) -> str:
-    """Say what the listed cases of this level leave out, and where there are more."""
+    """Describe what the cases of this level do not cover, and which level has more."""
     if host.pool is None:
         return "not every two values of two axes: --level full"
-    chosen = "chosen cases, not every two values of two axes"
-    return chosen if level == "full" else f"{chosen}; more of them: --level full"
+    text = "chosen cases, not every two values of two axes"
+    return text if level == "full" else f"{text}; more of them: --level full"
 
 
 def _named_pairs(
     host: Host, pf: str | None, experts: str | None, level: Literal["smoke", "full"]
 ) -> list[tuple[str, str]]:
-    """Pairs that the options leave; none if there are no options."""
+    """Return the pairs that match the given names; [] if no name is given."""
     if pf is None and experts is None:
         return []
     jobs = _jobs(host, pf, experts, level)
@@ -303,7 +306,7 @@ def _named_pairs(
 
 
 def _workers(manner: VerifyManner, host: Host, level: Literal["smoke", "full"]) -> int:
-    """Return how many processes share the cases. Ranks, and calls on a GPU, take turns."""
+    """Return the number of worker processes; 1 for cases over ranks or on a GPU."""
     if manner.workers is not None:
         return workers_of(manner.workers)
     if level == "smoke" or host.pool is not None or host.machine.device != "cpu":
@@ -312,23 +315,23 @@ def _workers(manner: VerifyManner, host: Host, level: Literal["smoke", "full"]) 
 
 
 def _verify(jobs: Sequence[VerifyJob], host: Host, workers: int, *, as_json: str | None) -> bool:
-    results, begun = list[CaseResult](), [1]
+    results, current = list[CaseResult](), [1]
     cases = [case for job in jobs for case in job.cases]
-    every = closing(host.prove_all(cases, min(workers, max(1, len(cases)))))
-    # Without a bar, which moves by itself: a case of a model's size may take minutes.
-    said = output.waiting(lambda: f"case {begun[0]} of {len(cases)}")
+    all_proofs = closing(host.prove_all(cases, min(workers, max(1, len(cases)))))
+    # Where there is no progress bar: a case of a real model's size may take minutes.
+    status = output.waiting(lambda: f"case {current[0]} of {len(cases)}")
     with (
-        every as proven,
-        nullcontext() if sys.stderr.isatty() else said,
+        all_proofs as proven,
+        nullcontext() if sys.stderr.isatty() else status,
         output.progress(len(cases), "cases") as step,
     ):
         for job in jobs:
             proofs = []
             for case in job.cases:
                 proofs.append(proof := next(proven))
-                if not proof.passed:  # at once: a run that is cut off has told what it found
+                if not proof.passed:  # at once, so that an interrupted run has reported it
                     output.note(f"failed: {case}")
-                begun[0] += 1
+                current[0] += 1
                 step()
             results.append(CaseResult(job, tuple(proofs)))
     ok = bool(results) and all(result.ok for result in results)
@@ -338,7 +341,7 @@ def _verify(jobs: Sequence[VerifyJob], host: Host, workers: int, *, as_json: str
 
 
 def _share(proof: "Proof") -> float:
-    """Error over bound: at most 1 if it is small enough."""
+    """Return error / bound, at most 1 for a passing proof; infinity for an error without bound."""
     if proof.error == 0:
         return 0.0
     return proof.error / proof.bound if proof.bound else float("inf")
@@ -390,7 +393,7 @@ def _print_text(results: Sequence[CaseResult]) -> None:
 
 
 def _row(result: CaseResult) -> tuple[object, ...]:
-    """error, bound: of the case whose error is nearest to its bound, or furthest beyond."""
+    """Format a table row; error and bound are those of the worst case."""
     worst = result.worst
     assert worst is not None
     return (

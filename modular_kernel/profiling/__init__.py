@@ -1,1 +1,1 @@
-"""`mk profile`: traces of a call, and what its stages took beside what they cannot beat."""
+"""`mk profile`: traces of a call, and stage times compared with their roofline."""

@@ -1,9 +1,9 @@
-"""Chrome traces, the JSON that Perfetto opens: read, checked, and those of all ranks in one.
+"""Chrome traces, the JSON format of Perfetto: reading, validation, and merging over ranks.
 
-Time stamps of torch's traces are microseconds after `baseTimeNanoseconds`, on the host's clock of
-wall time; the GPU's are converted to that by CUPTI. Ranks of one machine share this clock, so that
-one base for all of them aligns them; nothing is shifted besides. How far that is right shows in a
-range that every rank ends as it leaves one barrier (`barrier_spread_us`).
+Time stamps in torch's traces are microseconds after `baseTimeNanoseconds` on the host's wall clock;
+CUPTI converts GPU time stamps to it. Ranks of one machine share this clock, so a common base aligns
+their traces without further shifts. The alignment is checked with a range that every rank ends when
+it leaves a common barrier (`barrier_spread_us`).
 """
 
 import json
@@ -15,35 +15,35 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.profiling.events import Event, ends_of
 
 BARRIER = "mk::barrier"
-_PHASES = frozenset("XBEiIMsftCbneNODPvRcS(),a")  # of the format's description
+_PHASES = frozenset("XBEiIMsftCbneNODPvRcS(),a")  # valid values of "ph" in the format
 _FLOWS = ("s", "t", "f")
 Trace = dict[str, Any]
 
 
 def read_trace(path: Path) -> Trace:
-    """Read the trace in a file; raise ConfigurationError if it is no Chrome trace."""
+    """Read a trace file; raise ConfigurationError if it is not a valid Chrome trace."""
     try:
         trace = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigurationError(f"trace {path.name}", got=str(error), need="JSON") from error
-    found = faults(trace)
-    if found:
+    violations = faults(trace)
+    if violations:
         need = "events as the Chrome trace format has them"
-        raise ConfigurationError(f"trace {path.name}", got="; ".join(found[:3]), need=need)
+        raise ConfigurationError(f"trace {path.name}", got="; ".join(violations[:3]), need=need)
     checked: Trace = trace
     return checked
 
 
 def faults(trace: object) -> list[str]:
-    """List what of a parsed trace is not as the format says; nothing if all is."""
+    """List the violations of the trace format in a parsed trace; [] if it is valid."""
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
         return ["no object with a list of traceEvents"]
-    found = []
+    violations = []
     for number, event in enumerate(trace["traceEvents"]):
         fault = _fault(event)
         if fault:
-            found.append(f"event {number}: {fault}")
-    return found
+            violations.append(f"event {number}: {fault}")
+    return violations
 
 
 def _fault(event: object) -> str:
@@ -70,9 +70,9 @@ def _is_number(value: object) -> bool:
 
 
 def merged(traces: Sequence[Trace], names: Sequence[str]) -> Trace:
-    """One trace of all ranks: a process for each, called as `names` says, on one clock.
+    """Merge the traces of all ranks on one clock, with a process per rank named by `names`.
 
-    What torch's profiler shows as processes of a rank (the host, each GPU) become its threads.
+    The processes that torch's profiler shows for a rank (the host and each GPU) become threads.
     """
     bases = [_base(trace) for trace in traces]
     events: list[Event] = []
@@ -85,39 +85,39 @@ def _of_rank(events: Sequence[Event], rank: int, name: str, later_us: float) -> 
     threads: dict[tuple[str, str], int] = {}
     titles: dict[int, str] = {}
     labels = _labels(events)
-    moved = []
+    shifted = []
     for event in events:
         if event["ph"] == "M":
             continue
-        place = str(event["pid"]), str(event["tid"])
-        thread = threads.setdefault(place, len(threads))
-        title = labels.get(place, f"thread {place[1]}")
-        titles[thread] = f"{labels.get((place[0], ''), place[0])}: {title}"
+        key = str(event["pid"]), str(event["tid"])
+        thread = threads.setdefault(key, len(threads))
+        title = labels.get(key, f"thread {key[1]}")
+        titles[thread] = f"{labels.get((key[0], ''), key[0])}: {title}"
         copy = {**event, "pid": rank, "tid": thread, "ts": event["ts"] + later_us}
-        if "id" in event:  # flows of two ranks must not meet
+        if "id" in event:  # flow ids must be unique over the ranks
             copy["id"] = f"{rank}-{event['id']}"
-        moved.append(copy)
+        shifted.append(copy)
     return [
         _metadata("process_name", rank, 0, name=name),
         _metadata("process_sort_index", rank, 0, sort_index=rank),
-        *(_metadata("thread_name", rank, each, name=title) for each, title in titles.items()),
-        *(_metadata("thread_sort_index", rank, each, sort_index=each) for each in titles),
-        *moved,
+        *(_metadata("thread_name", rank, index, name=title) for index, title in titles.items()),
+        *(_metadata("thread_sort_index", rank, index, sort_index=index) for index in titles),
+        *shifted,
     ]
 
 
 def _labels(events: Sequence[Event]) -> dict[tuple[str, str], str]:
-    """Return what threads, and under "" as a thread processes, are called."""
-    found = {}
+    """Return the names of threads by (process, thread), and of processes by (process, "")."""
+    labels = {}
     for event in events:
         if event["ph"] != "M":
             continue
         process, arguments = str(event["pid"]), event["args"]
         if event["name"] == "process_labels":
-            found[process, ""] = str(arguments.get("labels", process))
+            labels[process, ""] = str(arguments.get("labels", process))
         elif event["name"] == "thread_name":
-            found[process, str(event["tid"])] = str(arguments.get("name", ""))
-    return found
+            labels[process, str(event["tid"])] = str(arguments.get("name", ""))
+    return labels
 
 
 def _metadata(kind: str, process: int, thread: int, **arguments: object) -> Event:
@@ -125,13 +125,13 @@ def _metadata(kind: str, process: int, thread: int, **arguments: object) -> Even
 
 
 def barrier_spread_us(traces: Sequence[Trace]) -> float | None:
-    """Microseconds between the first and the last rank that left one barrier, on the one clock.
+    """Return the microseconds between the first and the last rank that leave a barrier.
 
-    The least of all barriers that every rank marked: it bounds what ranks' clocks differ by,
-    together with how unequally that barrier let them go. None for one rank, or without marks.
+    This is the minimum over all barriers that every rank marked. It includes the clock differences
+    between ranks and the differences in leaving the barrier. None for one rank, or without marks.
     """
     first = min(_base(trace) for trace in traces)
-    # Whole nanoseconds apart first: beside 1e18 ns a float keeps no microseconds.
+    # Subtract the bases as integers: around 1e18 ns a float has no microsecond precision.
     ends_WB = [
         [(_base(trace) - first) / 1e3 + end for end in ends_of(trace["traceEvents"], BARRIER)]
         for trace in traces

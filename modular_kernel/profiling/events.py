@@ -1,8 +1,8 @@
-"""What a call took, stage by stage, out of the events of a Chrome trace. Nothing here runs a call.
+"""Stage times of calls, computed from the events of a Chrome trace.
 
-Device work belongs to the innermost range that its launch lies in, whenever it ran. Kernels may
-overlap on the device (a launch may begin while the one before it ends): time that two share counts
-once, for the one that began first, so that stages add up to the time the device was busy.
+Device work belongs to the innermost range that contains its launch, whenever it runs. Kernels may
+overlap on the device, because one can start before its predecessor ends. Overlapping time counts
+once, for the kernel that started first, so that stage times add up to the busy time of the device.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,16 +16,16 @@ Event = dict[str, Any]
 
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
-NOWHERE = ""  # the stage of device work whose launch the trace does not hold
+NOWHERE = ""  # the stage of device work whose launch is not in the trace
 
 
 @dataclass(frozen=True)
 class StageTime:
-    """Time of one call in a stage, or in the rest of a range that holds stages.
+    """Time of one call in a stage, or the remaining time of a range that contains stages.
 
-    entered: how often. host_us: microseconds of the host in it, without the ranges inside.
-    device_us: of the work it launched, and launches: how many kernels, copies and fills; None
-    where no GPU was watched.
+    entered: number of times the range was entered. host_us: host microseconds in the range, without
+    nested ranges. device_us: device microseconds of the work launched in it. launches: number of
+    kernels, copies and fills. device_us and launches are None if no GPU was traced.
     """
 
     stage: str
@@ -36,18 +36,18 @@ class StageTime:
 
     @property
     def is_stage(self) -> bool:
-        """Whether this is a stage's time, not the rest of what holds stages."""
+        """Whether this is a stage, not the remaining time of a range that contains stages."""
         return self.stage not in (*stages.HOLDERS, NOWHERE)
 
     @property
     def us(self) -> float:
-        """Of the device where one was watched; else of the host, which computed."""
+        """Device time if a GPU was traced, else host time."""
         return self.host_us if self.device_us is None else self.device_us
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time, in microseconds of the trace's clock. stage: whose it is."""
+    """An interval in microseconds of the trace's clock. stage: the stage it belongs to."""
 
     stage: str
     name: str
@@ -57,8 +57,12 @@ class Span:
 
 @dataclass(frozen=True)
 class CallTimes:
-    """One call. span_us: from the start of its first device work to the end of its last (on a CPU,
-    the call itself). host_us: until the call returned. ranges, work: where they lay."""
+    """Times of one call.
+
+    span_us: from the start of its first device work to the end of its last; on a CPU the duration
+    of the call. host_us: host time until the call returned. ranges, work: intervals of its host
+    ranges and of its device work.
+    """
 
     times: tuple[StageTime, ...]
     span_us: float
@@ -68,29 +72,29 @@ class CallTimes:
 
     @property
     def busy_us(self) -> float:
-        """The time of all stages and of what is in none."""
+        """Total time in stages and outside of them."""
         return sum(time.us for time in self.times)
 
     @property
     def staged_us(self) -> float:
-        """The time of stages alone."""
+        """Total time in stages."""
         return sum(time.us for time in self.times if time.is_stage)
 
     @property
     def coverage(self) -> float:
-        """Share of the call's time that lies in stages, 0 to 1."""
+        """Fraction of the call's time that is in stages, 0 to 1."""
         return self.staged_us / self.busy_us if self.busy_us else 0.0
 
     @property
     def launches(self) -> int | None:
-        """Kernels, copies and fills of the call; None where no GPU was watched."""
+        """Number of kernels, copies and fills of the call; None if no GPU was traced."""
         counts = [time.launches for time in self.times]
         return sum(n or 0 for n in counts) if any(n is not None for n in counts) else None
 
 
 @dataclass
 class _Range:
-    """A named range of a thread of the host. own_us: without the ranges inside it."""
+    """A named range of a host thread. own_us: duration without nested ranges."""
 
     name: str
     thread: tuple[Any, Any]
@@ -102,7 +106,7 @@ class _Range:
 
 @dataclass
 class _Work:
-    """A kernel, copy or fill. own_us: without what it shares with work that began before it."""
+    """A kernel, copy or fill. own_us: duration without the overlap with earlier work."""
 
     name: str
     start: float
@@ -112,17 +116,17 @@ class _Work:
 
 
 def calls_of(events: Sequence[Event], *, on_gpu: bool) -> list[CallTimes]:
-    """Every call in a trace: the ranges `stages.CALL`, in their order."""
+    """Return the times of every call in a trace, that is, of each range `stages.CALL`, in order."""
     ranges = _ranges(events)
     work = _work(events, ranges) if on_gpu else []
-    calls = [each for each in ranges if each.name == stages.CALL]
+    calls = [span for span in ranges if span.name == stages.CALL]
     return [_times(call, ranges, work, on_gpu=on_gpu) for call in calls]
 
 
 def middle(calls: Sequence[CallTimes]) -> CallTimes:
     """Return the call with the median span.
 
-    Stages of one call add up; medians of stages need not.
+    A single call is used because its stages add up, unlike medians of stages over calls.
     """
     if not calls:
         need = f"a range {stages.CALL} around each call"
@@ -131,7 +135,7 @@ def middle(calls: Sequence[CallTimes]) -> CallTimes:
 
 
 def ends_of(events: Iterable[Event], name: str) -> list[float]:
-    """When the ranges called `name` ended, in their order."""
+    """Return the sorted end times of the ranges called `name`."""
     return sorted(e["ts"] + e["dur"] for e in events if _is_range(e) and e["name"] == name)
 
 
@@ -140,77 +144,77 @@ def _is_range(event: Event) -> bool:
 
 
 def _ranges(events: Iterable[Event]) -> list[_Range]:
-    """Every range of ours, by its start, each with the call it is part of."""
-    found = [
+    """Return all ranges of this package sorted by start, each with the call it is part of."""
+    ranges = [
         _Range(e["name"], (e["pid"], e["tid"]), e["ts"], e["ts"] + e["dur"], e["dur"])
         for e in events
         if _is_range(e) and e["name"].startswith(stages.PREFIX)
     ]
-    found.sort(key=lambda each: (each.start, -each.end))
-    around: list[_Range] = []
-    for each in found:
-        around = [o for o in around if o.thread != each.thread or o.end >= each.end]
-        own = [outer for outer in around if outer.thread == each.thread]
-        if own:
-            own[-1].own_us -= each.end - each.start
-        each.call = each if each.name == stages.CALL else own[-1].call if own else None
-        around.append(each)
-    return found
+    ranges.sort(key=lambda each: (each.start, -each.end))
+    open_ranges: list[_Range] = []
+    for each in ranges:
+        open_ranges = [o for o in open_ranges if o.thread != each.thread or o.end >= each.end]
+        enclosing = [outer for outer in open_ranges if outer.thread == each.thread]
+        if enclosing:
+            enclosing[-1].own_us -= each.end - each.start
+        each.call = each if each.name == stages.CALL else enclosing[-1].call if enclosing else None
+        open_ranges.append(each)
+    return ranges
 
 
 def _work(events: Iterable[Event], ranges: Sequence[_Range]) -> list[_Work]:
-    """Everything that ran on the device, by its start."""
+    """Return all device work of calls, sorted by start."""
     launches: dict[Any, tuple[float, tuple[Any, Any]]] = {}
-    ran = []
+    device_events = []
     for event in events:
         if event.get("cat") in _LAUNCHES:
             place = event["ts"], (event["pid"], event["tid"])
             launches[event.get("args", {}).get("correlation")] = place
         elif event.get("cat") in DEVICE_WORK:
-            ran.append(event)
-    found, reached = [], float("-inf")
-    for event in sorted(ran, key=lambda e: e["ts"]):
+            device_events.append(event)
+    work, busy_until = [], float("-inf")
+    for event in sorted(device_events, key=lambda e: e["ts"]):
         start, end = event["ts"], event["ts"] + event["dur"]
         launch = launches.get(event.get("args", {}).get("correlation"))
-        inside = None if launch is None else _innermost(ranges, *launch)
-        own = max(0.0, end - max(start, reached))
-        # Work that nobody here launched has no range, but launches outside of calls are known.
-        if launch is None or (inside is not None and inside.call is not None):
-            found.append(_Work(event["name"], start, end, own, inside))
-        reached = max(reached, end)
-    return found
+        launched_in = None if launch is None else _innermost(ranges, *launch)
+        own_us = max(0.0, end - max(start, busy_until))
+        # Keep work without a launch in the trace, but drop work launched outside of calls.
+        if launch is None or (launched_in is not None and launched_in.call is not None):
+            work.append(_Work(event["name"], start, end, own_us, launched_in))
+        busy_until = max(busy_until, end)
+    return work
 
 
 def _innermost(ranges: Sequence[_Range], moment: float, thread: tuple[Any, Any]) -> _Range | None:
-    """Return the last range entered and not left.
+    """Return the innermost range that is open at `moment` on `thread`.
 
-    One of another thread is taken only if none of its own is open.
+    If there is none, return the innermost open range of another thread that is part of a call.
     """
-    holding = [each for each in ranges if each.start <= moment <= each.end]
-    own = [each for each in holding if each.thread == thread]
-    in_calls = own or [each for each in holding if each.call is not None]
-    return max(in_calls, key=lambda each: (each.start, -each.end), default=None)
+    open_ranges = [each for each in ranges if each.start <= moment <= each.end]
+    same_thread = [each for each in open_ranges if each.thread == thread]
+    candidates = same_thread or [each for each in open_ranges if each.call is not None]
+    return max(candidates, key=lambda each: (each.start, -each.end), default=None)
 
 
 def _times(
     call: _Range, ranges: Sequence[_Range], work: Sequence[_Work], *, on_gpu: bool
 ) -> CallTimes:
-    mine = [each for each in ranges if each.call is call]
-    ran = [w for w in work if w.launched_in is not None and w.launched_in.call is call]
-    start = min((w.start for w in ran), default=call.start)
-    end = max((w.end for w in ran), default=call.end if not on_gpu else start)
+    call_ranges = [span for span in ranges if span.call is call]
+    call_work = [w for w in work if w.launched_in is not None and w.launched_in.call is call]
+    start = min((w.start for w in call_work), default=call.start)
+    end = max((w.end for w in call_work), default=call.end if not on_gpu else start)
     strays = [w for w in work if w.launched_in is None and start <= w.start <= end]
-    names = list(dict.fromkeys(each.name for each in mine))
-    times = [_time(name, mine, ran, on_gpu=on_gpu) for name in names]
+    names = list(dict.fromkeys(span.name for span in call_ranges))
+    times = [_time(name, call_ranges, call_work, on_gpu=on_gpu) for name in names]
     if strays:
-        lost = sum(w.own_us for w in strays)
-        times.append(StageTime(NOWHERE, 0, 0.0, lost, len(strays)))
+        unattributed_us = sum(w.own_us for w in strays)
+        times.append(StageTime(NOWHERE, 0, 0.0, unattributed_us, len(strays)))
     return CallTimes(
         tuple(times),
         end - start,
         call.end - call.start,
-        tuple(Span(each.name, each.name, each.start, each.end) for each in mine),
-        tuple(Span(_stage_of(w), w.name, w.start, w.end) for w in (*ran, *strays)),
+        tuple(Span(span.name, span.name, span.start, span.end) for span in call_ranges),
+        tuple(Span(_stage_of(w), w.name, w.start, w.end) for w in (*call_work, *strays)),
     )
 
 
@@ -219,10 +223,10 @@ def _stage_of(work: _Work) -> str:
 
 
 def _time(name: str, ranges: Sequence[_Range], ran: Sequence[_Work], *, on_gpu: bool) -> StageTime:
-    own = [each for each in ranges if each.name == name]
+    matching = [span for span in ranges if span.name == name]
     launched = [w for w in ran if _stage_of(w) == name]
-    host_us = sum(each.own_us for each in own)
+    host_us = sum(span.own_us for span in matching)
     if not on_gpu:
-        return StageTime(name, len(own), host_us)
+        return StageTime(name, len(matching), host_us)
     device_us = sum(w.own_us for w in launched)
-    return StageTime(name, len(own), host_us, device_us, len(launched))
+    return StageTime(name, len(matching), host_us, device_us, len(launched))

@@ -1,4 +1,4 @@
-"""The report as one HTML file that needs nothing else: styles and pictures are inside."""
+"""The profile report as one self-contained HTML file, with embedded styles and figures."""
 
 from collections.abc import Iterator, Sequence
 
@@ -23,7 +23,7 @@ from modular_kernel.report.pages.document import (
 
 
 def page(profile: Profile) -> str:
-    """Write the whole document: what each pairing takes first, then its stages."""
+    """Render the whole document: end-to-end times of each pairing first, then its stages."""
     title = " against ".join(pair.pairing for pair in profile.pairs)
     return html.page(f"mk profile: {title}", [Heading(1, title), *_blocks(profile)])
 
@@ -99,10 +99,10 @@ def _bars(rank: RankProfile) -> Bars:
 
 
 def _against(first: RankProfile, second: RankProfile) -> Bars:
-    """Return stages of two pairings, bar under bar."""
+    """Return a bar chart of the stages of two pairings, with the bars of a stage adjacent."""
     times = {
-        letter: {row.stage: row.us for row in each.rows if row.is_stage}
-        for letter, each in (("A", first), ("B", second))
+        letter: {row.stage: row.us for row in profile.rows if row.is_stage}
+        for letter, profile in (("A", first), ("B", second))
     }
     return Bars(
         "Stages of A and B",

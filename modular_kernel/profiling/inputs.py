@@ -1,4 +1,4 @@
-"""ProfileInputs of a profiled call, by rank, and what their routing asks of the rank."""
+"""Inputs of a profiled call on each rank, and the load that their routing puts on the rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ _SEED = 11
 
 @dataclass(frozen=True)
 class ProfileInputs:
-    """A call's arguments on one rank, and their load. x_TH: read only, but for inplace problems."""
+    """Arguments of a call on one rank, and their load. x_TH: modified only by inplace problems."""
 
     x_TH: torch.Tensor
     weights: ExpertWeights
@@ -29,22 +29,21 @@ class ProfileInputs:
 def make_inputs(
     problem: Problem, device: torch.device, kind: RoutingKind, *, replicated: bool
 ) -> ProfileInputs:
-    """Draw normal x, weights over the root of the fan-in, and routing of a kind.
+    """Draw random inputs of one rank, the same in every run.
 
-    They are the same in every run.
-
-    problem: the rank's own. replicated: every rank passes the same tokens. ConfigurationError for
-    a problem without tokens.
+    x is standard normal, weights are scaled by 1 / sqrt(fan-in), and routing is of the given kind.
+    problem: the problem of this rank. replicated: every rank passes the same tokens. Raises
+    ConfigurationError for a problem without tokens.
     """
     if problem.tokens < 1:
         raise ConfigurationError("tokens to profile", got=problem.tokens, need=">= 1")
     rank, world = problem.parallel.rank, problem.parallel.world_size
-    # Drawn on the CPU: every rank can draw what the others pass.
-    routings = [_routing(problem, kind, 0 if replicated else each) for each in range(world)]
+    # Drawn on the CPU, so that every rank can reproduce the routing of all ranks.
+    routings = [_routing(problem, kind, 0 if replicated else source) for source in range(world)]
     plain = make_weights(replace(problem, quant="none"), device, rank)
     generator = torch.Generator(device).manual_seed(_SEED + (0 if replicated else rank))
     x_TH = torch.randn(problem.tokens, problem.hidden, device=device, generator=generator)
-    own = Routing(
+    routing = Routing(
         routings[rank].topk_weights_TK.to(device),
         routings[rank].topk_ids_TK.to(device),
         slots_in_turn(problem, device),
@@ -53,7 +52,7 @@ def make_inputs(
         load = load_of_rank(routings, problem, replicated=replicated)
     else:
         load = _load_alone(routings[rank], problem, plain.expert_map)
-    return ProfileInputs(x_TH.to(problem.dtype), quantized(plain, problem), own, load)
+    return ProfileInputs(x_TH.to(problem.dtype), quantized(plain, problem), routing, load)
 
 
 def _routing(problem: Problem, kind: RoutingKind, rank: int) -> Routing:
@@ -66,11 +65,11 @@ def _load_alone(routing: Routing, problem: Problem, expert_map: torch.Tensor | N
 
 
 def load_of_rank(routings: Sequence[Routing], problem: Problem, *, replicated: bool) -> RankLoad:
-    """Of rank `problem.parallel.rank`, where rank r passes routings[r] (on the CPU).
+    """Return the load of rank `problem.parallel.rank`, where rank r passes routings[r] on the CPU.
 
-    A row crosses a link once to each other rank that holds one of its experts. Of an expert with
-    copies any may be chosen; the choice here is that of the all-to-all part. replicated: all ranks
-    pass the same tokens, of which none need travel, but the sums of all others come back.
+    A row crosses a link once to each other rank that has one of its experts. For a replicated
+    expert the copy is chosen as in the all-to-all part. replicated: all ranks pass the same tokens,
+    so no rows are dispatched, but the sums of the other ranks are received.
     """
     rank, per_host = problem.parallel.rank, problem.parallel.ranks_per_host
     touched: set[int] = set()
@@ -83,16 +82,16 @@ def load_of_rank(routings: Sequence[Routing], problem: Problem, *, replicated: b
         )
         if replicated and source != rank:
             continue
-        here_TK = rank_TK == rank
-        arriving = int(here_TK.any(1).sum())
-        touched |= set(slot_TK[here_TK].tolist())
-        pairs += int(here_TK.sum())
-        rows += arriving
+        local_TK = rank_TK == rank
+        received = int(local_TK.any(1).sum())
+        touched |= set(slot_TK[local_TK].tolist())
+        pairs += int(local_TK.sum())
+        rows += received
         if source != rank:
-            back += arriving
+            back += received
         elif not replicated:
             others = (r for r in range(len(routings)) if r != rank)
             out = sum(int((rank_TK == other).any(1).sum()) for other in others)
     if replicated:
-        back = problem.tokens  # at the least one row of sums for each token
+        back = problem.tokens  # at least one row of sums per token
     return RankLoad(len(routings[rank].topk_ids_TK), rows, pairs, len(touched), out, back)

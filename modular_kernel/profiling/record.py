@@ -1,12 +1,13 @@
-"""What one rank does: make the pairings on the same inputs, time planned calls, trace eager ones.
+"""Recording of a profile on one rank: time planned calls and trace eager calls of each pairing.
 
-Two things are measured apart. The total that users get is that of a planned call: on a GPU a
-replayed CUDA graph where the pairing can be captured, timed by events, with no profiler loaded
-(once it was, launches are slower). The stages are those of eager calls of the same plan under
-torch's profiler, which runs the parts' host code instead of replaying. They are queued behind a
-pause of the GPU, so that it never waits for the host. A GPU that rested runs faster at first than
-its power limit lets it go on, so that the graph, where there is one, is replayed for a while before
-calls of either kind; and the L2 cache is overwritten before each, so that all find it cold.
+Two measurements are made separately. The end-to-end time is that of a planned call: on a GPU a CUDA
+graph replay if the pairing can be captured, timed with events while no profiler is loaded, because
+a loaded profiler slows down launches. The stage times are those of eager calls of the same plan
+under torch's profiler; under the profiler a plan runs the host code of the parts instead of
+replaying. Eager calls are queued behind a sleep of the GPU, so that the GPU never waits for the
+host. An idle GPU boosts its clocks for a short time, so the graph, if there is one, is replayed
+before calls of either kind until clocks have settled. The L2 cache is overwritten before each call,
+so that it is cold.
 """
 
 import math
@@ -40,22 +41,23 @@ from modular_kernel.replay import stages
 from modular_kernel.spec.problem import Machine, Problem, dtype_name
 from modular_kernel.tensors import ExpertWeights
 
-_CYCLES_PER_S = 2.0e9  # of a GPU, or fewer
-_SPARE = 3.0  # times what the host takes for an eager call that nobody profiles
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 5e-3, 0.5
-# Seen on an H200: clocks settle within 65 ms. More replays than that would only fill the trace.
-_HEAT_S, _MOST_HEAT = 0.1, 100
+_CYCLES_PER_S = 2.0e9  # upper bound of GPU clocks
+_SPARE = 3.0  # factor on the host time of an unprofiled eager call
+_MIN_PAUSE_S, _MAX_PAUSE_S = 5e-3, 0.5
+# On an H200 clocks settle within 65 ms. More replays would only enlarge the trace.
+_WARMUP_S, _MAX_WARMUP_REPLAYS = 0.1, 100
 _WARM_CALLS = 3
-_BARRIERS = 5  # of which the one that let go most equally tells how far clocks agree
-_REPLAYS, _REPLAYS_ON_CPU = 40, 4  # fixed: ranks that wait for each other make as many
+_BARRIERS = 5  # the one that ranks leave most simultaneously bounds the clock differences
+_REPLAYS, _REPLAYS_ON_CPU = 40, 4  # fixed, because all ranks must make equally many calls
 
 
 @dataclass(frozen=True)
 class ProfileJob:
-    """What to profile. pairs: (PrepareAndFinalize, experts), one or two. calls: traced ones.
+    """A profiling job.
 
-    traces: for each pair how its traces' paths begin. command: how to repeat it. prepared: each
-    pair has weights that its kernel prepared once, before, where it prepares any.
+    pairs: one or two (PrepareAndFinalize, experts) names. calls: number of traced calls. traces:
+    path prefix of the traces of each pair. command: the command line, for the record. prepared: use
+    prepared weights for each pair that can prepare them.
     """
 
     pairs: tuple[tuple[str, str], ...]
@@ -70,9 +72,12 @@ class ProfileJob:
 
 @dataclass(frozen=True)
 class Total:
-    """Planned calls, as users make them. us: the median of one call's microseconds, samples_us: all
-    of them. mode: "graph" or "eager" on a GPU, "cpu" or "interpreter". host_us: until a call that
-    is not in a graph returns, allocations: of device memory in it; None on a CPU."""
+    """End-to-end time of planned calls.
+
+    us: median microseconds of a call. samples_us: all samples. mode: "graph" or "eager" on a GPU,
+    else "cpu" or "interpreter". host_us: host time of a call outside a graph. allocations: device
+    memory allocations in it. Both are None on a CPU.
+    """
 
     us: float
     samples_us: tuple[float, ...]
@@ -82,16 +87,18 @@ class Total:
 
     @property
     def spread(self) -> float:
-        """The middle half of the samples over their median."""
+        """Interquartile range of the samples over their median."""
         quarters = quantiles(self.samples_us, n=4)
         return (quarters[2] - quarters[0]) / self.us if self.us else 0.0
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes. workspace: what the plan holds, its output apart. peak: most that torch's allocator
-    gave out above what the inputs take, buffers included; None on a CPU. prepared: of weights that
-    were prepared, which are among the inputs."""
+    """Memory use in bytes.
+
+    workspace: buffers of the plan, without the output. peak: maximum of torch's allocator above the
+    inputs, including buffers; None on a CPU. prepared: prepared weights, which count as inputs.
+    """
 
     workspace: int
     peak: int | None
@@ -100,7 +107,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Recorded:
-    """One pairing on one rank."""
+    """Measurements of one pairing on one rank."""
 
     pairing: str
     trace: Path
@@ -110,8 +117,11 @@ class Recorded:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """Everything one rank measured. link: bytes per second to the next rank's GPU, if known.
-    difference: RMS of the second pairing's output less the first's, over the first's."""
+    """All measurements of one rank.
+
+    link: bytes per second to the next rank's GPU, if known. difference: RMS of the difference of
+    the two pairings' outputs, relative to the RMS of the first output.
+    """
 
     rank: int
     environment: Environment
@@ -123,7 +133,7 @@ class RankRecord:
 
 
 def record_rank(rank: int, world_size: int, group: Any, job: ProfileJob) -> RankRecord:
-    """Do a job on one rank; every rank of the group does. group: None where there is one rank."""
+    """Run a job on one rank. Collective over `group`, which is None for a single rank."""
     problem = replace(job.problem, parallel=replace(job.problem.parallel, rank=rank))
     device = _device(job.machine)
     catalog = load_catalog()
@@ -136,8 +146,8 @@ def record_rank(rank: int, world_size: int, group: Any, job: ProfileJob) -> Rank
         bench = _Bench(job, problem, device, group, inputs)
         recorded, outputs = bench.run()
     difference = _difference(outputs) if len(outputs) > 1 else None
-    where = environment(device, job.command)
-    return RankRecord(rank, where, peaks, link, inputs.load, recorded, difference)
+    env = environment(device, job.command)
+    return RankRecord(rank, env, peaks, link, inputs.load, recorded, difference)
 
 
 def _device(machine: Machine) -> torch.device:
@@ -153,14 +163,14 @@ def _link(device: torch.device, rank: int, world_size: int) -> float | None:
 
 
 def _difference(outputs: Sequence[torch.Tensor]) -> float:
-    first, second = (each.double() for each in outputs)
+    first, second = (output.double() for output in outputs)
     norm = float(first.square().mean().sqrt())
     return float((second - first).square().mean().sqrt()) / norm if norm else math.nan
 
 
 @dataclass(frozen=True)
 class _Load:
-    """A graph to replay until clocks have settled, and the seconds that it takes; or none."""
+    """A graph to replay until clocks have settled, and its seconds per replay. run: may be None."""
 
     run: Callable[[], torch.Tensor] | None = None
     run_s: float = 0.0
@@ -168,11 +178,11 @@ class _Load:
     def replays(self) -> int:
         if self.run is None:
             return 0
-        return min(math.ceil(_HEAT_S / max(self.run_s, 1e-9)), _MOST_HEAT)
+        return min(math.ceil(_WARMUP_S / max(self.run_s, 1e-9)), _MAX_WARMUP_REPLAYS)
 
 
 class _Bench:
-    """The pairings of one job on one rank, in the order in which they are measured."""
+    """Measurement of the pairings of a job on one rank."""
 
     def __init__(
         self,
@@ -184,22 +194,22 @@ class _Bench:
     ) -> None:
         self.job, self.problem, self.device, self.group = job, problem, device, group
         self.inputs = inputs
-        # An inplace layer overwrites x, so that the next pairing would find another.
+        # An inplace layer overwrites x, which the next pairing needs unchanged.
         self.x_TH = inputs.x_TH.clone() if problem.inplace else inputs.x_TH
         self.on_gpu = device.type == "cuda"
         self.wipe: Wiper = wiper_of(device)
         self.clock = clock_of(device)
-        self.weights: dict[str, ExpertWeights] = {}  # prepared ones, by the pairing
+        self.weights: dict[str, ExpertWeights] = {}  # prepared weights by pairing
 
     def run(self) -> tuple[tuple[Recorded, ...], list[torch.Tensor]]:
-        """Record each pairing; return what was recorded, and its output."""
-        made = [self._made(*pair) for pair in self.job.pairs]
-        outputs = [output for _, _, output in made]
-        calls = [partial(self._call, plan) for plan, _, _ in made]
+        """Record each pairing; return the records and the outputs."""
+        prepared_plans = [self._made(*pair) for pair in self.job.pairs]
+        outputs = [output for _, _, output in prepared_plans]
+        calls = [partial(self._call, plan) for plan, _, _ in prepared_plans]
         totals, loads = self._totals(calls)
         recorded = []
         for (plan, memory, _), total, load, stem in zip(
-            made, totals, loads, self.job.traces, strict=True
+            prepared_plans, totals, loads, self.job.traces, strict=True
         ):
             name = f"{stem.name}-rank{self.problem.parallel.rank}.trace.json"
             trace = stem.with_name(name)
@@ -209,17 +219,17 @@ class _Bench:
         return tuple(recorded), outputs
 
     def _call(self, plan: Plan) -> torch.Tensor:
-        given, weights = self.inputs, self._weights_of(_kernel_of(plan))
+        inputs, weights = self.inputs, self._weights_of(_kernel_of(plan))
         if self.on_gpu:
-            return plan(given.x_TH, weights, given.routing)
+            return plan(inputs.x_TH, weights, inputs.routing)
         with self._as_users_run(_kernel_of(plan)):
-            return plan(given.x_TH, weights, given.routing)
+            return plan(inputs.x_TH, weights, inputs.routing)
 
     def _weights_of(self, kernel: FusedMoEModularKernel) -> ExpertWeights:
         return self.weights.get(kernel.pairing, self.inputs.weights)
 
     def _prepared(self, kernel: FusedMoEModularKernel) -> int:
-        """Prepare the weights of a pairing, and return how many bytes that takes."""
+        """Prepare the weights of a pairing if the job asks for it; return their bytes."""
         if not self.job.prepared:
             return 0
         with self._as_users_run(kernel):
@@ -227,22 +237,19 @@ class _Bench:
         return sum(spec.nbytes for spec in kernel.experts.prepared_specs().values())
 
     def _as_users_run(self, kernel: FusedMoEModularKernel) -> AbstractContextManager[None]:
-        """Operations beside parts of plain torch are not interpreted, either."""
+        """Return a context that runs operations as torch references if no part needs Triton."""
         parts = type(kernel.prepare_finalize), type(kernel.experts)
         return torch_twins(wanted=not needs_triton(*parts))
 
     def _made(self, pf: str, experts: str) -> tuple[Plan, Memory, torch.Tensor]:
-        """Return a plan after calls that compile and load everything.
-
-        With it come its memory and what the first call returned.
-        """
+        """Create and warm up a plan; return it with its memory use and its first output."""
         before = self._allocated(reset=True)
         kernel = make_kernel(pf, experts, self.problem, group=self.group, machine=self.job.machine)
         prepared = self._prepared(kernel)
-        plan, given = kernel.plan(), self.inputs
+        plan, inputs = kernel.plan(), self.inputs
         x_TH = self.x_TH.clone() if self.problem.inplace else self.x_TH
         with self._as_users_run(kernel):
-            output = plan(x_TH, self._weights_of(kernel), given.routing).clone()
+            output = plan(x_TH, self._weights_of(kernel), inputs.routing).clone()
         for _ in range(_WARM_CALLS if self.on_gpu else 0):
             self._call(plan)
         self.clock.wait()
@@ -263,8 +270,10 @@ class _Bench:
     def _totals(
         self, calls: Sequence[Callable[[], torch.Tensor]]
     ) -> tuple[list[Total], list[_Load]]:
-        """Of each planned call; those of two pairings in the order A, B, B, A. And what loads the
-        GPU as each of them does."""
+        """Time each planned call, two pairings in the order A, B, B, A.
+
+        Returns the totals and, for each call, the load that warms up the GPU before it.
+        """
         runs, modes, loads = [], [], []
         for (pf, experts), call in zip(self.job.pairs, calls, strict=True):
             run, mode = self._captured(pf, experts, call)
@@ -276,42 +285,48 @@ class _Bench:
         samples: list[list[float]] = [[] for _ in runs]
         for index in order:
             samples[index] += self._samples(runs[index], replays, loads[index])
-        # No graph is replayed any more, and no profiler was loaded yet.
-        hosts = [host_cost(call, self.device) for call in calls]
+        # After all graph replays, and before a profiler is loaded.
+        host_times = [host_cost(call, self.device) for call in calls]
         totals = [
             Total(
-                median(own),
-                tuple(own),
+                median(microseconds),
+                tuple(microseconds),
                 mode,
-                None if host is None else host.us,
-                None if host is None else host.allocations,
+                None if host_time is None else host_time.us,
+                None if host_time is None else host_time.allocations,
             )
-            for own, mode, host in zip(samples, modes, hosts, strict=True)
+            for microseconds, mode, host_time in zip(samples, modes, host_times, strict=True)
         ]
         return totals, loads
 
     def _captured(
         self, pf: str, experts: str, call: Callable[[], torch.Tensor]
     ) -> tuple[Callable[[], torch.Tensor], str]:
-        """One call in a CUDA graph, where every rank could capture it; else as it is."""
+        """Capture a call in a CUDA graph.
+
+        Returns the replay and "graph", or the call itself and its mode if it cannot be captured on
+        every rank.
+        """
         if not self.on_gpu:
             interpreted = self.job.machine.interpreter and needs_triton(pf, experts)
             return call, INTERPRETER if interpreted else "cpu"
-        promise = replace(self.problem, graph=True)
-        runs = capture([[call]]) if check(pf, experts, promise, self.job.machine).ok else None
+        graph_problem = replace(self.problem, graph=True)
+        runs = capture([[call]]) if check(pf, experts, graph_problem, self.job.machine).ok else None
         if self._largest(0.0 if runs else 1.0) or runs is None:
             return call, "eager"
         return runs[0], "graph"
 
     def _samples(self, run: Callable[[], torch.Tensor], replays: int, load: _Load) -> list[float]:
-        """Microseconds of each of some calls, behind the load behind which stages are traced, and
-        one that is not counted."""
+        """Return the microseconds of `replays` calls.
+
+        The same load as before traced calls runs first, then one call that is not counted.
+        """
         self._barrier()
         calls = repeat(run, load.replays() + replays + 1)
         return [ms * 1e3 for ms in samples_ms(calls, self.clock, self.wipe)[-replays:]]
 
     def _once_s(self, run: Callable[[], torch.Tensor]) -> float:
-        """Seconds of a call, the slowest rank's: ranks that wait for each other make as many."""
+        """Return the seconds of one call on the slowest rank, the same value on all ranks."""
         self._barrier()
         start = self.clock.mark()
         run()
@@ -320,25 +335,25 @@ class _Bench:
         return self._largest(self.clock.ms(start, end)) / 1e3
 
     def _trace(self, plan: Plan, load: _Load, path: Path) -> None:
-        """Write a Chrome trace of some eager calls.
+        """Write a Chrome trace of eager calls.
 
-        The step before it pays for the profiler itself.
+        A first step, which is not recorded, absorbs the initialization of the profiler.
         """
         call, pause = partial(self._call, plan), self._pause(plan)
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.on_gpu else [])
-        watch = torch.profiler.profile(
+        profile = torch.profiler.profile(
             activities=activities,
             schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
             on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
             acc_events=True,
         )
-        with without_own_lines(), watch as profiler:
+        with without_own_lines(), profile as profiler:
             for _ in range(2):
                 self._queue(call, load, pause)
                 profiler.step()
 
     def _queue(self, call: Callable[[], torch.Tensor], load: _Load, pause: float) -> None:
-        """Make the calls to trace, behind a time of the GPU in which the host queues them all."""
+        """Queue the calls to trace while the GPU is occupied, and wait for them."""
         for _ in range(_BARRIERS):
             with record_function(BARRIER):
                 self._barrier()
@@ -352,7 +367,7 @@ class _Bench:
         self.clock.wait()
 
     def _occupy(self, load: _Load, pause: float) -> None:
-        """Have the GPU sleep for `pause` seconds, in which the host queues all, then load it."""
+        """Queue a sleep of `pause` seconds, in which the host queues all calls, then the load."""
         torch.cuda._sleep(int(pause * _CYCLES_PER_S))  # type: ignore[no-untyped-call]
         for _ in range(load.replays()):
             if self.wipe is not None:
@@ -361,29 +376,29 @@ class _Bench:
             load.run()
 
     def _pause(self, plan: Plan) -> float:
-        """Seconds that are enough for the host to queue all calls under the profiler."""
+        """Return the seconds that the host needs to queue all calls under the profiler."""
         if not self.on_gpu:
             return 0.0
-        given, seconds = self.inputs, 0.0
-        for _ in range(2):  # the kernel's own calls: a plan's would be replayed
+        inputs, seconds = self.inputs, 0.0
+        for _ in range(2):  # call the kernel: calls of the plan would be replayed
             self._barrier()
             start = time.perf_counter()
             kernel = _kernel_of(plan)
-            kernel(given.x_TH, self._weights_of(kernel), given.routing)
+            kernel(inputs.x_TH, self._weights_of(kernel), inputs.routing)
             seconds = time.perf_counter() - start
-        wanted = _SPARE * self._largest(seconds) * self.job.calls
-        return min(max(wanted, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
+        needed = _SPARE * self._largest(seconds) * self.job.calls
+        return min(max(needed, _MIN_PAUSE_S), _MAX_PAUSE_S)
 
     def _largest(self, value: float) -> float:
-        """Over all ranks."""
+        """Return the maximum of `value` over all ranks."""
         if self.group is None:
             return value
-        told = torch.tensor([value], dtype=torch.float64, device=self.device)
-        torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX, group=self.group)
-        return float(told)
+        maximum = torch.tensor([value], dtype=torch.float64, device=self.device)
+        torch.distributed.all_reduce(maximum, torch.distributed.ReduceOp.MAX, group=self.group)
+        return float(maximum)
 
     def _barrier(self) -> None:
-        """All ranks are here, and their GPUs have nothing to do."""
+        """Wait until all ranks arrive and their GPUs are idle."""
         self.clock.wait()
         if self.group is not None:
             torch.distributed.barrier(self.group)
@@ -391,6 +406,6 @@ class _Bench:
 
 
 def _kernel_of(plan: Plan) -> FusedMoEModularKernel:
-    """Return the kernel that made a plan, which can be called as well."""
+    """Return the kernel that created the plan; unlike the plan, it does not replay launches."""
     assert isinstance(plan.kernel, FusedMoEModularKernel)
     return plan.kernel

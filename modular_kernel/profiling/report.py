@@ -1,4 +1,4 @@
-"""A profile as data: every rank's stages with their floors, totals, and what stands out."""
+"""Profile data: stages of every rank with their roofline, end-to-end times, and highlights."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,10 +20,12 @@ from modular_kernel.spec.problem import Machine, Problem
 
 @dataclass(frozen=True)
 class StageRow:
-    """One stage of one call on one rank, or the rest of what holds stages (is_stage False).
+    """One stage of one call on one rank.
 
-    host_us: of the host in it. device_us, launches: None where no GPU was watched. us: the device's
-    time, or the host's where that computed. work, floor: None for what the model does not know.
+    is_stage: False for the remaining time of a range that contains stages. entered: number of times
+    the stage was entered. host_us: host time in it. device_us, launches: None if no GPU was traced.
+    us: device time, or host time if the CPU computed. work, floor: None if the roofline model does
+    not cover the stage.
     """
 
     stage: str
@@ -38,22 +40,23 @@ class StageRow:
 
     @property
     def percent(self) -> float | None:
-        """Of the floor: 100 is as fast as can be."""
+        """Roofline time over actual time, in percent; 100 is optimal."""
         if self.floor is None or not self.us:
             return None
         return 100 * self.floor.us / self.us
 
     @property
     def lost_us(self) -> float | None:
-        """Above the floor."""
+        """Microseconds above the roofline time."""
         return None if self.floor is None else self.us - self.floor.us
 
 
 @dataclass(frozen=True)
 class RankProfile:
-    """One pairing on one rank. call: the traced one with the median span. sum_us: of its stages.
+    """Profile of one pairing on one rank.
 
-    total: planned calls. floor: of the layer on this rank, links apart.
+    call: the traced call with the median span. calls: number of traced calls. total: end-to-end
+    time of planned calls. floor: roofline of the layer on this rank, without links.
     """
 
     rank: int
@@ -72,40 +75,44 @@ class RankProfile:
 
     @property
     def coverage(self) -> float:
-        """Share of the call's time that lies in stages, 0 to 1."""
+        """Fraction of the call's time that is in stages, 0 to 1."""
         return self.call.coverage
 
     @property
     def sum_to_span(self) -> float:
-        """Sum of stages over the traced call, from its first device work to its last."""
+        """Sum of stages over the traced call's span from its first device work to its last."""
         return _ratio(self.sum_us, self.call.span_us)
 
     @property
     def sum_to_total(self) -> float:
-        """Sum of stages over the planned call."""
+        """Sum of stages over the end-to-end time of a planned call."""
         return _ratio(self.sum_us, self.total.us)
 
     @property
     def is_timed(self) -> bool:
-        """Whether its times are a machine's, not those of interpreted kernels."""
+        """Whether the times are meaningful, that is, kernels were not interpreted."""
         return self.total.mode != INTERPRETER
 
     @property
     def furthest(self) -> StageRow | None:
-        """The stage with the most time above its floor; None where kernels are interpreted."""
-        known = [row for row in self.rows if row.lost_us is not None and self.is_timed]
-        return max(known, key=lambda row: row.lost_us or 0.0, default=None)
+        """The stage with the most time above its roofline; None if kernels were interpreted."""
+        rows = [row for row in self.rows if row.lost_us is not None and self.is_timed]
+        return max(rows, key=lambda row: row.lost_us or 0.0, default=None)
 
     @property
     def least_percent(self) -> StageRow | None:
-        """The stage with the lowest per cent of its floor; None where kernels are interpreted."""
-        known = [row for row in self.rows if row.percent is not None and self.is_timed]
-        return min(known, key=lambda row: row.percent or 0.0, default=None)
+        """The stage with the lowest percentage of roofline; None if kernels were interpreted."""
+        rows = [row for row in self.rows if row.percent is not None and self.is_timed]
+        return min(rows, key=lambda row: row.percent or 0.0, default=None)
 
 
 @dataclass(frozen=True)
 class PairProfile:
-    """One pairing on every rank. merged: all ranks' traces in one file, if there are several."""
+    """Profile of one pairing on all ranks.
+
+    merged: trace file of all ranks, None for one rank. barrier_spread_us: see
+    `modular_kernel.profiling.chrome`.
+    """
 
     pairing: str
     ranks: tuple[RankProfile, ...]
@@ -114,14 +121,17 @@ class PairProfile:
 
     @property
     def slowest(self) -> RankProfile:
-        """The rank whose planned call takes longest: what the layer takes."""
+        """The rank with the longest planned call, which determines the time of the layer."""
         return max(self.ranks, key=lambda each: each.total.us)
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Everything `mk profile` found. missing: what could not be measured, and why. states: what
-    changed what ran."""
+    """The result of `mk profile`.
+
+    missing: notes on what could not be measured, and why. states: process-wide settings that affect
+    what runs.
+    """
 
     problem: Problem
     machine: Machine
@@ -141,7 +151,10 @@ def profile_of(
     traces: Sequence[Sequence[Trace]],
     merged: Sequence[Path | None],
 ) -> Profile:
-    """Put together what the ranks recorded. traces: of each pairing, by rank, as they were read."""
+    """Build the profile from the records of all ranks.
+
+    traces: parsed traces by pairing and rank. merged: path of the merged trace of each pairing.
+    """
     problem, machine = job.problem, job.machine
     pairs = tuple(
         PairProfile(
@@ -214,44 +227,48 @@ def _rows(
 
 
 def _layer_floor(record: RankRecord, problem: Problem) -> Floor:
-    """Of the whole layer on one rank: its products, its experts' weights, its x and y once."""
+    """Return the layer's roofline on one rank: GEMMs, weights of routed experts, x and y once."""
     load = Load(record.load.pairs, record.load.touched, 0.0)
     work = work_of(problem, problem.scheme, [load])
     return floor_of(work, problem, problem.scheme, record.peaks)
 
 
 def _missing(pairs: Sequence[PairProfile], machine: Machine, link: float | None) -> list[str]:
-    """List what a reader might look for in vain."""
-    found = []
+    """Return notes on measurements that are missing from the profile."""
+    notes = []
     if machine.device != "cuda":
-        found.append(
+        notes.append(
             "No GPU was watched: no device time, launches or allocator's peak. Stages are the "
             "host's time, which computed; the total is the wall clock's, and no CUDA graph's."
         )
         if machine.interpreter:
-            found.append(
+            notes.append(
                 "Triton kernels, if any, were interpreted: that time says nothing of a GPU."
             )
     ranks = [rank for pair in pairs for rank in pair.ranks]
     if len(pairs[0].ranks) > 1 and link is None:
-        found.append("No rate between ranks was measured: floors of exchanges are memory's alone.")
+        notes.append("No rate between ranks was measured: floors of exchanges are memory's alone.")
     if machine.device == "cuda" and any(rank.total.mode == "eager" for rank in ranks):
-        found.append("A pairing cannot be captured: its total is of eager planned calls.")
-    lost = sum(row.us for rank in ranks for row in rank.rows if row.stage == NOWHERE)
-    if lost:
-        found.append(
-            f"{lost:.1f} us of device work has no launch in the traces: it is in no stage."
+        notes.append("A pairing cannot be captured: its total is of eager planned calls.")
+    lost_us = sum(row.us for rank in ranks for row in rank.rows if row.stage == NOWHERE)
+    if lost_us:
+        notes.append(
+            f"{lost_us:.1f} us of device work has no launch in the traces: it is in no stage."
         )
     unknown = {
         row.stage for rank in ranks for row in rank.rows if row.is_stage and row.floor is None
     }
     if unknown:
-        found.append(f"No floor is known of {', '.join(sorted(unknown))}.")
-    return found
+        notes.append(f"No floor is known of {', '.join(sorted(unknown))}.")
+    return notes
 
 
 def as_record(found: Profile) -> dict[str, Any]:
-    """For JSON. The first pairing's first rank stands on top: mostly there is no other."""
+    """Return the JSON record.
+
+    The stages of the first pairing's first rank are repeated at the top level, because mostly there
+    is no other.
+    """
     pairs = [_pair_record(pair) for pair in found.pairs]
     return {
         "pairing": found.pairs[0].pairing,
@@ -281,7 +298,7 @@ def _pair_record(pair: PairProfile) -> dict[str, Any]:
 
 
 def _rank_record(rank: RankProfile) -> dict[str, Any]:
-    most, least = rank.furthest, rank.least_percent
+    furthest, lowest = rank.furthest, rank.least_percent
     return {
         "rank": rank.rank,
         "trace": str(rank.trace),
@@ -294,8 +311,8 @@ def _rank_record(rank: RankProfile) -> dict[str, Any]:
         "total": vars(rank.total) | {"spread": rank.total.spread},
         "sum_to_span": rank.sum_to_span,
         "sum_to_total": rank.sum_to_total,
-        "furthest_from_floor": None if most is None else most.stage,
-        "least_percent_of_floor": None if least is None else least.stage,
+        "furthest_from_floor": None if furthest is None else furthest.stage,
+        "least_percent_of_floor": None if lowest is None else lowest.stage,
         "layer_floor": rank.floor,
         "load": rank.load,
         "workspace_bytes": rank.memory.workspace,

@@ -1,4 +1,4 @@
-"""Keeps what torch's profiler says of itself off the screen."""
+"""Suppression of log lines that torch's profiler prints on stderr."""
 
 import os
 import sys
@@ -6,26 +6,26 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_OWN = b"USDT:"  # kineto's, since torch 2.13, for tools that trace processes
+_OWN = b"USDT:"  # prefix of kineto's lines for process tracing tools, since torch 2.13
 
 
 @contextmanager
 def without_own_lines() -> Iterator[None]:
-    """Hold stderr back inside the block, then pass on what is not the profiler's own.
+    """Buffer stderr inside the context, then print all lines but those of the profiler.
 
-    The lines come from C++, so the file itself is exchanged, not `sys.stderr`.
+    The lines come from C++, so file descriptor 2 is redirected, not `sys.stderr`.
     """
     sys.stderr.flush()
-    with tempfile.TemporaryFile() as held:
-        shown = os.dup(2)
-        os.dup2(held.fileno(), 2)
+    with tempfile.TemporaryFile() as buffered:
+        saved_fd = os.dup(2)
+        os.dup2(buffered.fileno(), 2)
         try:
             yield
         finally:
             sys.stderr.flush()
-            os.dup2(shown, 2)
-            os.close(shown)
-            held.seek(0)
-            for line in held:
+            os.dup2(saved_fd, 2)
+            os.close(saved_fd)
+            buffered.seek(0)
+            for line in buffered:
                 if not line.startswith(_OWN):
                     os.write(2, line)

@@ -1,4 +1,4 @@
-"""A profile in words and cells: what the text table and the HTML report both show."""
+"""Sentences and table cells of a profile, shared by the text output and the HTML report."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ COLUMNS = (
     *("stage", "entered", "launches", "host us", "device us", "MB", "MB link", "GFLOP"),
     *("floor us", "% of floor", "bound"),
 )
-# Left out where a terminal is narrow, the last one first.
+# Columns dropped on a narrow terminal, starting with the last.
 OPTIONAL = (
     *("% of floor", "floor us", "launches", "bound", "host us", "MB", "MB link", "GFLOP"),
     "entered",
@@ -20,7 +20,7 @@ COMPARED = ("stage", "A us", "B us", "B - A us", "B / A")
 
 
 def name_of(row: StageRow) -> str:
-    """Return what the row is called: "(rest of experts)" for what is in no stage."""
+    """Return the name of a row; time outside stages is called, for example, "(rest of experts)"."""
     if row.stage == NOWHERE:
         return "(launch unknown)"
     plain = row.stage.removeprefix(stages.PREFIX)
@@ -28,13 +28,13 @@ def name_of(row: StageRow) -> str:
 
 
 def cells(rank: RankProfile) -> list[tuple[str, ...]]:
-    """One row of COLUMNS for each stage, then the sum of the stages.
+    """Return a row of COLUMNS for each stage, then one with the sum of the stages.
 
-    Where kernels were interpreted, no share of a floor is shown: that time says nothing of it.
+    The percentage of the roofline is not shown if kernels were interpreted.
     """
     shares = rank.is_timed
     staged = [row for row in rank.rows if row.is_stage]
-    # On a GPU a rest counts only if it launched something: the host's time in it is no stage's.
+    # On a GPU, time outside stages is shown only if it includes device work.
     rests = [row for row in rank.rows if not row.is_stage and row.us > 0]
     rows = [_cells(row, shares=shares) for row in (*staged, *rests)]
     counts = [row.launches for row in staged if row.launches is not None]
@@ -71,7 +71,7 @@ def _cells(row: StageRow, *, shares: bool) -> tuple[str, ...]:
 
 
 def number(value: float | None) -> str:
-    """Three digits or more; ABSENT for None."""
+    """Format a number with about three significant digits; ABSENT for None."""
     if value is None:
         return ABSENT
     size = abs(value)
@@ -79,11 +79,13 @@ def number(value: float | None) -> str:
 
 
 def sentences(pair: PairProfile) -> list[str]:
-    """Say what stands out of a pairing, on its slowest rank."""
+    """Summarize the slowest rank of a pairing in sentences."""
     rank = pair.slowest
-    where = f" (rank {rank.rank}, the slowest of {len(pair.ranks)})" if len(pair.ranks) > 1 else ""
+    rank_text = (
+        f" (rank {rank.rank}, the slowest of {len(pair.ranks)})" if len(pair.ranks) > 1 else ""
+    )
     return [line for line in (
-        f"Total that users get{where}: {_total(rank)}",
+        f"Total that users get{rank_text}: {_total(rank)}",
         _eager(rank),
         _furthest(rank),
         _memory(rank),
@@ -93,14 +95,14 @@ def sentences(pair: PairProfile) -> list[str]:
 
 def _total(rank: RankProfile) -> str:
     total = rank.total
-    how = {
+    description = {
         "graph": "a planned call in a CUDA graph",
         "eager": "a planned call, not in a graph",
         "cpu": "a planned call by the wall clock",
         "interpreter": "a planned call of interpreted Triton kernels: no machine's speed",
     }[total.mode]
     text = (
-        f"{number(total.us)} us, {how}, median of {len(total.samples_us)} "
+        f"{number(total.us)} us, {description}, median of {len(total.samples_us)} "
         f"(middle half within {total.spread:.1%})"
     )
     if rank.is_timed:
@@ -131,16 +133,16 @@ def _eager(rank: RankProfile) -> str:
 
 
 def _furthest(rank: RankProfile) -> str:
-    most, least = rank.furthest, rank.least_percent
-    if most is None or most.floor is None:
+    furthest, lowest = rank.furthest, rank.least_percent
+    if furthest is None or furthest.floor is None:
         return ""
     text = (
-        f"Furthest from its floor: {name_of(most)}, {number(most.us)} us where "
-        f"{number(most.floor.us)} ({most.floor.bound}) cannot be beaten: "
-        f"{number(most.lost_us)} us to gain."
+        f"Furthest from its floor: {name_of(furthest)}, {number(furthest.us)} us where "
+        f"{number(furthest.floor.us)} ({furthest.floor.bound}) cannot be beaten: "
+        f"{number(furthest.lost_us)} us to gain."
     )
-    if least is not None and least.stage != most.stage:
-        text += f" Lowest share of its floor: {name_of(least)}, {number(least.percent)} %."
+    if lowest is not None and lowest.stage != furthest.stage:
+        text += f" Lowest share of its floor: {name_of(lowest)}, {number(lowest.percent)} %."
     return text
 
 
@@ -148,8 +150,8 @@ def _memory(rank: RankProfile) -> str:
     memory = rank.memory
     text = f"Workspace: {number(memory.workspace / 2**20)} MiB held by the plan"
     if memory.prepared:
-        once = f"{number(memory.prepared / 2**20)} MiB of weights prepared once, before"
-        text = f"{once}, beside the others. {text}"
+        prepared = f"{number(memory.prepared / 2**20)} MiB of weights prepared once, before"
+        text = f"{prepared}, beside the others. {text}"
     if memory.peak is None:
         return text + "."
     return text + f"; {number(memory.peak / 2**20)} MiB at the peak, with outputs."
@@ -170,14 +172,14 @@ def _percent(part: float, whole: float) -> str:
 
 
 def compared(profile: Profile) -> list[tuple[str, ...]]:
-    """One row of COMPARED for each stage of either pairing and for the totals; for two pairings."""
+    """Return the rows of COMPARED for two pairings: each stage of either one, and the totals."""
     first, second = (pair.slowest for pair in profile.pairs)
-    mine, theirs = (
-        {name_of(row): row.us for row in each.rows if row.is_stage} for each in (first, second)
+    first_times, second_times = (
+        {name_of(row): row.us for row in rank.rows if row.is_stage} for rank in (first, second)
     )
     rows = [
-        _compared(name, mine.get(name), theirs.get(name))
-        for name in dict.fromkeys((*mine, *theirs))
+        _compared(name, first_times.get(name), second_times.get(name))
+        for name in dict.fromkeys((*first_times, *second_times))
     ]
     rows.append(_compared("sum of stages", first.sum_us, second.sum_us))
     rows.append(_compared("total (planned)", first.total.us, second.total.us))
@@ -191,15 +193,15 @@ def _compared(name: str, a: float | None, b: float | None) -> tuple[str, ...]:
 
 
 def difference(profile: Profile) -> str:
-    """How far the outputs of two pairings are apart; "" for one."""
+    """Describe the difference of the outputs of two pairings; "" for one pairing."""
     if profile.difference is None:
         return ""
     return f"Outputs on the same inputs differ by {profile.difference:.2e} of the first's RMS."
 
 
 def facts(profile: Profile) -> Sequence[tuple[str, str]]:
-    """Where and of what: pairs of a name and a text."""
-    found, peaks = profile.environment, profile.peaks
+    """Return (name, text) pairs that describe the problem and the environment."""
+    env, peaks = profile.environment, profile.peaks
     rates = ", ".join(f"{name} {rate / 1e12:.3g} Tflop/s" for name, rate in peaks.flops.items())
     link = f", link {profile.link / 1e9:.3g} GB/s" if profile.link else ""
     load = profile.pairs[0].slowest.load
@@ -209,7 +211,7 @@ def facts(profile: Profile) -> Sequence[tuple[str, str]]:
         ("ranks", str(len(profile.pairs[0].ranks))),
         ("routing", f"{profile.routing}: {load.pairs} pairs, {load.touched} experts touched"),
         ("measured peaks", f"{rates}, memory {peaks.bandwidth / 1e12:.3g} TB/s{link}"),
-        ("made", f"{found['date']}, torch {found['torch']}, triton {found['triton']}"),
+        ("made", f"{env['date']}, torch {env['torch']}, triton {env['triton']}"),
         *((state.name, str(state)) for state in profile.states),
-        ("command", str(found["command"])),
+        ("command", str(env["command"])),
     )

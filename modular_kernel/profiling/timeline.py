@@ -1,4 +1,4 @@
-"""Colors of stages, and a call drawn on the host and on the device."""
+"""Timeline figure of a call on the host and on the device, and the colors of stages."""
 
 from collections.abc import Sequence
 
@@ -27,14 +27,14 @@ _MAIN = (stages.GEMM1, stages.GEMM2, stages.DISPATCH, stages.COMBINE)
 
 
 def color(stage: str) -> str:
-    """Return the color of a stage; of a fused one that of its product, exchange or first part."""
+    """Return the color of a stage; for a fused stage that of its GEMM, exchange or first part."""
     names = stages.parts(stage)
     main = next((name for name in names if name in _MAIN), names[0])
     return _COLORS.get(main, _OTHER)
 
 
 def timeline(call: CallTimes) -> Figure:
-    """Draw the call on the host and on the device, each from its own first moment."""
+    """Draw the call's host ranges and device work; each lane starts at its first interval."""
     lanes = [("host", [span for span in call.ranges if span.stage != stages.CALL])]
     if call.work:
         lanes.append(("device", list(call.work)))
@@ -47,7 +47,7 @@ def timeline(call: CallTimes) -> Figure:
 
 
 def _lane(shapes: list[str], name: str, spans: Sequence[Span], y: int) -> int:
-    """Add one lane's shapes; return its height."""
+    """Append the shapes of one lane at height `y`; return the height of the lane."""
     start = min((span.start_us for span in spans), default=0.0)
     end = max((span.end_us for span in spans), default=0.0)
     scale = Scale(0.0, max(end - start, 1e-9), 0.0, _WIDTH - _LEFT - _RIGHT, log=False)
@@ -59,20 +59,20 @@ def _lane(shapes: list[str], name: str, spans: Sequence[Span], y: int) -> int:
         title = f"{span.name}: {number(us)} us"
         if span.name != span.stage:
             title = f"{span.stage} - {title}"
-        place = (
+        attributes = (
             f'x="{_LEFT + scale.at(span.start_us - start):.1f}" y="{y + level * _ROW}" '
             f'width="{max(scale.at(us), 0.6):.1f}" height="{_BAR}" fill="{color(span.stage)}"'
         )
-        shapes.append(titled("rect", place, title))
+        shapes.append(titled("rect", attributes, title))
     return (max(levels, default=0) + 1) * _ROW
 
 
 def _levels(spans: Sequence[Span]) -> list[int]:
-    """Return how many spans before each in time are not over when it begins."""
+    """Return the vertical level of each span, the lowest that no overlapping span occupies."""
     order = sorted(range(len(spans)), key=lambda i: (spans[i].start_us, -spans[i].end_us))
     levels, active = [0] * len(spans), list[tuple[float, int]]()
     for index in order:
-        active = [each for each in active if each[0] > spans[index].start_us]
+        active = [item for item in active if item[0] > spans[index].start_us]
         taken = {level for _, level in active}
         levels[index] = next(level for level in range(len(taken) + 1) if level not in taken)
         active.append((spans[index].end_us, levels[index]))

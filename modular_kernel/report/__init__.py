@@ -1,5 +1,5 @@
-"""`mk report`: what pairs with what and why not, and what was measured, as pages to read.
+"""`mk report`: the support matrix and benchmark results as HTML and Markdown pages.
 
-One document model (`document`), two forms of it (`markdown`, `page`). Everything is a function of
-its arguments: the same parts and records give the same bytes on any machine.
+`pages.document` defines the document model, which `markdown` and `pages.html` render. Documents
+depend only on the parts and records: the same input gives the same bytes on any machine.
 """

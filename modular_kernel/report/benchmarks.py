@@ -1,4 +1,4 @@
-"""Benchmark records as a document: for each its origin, a summary, a drawing and its cells."""
+"""The document of benchmark results: origin, summary, figure and table of each record."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,10 @@ _RATIOS = ("ours / floor", "ours / best peer")
 
 
 def benchmarks_document(records: Sequence[BenchmarkRecord], *, cells: bool) -> Document:
-    """cells: with every cell as a table, not the drawings and summaries alone."""
+    """Build the document of all records, newest first.
+
+    cells: include a table of every cell, in addition to figures and summaries.
+    """
     drawn = [record for record in records if record.report is not None and record.report.rows]
     drawn.sort(key=date_of, reverse=True)
     others = [record for record in records if record not in drawn]
@@ -29,8 +32,10 @@ def benchmarks_document(records: Sequence[BenchmarkRecord], *, cells: bool) -> D
         assert record.report is not None
         blocks += _record(record.name, record.report, cells=cells)
     if not records:
-        where = "Records lie in `docs/benchmarks` of a checkout; a wheel has none."
-        blocks.append(Text(f"There is none here. {where} `mk report --docs FOLDER` reads others."))
+        location = "Records lie in `docs/benchmarks` of a checkout; a wheel has none."
+        blocks.append(
+            Text(f"There is none here. {location} `mk report --docs FOLDER` reads others.")
+        )
     if others:
         blocks += [
             Heading(2, "Records that are not drawn"),
@@ -40,23 +45,23 @@ def benchmarks_document(records: Sequence[BenchmarkRecord], *, cells: bool) -> D
 
 
 def date_of(record: BenchmarkRecord) -> str:
-    """Return when a record was made, as its environment says it."""
+    """Return the date of a record from its environment; "" if unknown."""
     return str(record.report.environment.get("date", "")) if record.report is not None else ""
 
 
 def _record(name: str, report: Report, *, cells: bool) -> list[Block]:
-    found: list[Block] = [Heading(2, name), Text(_origin(report))]
+    blocks: list[Block] = [Heading(2, name), Text(_origin(report))]
     lines = summary(report)
     if lines:
-        found.append(Items(lines))
-    drawn = figure(name, report)
-    if drawn is not None:
-        found.append(drawn)
+        blocks.append(Items(lines))
+    plot = figure(name, report)
+    if plot is not None:
+        blocks.append(plot)
     if cells:
         for operands, routing in dict.fromkeys((r.operands, r.routing) for r in report.rows):
             rows = [r for r in report.rows if (r.operands, r.routing) == (operands, routing)]
-            found += [Heading(3, f"{name}, {operands}, {routing} routing"), _cells(rows)]
-    return found
+            blocks += [Heading(3, f"{name}, {operands}, {routing} routing"), _cells(rows)]
+    return blocks
 
 
 def _origin(report: Report) -> str:
@@ -69,7 +74,7 @@ def _origin(report: Report) -> str:
 
 
 def _cells(rows: Sequence[Row]) -> Table:
-    """Return a table: a row for each shape and number of tokens, a column for each layer."""
+    """Build a table with a row per shape and token count and a column per layer."""
     names = list(dict.fromkeys(label(row) for row in rows))
     columns = ["shape", "T", "floor", *names, *_RATIOS]
     lines = []
@@ -82,9 +87,9 @@ def _cells(rows: Sequence[Row]) -> Table:
         lines.append(
             [group[0], str(group[1]), _us(floor), *cells, _over(ours, floor), _over(ours, peer)]
         )
-    kept = [i for i, name in enumerate(columns) if i < 2 or any(line[i] for line in lines)]
-    lines = [[line[i] for i in kept] for line in lines]
-    names = [columns[i] for i in kept]
+    nonempty = [i for i, name in enumerate(columns) if i < 2 or any(line[i] for line in lines)]
+    lines = [[line[i] for i in nonempty] for line in lines]
+    names = [columns[i] for i in nonempty]
     return Table(names, lines, numeric=frozenset(names[1:]))
 
 

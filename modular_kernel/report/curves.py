@@ -1,5 +1,7 @@
-"""Records as SVG drawings, by the panels of `mk bench --plot`, without a library: time over tokens,
-as a multiple of the floor where each row has one. Over decades of time, a tenth cannot be seen.
+"""SVG figures of benchmark records, with the same panels as `mk bench --plot`.
+
+They show time over tokens as a multiple of the floor, if every row has one: on an axis that covers
+decades of microseconds, a difference of 10 % would be invisible.
 """
 
 import math
@@ -13,15 +15,15 @@ from modular_kernel.report.pages.plots import COLORS, XMLNS, Scale, line, svg, t
 from modular_kernel.text import counted
 
 _ACROSS = 3
-_WIDTH, _HEIGHT = 380, 300  # of a panel
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 24, 28, 40  # room for its labels
-_LEGEND = 20  # height of a line of the legend
+_WIDTH, _HEIGHT = 380, 300  # size of a panel
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 24, 28, 40  # margins for its labels
+_LEGEND = 20  # height of a legend line
 _FLOOR = "floor"
 
 
 @dataclass(frozen=True)
 class _Point:
-    """height: what is drawn, a multiple of the floor or the microseconds."""
+    """A point of a curve. height: the plotted value, time over floor or microseconds."""
 
     tokens: int
     height: float
@@ -30,7 +32,11 @@ class _Point:
 
 @dataclass(frozen=True)
 class _Curve:
-    """points: by tokens. stroke: attributes of its line. color: of its dots, if it has some."""
+    """A curve of a panel.
+
+    points: sorted by tokens. stroke: SVG attributes of the line. color: color of the dots, "" for
+    none.
+    """
 
     name: str
     points: Sequence[_Point]
@@ -46,35 +52,35 @@ class _Panel:
 
 
 def figure(name: str, report: Report) -> Figure | None:
-    """Draw one panel for each shape, routing and kind of operands; a color for each layer.
+    """Draw a panel per shape, routing and operand type, with a color per layer.
 
-    None if nothing in the report has a time.
+    Returns None if the report has no timed row.
     """
     panels = _panels(report)
     curves = {curve.name: curve for panel in panels for curve in panel.curves}
     if not set(curves) - {_FLOOR}:
         return None
-    across = min(_ACROSS, len(panels))
-    legend = _legend(list(curves.values()), across)
-    top = math.ceil(len(curves) / across) * _LEGEND + 8
+    columns = min(_ACROSS, len(panels))
+    legend = _legend(list(curves.values()), columns)
+    top = math.ceil(len(curves) / columns) * _LEGEND + 8
     pieces = [
         svg(_legend(list(curves.values()), 1), _WIDTH, len(curves) * _LEGEND + 8, "legend"),
         *(svg(_drawn(panel), _WIDTH, _HEIGHT, panel.title) for panel in panels),
     ]
-    placed = [
+    tiled = [
         svg(
             _drawn(panel),
             _WIDTH,
             _HEIGHT,
             panel.title,
-            f'x="{index % across * _WIDTH}" y="{index // across * _HEIGHT + top}" ',
+            f'x="{index % columns * _WIDTH}" y="{index // columns * _HEIGHT + top}" ',
         )
         for index, panel in enumerate(panels)
     ]
-    height = math.ceil(len(panels) / across) * _HEIGHT + top
-    whole = svg([*legend, *placed], across * _WIDTH, height, name, XMLNS) + "\n"
+    height = math.ceil(len(panels) / columns) * _HEIGHT + top
+    drawing = svg([*legend, *tiled], columns * _WIDTH, height, name, XMLNS) + "\n"
     caption = f"{name}: solid: ours; dotted: others; dashed: the floor."
-    return Figure(name, whole, caption, pieces)
+    return Figure(name, drawing, caption, pieces)
 
 
 def _panels(report: Report) -> list[_Panel]:
@@ -95,16 +101,16 @@ def _panel(title: str, rows: Sequence[Row], colors: dict[str, str]) -> _Panel:
         stroke = 'class="line" stroke-dasharray="6 4"'
         curves.append(_Curve(_FLOOR, [_Point(t, 1.0, us) for t, us in floors], stroke, ""))
     for name in dict.fromkeys(label(row) for row in rows):
-        mine = sorted((r for r in rows if label(r) == name), key=lambda r: r.tokens)
-        dotted = "" if mine[0].origin == OURS else ' stroke-dasharray="2 3"'
+        layer_rows = sorted((r for r in rows if label(r) == name), key=lambda r: r.tokens)
+        dotted = "" if layer_rows[0].origin == OURS else ' stroke-dasharray="2 3"'
         stroke = f'stroke="{colors[name]}"{dotted}'
-        points = [_point(row, over_floor) for row in mine]
+        points = [_point(row, over_floor) for row in layer_rows]
         curves.append(_Curve(name, points, stroke, colors[name]))
     return _Panel(title, curves, "time / floor" if over_floor else "microseconds")
 
 
 def _point(row: Row, over_floor: bool) -> _Point:
-    us = row.us or 0.0  # a row that competes has a time
+    us = row.us or 0.0  # a competing row always has a time
     return _Point(row.tokens, us / (row.floor_us or us) if over_floor else us, us)
 
 
@@ -127,12 +133,12 @@ def _drawn(panel: _Panel) -> list[str]:
 
 
 def _frame(panel: _Panel) -> list[str]:
-    across, down = (_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT / 2
+    center_x, center_y = (_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT / 2
     middle = ' text-anchor="middle"'
     return [
-        text(across, 16, panel.title, f'{middle} font-weight="bold"'),
-        text(across, _HEIGHT - 6, "tokens", middle),
-        text(12, down, panel.unit, f'{middle} transform="rotate(-90 12 {down:.1f})"'),
+        text(center_x, 16, panel.title, f'{middle} font-weight="bold"'),
+        text(center_x, _HEIGHT - 6, "tokens", middle),
+        text(12, center_y, panel.unit, f'{middle} transform="rotate(-90 12 {center_y:.1f})"'),
     ]
 
 
@@ -150,17 +156,17 @@ def _grid(x: Scale, y: Scale, tokens: Sequence[int]) -> list[str]:
 
 
 def _curve(curve: _Curve, x: Scale, y: Scale) -> list[str]:
-    places = [(x.at(point.tokens), y.at(point.height)) for point in curve.points]
-    path = " ".join(f"{left:.1f},{top:.1f}" for left, top in places)
-    drawn = f'<polyline points="{path}" fill="none" stroke-width="1.5" {curve.stroke}/>'
+    positions = [(x.at(point.tokens), y.at(point.height)) for point in curve.points]
+    path = " ".join(f"{left:.1f},{top:.1f}" for left, top in positions)
+    polyline = f'<polyline points="{path}" fill="none" stroke-width="1.5" {curve.stroke}/>'
     if not curve.color:
-        return [drawn]
+        return [polyline]
     dots = [
         titled(
             "circle",
             f'cx="{left:.1f}" cy="{top:.1f}" r="2.2" fill="{curve.color}"',
             f"{curve.name}, {counted(point.tokens, 'token')}: {point.us:.1f} us",
         )
-        for (left, top), point in zip(places, curve.points, strict=True)
+        for (left, top), point in zip(positions, curve.points, strict=True)
     ]
-    return [drawn, *dots]
+    return [polyline, *dots]

@@ -1,4 +1,4 @@
-"""The page of errors: every class of `modular_kernel.errors`, in its order, from its docstring."""
+"""The page of errors, generated from the docstrings of the classes in `modular_kernel.errors`."""
 
 import inspect
 from types import ModuleType
@@ -27,7 +27,7 @@ assert rules == ["format", "reduce"]
 
 
 def errors_document(module: ModuleType = errors) -> Document:
-    """Every error the toolkit raises on purpose."""
+    """Build the document of all error classes that `module` defines, in order of definition."""
     classes = [
         cls
         for cls in vars(module).values()

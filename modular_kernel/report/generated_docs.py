@@ -1,4 +1,4 @@
-"""The files under docs/ that are made from the code and the records: what they must hold."""
+"""Contents of the files under docs/ that are generated from the code and the records."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,16 +27,16 @@ _FIGURES = "plots"
 
 @dataclass(frozen=True)
 class Stale:
-    """A generated file that is not what it must be."""
+    """A generated file that is out of date."""
 
     path: Path
-    fault: str  # missing, changed, or made from nothing
+    fault: str  # "missing", "changed", or "made from nothing" (its record no longer exists)
 
 
 def html_page(catalog: Catalog, docs: Path) -> str:
-    """Put all parts of `catalog` and all records of `docs` on one page, after what stands out.
+    """Render highlights, the support matrix of `catalog` and the records in `docs` as one page.
 
-    Without records, as from a wheel, their section comes last and says where some are.
+    Without records, as in an installed wheel, the benchmark section comes last.
     """
     matrix, records = judged_matrix(catalog), read_records(docs / RECORDS)
     measured = _below(benchmarks_document(records, cells=True))
@@ -64,12 +64,12 @@ def _tiles(matrix: Matrix, records: Sequence[BenchmarkRecord]) -> Tiles:
         *([(str(len(drawn)), "benchmark records")] if drawn else []),
     ]
     if newest is not None and newest.report is not None:
-        tiles += [(mean, f"{what} ({newest.name})") for mean, what in ratios(newest.report)]
+        tiles += [(mean, f"{label} ({newest.name})") for mean, label in ratios(newest.report)]
     return Tiles(tiles)
 
 
 def _below(document: Document) -> list[Block]:
-    """Return the document's blocks below a page's title."""
+    """Return the document's blocks with each heading one level lower."""
     return [
         Heading(block.level + 1, block.text) if isinstance(block, Heading) else block
         for block in document
@@ -77,7 +77,7 @@ def _below(document: Document) -> list[Block]:
 
 
 def generated(catalog: Catalog, docs: Path) -> dict[Path, str]:
-    """Path below `docs` -> text, of every file that is made; built-in parts alone count."""
+    """Return the text of every generated file by its path below `docs`, for built-in parts only."""
     _check_folder(docs)
     documents: dict[str, Document] = {
         "support-matrix.md": matrix_document(judged_matrix(built_in(catalog))),
@@ -99,33 +99,33 @@ def _parts(catalog: Catalog) -> list[str]:
 
 
 def stale(catalog: Catalog, docs: Path) -> list[Stale]:
-    """List what `write` would change, by path."""
+    """List the files that `write` would change, sorted by path."""
     return _compared(generated(catalog, docs), docs)
 
 
 def _compared(texts: dict[Path, str], docs: Path) -> list[Stale]:
-    found = []
+    stale_files = []
     for path, text in texts.items():
         if not (docs / path).is_file():
-            found.append(Stale(path, "missing"))
+            stale_files.append(Stale(path, "missing"))
         elif (docs / path).read_text(encoding="utf-8") != text:
-            found.append(Stale(path, "changed"))
-    found += [Stale(path, "made from nothing") for path in _orphans(texts, docs)]
-    return sorted(found, key=lambda one: one.path)
+            stale_files.append(Stale(path, "changed"))
+    stale_files += [Stale(path, "made from nothing") for path in _orphans(texts, docs)]
+    return sorted(stale_files, key=lambda one: one.path)
 
 
 def write(catalog: Catalog, docs: Path) -> list[Stale]:
-    """Write what is stale, and remove drawings whose record is gone; returns what was stale."""
+    """Update stale files and delete figures without a record; return the files that were stale."""
     texts = generated(catalog, docs)
-    found = _compared(texts, docs)
-    for one in found:
-        path = docs / one.path
-        if one.path in texts:
+    stale_files = _compared(texts, docs)
+    for file in stale_files:
+        path = docs / file.path
+        if file.path in texts:
             path.parent.mkdir(parents=True, exist_ok=True)
-            json_files.write(path, texts[one.path])
+            json_files.write(path, texts[file.path])
         else:
             path.unlink()
-    return found
+    return stale_files
 
 
 def _orphans(texts: dict[Path, str], docs: Path) -> list[Path]:

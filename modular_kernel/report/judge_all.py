@@ -1,4 +1,4 @@
-"""Every pair judged for every scheme and number of ranks, on a machine that is described."""
+"""Compatibility of every pair for every scheme and world size on a described machine."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -11,16 +11,16 @@ from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.spec.problem import Machine, Parallel, Problem
 from modular_kernel.spec.quantization import QUANT_SCHEMES
 
-_DISTRIBUTION = "modular-kernel "  # how the origin of a part of ours begins
+_DISTRIBUTION = "modular-kernel "  # prefix of the origin of built-in parts
 WORLD_SIZES = (1, 2, 4)
-# A layer of Qwen3-30B: no scheme's group leaves a rest, and ranks share the experts evenly.
+# A layer of Qwen3-30B: all quantization groups divide the sizes, and ranks divide the experts.
 PROBLEM = Problem(tokens=128, hidden=2048, intermediate=768, experts=128, top_k=8)
 MACHINE = Machine("cuda", (9, 0), name="described")
 
 
 @dataclass(frozen=True)
 class JudgedPair:
-    """One pair in one situation, and every reason that any of its ranks has against it."""
+    """A pair with one scheme and world size, and the rejections of all of its ranks."""
 
     prepare_finalize: str
     experts: str
@@ -38,13 +38,13 @@ class JudgedPair:
 
     @property
     def rules(self) -> tuple[str, ...]:
-        """Names of the rules violated, each once."""
+        """Names of the violated rules, without duplicates."""
         return tuple(dict.fromkeys(rejection.rule for rejection in self.rejections))
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """All cells, and what they were judged for."""
+    """The judged cells, with the problem and the machine."""
 
     catalog: Catalog
     problem: Problem
@@ -53,7 +53,7 @@ class Matrix:
 
     @cached_property
     def by_place(self) -> dict[tuple[str, str, str, int], JudgedPair]:
-        """Cells by pair, scheme and number of ranks."""
+        """Cells by (prepare_finalize, experts, quant, world_size)."""
         return {(*cell.pair, cell.quant, cell.world_size): cell for cell in self.cells}
 
     @cached_property
@@ -71,7 +71,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class RefusalReason:
-    """One rejection, and every cell that it is a reason against."""
+    """A rejection and the product of pairs, schemes and world sizes that it applies to."""
 
     rejection: Rejection
     pairs: tuple[tuple[str, str], ...]
@@ -80,19 +80,16 @@ class RefusalReason:
 
 
 def built_in(catalog: Catalog) -> Catalog:
-    """Return the parts of this distribution alone.
-
-    What else is installed must not change the docs.
-    """
+    """Return a catalog of the built-in parts only, so that plugins do not change the docs."""
     return Catalog(tuple(p for p in catalog.parts if p.origin.startswith(_DISTRIBUTION)))
 
 
 def furnished(
     machine: Machine, *parts: type[PrepareAndFinalize | PermuteExpertsUnpermute]
 ) -> Machine:
-    """Return the machine with all the packages that these parts ask for, and none besides.
+    """Return the machine with exactly the packages that these parts require.
 
-    Two parts may want packages that exclude each other, so there is no machine with all of them.
+    A machine with the packages of all parts may not exist, because some exclude each other.
     """
     packages = frozenset(package for part in parts for package in part.requires.packages)
     return replace(machine, packages=packages)
@@ -105,7 +102,10 @@ def judged_matrix(
     machine: Machine = MACHINE,
     world_sizes: Sequence[int] = WORLD_SIZES,
 ) -> Matrix:
-    """Judge all of it. machine: each pair finds the packages that its parts ask for there."""
+    """Judge every pair for every scheme and world size.
+
+    machine: for each pair, it is given exactly the packages that the two parts require.
+    """
     problems = {
         (size, quant): _ranks(problem, quant, size)
         for size in world_sizes
@@ -124,7 +124,7 @@ def judged_matrix(
 
 
 def _ranks(problem: Problem, quant: str, world_size: int) -> list[Problem]:
-    """Return the problem as each rank sees it."""
+    """Return the problem of each rank."""
     ranks = [Parallel(world_size, "linear", rank) for rank in range(world_size)]
     return [replace(problem, quant=quant, parallel=parallel) for parallel in ranks]
 
@@ -133,24 +133,25 @@ def _rejections(
     catalog: Catalog, pair: tuple[str, str], machine: Machine, problems: Iterable[Problem]
 ) -> tuple[Rejection, ...]:
     pf, experts = catalog.prepare_finalize(pair[0]), catalog.experts(pair[1])
-    here = furnished(machine, pf, experts)
-    found = [judge(pf, experts, problem, here).rejections for problem in problems]
-    return tuple(dict.fromkeys(rejection for of_rank in found for rejection in of_rank))
+    with_packages = furnished(machine, pf, experts)
+    by_rank = [judge(pf, experts, problem, with_packages).rejections for problem in problems]
+    return tuple(dict.fromkeys(rejection for of_rank in by_rank for rejection in of_rank))
 
 
 def reasons(matrix: Matrix) -> tuple[RefusalReason, ...]:
-    """Every rejection once, in the order found; together they say all that the cells say.
+    """Return every rejection with the cells it applies to, in order of first occurrence.
 
-    A rejection is listed again where it holds for other schemes with other pairs or ranks.
+    A rejection has several entries if its cells are not a product of pairs, world sizes and
+    schemes.
     """
-    places: dict[Rejection, dict[tuple[tuple[str, str], int], list[str]]] = {}
+    cells_by_rejection: dict[Rejection, dict[tuple[tuple[str, str], int], list[str]]] = {}
     for cell in matrix.cells:
         for rejection in cell.rejections:
-            at = places.setdefault(rejection, {})
+            at = cells_by_rejection.setdefault(rejection, {})
             at.setdefault((cell.pair, cell.world_size), []).append(cell.quant)
     return tuple(
         RefusalReason(rejection, pairs, quants, sizes)
-        for rejection, at in places.items()
+        for rejection, at in cells_by_rejection.items()
         for pairs, sizes, quants in _rectangles(at)
     )
 
@@ -159,7 +160,7 @@ Rectangle = tuple[tuple[tuple[str, str], ...], tuple[int, ...], tuple[str, ...]]
 
 
 def _rectangles(at: dict[tuple[tuple[str, str], int], list[str]]) -> list[Rectangle]:
-    """Group the places into products of pairs, ranks and schemes."""
+    """Decompose (pair, world size) -> schemes into products of pairs, world sizes and schemes."""
     pairs_of: dict[tuple[tuple[str, ...], int], list[tuple[str, str]]] = {}
     for (pair, size), quants in at.items():
         pairs_of.setdefault((tuple(quants), size), []).append(pair)

@@ -1,4 +1,4 @@
-"""A document as Markdown, for files that are kept in the repository."""
+"""Markdown rendering of documents, for generated files in the repository."""
 
 from collections.abc import Iterable
 from textwrap import fill
@@ -19,9 +19,9 @@ _NOTICE = "<!-- Made by `mk report --write`: change what it is made from, not th
 
 
 def markdown(document: Document, *, figures: str) -> str:
-    """Write the whole file.
+    """Render a document as the text of a Markdown file.
 
-    figures: the folder of drawings, as seen from the file.
+    figures: folder of the SVG figures, relative to the file.
     """
     return "\n\n".join([_NOTICE, *(_block(block, figures) for block in document)]) + "\n"
 
@@ -43,7 +43,7 @@ def _block(block: Block, figures: str) -> str:
 
 
 def _wrapped(text: str, *, indent: str = "") -> str:
-    """Wrap the text and never break a word: it may be a name or a path."""
+    """Wrap the text without breaking words, which may be names or paths."""
     return fill(
         text,
         _WIDTH,

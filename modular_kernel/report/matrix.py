@@ -1,4 +1,4 @@
-"""The support matrix as a document."""
+"""The document of the support matrix."""
 
 from collections.abc import Iterable
 
@@ -19,7 +19,7 @@ from modular_kernel.spec.quantization import QUANT_SCHEMES
 from modular_kernel.text import counted
 
 YES = "yes"
-# Declared properties that a problem can ask for.
+# Declared boolean capabilities that a problem can require.
 _OPTIONS = (
     "bias", "interleaved", "up_first", "expert_map", "localizes_ids", "weight_on_input",
     "keep_topk", "chunking", "inplace", "tf32", "graph_capturable", "deterministic",
@@ -28,7 +28,7 @@ _OPTIONS = (
 
 
 def matrix_document(matrix: Matrix) -> Document:
-    """Parts, pairs by number of ranks, and every reason of every refusal."""
+    """Build the document: parts, machines, pairs by world size, and all reasons of refusals."""
     return (
         *_introduction(matrix),
         Heading(2, "Parts"),
@@ -44,11 +44,11 @@ def matrix_document(matrix: Matrix) -> Document:
 def _introduction(matrix: Matrix) -> tuple[Block, ...]:
     problem, machine = matrix.problem, matrix.machine
     arch = f" of compute capability {machine.arch[0]}.{machine.arch[1]}" if machine.arch else ""
-    where = (
+    machine_text = (
         f"Machine, described and not the one at hand: {machine.device}{arch}, with the packages "
         "that the two parts ask for."
     )
-    what = (
+    layer_text = (
         f"Layer: {counted(problem.tokens, 'token')}, hidden size {problem.hidden}, "
         f"intermediate size {problem.intermediate}, {problem.experts} experts, "
         f"top-{problem.top_k}, {dtype_name(problem.dtype)}, {problem.act}; "
@@ -63,7 +63,7 @@ def _introduction(matrix: Matrix) -> tuple[Block, ...]:
             "rule refuses the pair; what the test suite proves, and on which machines, is listed "
             "in `tests/must_run.txt` of the source tree."
         ),
-        Items([where, what, other]),
+        Items([machine_text, layer_text, other]),
     )
 
 
@@ -112,9 +112,9 @@ def _takes(requires: Requirements) -> str:
     words = []
     if requires.dtypes != ALL_DTYPES:
         words.append(numbered(requires.dtypes))
-    for name, what in (("schemes", ""), ("dispatch_schemes", "quantizes ")):
+    for name, prefix in (("schemes", ""), ("dispatch_schemes", "quantizes ")):
         if hasattr(requires, name):
-            words.append(f"{what}{_schemes(getattr(requires, name))}")
+            words.append(f"{prefix}{_schemes(getattr(requires, name))}")
     activations = getattr(requires, "activations", ALL_ACTIVATIONS)
     if activations != ALL_ACTIVATIONS:
         words.append(f"activations {numbered(activations)}")
@@ -138,7 +138,7 @@ def _can(requires: Requirements) -> str:
 
 
 def _machines(matrix: Matrix) -> tuple[Block, ...]:
-    """Whether each part alone can run on some kinds of machine."""
+    """Build the table of parts that can run on four kinds of machines."""
     machines = {
         "compute capability 8.0": Machine("cuda", (8, 0)),
         "compute capability 9.0": Machine("cuda", (9, 0)),
@@ -154,8 +154,8 @@ def _machines(matrix: Matrix) -> tuple[Block, ...]:
 
 
 def _availability(part: Part, machine: Machine) -> str:
-    here = furnished(machine, part.cls)
-    return _yes_or(r.rule for r in unavailable(part.name, _declared(part), here))
+    with_packages = furnished(machine, part.cls)
+    return _yes_or(r.rule for r in unavailable(part.name, _declared(part), with_packages))
 
 
 def _yes_or(rules: Iterable[str]) -> str:
@@ -164,34 +164,34 @@ def _yes_or(rules: Iterable[str]) -> str:
 
 
 def _alike(matrix: Matrix) -> list[tuple[int, ...]]:
-    """Numbers of ranks, those together for which every pair has the same verdicts."""
-    found: dict[tuple[object, ...], list[int]] = {}
+    """Group the world sizes for which every pair violates the same rules."""
+    groups: dict[tuple[object, ...], list[int]] = {}
     for size in matrix.world_sizes:
         cells = [cell for cell in matrix.cells if cell.world_size == size]
-        found.setdefault(tuple(cell.rules for cell in cells), []).append(size)
-    return list(map(tuple, found.values()))
+        groups.setdefault(tuple(cell.rules for cell in cells), []).append(size)
+    return list(map(tuple, groups.values()))
 
 
 def _pairs(matrix: Matrix, sizes: tuple[int, ...]) -> tuple[Block, ...]:
-    """How many schemes each pair runs; then which, for pairs that run some."""
+    """Build the tables of pairs: number of supported schemes, then details of supported pairs."""
     size = sizes[0]
     pfs = list(dict.fromkeys(pf for pf, _ in matrix.pairs))
     experts = list(dict.fromkeys(ex for _, ex in matrix.pairs))
     overview = [(f"`{pf}`", *(_count(matrix, (pf, ex), size) for ex in experts)) for pf in pfs]
-    some = [pair for pair in matrix.pairs if _valid(matrix, pair, size)]
+    supported = [pair for pair in matrix.pairs if _valid(matrix, pair, size)]
     detail = [
         (f"`{pair[0]}`", f"`{pair[1]}`", *(_verdict(matrix, pair, q, size) for q in matrix.quants))
-        for pair in some
+        for pair in supported
     ]
     columns = ("PrepareAndFinalize", "experts", *(f"`{quant}`" for quant in matrix.quants))
-    which: tuple[Block, ...] = ()
-    if some:
-        which = (Text("Which, and the rules against the others."), Table(columns, detail))
+    details: tuple[Block, ...] = ()
+    if supported:
+        details = (Text("Which, and the rules against the others."), Table(columns, detail))
     return (
         Heading(2, f"On {_ranks_named(sizes)}"),
         Text(f"Schemes, of {len(matrix.quants)}, that each pair runs; or the rules against all."),
         Table(("", *(f"`{ex}`" for ex in experts)), overview),
-        *which,
+        *details,
     )
 
 
@@ -203,8 +203,8 @@ def _count(matrix: Matrix, pair: tuple[str, str], size: int) -> str:
     valid = _valid(matrix, pair, size)
     if valid:
         return f"{YES}: {valid}"
-    found = [matrix.by_place[*pair, quant, size].rules for quant in matrix.quants]
-    common = [rule for rule in found[0] if all(rule in other for other in found)]
+    violated = [matrix.by_place[*pair, quant, size].rules for quant in matrix.quants]
+    common = [rule for rule in violated[0] if all(rule in other for other in violated)]
     return f"no: {', '.join(common or ['differs by scheme'])}"
 
 
@@ -213,13 +213,13 @@ def _verdict(matrix: Matrix, pair: tuple[str, str], quant: str, size: int) -> st
 
 
 def _reasons(matrix: Matrix) -> tuple[Block, ...]:
-    """Every rejection; one that differs from another by its parties alone shares its row."""
+    """Build the table of rejections; those that differ only in their parties share a row."""
     parties: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for reason in reasons(matrix):
         r = reason.rejection
         key = (f"`{r.rule}`", r.got, r.need, r.hint, _where(matrix, reason))
         parties.setdefault(key, []).append(r.parties)
-    rows = [(rule, _between(matrix, named), *rest) for (rule, *rest), named in parties.items()]
+    rows = [(rule, _between(matrix, parts), *rest) for (rule, *rest), parts in parties.items()]
     return (
         Text(
             "A reason holds for each pair that its parties are part of, in every scheme and on "
@@ -236,11 +236,11 @@ def _between(matrix: Matrix, named: list[tuple[str, ...]]) -> str:
 
 
 def _where(matrix: Matrix, reason: RefusalReason) -> str:
-    """Say what part of the matrix a reason holds for; nothing if all that its parties are in."""
+    """Describe the cells that a reason applies to; "" if these are all cells of its parties."""
     parts = {name for pair in matrix.pairs for name in pair}
-    named = parts & set(reason.rejection.parties)
+    part_names = parts & set(reason.rejection.parties)
     words = []
-    if set(reason.pairs) != {pair for pair in matrix.pairs if named <= set(pair)}:
+    if set(reason.pairs) != {pair for pair in matrix.pairs if part_names <= set(pair)}:
         words.append(", ".join(" x ".join(pair) for pair in reason.pairs))
     if reason.quants != matrix.quants:
         words.append(", ".join(reason.quants))
@@ -254,5 +254,5 @@ def _ranks_named(sizes: tuple[int, ...]) -> str:
 
 
 def _listed(numbers: Iterable[int]) -> str:
-    *most, last = map(str, numbers)
-    return f"{', '.join(most)} and {last}" if most else last
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} and {last}" if others else last

@@ -1,4 +1,4 @@
-"""The page of mutation scores: what `mk test --mutate PART --save` recorded, part by part."""
+"""The page of mutation scores, from the records of `mk test --mutate PART --save`."""
 
 import json
 from collections.abc import Sequence
@@ -14,18 +14,21 @@ _NUMERIC = frozenset({"mutants", "executed", "put in", "killed", "equivalent", "
 
 
 def read_scores(folder: Path) -> tuple[Record, ...]:
-    """Every *.json in `folder`, by the name of the part; ConfigurationError for one of no score."""
+    """Read the scores from every *.json in `folder`, sorted by the name of the part.
+
+    Raises ConfigurationError for a file that is not a mutation score.
+    """
     return tuple(_read(path) for path in sorted(folder.glob("*.json")))
 
 
 def mutation_document(
     scores: tuple[Record, ...], defects: Path, notes: Path, parts: Sequence[str] = ()
 ) -> Document:
-    """Scores as a table, what survives of each part, and the fates of defects written by hand.
+    """Build the document: table of scores, survivors of each part, and hand-written defects.
 
-    defects: what tools/source_defects.py writes. notes: what is known of a survivor, by identity,
-    and under "scores" and "defects" how these were measured. Neither need be there. parts: every
-    part there is; those without a score are named.
+    defects: output file of tools/source_defects.py. notes: JSON file with a note per survivor id,
+    and under "scores" and "defects" notes on the measurements. Both files are optional. parts:
+    names of all parts; those without a score are listed.
     """
     known = json.loads(notes.read_text(encoding="utf-8")) if notes.is_file() else {}
     return (
@@ -81,7 +84,7 @@ def mutation_document(
 
 
 def _missing(scores: tuple[Record, ...], parts: Sequence[str]) -> tuple[Block, ...]:
-    """List the parts that have no score."""
+    """List the parts without a score."""
     measured = {score["part"] for score in scores}
     names = [f"`{name}`" for name in parts if name not in measured]
     if not names:
@@ -94,23 +97,25 @@ def _said(known: dict[str, str], key: str) -> tuple[Block, ...]:
 
 
 def _written(path: Path, known: dict[str, str]) -> tuple[Block, ...]:
-    """Say what becomes of defects written by hand, by level."""
+    """Build the section of hand-written defects, with outcomes by level."""
     if not path.is_file():
         return ()
-    found: dict[str, Record] = json.loads(path.read_text(encoding="utf-8"))
+    defects: dict[str, Record] = json.loads(path.read_text(encoding="utf-8"))
     rows, lists = [], []
     for level in ("smoke", "full"):
-        fates = [record.get(level, "not run") for record in found.values()]
-        killed = sum(fate.startswith("killed") for fate in fates)
-        others = [str(fates.count(fate)) for fate in ("survived", "not executed", "not run")]
-        rows.append((level, str(len(fates)), str(killed), *others))
-    for what, record in found.items():
-        fate = str(record.get("full", record.get("smoke", "not run")))
-        if not fate.startswith("killed"):
-            why = f": {record['why']}" if "why" in record else ""
+        outcomes = [record.get(level, "not run") for record in defects.values()]
+        killed = sum(outcome.startswith("killed") for outcome in outcomes)
+        others = [
+            str(outcomes.count(outcome)) for outcome in ("survived", "not executed", "not run")
+        ]
+        rows.append((level, str(len(outcomes)), str(killed), *others))
+    for name, record in defects.items():
+        outcome = str(record.get("full", record.get("smoke", "not run")))
+        if not outcome.startswith("killed"):
+            reason = f": {record['why']}" if "why" in record else ""
             if record.get("tests", "").startswith("killed"):
-                why += f"; {record['tests']}"
-            lists.append(f"{fate}: {what} (`{record['file']}`){why}")
+                reason += f"; {record['tests']}"
+            lists.append(f"{outcome}: {name} (`{record['file']}`){reason}")
     return (
         Heading(2, "Defects written by hand"),
         Text(
@@ -121,68 +126,70 @@ def _written(path: Path, known: dict[str, str]) -> tuple[Block, ...]:
         ),
         *_said(known, "defects"),
         Table(("level", "defects", "killed", "survived", "not executed", "not run"), rows),
-        *_tested([record["tests"] for record in found.values() if "tests" in record]),
+        *_tested([record["tests"] for record in defects.values() if "tests" in record]),
         *((Text("Not killed:"), Items(lists)) if lists else ()),
     )
 
 
 def _tested(fates: Sequence[str]) -> tuple[Block, ...]:
-    """Say how many of what the cases leave the tests of operations notice."""
+    """State how many defects that survive the cases are killed by the tests of operations."""
     if not fates:
         return ()
     killed = sum(fate.startswith("killed") for fate in fates)
-    which = f"Of the {len(fates)} that full leaves"
-    return (Text(f"{which}, the tests of operations (`tests/ops/test_ops_*.py`) kill {killed}."),)
+    subject = f"Of the {len(fates)} that full leaves"
+    return (Text(f"{subject}, the tests of operations (`tests/ops/test_ops_*.py`) kill {killed}."),)
 
 
 def _read(path: Path) -> Record:
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict) or found.get("part") != path.stem or "survivors" not in found:
+    score = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(score, dict) or score.get("part") != path.stem or "survivors" not in score:
         need = f"what `mk test --mutate {path.stem} --save` writes"
         raise ConfigurationError(str(path), got="another form", need=need)
-    return found
+    return score
 
 
 def _row(score: Record) -> tuple[str, ...]:
     counts = (score["mutants"], score["executed"], score["put_in"], score["killed"])
-    lived = len(score["equivalent"]), len(score["survivors"])
+    others = len(score["equivalent"]), len(score["survivors"])
     share = f"{score['score']:.1%}" if score["put_in"] else "nothing to change"
-    return (f"`{score['part']}`", *map(str, (*counts, *lived)), share)
+    return (f"`{score['part']}`", *map(str, (*counts, *others)), share)
 
 
 def _part(score: Record, known: dict[str, str]) -> tuple[Block, ...]:
     versions = ", ".join(f"{name} {number}" for name, number in score["versions"].items())
     ranks = score.get("world_size", 1)
-    over, per_host = f" over {ranks} ranks" if ranks > 1 else "", score.get("ranks_per_host")
-    over += f", {per_host} on each host" if per_host else ""
+    on_ranks, per_host = f" over {ranks} ranks" if ranks > 1 else "", score.get("ranks_per_host")
+    on_ranks += f", {per_host} on each host" if per_host else ""
     tests = f"{score['tests']} tests, and " if "tests" in score else ""
     about = (
-        f"{tests}{score['cases']} cases of {', '.join(score['pairings'])}{over}, "
+        f"{tests}{score['cases']} cases of {', '.join(score['pairings'])}{on_ranks}, "
         f"level {score['level']}; seed {score['seed']}; {versions}."
     )
     if score.get("shared"):
         about += f" {score['shared']} died before a case of theirs in the score of another part."
-    idle = sum(score["not_executed"].values())
-    apart = [f"{count}: {reason}" for reason, count in score["apart"].items()]
-    if idle:
-        where = ", ".join(f"`{module}` {count}" for module, count in score["not_executed"].items())
-        apart.append(f"{idle}: no case executes them on a CPU. {where}")
+    not_executed = sum(score["not_executed"].values())
+    excluded = [f"{count}: {reason}" for reason, count in score["apart"].items()]
+    if not_executed:
+        modules = ", ".join(
+            f"`{module}` {count}" for module, count in score["not_executed"].items()
+        )
+        excluded.append(f"{not_executed}: no case executes them on a CPU. {modules}")
     blocks: list[Block] = [Heading(2, f"`{score['part']}`"), Text(about)]
     if score["killed_by"]:
         blocks.append(Table(("killed by", "mutants"), _counts(score["killed_by"])))
-    if apart:
-        blocks += [Text("Listed apart, and not counted:"), Items(apart)]
+    if excluded:
+        blocks += [Text("Listed apart, and not counted:"), Items(excluded)]
     if score["equivalent"]:
         blocks.append(Heading(3, f"Equivalent in `{score['part']}`"))
-    for one in score["equivalent"]:
-        blocks += [Text(f"{_proof(one)}: {one['reason']}"), _diff(one)]
+    for item in score["equivalent"]:
+        blocks += [Text(f"{_proof(item)}: {item['reason']}"), _diff(item)]
     if score["survivors"]:
         blocks.append(Heading(3, f"Survivors of `{score['part']}`"))
-    for one in score["survivors"]:
-        note = known.get(one["id"], "Not looked into yet.")
-        bits = f"; a bit differs in {one['differing']}" if "differing" in one else ""
-        text = f"{one['cases']} cases pass{bits}. {note} `{one['command']}`"
-        blocks += [_diff(one), Text(text)]
+    for item in score["survivors"]:
+        note = known.get(item["id"], "Not looked into yet.")
+        bits = f"; a bit differs in {item['differing']}" if "differing" in item else ""
+        text = f"{item['cases']} cases pass{bits}. {note} `{item['command']}`"
+        blocks += [_diff(item), Text(text)]
     return tuple(blocks)
 
 
@@ -193,8 +200,8 @@ def _counts(found: dict[str, int]) -> list[tuple[str, str]]:
 def _proof(one: Record) -> str:
     if one["proof"] == "code":
         return f"The same compiled code in {one['forms']} forms of kernels"
-    beside = f", {one['beside']} others in the source at once" if one["beside"] else ""
-    return f"No bit differs in {one['problems']:,} problems{beside}"
+    together = f", {one['beside']} others in the source at once" if one["beside"] else ""
+    return f"No bit differs in {one['problems']:,} problems{together}"
 
 
 def _diff(one: Record) -> Code:

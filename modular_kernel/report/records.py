@@ -1,7 +1,7 @@
-"""Benchmark records as they lie in a folder, each read into one `bench.rows.Report`.
+"""Reading of benchmark records from a folder into `measure.records.Report`.
 
-Three forms are known: what `mk bench --json` writes; rows of layers named by `peer`; and a list
-of cells with the time of each scheme. A file of another form is kept by its name alone.
+Three formats are supported: the output of `mk bench --json`; rows with layers named in `peer`; and
+a list of cells with a time per scheme. For files of other formats only the name is kept.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from modular_kernel.utils import json_files
 
 _OUR_PREFIX = "mk_"
 _NARROW = "fp8"
-# What the layers of such rows are called by everybody else.
+# Layer name in the `peer` format -> usual name.
 _LAYERS = {
     "mk_triton": "TritonExperts",
     "mk_batched_triton": "BatchedTritonExperts",
@@ -28,16 +28,16 @@ _SCHEMES = {"_bf16": "", "_fp8ch": " fp8 by channel", "_fp8blk": " fp8 by block"
 
 @dataclass(frozen=True)
 class BenchmarkRecord:
-    """name: of the file without suffix. report: None if its form is not known."""
+    """A record file. name: file name without suffix. report: None if the format is unknown."""
 
     name: str
     report: Report | None
 
 
 def read_records(folder: Path) -> tuple[BenchmarkRecord, ...]:
-    """Every *.json in `folder`, by name; none if there is no such folder.
+    """Read every *.json in `folder`, sorted by name; () if there is no such folder.
 
-    ConfigurationError for a file that is no JSON.
+    Raises ConfigurationError for a file that is not JSON.
     """
     return tuple(BenchmarkRecord(path.stem, _read(path)) for path in sorted(folder.glob("*.json")))
 
@@ -45,21 +45,21 @@ def read_records(folder: Path) -> tuple[BenchmarkRecord, ...]:
 def _read(path: Path) -> Report | None:
     text = path.read_text(encoding="utf-8")
     try:
-        found = json_files.parse(text, constants=True)
+        record = json_files.parse(text, constants=True)
     except ValueError as error:
         raise ConfigurationError(str(path), got=str(error), need="JSON") from error
-    if isinstance(found, dict) and found.get("schema") == SCHEMA:
+    if isinstance(record, dict) and record.get("schema") == SCHEMA:
         return Report.from_json(text)
     try:
-        if isinstance(found, dict):
-            return _of_layers(found)
-        return _of_schemes(found)
-    except (KeyError, TypeError, AttributeError):  # another form
+        if isinstance(record, dict):
+            return _of_layers(record)
+        return _of_schemes(record)
+    except (KeyError, TypeError, AttributeError):  # an unknown format
         return None
 
 
 def _of_layers(found: dict[str, Any]) -> Report:
-    """Read a row for each layer in a cell; ours are named mk_*."""
+    """Read the `peer` format, with a row per layer and cell; our layers are named mk_*."""
     shapes = found.get("shapes", {})
     device = found["device"]
     environment = {**device, "device": device["name"], "date": found["date"]}
@@ -69,7 +69,7 @@ def _of_layers(found: dict[str, Any]) -> Report:
 
 def _layer_row(row: dict[str, Any], shape: dict[str, Any]) -> Row:
     sizes, name = {**shape, **row}, row["peer"]
-    narrow = _NARROW in row.get("dtype", name)
+    is_fp8 = _NARROW in row.get("dtype", name)
     return Row(
         shape=row["shape"],
         experts=sizes["E"],
@@ -83,7 +83,7 @@ def _layer_row(row: dict[str, Any], shape: dict[str, Any]) -> Row:
         layer=readable(name),
         origin=OURS if name.startswith(_OUR_PREFIX) else PEER,
         quant="none",
-        operands=_NARROW if narrow else "bf16",
+        operands=_NARROW if is_fp8 else "bf16",
         status=OK,
         us=row["us"],
         floor_us=row["floor_us"],
@@ -93,14 +93,14 @@ def _layer_row(row: dict[str, Any], shape: dict[str, Any]) -> Row:
 
 
 def readable(name: str) -> str:
-    """Return a layer's name in words: "vllm_triton_fp8ch" is "vLLM Triton fp8 by channel"."""
+    """Expand a layer name: "vllm_triton_fp8ch" becomes "vLLM Triton fp8 by channel"."""
     end = next((end for end in _SCHEMES if name.endswith(end)), "")
     layer = name.removesuffix(end)
     return _LAYERS.get(layer, layer) + _SCHEMES.get(end, "")
 
 
 def _of_schemes(found: list[Any]) -> Report:
-    """Read a row for each scheme in a cell, all of them ours, without a floor."""
+    """Read the list format, with a row per scheme and cell, all of our layers, without floors."""
     rows = [
         Row(
             shape=cell["shape"],

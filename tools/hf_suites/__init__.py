@@ -1,1 +1,1 @@
-"""Cases of transformers' own suite and of real packers, run on our parts."""
+"""Runs of transformers' own tests, and of checkpoints by real packers, on our parts."""

@@ -1,16 +1,16 @@
-"""Run cases of transformers' own suite, and of real packers, on our parts.
+"""Run transformers' own tests, and checkpoints by real packers, on our parts.
 
 TRITON_INTERPRET=1 python tools/hf_suites classes             every experts class of transformers
-python tools/hf_suites upstream --checkout DIR --site DIR     transformers' own tests, both sides
-python tools/hf_suites packers --site DIR... --sources DIR    what packers wrote, imported
-... --write RECORD.json                                       keeps the counts there too
+python tools/hf_suites upstream --checkout DIR --site DIR     transformers' own tests, on both sides
+python tools/hf_suites packers --site DIR... --sources DIR    import of packed checkpoints
+... --write RECORD.json                                       also writes the counts to a record
 
---checkout: src, tests and utils of a commit of transformers. --site: folders that pip filled, with
-packers or with what upstream's tests need. --sources: unpacked source distributions. --models: of
-upstream alone. --lines: a folder that keeps how upstream's cases ended; models that are in it are
-not run again. Nothing of them is copied here.
+--checkout: src, tests and utils of a commit of transformers. --site: folders installed by pip, with
+packers or with the dependencies of upstream's tests. --sources: unpacked source distributions.
+--models: models for upstream. --lines: a folder that keeps the outcomes of upstream's cases; models
+in it are not run again. Nothing of these projects is copied here.
 
-Exit code 1: a result of ours is wrong, or a call ended in a raw exception.
+Exits with 1 if a result of ours is wrong or a call ends with a raw exception.
 """
 
 import argparse
@@ -30,9 +30,9 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[number]) for number in (1, 
 from hf_suites import upstream
 from hf_suites.outcomes import Case, summary
 
-# GPTQModel compiles an extension and its layers; others ask for the hub.
+# Keep GPTQModel from compiling an extension and its layers, and others from accessing the hub.
 QUIET = {"GPTQMODEL_DISABLE_PACK_EXT": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
-AT_ONCE = 4  # models whose tests run in one process
+AT_ONCE = 4  # number of models whose tests run in one process
 _PACKAGES = (
     *("torch", "triton", "transformers", "auto_gptq", "gptqmodel", "auto_round", "autoawq"),
     *("compressed_tensors", "torchao", "nvidia_modelopt"),
@@ -40,7 +40,7 @@ _PACKAGES = (
 
 
 def main(given: list[str] | None = None) -> int:
-    """Run a suite, print how its cases ended, and return the exit code."""
+    """Run a suite, print the outcomes of its cases, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("suite", choices=("classes", "upstream", "packers"))
     parser.add_argument("--checkout", type=Path)
@@ -49,14 +49,14 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--models", nargs="*", default=[])
     parser.add_argument("--lines", type=Path)
     parser.add_argument("--write", type=Path)
-    asked = parser.parse_args(given)
-    sys.path += map(str, asked.site)
-    run = {"classes": _classes, "upstream": _upstream, "packers": _packers}[asked.suite]
-    found = summary(run(asked))
-    print(json.dumps(found, indent=1, ensure_ascii=False))
-    if asked.write is not None:
-        _keep(asked, found)
-    return int(bool(found["bad"]))
+    args = parser.parse_args(given)
+    sys.path += map(str, args.site)
+    run = {"classes": _classes, "upstream": _upstream, "packers": _packers}[args.suite]
+    counts = summary(run(args))
+    print(json.dumps(counts, indent=1, ensure_ascii=False))
+    if args.write is not None:
+        _keep(args, counts)
+    return int(bool(counts["bad"]))
 
 
 def _classes(asked: argparse.Namespace) -> Iterator[Case]:
@@ -81,19 +81,19 @@ def _upstream(asked: argparse.Namespace) -> Iterator[Case]:
     (site,) = asked.site
     with tempfile.TemporaryDirectory() as folder:
         lines = upstream.Lines(asked.lines or Path(folder))
-        left = [file for file in files if file not in lines.files]
-        for start in range(0, len(left), AT_ONCE):
-            part = left[start : start + AT_ONCE]
-            run = partial(upstream.run, asked.checkout, site, part)
+        remaining = [file for file in files if file not in lines.files]
+        for start in range(0, len(remaining), AT_ONCE):
+            batch = remaining[start : start + AT_ONCE]
+            run = partial(upstream.run, asked.checkout, site, batch)
             with ThreadPoolExecutor(2) as pool:
                 list(pool.map(run, upstream.SIDES, map(lines.of, upstream.SIDES)))
-            lines.finish(part)
+            lines.finish(batch)
         for case in lines.judged():
             yield upstream.nearer(case, asked.checkout, site)
 
 
 def _keep(asked: argparse.Namespace, found: dict[str, Any]) -> None:
-    """Put the suite's counts into the record, beside those of other suites."""
+    """Write the suite's counts into the record; those of other suites are kept."""
     record = json.loads(asked.write.read_text()) if asked.write.exists() else {}
     versions = record.setdefault("versions", {})
     for name in _PACKAGES:

@@ -1,6 +1,6 @@
-"""Every experts class that the installed transformers decorates, against its own eager forward.
+"""Comparison of every decorated experts class of transformers with its eager forward.
 
-The truth is that forward in float64: a mismatch says whose it is.
+The reference is the eager forward in float64, to attribute a mismatch to one side.
 """
 
 import copy
@@ -22,15 +22,15 @@ from modular_kernel.integrations.transformers import register, registration
 
 E, H, I, K = 4, 32, 24, 2  # noqa: E741
 PARTS = ("TorchExperts", "TritonExperts")
-# float32: sums of 32 products in any order. bfloat16: three roundings to 8 bits.
+# Relative error. float32: sums of 32 products in any order. bfloat16: three roundings to 8 bits.
 BOUNDS = {torch.float32: 3e-6, torch.bfloat16: 1e-2}
 TOKENS = (1, 11)
-# Grad mode off; on over frozen weights; on over weights that require grad, where transformers'
-# grouped_mm runs.
+# Without grad mode; in grad mode with frozen weights; in grad mode with trainable weights, for
+# which transformers' grouped_mm runs.
 MODES = ("no_grad", "grad, frozen", "grad, trainable")
 
 _DECORATED = re.compile(r"^@use_experts_implementation.*\nclass (\w+)", re.MULTILINE)
-# What a class asks its config for, by words in the name; the first line that fits counts.
+# Values of config attributes, by words in their names; the first match counts.
 _VALUES: tuple[tuple[tuple[str, ...], object], ...] = (
     (("latent",), None),
     (("act",), "silu"),
@@ -46,12 +46,12 @@ _VALUES: tuple[tuple[tuple[str, ...], object], ...] = (
 
 
 class Config:
-    """A configuration of any model, as small as it gets."""
+    """A small configuration that works for the experts class of any model."""
 
     _experts_implementation = "eager"
 
     def __getattr__(self, name: str) -> object:
-        """Return what a class asks for."""
+        """Return the value of a config attribute according to _VALUES."""
         for words, value in _VALUES:
             if any(word in name for word in words) and not name.startswith("__"):
                 return value
@@ -59,7 +59,7 @@ class Config:
 
 
 def decorated() -> dict[str, str]:
-    """Return the name of every decorated class, and the module that it is in; imports none."""
+    """Return the module of every decorated class by class name, without importing any."""
     modules = {}
     for path in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
         for name in _DECORATED.findall(path.read_text()):
@@ -68,19 +68,19 @@ def decorated() -> dict[str, str]:
 
 
 def found() -> list[type[torch.nn.Module]]:
-    """Return every decorated class, by model."""
+    """Import and return every decorated class, sorted by model."""
     return [getattr(import_module(module), name) for name, module in decorated().items()]
 
 
 def made(cls: type[torch.nn.Module]) -> Any:
-    """Make an experts module with random weights."""
-    given = inspect.signature(inspect.unwrap(cls.__init__)).parameters
-    more = {
+    """Build an experts module with random weights."""
+    parameters = inspect.signature(inspect.unwrap(cls.__init__)).parameters
+    arguments = {
         name: getattr(Config(), name)
-        for name, parameter in given.items()
+        for name, parameter in parameters.items()
         if parameter.default is parameter.empty and name not in ("self", "config")
     }
-    experts = cls(Config(), **more)
+    experts = cls(Config(), **arguments)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in experts.parameters():
@@ -90,7 +90,7 @@ def made(cls: type[torch.nn.Module]) -> Any:
 
 @dataclass(frozen=True)
 class Call:
-    """One call: its parts, dtype, tokens and mode."""
+    """A call: experts part, dtype, number of tokens, and grad mode."""
 
     part: str
     dtype: torch.dtype
@@ -104,7 +104,7 @@ class Call:
 
 
 def calls(parts: tuple[str, ...] = PARTS) -> list[Call]:
-    """Return every call of a class."""
+    """Return all calls to make with a class."""
     return [Call(*each) for each in product(parts, BOUNDS, TOKENS, MODES)]
 
 
@@ -126,10 +126,10 @@ def case(cls: type[torch.nn.Module], call: Call, ours: str) -> Case:
             f"transformers' experts classes, {call.part}", name, *_compared(cls, call, ours)
         )
     except (InputError, IncompatibleError) as error:
-        end, why = Outcome.REFUSED, f"{cls.__name__}: {getattr(error, 'got', error)}"
-    except Exception as error:  # noqa: BLE001 (that is what is looked for)
-        end, why = Outcome.RAW, reason(error)
-    return Case(f"transformers' experts classes, {call.part}", name, end, why)
+        outcome, why = Outcome.REFUSED, f"{cls.__name__}: {getattr(error, 'got', error)}"
+    except Exception as error:  # noqa: BLE001 (raw exceptions are findings)
+        outcome, why = Outcome.RAW, reason(error)
+    return Case(f"transformers' experts classes, {call.part}", name, outcome, why)
 
 
 def _compared(cls: type[torch.nn.Module], call: Call, ours: str) -> tuple[Outcome, str]:
@@ -140,25 +140,25 @@ def _compared(cls: type[torch.nn.Module], call: Call, ours: str) -> tuple[Outcom
     scores = values.softmax(-1).to(call.dtype)
     exact = copy.deepcopy(experts).double()
     with torch.no_grad():
-        want = _run(exact, "eager", x.double(), ids, scores.double())
+        expected = _run(exact, "eager", x.double(), ids, scores.double())
     results = {}
     for side in ("eager", ours):
         with torch.set_grad_enabled(call.mode != "no_grad"):
             results[side] = _run(experts, side, x, ids, scores)
-    served = registration(ours)
-    ran = experts in served.layers
+    registered = registration(ours)
+    ran = experts in registered.layers
     errors = {
-        side: float((y.detach().double() - want).norm() / want.norm())
+        side: float((y.detach().double() - expected).norm() / expected.norm())
         for side, y in results.items()
     }
-    end, why = judged(errors[ours], errors["eager"], BOUNDS[call.dtype])
+    outcome, why = judged(errors[ours], errors["eager"], BOUNDS[call.dtype])
     if results[ours].dtype is not call.dtype or results[ours].shape != x.shape:
         return Outcome.OURS, f"{results[ours].dtype} {tuple(results[ours].shape)}"
-    if end is Outcome.AGREE and call.mode == "grad, trainable":
-        end, why = _same_gradients(experts, results[ours], results["eager"], call.dtype)
-    if end is Outcome.AGREE and not ran:
+    if outcome is Outcome.AGREE and call.mode == "grad, trainable":
+        outcome, why = _same_gradients(experts, results[ours], results["eager"], call.dtype)
+    if outcome is Outcome.AGREE and not ran:
         return Outcome.NOT_REACHED, why
-    return end, why
+    return outcome, why
 
 
 def _run(experts: Any, side: str, *call: torch.Tensor) -> torch.Tensor:
@@ -171,16 +171,16 @@ def _run(experts: Any, side: str, *call: torch.Tensor) -> torch.Tensor:
 def _same_gradients(
     experts: Any, ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype
 ) -> tuple[Outcome, str]:
-    """Compare gradients of the weights; both are transformers' own."""
-    given = list(experts.parameters())
+    """Compare gradients of the weights; both sides compute them with transformers' own code."""
+    parameters = list(experts.parameters())
     pairs = [
-        torch.autograd.grad(y.float().square().sum(), given, allow_unused=True)
+        torch.autograd.grad(y.float().square().sum(), parameters, allow_unused=True)
         for y in (ours, theirs)
     ]
-    for one, other in zip(*pairs, strict=True):
-        if (one is None) != (other is None):
+    for grad, expected in zip(*pairs, strict=True):
+        if (grad is None) != (expected is None):
             return Outcome.OURS, "a gradient is missing"
         # A NaN is a difference.
-        if one is not None and not (one - other).norm() <= 4 * BOUNDS[dtype] * other.norm():
+        if grad is not None and not (grad - expected).norm() <= 4 * BOUNDS[dtype] * expected.norm():
             return Outcome.OURS, "gradients differ"
     return Outcome.AGREE, ""

@@ -1,4 +1,4 @@
-"""How a case ends, and how many ended so."""
+"""Outcomes of cases, and their summary."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Outcome(StrEnum):
-    """How a case ends."""
+    """Outcome of a case."""
 
     AGREE = "agree"
     REFUSED = "refused with a typed error"
@@ -20,12 +20,12 @@ class Outcome(StrEnum):
 
 
 BAD = frozenset({Outcome.OURS, Outcome.RAW})
-LISTED = frozenset({Outcome.REFUSED, Outcome.THEIRS, Outcome.NOT_USABLE})  # beside the bad ones
+LISTED = frozenset({Outcome.REFUSED, Outcome.THEIRS, Outcome.NOT_USABLE})  # listed with reasons
 
 
 @dataclass(frozen=True)
 class Case:
-    """One case. why: what was seen, where it is not agreement."""
+    """A case and its outcome. why: details for outcomes other than agreement."""
 
     suite: str
     name: str
@@ -37,9 +37,9 @@ class Case:
 
 
 def judged(ours: float, theirs: float, bound: float) -> tuple[Outcome, str]:
-    """Judge the errors of both sides against float64: who is outside the bound.
+    """Return the outcome of a case, and a description if a side exceeds the bound.
 
-    A NaN is outside.
+    ours, theirs: errors against float64; NaN exceeds every bound.
     """
     seen = f"error {ours:.2e}, theirs {theirs:.2e}, bound {bound:.0e}"
     if not ours <= bound:
@@ -50,34 +50,34 @@ def judged(ours: float, theirs: float, bound: float) -> tuple[Outcome, str]:
 
 
 def reason(error: BaseException) -> str:
-    """Return one line of an error."""
+    """Format an exception as one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:240]
 
 
 def summary(cases: Iterable[Case]) -> dict[str, Any]:
-    """Count the cases by suite and outcome, and list whatever is neither agreement nor ours unrun.
+    """Count the cases by suite and outcome, and list bad cases and the reasons of others.
 
-    `total` is the sum of a suite's outcomes, or this raises. A suite of which nothing could be used
-    is bad: it says nothing, most often since a package is absent.
+    Raises AssertionError if the outcomes of a suite do not add up to its number of cases. A suite
+    without any usable case is bad, because most often a package is missing.
     """
-    kept = list(cases)
+    all_cases = list(cases)
     suites: dict[str, dict[str, int]] = {}
-    for suite in dict.fromkeys(case.suite for case in kept):
-        counted = Counter(case.outcome for case in kept if case.suite == suite)
+    for suite in dict.fromkeys(case.suite for case in all_cases):
+        counted = Counter(case.outcome for case in all_cases if case.suite == suite)
         suites[suite] = {str(end): counted[end] for end in Outcome}
-        suites[suite]["total"] = sum(case.suite == suite for case in kept)
+        suites[suite]["total"] = sum(case.suite == suite for case in all_cases)
         if sum(counted[end] for end in Outcome) != suites[suite]["total"]:
             raise AssertionError(f"{suite}: cases were lost")
     reasons = Counter(
-        (case.suite, str(case.outcome), case.why) for case in kept if case.outcome in LISTED
+        (case.suite, str(case.outcome), case.why) for case in all_cases if case.outcome in LISTED
     )
     listed = [
         {"suite": suite, "outcome": end, "why": why, "cases": count}
         for (suite, end, why), count in sorted(reasons.items())
     ]
-    bad = [str(case) for case in kept if case.outcome in BAD]
+    bad = [str(case) for case in all_cases if case.outcome in BAD]
     for suite, counts in suites.items():
         if counts[Outcome.NOT_USABLE] == counts["total"]:
-            why = next(case.why for case in kept if case.suite == suite)
+            why = next(case.why for case in all_cases if case.suite == suite)
             bad.append(f"{suite}: no case could be used: {why}")
     return {"suites": suites, "reasons": listed, "bad": bad}

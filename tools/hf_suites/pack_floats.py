@@ -1,6 +1,6 @@
-"""Packers of floating codes: compressed-tensors, torchao, modelopt, transformers.
+"""Packers of floating-point codes: compressed-tensors, torchao, modelopt, transformers.
 
-Each gets random weights and chooses scales itself; the truth is what its codes say, in float64.
+Each packs random weights and chooses the scales; the reference is the float64 value of its codes.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def e2m1(packed: torch.Tensor) -> torch.Tensor:
-    """Return the float64 values of two codes a byte, the even column in the low nibble."""
+    """Decode e2m1, two codes per byte with the even column in the low nibble, to float64."""
     codes = torch.stack([packed.view(torch.uint8) & 15, packed.view(torch.uint8) >> 4], -1).flatten(
         -2
     )
@@ -29,12 +29,12 @@ def e2m1(packed: torch.Tensor) -> torch.Tensor:
 
 
 def e8m0(scale: torch.Tensor) -> torch.Tensor:
-    """Return the float64 powers of two that bytes say."""
+    """Decode e8m0 bytes to float64 powers of two."""
     return torch.pow(2.0, scale.view(torch.uint8).double() - 127)
 
 
 def over(tiles: torch.Tensor, rows: int, depth: int, high: int, wide: int) -> torch.Tensor:
-    """Spread a scale of each tile over its values."""
+    """Expand one scale per (high, wide) tile to (rows, depth)."""
     return tiles.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :depth]
 
 
@@ -44,14 +44,14 @@ def over(tiles: torch.Tensor, rows: int, depth: int, high: int, wide: int) -> to
 def _whole(
     scheme: Any, dtype: torch.dtype, static: bool, weight: torch.Tensor, g: torch.Generator
 ) -> Packed:
-    """8 bits by tensor, channel or block, scales by its own observer's formula."""
+    """Pack in 8 bits by tensor, channel or block, with scales by compressed-tensors' formula."""
     args, (rows, depth) = scheme.weights, weight.shape
     tile = {"tensor": (rows, depth), "channel": (1, depth)}.get(args.strategy)
     high, wide = tile or tuple(args.block_structure)
-    tall, broad = -(-rows // high), -(-depth // wide)
-    room = torch.zeros(tall * high, broad * wide)
-    room[:rows, :depth] = weight
-    tiles = room.reshape(tall, high, broad, wide)
+    tile_rows, tile_columns = -(-rows // high), -(-depth // wide)
+    padded = torch.zeros(tile_rows * high, tile_columns * wide)
+    padded[:rows, :depth] = weight
+    tiles = padded.reshape(tile_rows, high, tile_columns, wide)
     helpers = loaded("compressed_tensors.quantization.utils")
     scale, _ = helpers.calculate_qparams(tiles.amin((1, 3)), tiles.amax((1, 3)), args)
     scale = scale.to(dtype).reshape(()) if args.strategy == "tensor" else scale.to(dtype)
@@ -59,11 +59,11 @@ def _whole(
     compressor = getattr(loaded("compressed_tensors.compressors"), name)
     tensors = compressor.compress({"weight": weight, "weight_scale": scale}, scheme)
     theirs = compressor.decompress(tensors, scheme)["weight"]
-    spread = over(scale.double().reshape(tall, broad), rows, depth, high, wide)
+    scales = over(scale.double().reshape(tile_rows, tile_columns), rows, depth, high, wide)
     tensors = {n: t for n, t in tensors.items() if n != "weight_zero_point"}
     if static:
-        tensors["input_scale"] = torch.rand(1, generator=g) / 20 + 0.2  # nothing saturates
-    return Packed(tensors, tensors["weight"].double() * spread, theirs, weight)
+        tensors["input_scale"] = torch.rand(1, generator=g) / 20 + 0.2  # large enough not to clip
+    return Packed(tensors, tensors["weight"].double() * scales, theirs, weight)
 
 
 def _whole_packers() -> Iterator[Packer]:
@@ -98,14 +98,16 @@ def _whole_packers() -> Iterator[Packer]:
 def _nvfp4(scheme: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
     helpers = loaded("compressed_tensors.quantization.utils")
     groups = weight.reshape(len(weight), -1, 16)
-    whole = helpers.generate_gparam(weight.amin(), weight.amax())
-    scale, _ = helpers.calculate_qparams(groups.amin(2), groups.amax(2), scheme.weights, whole)
+    global_scale = helpers.generate_gparam(weight.amin(), weight.amax())
+    scale, _ = helpers.calculate_qparams(
+        groups.amin(2), groups.amax(2), scheme.weights, global_scale
+    )
     compressor = loaded("compressed_tensors.compressors").NVFP4PackedCompressor
-    given = {"weight": weight, "weight_scale": scale, "weight_global_scale": whole}
-    tensors = compressor.compress(given, scheme)
+    inputs = {"weight": weight, "weight_scale": scale, "weight_global_scale": global_scale}
+    tensors = compressor.compress(inputs, scheme)
     theirs = compressor.decompress(tensors, scheme)["weight"]
-    spread = tensors["weight_scale"].double().repeat_interleave(16, 1)
-    truth = e2m1(tensors["weight_packed"]) * spread / whole.double()
+    scales = tensors["weight_scale"].double().repeat_interleave(16, 1)
+    truth = e2m1(tensors["weight_packed"]) * scales / global_scale.double()
     if scheme.input_activations is not None:
         tensors["input_global_scale"] = torch.rand(1, generator=g) * 100 + 100
     return Packed(tensors, truth, theirs, weight, rounds=True)
@@ -118,8 +120,8 @@ def _mxfp4(scheme: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
     compressor = loaded("compressed_tensors.compressors").MXFP4PackedCompressor
     tensors = compressor.compress({"weight": weight, "weight_scale": scale}, scheme)
     theirs = compressor.decompress(tensors, scheme)["weight"]
-    spread = e8m0(tensors["weight_scale"]).repeat_interleave(32, 1)
-    return Packed(tensors, e2m1(tensors["weight_packed"]) * spread, theirs, weight)
+    scales = e8m0(tensors["weight_scale"]).repeat_interleave(32, 1)
+    return Packed(tensors, e2m1(tensors["weight_packed"]) * scales, theirs, weight)
 
 
 def _four_bits() -> Iterator[Packer]:
@@ -142,68 +144,76 @@ MXFP4 = {"quant_method": "mxfp4"}
 
 
 def _torchao_mx(dtype: torch.dtype, mode: str, weight: torch.Tensor, g: torch.Generator) -> Packed:
-    """Pack by torchao; transformers' reader of gpt-oss's files is a second dequantizer."""
+    """Pack with torchao; transformers' reader of gpt-oss checkpoints is a second dequantizer."""
     module = loaded("torchao.prototype.mx_formats.mx_tensor")
-    given = weight.to(dtype)
-    made = module.MXTensor.to_mx(
-        given, torch.float4_e2m1fn_x2, 32, scaling_mode=getattr(module.ScaleCalculationMode, mode)
+    cast = weight.to(dtype)
+    packed = module.MXTensor.to_mx(
+        cast, torch.float4_e2m1fn_x2, 32, scaling_mode=getattr(module.ScaleCalculationMode, mode)
     )
     rows, depth = weight.shape
-    codes, scale = made.qdata.view(torch.uint8), made.scale.view(torch.uint8).reshape(rows, -1)
+    codes, scale = packed.qdata.view(torch.uint8), packed.scale.view(torch.uint8).reshape(rows, -1)
     truth = e2m1(codes) * e8m0(scale).repeat_interleave(32, 1)
-    theirs = made.dequantize(torch.float32)
+    theirs = packed.dequantize(torch.float32)
     blocks = codes.reshape(rows, depth // 32, 16)
     read = loaded("transformers.integrations.mxfp4").convert_moe_packed_tensors
-    again = read(blocks[None].clone(), scale[None].clone(), dtype=torch.bfloat16)[0].T
-    if not torch.equal(again.double(), truth):
-        theirs = again
-    return Packed({"blocks": blocks, "scales": scale}, truth, theirs, given)
+    read_back = read(blocks[None].clone(), scale[None].clone(), dtype=torch.bfloat16)[0].T
+    if not torch.equal(read_back.double(), truth):
+        theirs = read_back
+    return Packed({"blocks": blocks, "scales": scale}, truth, theirs, cast)
 
 
 def _torchao_nv(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) -> Packed:
     module = loaded("torchao.prototype.mx_formats.nvfp4_tensor")
-    given = weight.to(dtype)
-    whole = module.per_tensor_amax_to_scale(given.abs().amax())
-    made = module.NVFP4Tensor.to_nvfp4(given, per_tensor_scale=whole)
-    codes, scale = made.qdata.view(torch.uint8), made.scale.reshape(weight.shape[0], -1)
-    truth = e2m1(codes) * scale.double().repeat_interleave(16, 1) * whole.double()
-    tensors = {"weight": codes, "weight_scale": scale.view(FP8), "weight_scale_2": whole.float()}
-    return Packed(tensors, truth, made.dequantize(torch.float32), given, rounds=True)
+    cast = weight.to(dtype)
+    global_scale = module.per_tensor_amax_to_scale(cast.abs().amax())
+    packed = module.NVFP4Tensor.to_nvfp4(cast, per_tensor_scale=global_scale)
+    codes, scale = packed.qdata.view(torch.uint8), packed.scale.reshape(weight.shape[0], -1)
+    truth = e2m1(codes) * scale.double().repeat_interleave(16, 1) * global_scale.double()
+    tensors = {
+        "weight": codes,
+        "weight_scale": scale.view(FP8),
+        "weight_scale_2": global_scale.float(),
+    }
+    return Packed(tensors, truth, packed.dequantize(torch.float32), cast, rounds=True)
 
 
 def _modelopt_nv(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) -> Packed:
     cls = loaded("modelopt.torch.quantization.qtensor").NVFP4QTensor
-    given = weight.to(dtype)
-    made, scale, whole = cls.quantize(given, 16)
-    codes = made._quantized_data
-    truth = e2m1(codes) * scale.double().repeat_interleave(16, 1) * whole.double()
-    theirs = made.dequantize(
-        dtype=torch.float32, scale=scale, double_scale=whole, block_sizes={-1: 16}
+    cast = weight.to(dtype)
+    packed, scale, global_scale = cls.quantize(cast, 16)
+    codes = packed._quantized_data
+    truth = e2m1(codes) * scale.double().repeat_interleave(16, 1) * global_scale.double()
+    theirs = packed.dequantize(
+        dtype=torch.float32, scale=scale, double_scale=global_scale, block_sizes={-1: 16}
     )
-    tensors = {"weight": codes, "weight_scale": scale, "weight_scale_2": whole.float().reshape(())}
-    return Packed(tensors, truth, theirs, given, rounds=True)
+    tensors = {
+        "weight": codes,
+        "weight_scale": scale,
+        "weight_scale_2": global_scale.float().reshape(()),
+    }
+    return Packed(tensors, truth, theirs, cast, rounds=True)
 
 
 def _modelopt_mx(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) -> Packed:
     cls = loaded("modelopt.torch.quantization.qtensor").MXFP4QTensor
-    given, (rows, depth) = weight.to(dtype), weight.shape
-    made, scale = cls.quantize(given, 32)
-    codes, scale = made._quantized_data.reshape(rows, -1), scale.reshape(rows, -1)
+    cast, (rows, depth) = weight.to(dtype), weight.shape
+    packed, scale = cls.quantize(cast, 32)
+    codes, scale = packed._quantized_data.reshape(rows, -1), scale.reshape(rows, -1)
     truth = e2m1(codes) * e8m0(scale).repeat_interleave(32, 1)
-    theirs = made.dequantize(dtype=torch.float32, scale=scale, block_sizes={-1: 32})
+    theirs = packed.dequantize(dtype=torch.float32, scale=scale, block_sizes={-1: 32})
     tensors = {"blocks": codes.reshape(rows, depth // 32, 16), "scales": scale}
-    return Packed(tensors, truth, theirs.reshape(rows, depth), given)
+    return Packed(tensors, truth, theirs.reshape(rows, depth), cast)
 
 
 def _modelopt_fp8(dtype: torch.dtype, weight: torch.Tensor, g: torch.Generator) -> Packed:
     cls = loaded("modelopt.torch.quantization.qtensor").FP8QTensor
-    given = weight.to(dtype)
-    made, scale = cls.quantize(given)
-    theirs = made.dequantize(dtype=torch.float32, scale=scale)
-    codes = made._quantized_data
+    cast = weight.to(dtype)
+    packed, scale = cls.quantize(cast)
+    theirs = packed.dequantize(dtype=torch.float32, scale=scale)
+    codes = packed._quantized_data
     tensors = {"weight": codes, "weight_scale": scale.float().reshape(())}
-    tensors["input_scale"] = torch.rand((), generator=g) / 20 + 0.2  # nothing saturates
-    return Packed(tensors, codes.double() * tensors["weight_scale"].double(), theirs, given)
+    tensors["input_scale"] = torch.rand((), generator=g) / 20 + 0.2  # large enough not to clip
+    return Packed(tensors, codes.double() * tensors["weight_scale"].double(), theirs, cast)
 
 
 def _transformers_fp8(
@@ -214,14 +224,14 @@ def _transformers_fp8(
     packer = module.Fp8Quantize(SimpleNamespace(quantization_config=config))
     tensors = packer.convert({"weight": weight})
     (scale,) = (tensor for name, tensor in tensors.items() if "scale" in name)
-    made = {"weight": tensors["weight"], "weight_scale_inv": scale}
-    (theirs,) = packer.reverse_op.convert(dict(made)).values()
-    spread = over(scale.double(), *weight.shape, *block)  # type: ignore[call-arg]
-    return Packed(made, made["weight"].double() * spread, theirs, weight)
+    packed = {"weight": tensors["weight"], "weight_scale_inv": scale}
+    (theirs,) = packer.reverse_op.convert(dict(packed)).values()
+    scales = over(scale.double(), *weight.shape, *block)  # type: ignore[call-arg]
+    return Packed(packed, packed["weight"].double() * scales, theirs, weight)
 
 
 def packers(_sources: object = None) -> Iterator[Packer]:
-    """Yield every packer of floating codes."""
+    """Yield every packer of floating-point codes."""
     yield from _whole_packers()
     yield from _four_bits()
     for dtype in DTYPES:

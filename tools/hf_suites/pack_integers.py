@@ -1,6 +1,7 @@
 """Packers of integers: AutoGPTQ, GPTQModel, AutoRound, AutoAWQ and compressed-tensors.
 
-Each gets weights that are whole multiples of their groups' scales, so that the truth is known.
+Each packs weights that are integer multiples of their groups' scales, so the exact values are
+known.
 """
 
 import json
@@ -18,9 +19,10 @@ from hf_suites.packed import Packed, Packer, grid, library, loaded
 
 @dataclass(frozen=True)
 class Drawn:
-    """One matrix of integers. All are (N, K) or (N, G); scales are in the packer's dtype.
+    """A random integer matrix.
 
-    codes, zeros: from 0 on. order: the group of each column.
+    codes: (N, K), unsigned. scales: (N, G) in the packer's dtype. zeros: (N, G), unsigned. order:
+    (K,) group of each column.
     """
 
     codes: torch.Tensor
@@ -30,7 +32,7 @@ class Drawn:
 
     @property
     def values(self) -> torch.Tensor:
-        """(N, K) float64."""
+        """The exact weights, (N, K) float64."""
         spread = (self.codes - self.zeros[:, self.order]).double()
         return spread * self.scales.double()[:, self.order]
 
@@ -46,7 +48,7 @@ def draw(  # noqa: PLR0913 (each is one option)
     act_order: bool = False,
     least: int = 0,
 ) -> Drawn:
-    """Draw integers for a matrix of this shape; no zero point is below `least`."""
+    """Draw an integer matrix of the shape of `weight`, with zero points of at least `least`."""
     rows, depth = weight.shape
     group = depth if group == -1 else group
     groups, top = -(-depth // group), 1 << bits
@@ -68,7 +70,7 @@ def _linear(drawn: Drawn, dtype: torch.dtype) -> torch.nn.Linear:
     return linear.requires_grad_(False)
 
 
-# ------------------------------------------------------------------ the ways of GPTQ
+# ------------------------------------------------------------------ GPTQ
 
 
 def _gptq_config(options: Any, **more: Any) -> dict[str, Any]:
@@ -77,16 +79,16 @@ def _gptq_config(options: Any, **more: Any) -> dict[str, Any]:
 
 
 def _auto_gptq(which: str, options: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
-    """Pack by AutoGPTQ, in float16; its forward of a unit matrix is its dequantizer."""
+    """Pack with AutoGPTQ in float16; its forward on the identity matrix is its dequantizer."""
     drawn = draw(weight, g, dtype=torch.float16, **options)
     rows, depth = weight.shape
     cls = loaded(f"auto_gptq.nn_modules.qlinear.{which}").QuantLinear
-    made = cls(options["bits"], options["group"], depth, rows, bias=False)
+    layer = cls(options["bits"], options["group"], depth, rows, bias=False)
     zeros = drawn.zeros.float()
-    made.pack(_linear(drawn, torch.float16), drawn.scales.clone(), zeros, drawn.order.int())
-    tensors = {name: getattr(made, name) for name in ("qweight", "scales", "qzeros", "g_idx")}
-    back = loaded("auto_gptq.nn_modules.qlinear.qlinear_cuda").QuantLinear
-    reader = back(options["bits"], options["group"], depth, rows, bias=False)
+    layer.pack(_linear(drawn, torch.float16), drawn.scales.clone(), zeros, drawn.order.int())
+    tensors = {name: getattr(layer, name) for name in ("qweight", "scales", "qzeros", "g_idx")}
+    reader_cls = loaded("auto_gptq.nn_modules.qlinear.qlinear_cuda").QuantLinear
+    reader = reader_cls(options["bits"], options["group"], depth, rows, bias=False)
     for name, tensor in tensors.items():
         setattr(reader, name, tensor)
     reader.autogptq_cuda_available = False
@@ -95,11 +97,11 @@ def _auto_gptq(which: str, options: Any, weight: torch.Tensor, g: torch.Generato
 
 
 def _gptqmodel(version: int, options: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
-    """Pack by GPTQModel's layer of plain torch."""
+    """Pack with GPTQModel's layer in plain torch."""
     drawn = draw(weight, g, dtype=torch.float16, **options)
     rows, depth = weight.shape
     cls = loaded("gptqmodel.nn_modules.qlinear.torch").TorchLinear
-    made = cls(
+    layer = cls(
         bits=options["bits"],
         group_size=options["group"],
         sym=options["sym"],
@@ -111,33 +113,36 @@ def _gptqmodel(version: int, options: Any, weight: torch.Tensor, g: torch.Genera
         register_buffers=True,
     )
     linear, zeros = _linear(drawn, torch.float32), drawn.zeros.float()
-    made.pack_block(linear, drawn.scales.float(), zeros, drawn.order.int(), workers=1)
-    tensors = {n: getattr(made, n).clone() for n in ("qweight", "scales", "qzeros", "g_idx")}
-    made.enable_wf_unsqueeze = True  # what its post_init does, which also compiles
-    theirs = made.dequantize_weight().T
-    if version == 1:  # files of the first version have zero points less one
+    layer.pack_block(linear, drawn.scales.float(), zeros, drawn.order.int(), workers=1)
+    tensors = {n: getattr(layer, n).clone() for n in ("qweight", "scales", "qzeros", "g_idx")}
+    layer.enable_wf_unsqueeze = True  # as post_init does, which would also compile
+    theirs = layer.dequantize_weight().T
+    if version == 1:  # version 1 files store zero points minus one
         ones = sum(1 << shift for shift in range(0, 32, options["bits"]))
         tensors["qzeros"] = (tensors["qzeros"].long() - ones).to(torch.int32)
     return Packed(tensors, drawn.values, theirs, drawn.values)
 
 
 def _auto_round(which: str, options: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
-    """Pack by AutoRound; its forward of a unit matrix is its dequantizer."""
+    """Pack with AutoRound; its forward on the identity matrix is its dequantizer."""
     drawn = draw(weight, g, dtype=torch.float16, **options)
     rows, depth = weight.shape
     cls = loaded(f"auto_round_extension.torch.{which}").QuantLinear
-    made = cls(options["bits"], options["group"], depth, rows, bias=False)
+    layer = cls(options["bits"], options["group"], depth, rows, bias=False)
     linear, zeros = _linear(drawn, torch.float32), drawn.zeros.float()
-    made.device = "cpu"  # as its exporter sets it
-    made.pack(linear, drawn.scales.float(), zeros, drawn.order.int(), device="cpu")
+    layer.device = "cpu"  # as set by its exporter
+    layer.pack(linear, drawn.scales.float(), zeros, drawn.order.int(), device="cpu")
     names = ("qweight", "scales", "qzeros")
-    tensors = {n: getattr(made, n).clone() for n in names} | {"g_idx": drawn.order.int()}
-    theirs = made(torch.eye(depth, dtype=torch.float16)).T
+    tensors = {n: getattr(layer, n).clone() for n in names} | {"g_idx": drawn.order.int()}
+    theirs = layer(torch.eye(depth, dtype=torch.float16)).T
     return Packed(tensors, drawn.values, theirs, drawn.values)
 
 
 def _gptq_packers() -> Iterator[Packer]:
-    """Zero points from 1 on: the first version of the format stores them less one."""
+    """Yield the GPTQ packers.
+
+    Zero points are at least 1 for version 1 of the format, which stores them minus one.
+    """
     plain = {"bits": (4, 8), "group": (32, 64, 128, -1), "sym": (True, False)}
     for options in grid(**plain, least=(1, 0)):
         if options["sym"] and options["least"] == 0:
@@ -171,37 +176,42 @@ def _auto_awq(options: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
     cls = loaded("awq.modules.linear.gemm").WQLinear_GEMM
     scales, zeros = drawn.scales.T.contiguous(), drawn.zeros.T.contiguous().float()
     linear = _linear(drawn, torch.float32)
-    made = cls.from_linear(linear, options["bits"], group, scales=scales.float(), zeros=zeros)
-    tensors = {name: getattr(made, name) for name in ("qweight", "scales", "qzeros")}
+    layer = cls.from_linear(linear, options["bits"], group, scales=scales.float(), zeros=zeros)
+    tensors = {name: getattr(layer, name) for name in ("qweight", "scales", "qzeros")}
     unpack = loaded("awq.utils.packing_utils").dequantize_gemm
-    theirs = unpack(made.qweight, made.qzeros, made.scales, options["bits"], group).T
+    theirs = unpack(layer.qweight, layer.qzeros, layer.scales, options["bits"], group).T
     return Packed(tensors, drawn.values, theirs, drawn.values)
 
 
 def _compressed(scheme: Any, options: Any, weight: torch.Tensor, g: torch.Generator) -> Packed:
     drawn = draw(weight, g, **options)
     half = 1 << (options["bits"] - 1)
-    given = {"weight": drawn.values.float(), "weight_scale": drawn.scales}
-    given["weight_zero_point"] = (drawn.zeros - half).to(torch.int8)
+    inputs = {"weight": drawn.values.float(), "weight_scale": drawn.scales}
+    inputs["weight_zero_point"] = (drawn.zeros - half).to(torch.int8)
     compressor = loaded("compressed_tensors.compressors").PackedQuantizationCompressor
-    tensors = compressor.compress(given, scheme)
+    tensors = compressor.compress(inputs, scheme)
     theirs = compressor.decompress(tensors, scheme)["weight"]
     return Packed(tensors, drawn.values, theirs, drawn.values)
 
 
 def compressed_config(scheme: Any, packing: str) -> dict[str, Any]:
-    """Return the quantization_config that compressed-tensors writes for a scheme."""
+    """Return the quantization_config of compressed-tensors for a scheme."""
     cls = loaded("compressed_tensors.quantization").QuantizationConfig
     status = loaded("compressed_tensors.quantization").QuantizationStatus.COMPRESSED
-    made = cls(config_groups={"group_0": scheme}, format=packing, quantization_status=status)
-    found: dict[str, Any] = json.loads(json.dumps(made.to_dict(), default=str))  # as in files
-    return found
+    config = cls(config_groups={"group_0": scheme}, format=packing, quantization_status=status)
+    serialized: dict[str, Any] = json.loads(
+        json.dumps(config.to_dict(), default=str)
+    )  # as in files
+    return serialized
 
 
 def scheme_of(weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> Any:
-    """Make a QuantizationScheme of compressed-tensors."""
+    """Build a QuantizationScheme of compressed-tensors."""
     module = loaded("compressed_tensors.quantization")
-    args = [None if each is None else module.QuantizationArgs(**each) for each in (weights, inputs)]
+    args = [
+        None if options is None else module.QuantizationArgs(**options)
+        for options in (weights, inputs)
+    ]
     return module.QuantizationScheme(targets=["Linear"], weights=args[0], input_activations=args[1])
 
 
@@ -231,7 +241,7 @@ def _text(options: Any) -> str:
 
 
 def packers(sources: Path) -> Iterator[Packer]:
-    """Yield every packer of integers. sources: unpacked source distributions of AutoAWQ."""
+    """Yield every packer of integers. sources: folder with AutoAWQ's unpacked source archive."""
     (awq,) = sources.glob("autoawq-*/awq")
     for name in ("", ".modules", ".modules.linear", ".utils"):
         library(f"awq{name}", awq / name.strip(".").replace(".", "/"))

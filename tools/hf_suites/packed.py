@@ -1,6 +1,7 @@
-"""What a real packer made of matrices, imported by us and compared with its own dequantizer.
+"""Import of matrices written by real packers, compared with the packers' own dequantizers.
 
-The truth is float64: of what the packer was given where it only packs, else of the codes it wrote.
+The reference is in float64: the packer's input if it only packs, else the values of the codes that
+it wrote.
 """
 
 import json
@@ -25,20 +26,21 @@ from modular_kernel.quant.quantized_weights import dequantize
 
 Tensors = dict[str, torch.Tensor]
 EXPERTS, TOP_K = 2, 2
-# Each is I, then H.
+# (I, H).
 SHAPES = ((64, 128), (128, 64), (128, 256), (256, 128))
-# Of a layer's output in float32, by whether its activations are rounded to 8 bits.
+# Relative error of a float32 layer's output, without and with activations rounded to 8 bits.
 LAYER_BOUND, ROUNDED_BOUND = 1e-5, 8e-2
-# A packer's codes stand for the weights that it was given, up to this.
+# Maximum relative distance of a packer's codes from its input weights.
 NEAR = 0.35
 
 
 @dataclass(frozen=True)
 class Packed:
-    """One matrix of a packer. tensors: by their names in files. truth: (N, K) float64.
+    """A packed matrix.
 
-    theirs: what their dequantizer makes of the tensors. given: what they packed. rounds: dividing
-    by a stored number, ours may differ from the truth in the last bit of float32.
+    tensors: by their names in files. truth: the exact values, (N, K) float64. theirs: the result of
+    the packer's dequantizer. given: the input of the packer. rounds: our result may differ from the
+    truth in the last bits of float32, because it divides by a stored number.
     """
 
     tensors: Tensors
@@ -53,9 +55,10 @@ Make = Callable[[torch.Tensor, torch.Generator], Packed]
 
 @dataclass(frozen=True)
 class Packer:
-    """A packer with its options. config: the quantization_config that its files have.
+    """A packer with its options.
 
-    layer: its tensors have names that a file of Mixtral may have, so that whole layers are run.
+    config: the quantization_config in its files. layer: also run whole layers, from a Mixtral
+    checkpoint with tensors of these names.
     """
 
     suite: str
@@ -66,10 +69,10 @@ class Packer:
 
 
 def library(name: str, folder: Path) -> None:
-    """Make a package's modules importable without running what its own __init__ imports."""
-    made = ModuleType(name)
-    made.__path__ = [str(folder)]
-    sys.modules[name] = made
+    """Make a package's modules importable without running its __init__."""
+    module = ModuleType(name)
+    module.__path__ = [str(folder)]
+    sys.modules[name] = module
 
 
 def loaded(name: str) -> Any:
@@ -83,18 +86,18 @@ def cases(packers: Iterator[Packer]) -> Iterator[Case]:
         for number, (width, hidden) in enumerate(SHAPES):
             name = f"{packer.name}, I={width}, H={hidden}"
             try:
-                end, why = _run(packer, width, hidden, number)
+                outcome, why = _run(packer, width, hidden, number)
             except (InputError, IncompatibleError) as error:
-                end, why = Outcome.REFUSED, _short(error)
+                outcome, why = Outcome.REFUSED, _short(error)
             except TheirError as error:
-                end, why = Outcome.NOT_USABLE, str(error)
-            except Exception as error:  # noqa: BLE001 (that is what is looked for)
-                end, why = Outcome.RAW, reason(error)
-            yield Case(packer.suite, name, end, why)
+                outcome, why = Outcome.NOT_USABLE, str(error)
+            except Exception as error:  # noqa: BLE001 (raw exceptions are findings)
+                outcome, why = Outcome.RAW, reason(error)
+            yield Case(packer.suite, name, outcome, why)
 
 
 class TheirError(Exception):
-    """The packer itself does not pack this."""
+    """The packer itself failed."""
 
 
 def _short(error: Exception) -> str:
@@ -112,32 +115,32 @@ def _run(packer: Packer, width: int, hidden: int, seed: int) -> tuple[Outcome, s
                 raise TheirError(reason(error)) from error
     format = format_of(packer.config, depth=max(width, hidden))
     for packed in matrices:
-        end, why = _same_matrix(format, packed)
-        if end is not Outcome.AGREE:
-            return end, why
+        outcome, why = _same_matrix(format, packed)
+        if outcome is not Outcome.AGREE:
+            return outcome, why
     return _same_layer(packer, matrices, width, hidden, g) if packer.layer else (Outcome.AGREE, "")
 
 
 def values(format: Format, matrix: Matrix) -> torch.Tensor:
-    """Return float32 (N, K) of a matrix as a layer holds it, its columns where they were."""
+    """Dequantize an imported matrix: float32 (N, K), with columns in their original order."""
     assert matrix.scale is not None
     zero = None if matrix.zero_point is None else matrix.zero_point[None]
-    found = dequantize(matrix.w[None], matrix.scale[None], zero, format.scheme)[0]
+    dequantized = dequantize(matrix.w[None], matrix.scale[None], zero, format.scheme)[0]
     if matrix.global_scale is not None:
-        found = found * matrix.global_scale.float()
-    return found if matrix.order is None else found[:, matrix.order.long().argsort()]
+        dequantized = dequantized * matrix.global_scale.float()
+    return dequantized if matrix.order is None else dequantized[:, matrix.order.long().argsort()]
 
 
 def _same_matrix(format: Format, packed: Packed) -> tuple[Outcome, str]:
-    """Compare ours with the truth, bit by bit; theirs with the truth, in its own precision."""
+    """Compare our values with the truth bitwise, and the packer's in its own precision."""
     ours = values(format, merge(format, [packed.tensors], torch.float32))
-    want = packed.truth.float()
-    wrong = (ours != want) if not packed.rounds else ~_close(ours, packed.truth, 2.0**-21)
+    expected = packed.truth.float()
+    wrong = (ours != expected) if not packed.rounds else ~_close(ours, packed.truth, 2.0**-21)
     if bool(wrong.any()):
         return Outcome.OURS, f"{int(wrong.sum())} of {wrong.numel()} values differ from float64"
     theirs = packed.theirs
-    off = ~_close(theirs, packed.truth, 2 * torch.finfo(theirs.dtype).eps)
-    if bool(off.any()):
+    their_errors = ~_close(theirs, packed.truth, 2 * torch.finfo(theirs.dtype).eps)
+    if bool(their_errors.any()):
         return Outcome.THEIRS, f"its dequantizer is off in some values ({theirs.dtype})"
     distance = float((packed.truth - packed.given).norm() / packed.given.double().norm())
     if not distance < NEAR:
@@ -146,35 +149,37 @@ def _same_matrix(format: Format, packed: Packed) -> tuple[Outcome, str]:
 
 
 def _close(found: torch.Tensor, want: torch.Tensor, eps: float) -> torch.Tensor:
-    """Tell which values are as near as `eps`; below float16's least number anything is."""
+    """Return which values are within `eps` relative plus 2^-24, float16's smallest number."""
     return (found.double() - want).abs() <= eps * want.abs() + 2.0**-24
 
 
 def _same_layer(
     packer: Packer, matrices: list[Packed], width: int, hidden: int, g: torch.Generator
 ) -> tuple[Outcome, str]:
-    """Write the matrices as a checkpoint of Mixtral, load it, run it, compare with float64."""
+    """Write the matrices as a Mixtral checkpoint, load and run it, and compare with float64."""
     tensors: Tensors = {}
     for number, packed in enumerate(matrices):
-        expert, which = divmod(number, 3)
+        expert, index = divmod(number, 3)
         for name, tensor in packed.tensors.items():
-            at = f"model.layers.0.block_sparse_moe.experts.{expert}.{('w1', 'w3', 'w2')[which]}"
-            tensors[f"{at}.{name}"] = tensor.clone().contiguous()
+            prefix = f"model.layers.0.block_sparse_moe.experts.{expert}.{('w1', 'w3', 'w2')[index]}"
+            tensors[f"{prefix}.{name}"] = tensor.clone().contiguous()
     sizes = {"hidden_size": hidden, "intermediate_size": width, "num_local_experts": EXPERTS}
     config = {"model_type": "mixtral", "hidden_act": "silu", "num_experts_per_tok": TOP_K}
     x = torch.randn(5, hidden, generator=g)
     routing = mk.Routing(torch.rand(5, TOP_K, generator=g), torch.tensor([[0, 1]] * 4 + [[1, 0]]))
     with tempfile.TemporaryDirectory() as folder:
-        whole = config | sizes | {"quantization_config": packer.config}
-        Path(folder, "config.json").write_text(json.dumps(whole, default=str))
+        full_config = config | sizes | {"quantization_config": packer.config}
+        Path(folder, "config.json").write_text(json.dumps(full_config, default=str))
         save_file(tensors, Path(folder, "model.safetensors"))
-        held = mk.load_experts(folder, layer=0, dtype=torch.float32)
-        kernel = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", held.problem(tokens=5))
-        ours = kernel(x, held.weights, routing)
-    want = _layer([packed.truth for packed in matrices], x.double(), routing)
-    error = float((ours.double() - want).norm() / want.norm())
-    rounded = held.format.scheme.quantizes_activations
-    bound = ROUNDED_BOUND if rounded else LAYER_BOUND
+        loaded_experts = mk.load_experts(folder, layer=0, dtype=torch.float32)
+        kernel = mk.make_kernel(
+            "MoEPrepareAndFinalizeNoEP", "TorchExperts", loaded_experts.problem(tokens=5)
+        )
+        ours = kernel(x, loaded_experts.weights, routing)
+    expected = _layer([packed.truth for packed in matrices], x.double(), routing)
+    error = float((ours.double() - expected).norm() / expected.norm())
+    rounds_activations = loaded_experts.format.scheme.quantizes_activations
+    bound = ROUNDED_BOUND if rounds_activations else LAYER_BOUND
     return (Outcome.AGREE, "") if error <= bound else (Outcome.OURS, f"layer's error {error:.2e}")
 
 
@@ -183,13 +188,13 @@ def _layer(matrices: list[torch.Tensor], x: torch.Tensor, routing: mk.Routing) -
     for expert in range(EXPERTS):
         gate, up, down = matrices[3 * expert : 3 * expert + 3]
         rows = (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
-        own = routing.topk_weights_TK.double() * (routing.topk_ids_TK == expert)
-        total += own.sum(1, keepdim=True) * rows
+        weights = routing.topk_weights_TK.double() * (routing.topk_ids_TK == expert)
+        total += weights.sum(1, keepdim=True) * rows
     return total
 
 
 def grid(**options: tuple[Any, ...]) -> Iterator[Mapping[str, Any]]:
-    """Yield every combination of options."""
+    """Yield every combination of option values."""
     names = list(options)
     if not names:
         yield {}

@@ -1,7 +1,7 @@
-"""transformers' own tests of its models with experts, with our implementation switched in.
+"""transformers' own tests of models with experts, run with our implementation.
 
-Every case runs twice, without ours and with it, by a checkout's own tests on the same checkout's
-source. Only a case that passes without ours and fails with it counts against us.
+Every case runs twice, without and with our implementation, from the tests and the source of one
+checkout. Only a case that passes without ours and fails with it counts as our failure.
 """
 
 import json
@@ -19,8 +19,8 @@ from hf_suites.outcomes import Case, Outcome
 from modular_kernel import errors
 
 SUITE = "transformers' own tests"
-# Cases in which experts compute: forwards, generation, batches, padding, implementations. Left out
-# are those that take a compiler, several processes, or read and write checkpoints alone.
+# Cases that run experts: forward passes, generation, batching, padding, implementations. Cases that
+# need a compiler or several processes, or that only read and write checkpoints, are left out.
 WANTED = (
     *("eager_matches_batched", "generate", "batching_equivalence", "left_padding", "greedy"),
     *("sample", "beam", "assisted", "outputs_equivalence", "forward", "hidden_states_output"),
@@ -43,28 +43,28 @@ LIBRARY = Path(__file__).resolve().parents[2]
 
 
 def models(checkout: Path) -> list[str]:
-    """Return the tests of a checkout's models whose experts transformers can dispatch."""
-    found = []
+    """Return the test files of the models whose experts transformers can dispatch."""
+    files = []
     for path in sorted((checkout / "src/transformers/models").glob("*/modeling_*.py")):
         name = path.parent.name
         tests = checkout / "tests/models" / name / f"test_{path.stem}.py"
         if "@use_experts_implementation" in path.read_text() and tests.exists():
-            found.append(str(tests.relative_to(checkout)))
-    return found
+            files.append(str(tests.relative_to(checkout)))
+    return files
 
 
 def environment(checkout: Path, site: Path) -> dict[str, str]:
-    """Return the variables under which a checkout's tests find its source, and us."""
+    """Return the environment in which a checkout's tests import its source and this package."""
     paths = [checkout / "src", checkout, site, LIBRARY, LIBRARY / "tools"]
     more = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1"}
-    own = os.environ  # noqa: TID251 (handed on)
-    return {**own, **more, "CUDA_VISIBLE_DEVICES": ""}
+    variables = os.environ  # noqa: TID251 (handed on)
+    return {**variables, **more, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def run(checkout: Path, site: Path, files: Iterable[str], side: str, into: Path) -> None:
-    """Run upstream's tests on one side; adds a line for each case to the file `into`.
+    """Run upstream's tests on one side, appending a line per case to the file `into`.
 
-    Raises RuntimeError where pytest itself went wrong: cases would be missing on both sides.
+    Raises RuntimeError if pytest itself fails, because cases would then be missing on both sides.
     """
     into.parent.mkdir(parents=True, exist_ok=True)
     command = [
@@ -79,39 +79,39 @@ def run(checkout: Path, site: Path, files: Iterable[str], side: str, into: Path)
     command += ["-p", "hf_suites.upstream_plugin", *files]
     env = environment(checkout, site) | {"HF_SUITES_SIDE": side, "HF_SUITES_INTO": str(into)}
     code = subprocess.run(command, cwd=checkout, env=env, check=False).returncode
-    # A signal that ends a side is a result: who passed on the other one has no end on this one.
+    # A crash by a signal is a result: its cases are missing on this side only.
     if code > pytest.ExitCode.TESTS_FAILED and code != pytest.ExitCode.NO_TESTS_COLLECTED:
         raise RuntimeError(f"pytest: got exit code {code} on side {side}, need 0, 1 or 5")
 
 
 @dataclass(frozen=True)
 class Lines:
-    """A folder with a line for each case of each side, and the files of tests that were run."""
+    """A folder with the results of each side, one line per case, and the list of finished files."""
 
     folder: Path
 
     def of(self, side: str) -> Path:
-        """Return the file of a side."""
+        """Return the result file of a side."""
         return self.folder / f"{side}.jsonl"
 
     @property
     def files(self) -> list[str]:
-        """The files of tests that were run, on both sides."""
+        """The test files that have been run on both sides."""
         done = self.folder / "done.txt"
         return done.read_text().splitlines() if done.exists() else []
 
     def finish(self, files: Iterable[str]) -> None:
-        """Note that these were run."""
+        """Mark test files as run."""
         with (self.folder / "done.txt").open("a") as done:
             done.writelines(f"{file}\n" for file in files)
 
     def judged(self) -> list[Case]:
-        """Judge every case of either side; a file without any is a case by itself."""
+        """Return the outcomes of all cases; a test file without cases becomes a case itself."""
         theirs, ours = map(self._read, SIDES)
         return judge(theirs, ours, self.files)
 
     def _read(self, side: str) -> dict[str, dict[str, Any]]:
-        """Return the lines of wanted cases, by case."""
+        """Return the results of a side by case, restricted to wanted cases of finished files."""
         if not self.of(side).exists():
             return {}
         lines = [json.loads(line) for line in self.of(side).read_text().splitlines()]
@@ -124,26 +124,26 @@ def _file(case: str) -> str:
 
 
 def is_wanted(test: str) -> bool:
-    """Tell whether experts compute in a test, by its name; pytest's -k looks at files' too."""
+    """Return whether a test runs experts, by its name; pytest's -k would also match file names."""
     return any(word in test for word in WANTED) and not any(word in test for word in UNWANTED)
 
 
 def nearer(case: Case, checkout: Path, site: Path) -> Case:
-    """Judge a failed comparison of implementations by float64 instead of upstream's tolerance."""
+    """Reevaluate a failed comparison of implementations by the errors against float64."""
     if case.outcome is not Outcome.OURS or "eager_matches_batched" not in case.name:
         return case
     command = [sys.executable, "-m", "hf_suites.nearer", f"tests/models/{case.name}"]
     env = environment(checkout, site)
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=checkout, env=env, check=False, capture_output=True, text=True
     )
-    if done.returncode:
+    if process.returncode:
         return case
-    return by_errors(case, json.loads(done.stdout.splitlines()[-1]))
+    return by_errors(case, json.loads(process.stdout.splitlines()[-1]))
 
 
 def by_errors(case: Case, errors: Mapping[str, float]) -> Case:
-    """Say whose a mismatch is: ours may be off float64 by no more than a quarter above theirs."""
+    """Attribute a mismatch: our error against float64 may exceed theirs by at most 25 %."""
     ours, theirs = errors["modular_kernel"], max(errors["eager"], errors["batched_mm"])
     seen = f"against float64 ours {ours:.2e}, eager {errors['eager']:.2e}"
     if ours <= 1.25 * theirs:
@@ -156,12 +156,12 @@ def judge(
     ours: Mapping[str, Mapping[str, Any]],
     files: Iterable[str] = (),
 ) -> list[Case]:
-    """Judge every case of either side, and every file that has none."""
+    """Return the outcome of every case of either side, and of every file without cases."""
     names = dict.fromkeys((*theirs, *ours))
-    found = [_case(name, theirs.get(name), ours.get(name)) for name in names]
-    none = dict.fromkeys(file for file in files if file not in set(map(_file, names)))
+    cases = [_case(name, theirs.get(name), ours.get(name)) for name in names]
+    without_cases = dict.fromkeys(file for file in files if file not in set(map(_file, names)))
     why = "its tests were not collected"
-    return found + [Case(SUITE, _shown(file), Outcome.NOT_USABLE, why) for file in none]
+    return cases + [Case(SUITE, _shown(file), Outcome.NOT_USABLE, why) for file in without_cases]
 
 
 def _shown(name: str) -> str:
@@ -177,9 +177,11 @@ def _case(name: str, theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] |
         return Case(SUITE, shown, Outcome.RAW, "no end with ours")
     if ours["outcome"] == "passed":
         return Case(SUITE, shown, Outcome.AGREE if ours["ran"] else Outcome.NOT_REACHED)
-    told = ours["why"].partition("modular_kernel.errors.")[2]
-    kind = getattr(errors, told.partition(":")[0], None)
-    # Others tell of a defect: memory that was spoilt, ranks that are lost.
-    if kind is not None and issubclass(kind, (errors.InputError, errors.IncompatibleError)):
-        return Case(SUITE, shown, Outcome.REFUSED, told)
+    message = ours["why"].partition("modular_kernel.errors.")[2]
+    error_type = getattr(errors, message.partition(":")[0], None)
+    # Other errors of this package indicate defects, such as memory corruption or lost ranks.
+    if error_type is not None and issubclass(
+        error_type, (errors.InputError, errors.IncompatibleError)
+    ):
+        return Case(SUITE, shown, Outcome.REFUSED, message)
     return Case(SUITE, shown, Outcome.OURS, ours["why"])

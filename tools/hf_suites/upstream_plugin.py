@@ -1,8 +1,8 @@
-"""A plugin of pytest for transformers' own tests: experts run on ours, each case is written down.
+"""A pytest plugin for transformers' own tests that runs experts on our parts and records each case.
 
-HF_SUITES_SIDE: "theirs" leaves everything as it is. "ours" makes our implementation the one that a
-model takes where nothing else is asked for, and the second of the three that upstream compares with
-eager (its name there stays "batched_mm"). HF_SUITES_INTO: the file that gets a line for each case.
+HF_SUITES_SIDE: "theirs" changes nothing. "ours" makes our implementation the default of models, and
+replaces the second of the three implementations that upstream compares with eager; its name there
+remains "batched_mm". HF_SUITES_INTO: the file to which a line is appended for each case.
 """
 
 import json
@@ -26,29 +26,29 @@ _SEEN: dict[str, dict[str, Any]] = {}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the cases in which experts compute."""
+    """Keep the cases that run experts."""
     items[:] = [item for item in items if is_wanted(item.name)]
 
 
 def pytest_collection_finish() -> None:
-    """Switch ours in, once upstream's modules are there."""
+    """Install our implementation, after upstream's modules are imported."""
     if _GIVEN["HF_SUITES_SIDE"] == "ours":
         _switch_in()
 
 
 def _switch_in() -> None:
     ours = register()
-    served = registration(ours)
-    asked = PreTrainedModel.get_correct_experts_implementation
+    registered = registration(ours)
+    original = PreTrainedModel.get_correct_experts_implementation
 
     def chosen(model: PreTrainedModel, requested: str | None) -> str:
-        name: str = asked(model, ours if requested is None else requested)
+        name: str = original(model, ours if requested is None else requested)
         return name
 
-    setattr(PreTrainedModel, asked.__name__, chosen)
+    setattr(PreTrainedModel, original.__name__, chosen)
     for name, module in list(sys.modules.items()):
         if name.endswith("test_modeling_common"):
-            module.batched_mm_experts_forward = served  # type: ignore[attr-defined]
+            module.batched_mm_experts_forward = registered  # type: ignore[attr-defined]
     run = Pairing.run
 
     def counted(pairing: Pairing, *call: Any) -> Any:
@@ -60,7 +60,7 @@ def _switch_in() -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Any:
-    """Count the calls that ours ran within a case."""
+    """Record the outcome of a case and the number of calls that our implementation ran."""
     before = _CALLS["ran"]
     yield
     line = _SEEN.pop(item.nodeid, {"outcome": "lost", "why": ""})
@@ -70,11 +70,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Any:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Remember how a case ended: the first part of it that did not pass counts."""
+    """Remember the outcome of a case, which is that of its first phase that did not pass."""
     if getattr(report, "context", None) is not None and report.passed:
-        return  # a subtest that passed is no end
-    kept = _SEEN.get(report.nodeid)
-    if kept is None or kept["outcome"] == "passed":
+        return  # ignore passed subtests
+    previous = _SEEN.get(report.nodeid)
+    if previous is None or previous["outcome"] == "passed":
         lines = str(report.longrepr or "").strip().splitlines()
         errors = [line for line in lines if line.startswith("E ")]
         why = " ".join((errors or lines[-1:])[0].split())[:240] if lines else ""

@@ -1,1 +1,1 @@
-"""What `tools/peer_suites.py` is made of: one module for each thing that is compared."""
+"""Implementation of `tools/peer_suites.py`, with a module per kind of comparison."""

@@ -1,7 +1,8 @@
-"""Grids and reference functions out of a checkout of somebody else's tests, which is not imported.
+"""Extraction of parameter grids and reference functions from the tests of another project.
 
-A file is read, never executed as a whole: what is wanted of it is compiled alone, without its
-decorators and annotations, among names that are given here. Nothing is copied into this project.
+Files are parsed, but never imported or executed as a whole. The requested functions are compiled
+individually, without decorators and annotations, in a namespace that is provided here. Nothing is
+copied into this project.
 """
 
 import ast
@@ -18,11 +19,11 @@ Params = dict[str, object]
 
 
 class UnreadableError(Exception):
-    """A grid or a function that cannot be taken out of a file."""
+    """A grid or a function cannot be extracted from a file."""
 
 
 class Word(str):
-    """A member of an enumeration by its name, which is also the name of its operation."""
+    """A stand-in for an enumeration member: its name, which is also its custom_op_name."""
 
     __slots__ = ()
 
@@ -32,7 +33,7 @@ class Word(str):
 
 
 class Words:
-    """`Words().SILU` is "SILU": stands for an enumeration that a grid names."""
+    """A stand-in for an enumeration in a grid: `Words().SILU` is "SILU"."""
 
     def __getattr__(self, word: str) -> Word:
         if word.startswith("__"):
@@ -45,7 +46,7 @@ def _param(*values: object, **_: object) -> object:
 
 
 class _Bare(ast.NodeTransformer):
-    """Take decorators and annotations away: they name what is not there."""
+    """Remove decorators and annotations, which refer to names that are not available."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         self.generic_visit(node)
@@ -63,7 +64,10 @@ class _Bare(ast.NodeTransformer):
 
 
 class Source:
-    """One file of a checkout: its constants, and its functions on request."""
+    """A file of a checkout: its constants, and its functions on request.
+
+    given: additional names for the namespace. Raises UnreadableError if the file does not exist.
+    """
 
     def __init__(self, root: Path, name: str, given: Mapping[str, object] | None = None) -> None:
         self.name = name
@@ -77,14 +81,14 @@ class Source:
         self._constants(self._tree.body, self.space)
 
     def _constants(self, body: list[ast.stmt], space: dict[str, object]) -> None:
-        """Evaluate what can be: a constant that needs more is not there, and who asks is told."""
-        given = set(space)
+        """Evaluate constants; those that need unavailable names are skipped."""
+        defined = set(space)
         for node in body:
             if not isinstance(node, ast.Assign | ast.AnnAssign | ast.If):
                 continue
-            names = [each for each in ast.walk(node) if isinstance(each, ast.Name)]
-            stored = {each.id for each in names if isinstance(each.ctx, ast.Store)}
-            if stored & given or any(each.id == "__name__" for each in names):
+            names = [name for name in ast.walk(node) if isinstance(name, ast.Name)]
+            stored = {name.id for name in names if isinstance(name.ctx, ast.Store)}
+            if stored & defined or any(name.id == "__name__" for name in names):
                 continue
             with contextlib.suppress(NameError, AttributeError, TypeError, KeyError):
                 self._run([node], space)
@@ -95,21 +99,21 @@ class Source:
         exec(code, space)
 
     def take(self, *names: str) -> None:
-        """Define functions of the file, by their names, among its constants."""
+        """Define functions of the file in its namespace."""
         for name in names:
             self._run([self._find(self._tree.body, name, ast.FunctionDef)], self.space)
 
     def function(self, name: str) -> object:
-        """Return a function that was taken, or take it."""
+        """Return a function of the file, defining it if necessary."""
         if name not in self.space:
             self.take(name)
         return self.space[name]
 
     def method(self, owner: str, name: str) -> object:
-        """Return a method as a function, its `self` an argument like any other."""
-        found = self._find(self._tree.body, owner, ast.ClassDef)
-        assert isinstance(found, ast.ClassDef)
-        node = self._find(found.body, name, ast.FunctionDef)
+        """Return a method as a plain function that takes `self` as its first argument."""
+        class_node = self._find(self._tree.body, owner, ast.ClassDef)
+        assert isinstance(class_node, ast.ClassDef)
+        node = self._find(class_node.body, name, ast.FunctionDef)
         space = dict(self.space)
         self._run([node], space)
         return space[name]
@@ -129,7 +133,7 @@ class Source:
             raise UnreadableError(f"{self.name}: {ast.unparse(expression)[:60]}: {error}") from None
 
     def grid(self, test: str) -> Iterator[Params]:
-        """Yield the parameters of a test that `pytest.mark.parametrize` decorates, all of them."""
+        """Yield all parameter combinations of a test decorated by `pytest.mark.parametrize`."""
         node = self._find(self._tree.body, test, ast.FunctionDef)
         assert isinstance(node, ast.FunctionDef)
         axes = []
@@ -137,26 +141,26 @@ class Source:
             if isinstance(mark, ast.Call) and ast.unparse(mark.func).endswith("parametrize"):
                 names = self.value(mark.args[0], self.space)
                 split = names.split(",") if isinstance(names, str) else list(names)
-                alone = isinstance(names, str) and len(split) == 1
+                single = isinstance(names, str) and len(split) == 1
                 values = self.value(mark.args[1], self.space)
-                axes.append(_axis([name.strip() for name in split], values, alone=alone))
+                axes.append(_axis([name.strip() for name in split], values, alone=single))
         if not axes:
             raise UnreadableError(f"{self.name}::{test} has no grid")
         for choice in itertools.product(*axes):
             yield {key: value for part in choice for key, value in part.items()}
 
     def class_grid(self, owner: str, *names: str) -> Iterator[Params]:
-        """Yield the product of lists that a `unittest` class or its methods have."""
+        """Yield the product of the named lists in a `unittest` class or in its methods."""
         node = self._find(self._tree.body, owner, ast.ClassDef)
         assert isinstance(node, ast.ClassDef)
         space = dict(self.space)
-        for each in names:
-            space.pop(each, None)
+        for item in names:
+            space.pop(item, None)
         self._constants(node.body, space)
-        for each in ast.walk(node):  # lists of a method
-            target = each.targets[0] if isinstance(each, ast.Assign) else None
+        for item in ast.walk(node):  # lists inside methods
+            target = item.targets[0] if isinstance(item, ast.Assign) else None
             if isinstance(target, ast.Name) and target.id in names and target.id not in space:
-                space[target.id] = self.value(each.value, space)
+                space[target.id] = self.value(item.value, space)
         lacking = [name for name in names if name not in space]
         if lacking:
             raise UnreadableError(f"{self.name}::{owner} has no {', '.join(lacking)}")

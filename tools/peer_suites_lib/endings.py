@@ -1,4 +1,4 @@
-"""How a case can end, who is to blame for a difference, and the counts of all of them."""
+"""Outcomes of cases, attribution of mismatches to a side, and their counts."""
 
 import math
 from collections import Counter
@@ -39,39 +39,40 @@ ENDINGS = (
 _WORST = (OURS, RAW, ROUNDED, THEIRS, REFUSED, AGREE)
 
 
-# What our parts raise before anything runs; other errors of ours are defects.
+# Errors that our parts raise before anything runs; other errors of ours are defects.
 Refusal = (InputError, IncompatibleError)
 
 
 class MissingError(Exception):
-    """What a case asks for has no expression in our words."""
+    """The case requires a feature that we do not have."""
 
 
 class SkippedError(Exception):
-    """Their test skips the case itself."""
+    """The other project's test skips the case."""
 
 
 class TheirError(Exception):
-    """Their reference raised."""
+    """The other project's reference raised an exception."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How one case ended. why: in words that many cases share. shrunk: what was made smaller.
+    """Outcome of a case.
 
-    key: the case as it was computed; None if it is no other's.
+    why: reason, in words that many cases share. shrunk: sizes that were reduced. key: identity of
+    the case after shrinking; None if it is unique.
     """
 
     outcome: str
     why: str = ""
     shrunk: str = ""
-    compared: tuple[str, ...] = ()  # the parts that gave a number
+    compared: tuple[str, ...] = ()  # the parts that returned a result
     key: object = None
 
 
 @dataclass(frozen=True)
 class Suite:
-    """A grid of theirs and what to do with a case of it. group: whose it is."""
+    """A parameter grid of another project and the check of a case. group: name of the project."""
 
     group: str
     name: str
@@ -81,7 +82,7 @@ class Suite:
 
 @dataclass
 class Tally:
-    """What a suite came to."""
+    """Counts of the outcomes of a suite."""
 
     suite: str
     cases: int = 0
@@ -101,25 +102,25 @@ class Tally:
 
     @property
     def failed(self) -> bool:
-        """Whether a case is our defect."""
+        """Whether a case failed because of a defect of ours."""
         return any(self.outcomes[end] for end in FAILURES)
 
 
 def run_suite(suite: Suite, most: int) -> Tally:
-    """Try the cases of a suite, of more than `most` a random sample; none is lost.
+    """Run the cases of a suite, or a random sample of `most` of them, and count all outcomes.
 
-    The sample is the same for the same suite and grid.
+    The sample is the same for the same suite and grid; the other cases count as left out.
     """
     tally = Tally(f"{suite.group} {suite.name}")
     cases = list(suite.cases())
-    taken = set(range(len(cases)))
+    sampled = set(range(len(cases)))
     if len(cases) > most:
-        taken = set(Random(suite.name).sample(range(len(cases)), most))
+        sampled = set(Random(suite.name).sample(range(len(cases)), most))
     seen: set[object] = set()
     for number, params in enumerate(cases):
-        ending = _attempt(suite, params) if number in taken else Ending(LEFT_OUT)
+        ending = _attempt(suite, params) if number in sampled else Ending(LEFT_OUT)
         repeated = ending.key is not None and ending.key in seen
-        if repeated and ending.outcome not in FAILURES:  # a failure never hides behind a key
+        if repeated and ending.outcome not in FAILURES:  # failures are never counted as repeated
             ending = Ending(REPEATED, shrunk=ending.shrunk)
         seen.add(ending.key)
         tally.add(ending)
@@ -138,12 +139,12 @@ def _attempt(suite: Suite, params: Params) -> Ending:
         return Ending(NO_REFERENCE, str(error))
     except Refusal as error:
         return refused(error)
-    except Exception as error:  # noqa: BLE001  (whatever it is, it is a finding)
+    except Exception as error:  # noqa: BLE001  (any raw exception is a finding)
         return Ending(RAW, f"{type(error).__name__}: {error} at {_shown(params)}"[:300])
 
 
 def _short(error: Exception) -> str:
-    """Return a refusal in one line: of an incompatible pairing, its first reason."""
+    """Format a refusal as one line; for an incompatible pairing with its first reason."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[min(1, len(lines) - 1)]}"[:160]
 
@@ -153,7 +154,7 @@ def _shown(params: Mapping[str, object]) -> str:
 
 
 def theirs(reference: Callable[..., object], *args: object, **kwargs: object) -> object:
-    """Call a reference of theirs; what it raises is its own fault."""
+    """Call another project's reference; raise TheirError for any exception in it."""
     try:
         return reference(*args, **kwargs)
     except Exception as error:
@@ -161,35 +162,38 @@ def theirs(reference: Callable[..., object], *args: object, **kwargs: object) ->
 
 
 def refused(error: Exception) -> Ending:
-    """Return the ending of a part that refuses with a typed error."""
+    """Return the outcome of a part that refuses with a typed error."""
     return Ending(REFUSED, _short(error))
 
 
 def worst(endings: Mapping[str, Ending], shrunk: str = "", key: object = None) -> Ending:
-    """Return the ending of a case whose parts ended each in its own way: the worst of them.
+    """Combine the outcomes of the parts into that of the case, the worst of them.
 
-    A refusal of some parts is the case's only where no part gave a number.
+    The case counts as refused only if no part returned a result.
     """
     compared = tuple(name for name, end in endings.items() if end.outcome != REFUSED)
     for outcome in _WORST:
-        of = {name: end for name, end in endings.items() if end.outcome == outcome}
-        if of and (outcome != REFUSED or not compared):
-            name, end = next(iter(of.items()))
-            why = end.why if outcome in (AGREE, REFUSED) else f"{name}: {end.why}"
-            return Ending(outcome, why, shrunk, compared, key)
+        matching = {name: end for name, end in endings.items() if end.outcome == outcome}
+        if matching and (outcome != REFUSED or not compared):
+            name, end = next(iter(matching.items()))
+            reason = end.why if outcome in (AGREE, REFUSED) else f"{name}: {end.why}"
+            return Ending(outcome, reason, shrunk, compared, key)
     raise ValueError("no endings")
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Of one of their tests. mean: of the mean difference over the mean value, instead of each."""
+    """Tolerance of another project's test.
+
+    mean: bound on the mean difference over the mean value, replacing atol and rtol per element.
+    """
 
     atol: float = 0.0
     rtol: float = 0.0
     mean: float | None = None
 
     def holds(self, ours: torch.Tensor, other: torch.Tensor) -> bool:
-        """Say whether `ours` is as near to `other` as their test asks."""
+        """Return whether `ours` is close enough to `other` for their test."""
         a, b = ours.double(), other.double()
         if a.shape != b.shape:
             return False
@@ -199,7 +203,7 @@ class Tolerance:
 
 
 def error_of(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the norm of the error over the norm of the exact values; infinite for NaN."""
+    """Return the relative error in norm; infinite for NaN and for another shape."""
     if found.shape != exact.shape:
         return float("inf")
     error = float((found.double() - exact).norm() / exact.norm().clamp(min=1e-30))
@@ -211,22 +215,22 @@ def judged(
 ) -> Ending:
     """Compare our result with theirs, and both with float64.
 
-    limit: what our error's norm over the result's may be for roundings alone. It is asked beside
-    their tolerance, which may be wider than the numbers that it is for, or narrower than roundings.
+    limit: bound on our relative error in norm from roundings alone. It is checked in addition to
+    their tolerance, which may be wider than the values, or narrower than the rounding errors.
     """
-    mine, their = error_of(ours, exact), error_of(other, exact)
-    told = f"error to float64: ours {_round(mine)}, theirs {_round(their)}"
-    if not mine <= limit:
-        return Ending(OURS, f"{told}; limit {limit:.2g}")
+    our_error, their_error = error_of(ours, exact), error_of(other, exact)
+    text = f"error to float64: ours {_round(our_error)}, theirs {_round(their_error)}"
+    if not our_error <= limit:
+        return Ending(OURS, f"{text}; limit {limit:.2g}")
     if tolerance.holds(ours, other):
         return Ending(AGREE)
-    if their >= mine:
-        return Ending(THEIRS, f"their error is larger; {told}")
-    return Ending(ROUNDED, f"plain torch rounds as much; {told}")
+    if their_error >= our_error:
+        return Ending(THEIRS, f"their error is larger; {text}")
+    return Ending(ROUNDED, f"plain torch rounds as much; {text}")
 
 
 def _round(error: float) -> str:
-    """Return the power of two above: reasons are counted, and many cases share one."""
+    """Round an error up to a power of two, so that many cases share the same reason."""
     if not 0 < error < float("inf"):
         return str(error)
     return f"2^{math.ceil(math.log2(error))}"

@@ -1,4 +1,4 @@
-"""FlashInfer's grids and torch references: layers of four kinds, routers, and their tables."""
+"""Suites from FlashInfer's tests: layers, routers, and table-based routing."""
 
 import zlib
 from collections.abc import Callable, Iterator
@@ -32,12 +32,12 @@ _GIVEN: dict[str, object] = {
 
 
 def suites(root: Path) -> list[Suite]:
-    """Return every suite that is taken from a checkout of FlashInfer."""
+    """Return the suites from a checkout of FlashInfer."""
     return [*_layers(root), *_routers(root)]
 
 
 def _suite(source: Source, test: str, check: Callable[[Params], Ending], *apart: str) -> Suite:
-    """Return the suite of a test; cases that differ in `apart` alone are one case."""
+    """Return the suite of a test. apart: parameters to ignore; cases equal without them merge."""
 
     def cases() -> Iterator[Params]:
         seen = set()
@@ -91,7 +91,7 @@ def _missing(what: str, p: Any) -> Ending:
 
 
 class _Cutlass:
-    """Layers against `compute_with_experts`, whose w31 has the up rows first."""
+    """Comparison of layers with `compute_with_experts`, whose w31 has the up rows first."""
 
     def __init__(
         self, source: Source, quant: str, dtype: torch.dtype, tolerance: Tolerance,
@@ -102,7 +102,7 @@ class _Cutlass:
         self._checks: dict[str, LayerCheck] = {}
 
     def __call__(self, p: Any) -> Ending:
-        """Compare one case of theirs."""
+        """Compare one case."""
         if p["top_k"] > p["num_experts"]:
             raise SkippedError("topk > experts")
         activation, options = _activation(p)
@@ -124,7 +124,7 @@ def _scale(p: Any) -> tuple[float, float, float]:
 
 
 def _activation(p: Any) -> tuple[str, dict[str, object]]:
-    """Return our activation, and what their reference is told."""
+    """Return our activation, and the corresponding arguments of their reference."""
     kind = p.get("activation_type", "Swiglu")
     if kind == "SwigluStep":
         return "swiglu_clamp_after:limit=7", {"activation_type": kind}
@@ -136,11 +136,11 @@ def _activation(p: Any) -> tuple[str, dict[str, object]]:
         }  # fmt: skip
     if p.get("alpha") is None:
         return "silu", {}
-    told = {name: p[name] for name in ("alpha", "beta", "limit")}
+    arguments = {name: p[name] for name in ("alpha", "beta", "limit")}
     if p["beta"] != 1.0:
         raise MissingError("swiglu_oai with another number than 1 added to up")
     text = f"swiglu_oai:alpha={p['alpha']},limit={p['limit']},interleaved=false"
-    return text, told
+    return text, arguments
 
 
 def _experts(
@@ -151,21 +151,21 @@ def _experts(
     if layer.activation.startswith("gelu_tanh"):
         name = "compute_with_experts_gelu_tanh"
     function: Any = source.space[name]
-    found: torch.Tensor = function(
+    output: torch.Tensor = function(
         layer.experts, given.x, w1, w2, given.routing.topk_ids_TK.long(),
         given.routing.topk_weights_TK.to(given.x.dtype), **options,
     )  # fmt: skip
-    return found
+    return output
 
 
 def _up_first(w1: torch.Tensor) -> torch.Tensor:
-    """Return rows in their order."""
+    """Return w1 with up rows first."""
     gate, up = w1.chunk(2, 1)
     return torch.cat([up, gate], 1)
 
 
 def _plain(given: Given, name: str) -> torch.Tensor:
-    """Return weights as numbers of the layer's type."""
+    """Return the dequantized weights in the dtype of x."""
     if given.problem.quant == "none":
         stored: torch.Tensor = getattr(given.weights, name)
         return stored
@@ -181,11 +181,11 @@ def _shared(source: Source, p: Any) -> Ending:
         assert given.weights.expert_map is not None
         ids = given.weights.expert_map[given.routing.topk_ids_TK.long()]
         function: Any = source.space["compute_with_experts"]
-        found: torch.Tensor = function(
+        output: torch.Tensor = function(
             given.problem.e, given.x, _up_first(given.weights.w1), given.weights.w2, ids,
             given.routing.topk_weights_TK.to(given.x.dtype),
         )  # fmt: skip
-        return found
+        return output
 
     return LayerCheck(reference, Tolerance(1e-1, 1e-1))(layer)
 
@@ -195,11 +195,11 @@ def _mono_reference(source: Source) -> Callable[[Layer, Given], torch.Tensor]:
 
     def reference(layer: Layer, given: Given) -> torch.Tensor:
         w, routing = given.weights, given.routing
-        found: torch.Tensor = function(
+        output: torch.Tensor = function(
             given.x, w.w1, w.w1_scale, w.w2, w.w2_scale, routing.topk_weights_TK,
             routing.topk_ids_TK, layer.intermediate, layer.hidden,
         )  # fmt: skip
-        return found
+        return output
 
     return reference
 
@@ -315,17 +315,19 @@ def _hashed(reference: Any, p: Any) -> Ending:
     other = theirs(reference, logits, words, table, 0, 1.0)
     assert isinstance(other, tuple)
     spec = spec_of(top_k, score="sqrtsoftplus", table=True, renormalize=True)
-    few = slice(0, 8)
-    found = route(logits[few], spec, RouterTensors(None, table), token_ids_T=words[few]).routing
+    kernel_rows = slice(0, 8)
+    routing = route(
+        logits[kernel_rows], spec, RouterTensors(None, table), token_ids_T=words[kernel_rows]
+    ).routing
     score = torch.log1p(torch.exp(logits.double())).sqrt().gather(1, table[words].long())
     exact = score / score.sum(1, keepdim=True)
     done = f"tokens to {TWIN_TOKENS}" if tokens < p["num_tokens"] else ""
-    if not torch.equal(found.topk_ids_TK, table[words[few]]):
+    if not torch.equal(routing.topk_ids_TK, table[words[kernel_rows]]):
         return Ending(OURS, "other experts than the table's", done)
-    if not float((found.topk_weights_TK.double() - exact[few]).abs().max()) <= 1e-5:
+    if not float((routing.topk_weights_TK.double() - exact[kernel_rows]).abs().max()) <= 1e-5:
         return Ending(OURS, "weights", done)
-    near = float((other[0].double() - exact).abs().max()) <= 1e-5 and torch.equal(
+    agrees = float((other[0].double() - exact).abs().max()) <= 1e-5 and torch.equal(
         other[1], table[words]
     )
-    end, why = (AGREE, "") if near else (THEIRS, "weights or ids")
-    return Ending(end, why, done, ("router's kernel",), (tokens, experts, top_k))
+    outcome, why = (AGREE, "") if agrees else (THEIRS, "weights or ids")
+    return Ending(outcome, why, done, ("router's kernel",), (tokens, experts, top_k))

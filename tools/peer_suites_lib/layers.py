@@ -1,4 +1,4 @@
-"""A whole layer: every part of ours that runs on a CPU against a reference of theirs."""
+"""Comparison of whole layers: our parts that run on a CPU against another project's reference."""
 
 import zlib
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from peer_suites_lib.endings import (
 )
 
 _LOCAL = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
-# Of the error that plain torch makes in the layer's types: what a part's may be.
+# Bound on a part's error over that of plain torch in the dtypes of the layer.
 _ROUNDINGS = 2.0
 TORCH = (_LOCAL[0], "TorchExperts"), (_LOCAL[1], "NaiveBatchedExperts")
 TRITON = (
@@ -35,7 +35,11 @@ TRITON = (
 
 @dataclass(frozen=True)
 class Size:
-    """The most that is computed: values of all weights, tokens, and how far a side is halved."""
+    """Limits for shrinking a layer.
+
+    weights: maximum number of weight values. tokens: maximum number of tokens. least: minimum of
+    hidden and intermediate size.
+    """
 
     weights: int
     tokens: int
@@ -47,11 +51,13 @@ WHOLE, INTERPRETED = Size(1 << 22, 32, 128), Size(1 << 17, 4, 64)
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of theirs in our words. stored: weights rounded from numbers, or random codes.
+    """A layer of another project's test.
 
-    multiple: what hidden and intermediate stay multiples of. ep_size: ranks; this one has some
-    experts, by a map. scale: of the numbers in x, w1 and w2. padded: rows of weights lie apart.
-    representable: x has no values between those of float8.
+    stored: "rounded" quantizes random weights, "codes" draws random codes and scales. multiple:
+    hidden and intermediate size stay multiples of it when shrunk. ep_size: number of ranks; if it
+    is above 1, this rank has a part of the experts and an expert_map. scale: standard deviations of
+    x, w1 and w2. padded: the row stride of weights exceeds the row length. representable: x has
+    only values that are representable in float8 after scaling.
     """
 
     tokens: int
@@ -73,7 +79,7 @@ class Layer:
     representable: bool = False
 
     def shrunk(self, size: Size) -> "Layer":
-        """Return the layer with tokens, hidden and intermediate size no larger than `size` says."""
+        """Return the layer with tokens, hidden and intermediate size reduced to fit `size`."""
         hidden, inner = self.hidden, self.intermediate
         local = max(1, self.experts // self.ep_size)
         while local * 3 * hidden * inner > size.weights:
@@ -87,7 +93,7 @@ class Layer:
 
     @property
     def problem(self) -> Problem:
-        """The problem that is made of it."""
+        """The problem of this layer."""
         local = self.experts // self.ep_size if self.ep_size > 1 else None
         return Problem(
             self.tokens, self.hidden, self.intermediate, self.experts, self.top_k,
@@ -99,7 +105,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Given:
-    """Tensors of one layer. score: logits that the routing comes from."""
+    """Tensors of a layer. score: router logits that the routing is computed from."""
 
     problem: Problem
     x: torch.Tensor
@@ -113,7 +119,10 @@ Weights = Callable[[Layer, ExpertWeights], ExpertWeights]
 
 
 def make(layer: Layer, stored: Weights | None = None) -> Given:
-    """Make the tensors of a layer, the same ones for the same layer."""
+    """Draw the tensors of a layer, the same for the same layer.
+
+    stored: converts the weights to their storage format; None means as `layer.stored` says.
+    """
     problem = layer.problem
     g = torch.Generator().manual_seed(zlib.crc32(repr(layer).encode()))
     e = problem.e
@@ -136,8 +145,8 @@ def make(layer: Layer, stored: Weights | None = None) -> Given:
     expert_map = None
     if layer.ep_size > 1:
         expert_map = torch.full((layer.experts,), -1, dtype=torch.int32)
-        here = torch.randperm(layer.experts, generator=g)[:e]
-        expert_map[here] = torch.arange(e, dtype=torch.int32)
+        local_experts = torch.randperm(layer.experts, generator=g)[:e]
+        expert_map[local_experts] = torch.arange(e, dtype=torch.int32)
     weights = ExpertWeights(w1, w2, expert_map=expert_map, **biases)
     if stored is not None:
         weights = stored(layer, weights)
@@ -152,7 +161,7 @@ def make(layer: Layer, stored: Weights | None = None) -> Given:
 
 
 def _codes(problem: Problem, weights: ExpertWeights, g: torch.Generator) -> ExpertWeights:
-    """Return random codes over the whole range, and random scales, as their tests have them."""
+    """Return weights of random codes over the whole range and random scales, as in their tests."""
     specs, largest = weight_specs(problem), LARGEST[problem.scheme.weight]
     fields = {}
     for name in ("w1", "w2"):
@@ -163,7 +172,11 @@ def _codes(problem: Problem, weights: ExpertWeights, g: torch.Generator) -> Expe
 
 
 class LayerCheck:
-    """Compares layers with one reference; interpreted parts once for layers that shrink alike."""
+    """Compares layers with one reference.
+
+    Results are cached by shrunk layer, so interpreted parts run once for layers that shrink to the
+    same sizes.
+    """
 
     def __init__(
         self, reference: Reference, tolerance: Tolerance, stored: Weights | None = None
@@ -172,17 +185,17 @@ class LayerCheck:
         self._known: dict[Layer, dict[str, Ending]] = {}
 
     def __call__(self, layer: Layer) -> Ending:
-        """Return the worst that a part came to."""
+        """Return the worst outcome of all parts on a layer."""
         whole, small = layer.shrunk(WHOLE), layer.shrunk(INTERPRETED)
         endings = self._parts(whole, TORCH) | self._parts(small, TRITON)
-        done = ""
+        shrunk = ""
         if whole != layer:
-            done = f"tokens to {WHOLE.tokens}, weights to {WHOLE.weights} by halving a side"
-        return worst(endings, done, whole)
+            shrunk = f"tokens to {WHOLE.tokens}, weights to {WHOLE.weights} by halving a side"
+        return worst(endings, shrunk, whole)
 
     def _parts(self, layer: Layer, pairs: tuple[tuple[str, str], ...]) -> dict[str, Ending]:
-        kept = self._known.setdefault(layer, {})
-        todo = [pair for pair in pairs if pair[1] not in kept]
+        known = self._known.setdefault(layer, {})
+        todo = [pair for pair in pairs if pair[1] not in known]
         if todo:
             given = make(layer, self._stored)
             other = theirs(self._reference, layer, given)
@@ -191,8 +204,8 @@ class LayerCheck:
             rounded = recipe(given.x, given.weights, given.routing, given.problem)
             limit = _ROUNDINGS * error_of(rounded, exact) + 1e-6
             for pair in todo:
-                kept[pair[1]] = self._part(pair, given, other, exact, limit)
-        return {name: kept[name] for _, name in pairs}
+                known[pair[1]] = self._part(pair, given, other, exact, limit)
+        return {name: known[name] for _, name in pairs}
 
     def _part(
         self, pair: tuple[str, str], given: Given, other: torch.Tensor, exact: torch.Tensor,

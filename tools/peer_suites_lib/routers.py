@@ -1,4 +1,4 @@
-"""A router of ours against one of theirs, and both against scores in float64."""
+"""Comparison of our router with another project's, and of both with float64 scores."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,17 +10,18 @@ from modular_kernel.spec.router import MOST_TOP_K, RouterSpec
 from modular_kernel.tensors import Routing
 from peer_suites_lib.endings import AGREE, OURS, THEIRS, Ending, MissingError, theirs, worst
 
-# Of tokens: what is interpreted, and what the torch twin computes.
+# Maximum numbers of tokens for the interpreted kernel and for the torch reference.
 KERNEL_TOKENS, TWIN_TOKENS = 4, 256
 Chosen = tuple[torch.Tensor, torch.Tensor]  # weights and ids, (T, K)
 
 
 @dataclass(frozen=True)
 class Router:
-    """What a case of theirs says. spec: in our words. scaling: what theirs multiplies weights by.
+    """A case of another project's router.
 
-    A routed scaling factor is a layer's here, not a router's. atol, rtol: of weights in their test.
-    boosted: an expert whose logits are larger by 8.
+    spec: our RouterSpec. scaling: factor that their router applies to the weights; our scaling
+    factor belongs to the layer, not to the router. atol, rtol: tolerance of the weights in their
+    test. boosted: an expert whose logits are increased by 8.
     """
 
     spec: RouterSpec
@@ -38,14 +39,14 @@ Reference = Callable[[torch.Tensor, torch.Tensor | None], Chosen]
 
 
 def spec_of(top_k: int, **fields: object) -> RouterSpec:
-    """Return a spec; what RouterSpec has no room for is missing."""
+    """Return a RouterSpec; raise MissingError if top_k exceeds its maximum."""
     if top_k > MOST_TOP_K:
         raise MissingError(f"router: top_k above {MOST_TOP_K}")
     return RouterSpec(top_k, **fields)  # type: ignore[arg-type]
 
 
 def check_router(case: Router, reference: Reference) -> Ending:
-    """Compare the twin on many tokens and the kernel on a few with `reference`."""
+    """Compare the torch reference on many tokens, and the kernel on a few, with `reference`."""
     tokens = min(case.tokens, TWIN_TOKENS)
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(tokens, case.experts, generator=g).to(case.dtype)
@@ -64,25 +65,25 @@ def check_router(case: Router, reference: Reference) -> Ending:
     twin = Routed(Routing(weights, ids))
     case.spec.columns(case.experts)
     route_ref(logits, case.spec, tensors, None, twin)
-    few = slice(0, KERNEL_TOKENS)
-    kernel = route(logits[few], case.spec, tensors)
+    kernel_rows = slice(0, KERNEL_TOKENS)
+    kernel = route(logits[kernel_rows], case.spec, tensors)
     endings = {"router's twin": _judged(twin.routing, other, case, exact, slice(None))}
-    endings["router's kernel"] = _judged(kernel.routing, other, case, exact, few)
+    endings["router's kernel"] = _judged(kernel.routing, other, case, exact, kernel_rows)
     return worst(endings, shrunk, replace(case, tokens=tokens))
 
 
 def _judged(routing: Routing, other: Chosen, case: Router, exact: "Exact", rows: slice) -> Ending:
-    mine = _by_id(routing.topk_weights_TK * case.scaling, routing.topk_ids_TK)
-    their = _by_id(other[0][rows].float(), other[1][rows])
-    bad = exact.wrong(*mine, rows, case.scaling)
+    our_choice = _by_id(routing.topk_weights_TK * case.scaling, routing.topk_ids_TK)
+    their_choice = _by_id(other[0][rows].float(), other[1][rows])
+    bad = exact.wrong(*our_choice, rows, case.scaling)
     if bad:
         return Ending(OURS, f"against float64: {bad}")
-    same = torch.equal(mine[1], their[1])
-    close = (mine[0] - their[0]).abs() <= case.atol + case.rtol * their[0].abs()
+    same = torch.equal(our_choice[1], their_choice[1])
+    close = (our_choice[0] - their_choice[0]).abs() <= case.atol + case.rtol * their_choice[0].abs()
     if same and bool(close.all()):
         return Ending(AGREE)
-    blame = exact.wrong(*their, rows, case.scaling, case.atol + case.rtol)
-    if not same and not blame:  # two experts as good as each other
+    blame = exact.wrong(*their_choice, rows, case.scaling, case.atol + case.rtol)
+    if not same and not blame:  # a tie between experts
         return Ending(AGREE, "ids differ where two scores are equal")
     return Ending(THEIRS, f"against float64 theirs: {blame or 'weights outside their tolerance'}")
 
@@ -93,7 +94,7 @@ def _by_id(weights: torch.Tensor, ids: torch.Tensor) -> Chosen:
 
 
 class Exact:
-    """Scores in float64, written from the definition: which choices and weights are right."""
+    """Float64 scores computed from the definition, to decide which ids and weights are correct."""
 
     def __init__(self, logits: torch.Tensor, bias: torch.Tensor | None, spec: RouterSpec) -> None:
         self.spec, self.logits = spec, logits.double()
@@ -118,9 +119,10 @@ class Exact:
         scaling: float,
         limit: float = 1e-6,
     ) -> str:
-        """Return what is wrong with chosen ids and their weights; "" if nothing is.
+        """Describe what is wrong with chosen ids and weights; "" if they are correct.
 
-        limit: of the error of a weight beside 1e-5 of it; theirs may be of the logits' type.
+        limit: absolute error of a weight allowed in addition to 1e-5 of it; it is larger for their
+        weights, which may be in the dtype of the logits.
         """
         if ids.min() < 0 or ids.max() >= self.logits.shape[1]:
             return "an id out of range"
@@ -139,20 +141,20 @@ class Exact:
         return f"weights by {float(error.max()):.1g}" if bool(wrong.any()) else ""
 
     def _best(self, ids: torch.Tensor, rows: slice) -> bool:
-        """Say whether no expert that may take part is better than a chosen one."""
+        """Return whether no eligible expert has a better score than a chosen one."""
         choice, spec = self.choice[rows], self.spec
         chosen = torch.zeros_like(choice, dtype=torch.bool).scatter(1, ids, True)
-        open_ = torch.ones_like(chosen)
+        eligible = torch.ones_like(chosen)
         if spec.topk_groups < spec.groups:
             by_group = choice.view(len(choice), spec.groups, -1)
             value = by_group.amax(2) if spec.group_score == "max" else by_group.topk(2, 2)[0].sum(2)
-            edge = value.topk(spec.topk_groups, 1)[0][:, -1:]
-            sure = value > edge + self._spread
-            maybe = value >= edge - self._spread
+            threshold = value.topk(spec.topk_groups, 1)[0][:, -1:]
+            sure = value > threshold + self._spread
+            maybe = value >= threshold - self._spread
             size = by_group.shape[2]
             if bool((chosen & ~maybe.repeat_interleave(size, 1)).any()):
                 return False
-            open_ = sure.repeat_interleave(size, 1)
+            eligible = sure.repeat_interleave(size, 1)
         worst_in = choice.masked_fill(~chosen, torch.inf).amin(1)
-        best_out = choice.masked_fill(chosen | ~open_, -torch.inf).amax(1)
+        best_out = choice.masked_fill(chosen | ~eligible, -torch.inf).amax(1)
         return bool((worst_in >= best_out - self._spread).all())

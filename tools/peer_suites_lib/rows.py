@@ -1,4 +1,4 @@
-"""Quantizers, activations and alignment of ours against theirs."""
+"""Comparison of our quantizers, activations and block alignment with another project's."""
 
 from collections.abc import Callable
 
@@ -15,20 +15,20 @@ from peer_suites_lib.endings import AGREE, OURS, THEIRS, Ending, Tolerance, judg
 
 ROWS, COLUMNS, KERNEL_ROWS = 64, 2048, 2
 ALIGNED_TOKENS = 256
-# One rounding to the type, which is all that an activation does.
+# Error of one rounding to the dtype, the only one that an activation makes.
 _ROUNDING = {torch.float32: 1e-6, torch.float16: 6e-4, torch.bfloat16: 2.5e-3}
 Quantizer = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def shrink_rows(rows: int, columns: int, multiple: int = 1) -> tuple[int, int, str]:
-    """Return sizes that a CPU can hold, and what was done to get them."""
-    small = min(rows, ROWS), min(columns, max(COLUMNS // multiple * multiple, multiple))
-    done = f"rows to {ROWS}, columns to {COLUMNS}" if small != (rows, columns) else ""
-    return *small, done
+    """Return sizes that are feasible on a CPU, and a description of the reduction, or ""."""
+    shrunk = min(rows, ROWS), min(columns, max(COLUMNS // multiple * multiple, multiple))
+    description = f"rows to {ROWS}, columns to {COLUMNS}" if shrunk != (rows, columns) else ""
+    return *shrunk, description
 
 
 def numbers(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return normal numbers, the same for the same sizes."""
+    """Return standard normal numbers, the same for the same sizes."""
     g = torch.Generator().manual_seed(rows * 7919 + columns)
     return torch.randn(rows, columns, generator=g).to(dtype)
 
@@ -36,9 +36,9 @@ def numbers(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 def check_quantizer(
     x: torch.Tensor, quant: str, reference: Quantizer, shrunk: str, rtol: float = 1e-5
 ) -> Ending:
-    """Compare what rows become, as numbers: theirs, the twin's and, of a few rows, the kernel's.
+    """Compare quantized rows of the torch reference, and a few of the kernel, with `reference`.
 
-    Two codes beside each other are both right where a value lies between them.
+    For a value between two adjacent codes both codes are accepted.
     """
     scheme = QuantScheme.parse(quant)
     endings = {}
@@ -57,8 +57,8 @@ def check_quantizer(
 
 def _room(x: torch.Tensor, scheme: QuantScheme) -> Quantized:
     q, scale = quantized(x.float(), scheme)
-    whole = scheme.activation_granularity == "tensor"
-    partials = torch.zeros(1024) if whole else None
+    per_tensor = scheme.activation_granularity == "tensor"
+    partials = torch.zeros(1024) if per_tensor else None
     return Quantized(torch.empty_like(q), torch.empty_like(scale), partials)
 
 
@@ -72,28 +72,32 @@ def _codes(
     (q, scale), (their_q, their_scale) = mine, other
     their_scale = their_scale.float().view_as(scale)
     exact = x.double()
-    near = bool(((scale - their_scale).abs() <= rtol * their_scale.abs()).all())
+    scales_close = bool(((scale - their_scale).abs() <= rtol * their_scale.abs()).all())
     codes, their_codes = q.float(), their_q.float().view_as(q)
     step = torch.ones(()) if q.dtype is torch.int8 else (codes.abs() / 8).clamp(min=2.0**-9)
-    apart = (codes - their_codes).abs()
-    close = bool((apart <= step * 1.01).all())
+    distance = (codes - their_codes).abs()
+    codes_close = bool((distance <= step * 1.01).all())
     worst_step = _error(dequantize_rows(q, scale, scheme), exact, scale, q.dtype)
     if not worst_step <= 0.501:
         return Ending(OURS, f"{worst_step:.3f} steps from the value")
-    wanted = _scale(exact, scale.shape, scheme)
-    if not bool(((scale - wanted).abs() <= 1e-5 * wanted).all()):  # its steps are other ones
+    expected_scale = _scale(exact, scale.shape, scheme)
+    if not bool(
+        ((scale - expected_scale).abs() <= 1e-5 * expected_scale).all()
+    ):  # errors in steps do not compare
         return Ending(OURS, "another scale than the largest value's")
     their_numbers = dequantize_rows(their_q.view_as(q), their_scale, scheme)
     their_step = _error(their_numbers, exact, their_scale, q.dtype)
-    if near and close:
-        one_apart = "ties" if their_step < 0.501 else "truncation of theirs"
-        return Ending(AGREE, f"codes one apart: {one_apart}" if bool(apart.any()) else "")
-    blame = THEIRS if their_step >= worst_step else OURS
-    return Ending(blame, f"largest error in steps: ours {worst_step:.2f}, theirs {their_step:.2f}")
+    if scales_close and codes_close:
+        cause = "ties" if their_step < 0.501 else "truncation of theirs"
+        return Ending(AGREE, f"codes one apart: {cause}" if bool(distance.any()) else "")
+    outcome = THEIRS if their_step >= worst_step else OURS
+    return Ending(
+        outcome, f"largest error in steps: ours {worst_step:.2f}, theirs {their_step:.2f}"
+    )
 
 
 def _scale(exact: torch.Tensor, shape: torch.Size, scheme: QuantScheme) -> torch.Tensor:
-    """Return the scales that put the largest value of each group at the largest code."""
+    """Return the scales that map the maximum of each group to the largest code."""
     largest = exact.abs()
     if len(shape) == 1:
         amax = largest.amax().reshape(1)
@@ -109,7 +113,7 @@ def _scale(exact: torch.Tensor, shape: torch.Size, scheme: QuantScheme) -> torch
 def _error(
     found: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
 ) -> float:
-    """Return the largest error in steps between two codes around the value."""
+    """Return the maximum error in units of the distance between adjacent codes."""
     per = scale.double()
     if per.dim() == 2 and per.shape[1] > 1:
         per = per.repeat_interleave(-(-exact.shape[1] // per.shape[1]), 1)[:, : exact.shape[1]]
@@ -131,7 +135,7 @@ def check_activation(
     tolerance: Tolerance,
     shrunk: str,
 ) -> Ending:
-    """Compare an activation of (R, N) rows: the twin of all, the kernel of a few."""
+    """Compare an activation of (R, N) rows: torch reference on all rows, kernel on a few."""
     endings = {}
     limit = _ROUNDING[x.dtype]
     for name, part in (("activation's twin", x), ("activation's kernel", x[:KERNEL_ROWS])):
@@ -148,7 +152,7 @@ def check_activation(
 
 
 def _ordered(x: torch.Tensor, spec: ActivationSpec) -> torch.Tensor:
-    """Return rows as operations take them: gate first (of a layer, its weights are put so)."""
+    """Return rows with gate first, as operations expect; a layer reorders its weights instead."""
     if not spec.up_first:
         return x
     up, gate = x.chunk(2, dim=1)
@@ -166,23 +170,23 @@ def check_align(
     shrunk: str,
     expert_map: torch.Tensor | None = None,
 ) -> Ending:
-    """Compare which pairs lie in the blocks of which expert; their order within one is free."""
-    found = moe_align_block_size(ids, block, experts, expert_map=expert_map, ignore_invalid=True)
+    """Compare the pairs in the blocks of each expert; their order within an expert is free."""
+    ours = moe_align_block_size(ids, block, experts, expert_map=expert_map, ignore_invalid=True)
     other = theirs(reference, ids.clone())
     assert isinstance(other, tuple)
-    want: dict[int, list[int]] = {}
+    expected: dict[int, list[int]] = {}
     for pair, expert in enumerate(ids.flatten().tolist()):
         local = expert if expert_map is None else int(expert_map[expert])
         if local >= 0:
-            want.setdefault(local, []).append(pair)
-    mine, their = (_blocks(each, block, ids.numel()) for each in (found, other))
-    if mine != want:
+            expected.setdefault(local, []).append(pair)
+    our_blocks, their_blocks = (_blocks(aligned, block, ids.numel()) for aligned in (ours, other))
+    if our_blocks != expected:
         return Ending(OURS, "pairs in other blocks than those of their experts")
-    if their != want:
+    if their_blocks != expected:
         return Ending(THEIRS, "pairs in other blocks than those of their experts")
-    if int(found[2]) != int(other[2]):
-        padded = sum(-(-len(pairs) // block) * block for pairs in want.values())
-        return Ending(OURS if int(found[2]) != padded else THEIRS, "another padded length")
+    if int(ours[2]) != int(other[2]):
+        padded = sum(-(-len(pairs) // block) * block for pairs in expected.values())
+        return Ending(OURS if int(ours[2]) != padded else THEIRS, "another padded length")
     key = (ids.shape, block, experts, expert_map is None)
     return Ending(AGREE, "", shrunk, ("align",), key)
 
@@ -191,8 +195,8 @@ def _blocks(aligned: Aligned, block: int, padding: int) -> dict[int, list[int]]:
     sorted_ids, expert_ids, length = aligned
     pairs: dict[int, list[int]] = {}
     for number in range(int(length) // block):
-        inside = sorted_ids[number * block : (number + 1) * block].tolist()
-        some = [pair for pair in inside if pair < padding]
-        if some:
-            pairs.setdefault(int(expert_ids[number]), []).extend(some)
-    return {expert: sorted(each) for expert, each in pairs.items()}
+        block_ids = sorted_ids[number * block : (number + 1) * block].tolist()
+        valid = [pair for pair in block_ids if pair < padding]
+        if valid:
+            pairs.setdefault(int(expert_ids[number]), []).extend(valid)
+    return {expert: sorted(pair_ids) for expert, pair_ids in pairs.items()}

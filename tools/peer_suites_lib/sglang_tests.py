@@ -1,4 +1,4 @@
-"""SGLang's grids and torch references: layers, routers, quantizers, activations, alignment."""
+"""Suites from SGLang's tests: layers, routers, quantizers and activations."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,12 +19,16 @@ _FP8 = torch.float8_e4m3fn
 
 
 def suites(root: Path) -> list[Suite]:
-    """Return every suite that is taken from a checkout of SGLang."""
+    """Return the suites from a checkout of SGLang."""
     return [*_layers(root), *_routers(root), *_rows(root)]
 
 
 def _suite(source: Source, test: str, check: Callable[[Params], Ending], *names: str) -> Suite:
-    """Return the suite of a test: of its decorators, or of a class's lists by their names."""
+    """Return the suite of a test.
+
+    names: names of lists in a test class that form the grid; without them the grid comes from the
+    decorators of a test function.
+    """
 
     def cases() -> Iterator[Params]:
         return source.class_grid(test, *names) if names else source.grid(test)
@@ -46,9 +50,9 @@ def _layers(root: Path) -> list[Suite]:
     blocks = Source(root, "python/sglang/test/test_block_fp8.py", {"SiluAndMul": _silu(root)})
     blocks.take("native_per_token_group_quant_fp8", "native_w8a8_block_fp8_matmul",
                 "torch_w8a8_block_fp8_moe")  # fmt: skip
-    nothing = {"set_global_server_args_for_scheduler": lambda _: None,
+    stubs = {"set_global_server_args_for_scheduler": lambda _: None,
                "ServerArgs": lambda **_: None, "SiluAndMul": _silu(root)}  # fmt: skip
-    integers = Source(root, "test/registered/quant/test_block_int8.py", nothing)
+    integers = Source(root, "test/registered/quant/test_block_int8.py", stubs)
     integers.take("native_per_token_group_quant_int8", "native_w8a8_block_int8_matmul",
                   "torch_w8a8_block_int8_moe")  # fmt: skip
     rows_of = Source(root, "sgl-kernel/tests/test_per_token_quant_fp8.py",
@@ -60,19 +64,19 @@ def _layers(root: Path) -> list[Suite]:
         return codes(x, scale), scale
 
     channels = Source(root, "test/registered/moe/test_triton_moe_channel_fp8_kernel.py",
-                      nothing | {"scaled_fp8_quant": by_row})  # fmt: skip
+                      stubs | {"scaled_fp8_quant": by_row})  # fmt: skip
     channels.take("native_w8a8_per_token_matmul", "torch_w8a8_per_column_moe")
     channels.space["fp8_mask"] = lambda a, mask: (
         a.view(torch.int8)[mask].view(a.dtype) if a.dtype is _FP8 else a[mask]
     )
 
     def int8_by_row(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantize as their kernel of that name, which needs a GPU: to the nearest."""
+        """Quantize with rounding to nearest, as their GPU kernel per_token_quant_int8 does."""
         scale = x.float().abs().amax(1, keepdim=True).clamp(min=1e-10) / 127
         return (x.float() / scale).round().to(torch.int8), scale
 
     kernel = Source(root, "test/registered/quant/test_int8_kernel.py",
-                    nothing | {"per_token_quant_int8": int8_by_row})  # fmt: skip
+                    stubs | {"per_token_quant_int8": int8_by_row})  # fmt: skip
     kernel.take("native_w8a8_per_token_matmul", "torch_w8a8_per_column_moe")
     cpu = Source(root, "test/srt/cpu/utils.py")
     cpu.take("SiluAndMul")
@@ -90,7 +94,7 @@ def _layers(root: Path) -> list[Suite]:
                partial(_channel, LayerCheck(_of(kernel, "torch_w8a8_per_column_moe", _scores),
                                             Tolerance(mean=0.05)), "int8_w8a8_channel"), *_NAMES),
         *_cpu(root, cpu),
-        _naive(root, nothing),
+        _naive(root, stubs),
     ]  # fmt: skip
 
 
@@ -102,9 +106,9 @@ def _of(source: Source, name: str, arguments: _Arguments) -> Callable[[Layer, Gi
     def reference(layer: Layer, given: Given) -> torch.Tensor:
         w = given.weights
         function: Any = source.function(name)
-        found: torch.Tensor = function(given.x, w.w1, w.w2, w.w1_scale, w.w2_scale,
+        output: torch.Tensor = function(given.x, w.w1, w.w2, w.w1_scale, w.w2_scale,
                                        *arguments(layer, given))  # fmt: skip
-        return found
+        return output
 
     return reference
 
@@ -160,7 +164,7 @@ def _cpu(root: Path, utils: Source) -> list[Suite]:
 
 
 def _naive(root: Path, nothing: dict[str, Any]) -> Suite:
-    """TestFusedMOE, whose other axes are lists inside a method."""
+    """Return the suite of TestFusedMOE, whose axes are lists of the class and of a method."""
     silu = nothing["SiluAndMul"]().forward_native
     source = Source(root, "test/registered/moe/test_fused_moe.py",
                     nothing | {"SiluAndMul": lambda: silu})  # fmt: skip
@@ -168,9 +172,9 @@ def _naive(root: Path, nothing: dict[str, Any]) -> Suite:
     tolerances: Any = source.method("TestFusedMOE", "get_tolerance")
 
     def plain(layer: Layer, given: Given) -> torch.Tensor:
-        found: torch.Tensor = naive(None, given.x, given.weights.w1, given.weights.w2, given.score,
+        output: torch.Tensor = naive(None, given.x, given.weights.w1, given.weights.w2, given.score,
                                     layer.top_k)  # fmt: skip
-        return found
+        return output
 
     checks = {}
     for dtype in (torch.float16, torch.bfloat16):
@@ -180,7 +184,8 @@ def _naive(root: Path, nothing: dict[str, Any]) -> Suite:
     def case(p: Any) -> Ending:
         if p["fp8_modes"]:
             raise MissingError("fp8 tensors whose activations are not quantized but scaled")
-        # Numbers of 0.01, as theirs: the norm of the error counts, their tolerance hides it.
+        # Values are about 0.01, as in their test. Their tolerance is too wide for them, so the
+        # bound on the norm of the error decides.
         layer = Layer(p["m_values"], p["k_values"], p["n_values"], p["NUM_EXPERTS"], p["TOP_KS"],
                       p["dtypes"], scale=(0.1, 0.1, 0.1))  # fmt: skip
         return checks[p["dtypes"]](layer)
@@ -291,31 +296,31 @@ def _rows(root: Path) -> list[Suite]:
 
 def _by_group(reference: Any, p: Any) -> Ending:
     group = p["GROUP_SIZE"]
-    rows, columns, done = shrink_rows(p["NUM_TOKENS"], p["D"], group)
+    rows, columns, shrunk = shrink_rows(p["NUM_TOKENS"], p["D"], group)
     x = numbers(rows, columns, p["DTYPES"])
     quant = f"fp8_w8a8_block:block={group}x{group}"
-    return check_quantizer(x, quant, lambda part: reference(part, group), done)
+    return check_quantizer(x, quant, lambda part: reference(part, group), shrunk)
 
 
 def _by_row(reference: Any, p: Any) -> Ending:
-    """Their reference is given the scale; it is computed here as their kernel does."""
-    rows, columns, done = shrink_rows(p["num_tokens"], p["hidden_dim"])
+    """Compare row quantization; the scale for their reference is computed as in their kernel."""
+    rows, columns, shrunk = shrink_rows(p["num_tokens"], p["hidden_dim"])
     x = numbers(rows, columns, torch.float16)
 
     def quantize(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scale = part.float().abs().amax(1, keepdim=True) / 448
         return reference(part, scale), scale
 
-    return check_quantizer(x, "fp8_w8a8_channel", quantize, done)
+    return check_quantizer(x, "fp8_w8a8_channel", quantize, shrunk)
 
 
 def _act(reference: Any, kind: str, p: Any) -> Ending:
     tokens = p["NUM_TOKENS"] if "NUM_TOKENS" in p else p["batch_size"] * p["seq_len"]
     dtype = p.get("DTYPES", torch.float16)
-    rows, inner, done = shrink_rows(tokens, p["D"] if "D" in p else p["dim"])
+    rows, inner, shrunk = shrink_rows(tokens, p["D"] if "D" in p else p["dim"])
     tolerance = Tolerance(1e-2, 1e-2) if dtype is torch.bfloat16 else Tolerance(1e-3, 1e-3)
     x = numbers(rows, 2 * inner, dtype)
-    return check_activation(x, ActivationSpec(kind), reference, tolerance, done)
+    return check_activation(x, ActivationSpec(kind), reference, tolerance, shrunk)
 
 
 def _quick(p: Any) -> Ending:

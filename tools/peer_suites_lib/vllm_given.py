@@ -1,4 +1,4 @@
-"""What vLLM's references stand on, where that needs a GPU: the native functions beside them."""
+"""vLLM's references of layers, quantizers and activations, with native functions for GPU calls."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +18,7 @@ Pair = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class VllmReferences:
-    """References of whole layers, quantizers and activations, out of one checkout."""
+    """References of whole layers, quantizers and activations from one checkout."""
 
     def __init__(self, root: Path) -> None:
         platform = SimpleNamespace(
@@ -82,7 +82,7 @@ class VllmReferences:
     def clamped(
         self, alpha: float, beta: float, limit: float
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return SiluAndMulWithClamp."""
+        """Return the native function of SiluAndMulWithClamp with these constants."""
         native: Any = self._acts.method("SiluAndMulWithClamp", "forward_native")
         state = SimpleNamespace(alpha=alpha, beta=beta, swiglu_limit=limit, limit=limit)
         return lambda x: native(state, x)
@@ -90,23 +90,23 @@ class VllmReferences:
     # ---------------------------------------------------------------------------- quantizers
 
     def fp8_rows(self, x: torch.Tensor) -> Any:
-        """Quantize by rows."""
+        """Quantize to fp8 by rows."""
         return self._of("ref_dynamic_per_token_quant")(x, _FP8)
 
     def int8_rows(self, x: torch.Tensor) -> Any:
-        """Quantize by rows."""
+        """Quantize to int8 by rows."""
         return self._of("ref_dynamic_per_token_quant")(x, torch.int8)
 
     def fp8_whole(self, x: torch.Tensor) -> Any:
-        """Quantize with one scale."""
+        """Quantize to fp8 with one scale for the tensor."""
         return self._of("ref_dynamic_per_tensor_fp8_quant")(x)
 
     def fp8_groups(self, x: torch.Tensor, group: int) -> Any:
-        """Quantize by groups of columns."""
+        """Quantize to fp8 by groups of columns."""
         return self._of("native_per_token_group_quant_fp8")(x.contiguous(), group)
 
     def int8_groups(self, x: torch.Tensor, group: int) -> Any:
-        """Quantize by groups of columns, by truncation as their kernel does."""
+        """Quantize to int8 by groups of columns, truncating as their kernel does."""
         native = self._of("native_per_token_group_quant_int8")
         return native(x.contiguous(), group, round_to_nearest=False)
 
@@ -114,7 +114,10 @@ class VllmReferences:
         self, a: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype | None,
         by_row: bool, block: list[int] | None = None,
     ) -> Pair:  # fmt: skip
-        """Stand for their dispatch to kernels; float32 holds fp8 codes, which torch can mask."""
+        """Replace their dispatch to quantization kernels.
+
+        Codes are returned in float32, because torch cannot index fp8 tensors with masks.
+        """
         if dtype is None:
             return a, scale
         if block is not None:
@@ -128,18 +131,18 @@ class VllmReferences:
     # -------------------------------------------------------------------------------- layers
 
     def torch_moe(self, layer: Layer, given: Given) -> torch.Tensor:
-        """Compute with weights that they dequantized."""
+        """Compute a layer with the weights that their quantizer dequantized."""
         w1, w2 = self._dequantized[layer]
         return self._call(self._utils, "torch_moe", given.x, w1, w2, given.score, layer.top_k,
                           expert_map=given.weights.expert_map)  # fmt: skip
 
     def torch_experts(self, layer: Layer, given: Given) -> torch.Tensor:
-        """Compute with activations quantized as the layer says."""
-        w, plain = given.weights, layer.quant == "none"
+        """Compute a layer with activations quantized in the layer's scheme."""
+        w, unquantized = given.weights, layer.quant == "none"
         scales = {}
         block = [128, 128] if "block" in layer.quant else None
         by_row = "channel" in layer.quant
-        if not plain:
+        if not unquantized:
             assert w.w1_scale is not None
             assert w.w2_scale is not None
             scales = {"w1_scale": w.w1_scale, "w2_scale": w.w2_scale}
@@ -147,25 +150,25 @@ class VllmReferences:
                 scales = {name: scale[..., None] for name, scale in scales.items()}
         return self._call(
             self._utils, "torch_experts", given.x, w.w1, w.w2, given.routing.topk_weights_TK,
-            given.routing.topk_ids_TK.long(), quant_dtype=None if plain else _FP8,
+            given.routing.topk_ids_TK.long(), quant_dtype=None if unquantized else _FP8,
             per_act_token_quant=by_row, block_shape=block, **scales,
         )  # fmt: skip
 
     def fp8_block(self, layer: Layer, given: Given) -> torch.Tensor:
-        """Compute with scales of blocks."""
+        """Compute a layer in fp8 with block scales."""
         w, block = given.weights, _block(layer)
         return self._call(self._block8, "torch_w8a8_block_fp8_moe", given.x, w.w1, w.w2,
                           w.w1_scale, w.w2_scale, given.routing.topk_weights_TK,
                           given.routing.topk_ids_TK, block)  # fmt: skip
 
     def int8_block(self, layer: Layer, given: Given) -> torch.Tensor:
-        """Compute with scales of blocks."""
+        """Compute a layer in int8 with block scales."""
         w, block = given.weights, _block(layer)
         return self._call(self._blocki, "torch_w8a8_block_int8_moe", given.x, w.w1, w.w2,
                           w.w1_scale, w.w2_scale, given.score, layer.top_k, block)  # fmt: skip
 
     def fp8_channel(self, layer: Layer, given: Given) -> torch.Tensor:
-        """Compute with scales of rows."""
+        """Compute a layer in fp8 with channel scales."""
         w = given.weights
         self._rows8.space["fp8_mask"] = lambda a, mask: (
             a.view(torch.int8)[mask].view(a.dtype) if a.dtype is _FP8 else a[mask]
@@ -174,7 +177,7 @@ class VllmReferences:
                           w.w1_scale, w.w2_scale, given.score, layer.top_k)  # fmt: skip
 
     def int8_channel(self, layer: Layer, given: Given) -> torch.Tensor:
-        """Compute with scales of rows."""
+        """Compute a layer in int8 with channel scales."""
         w = given.weights
         return self._call(self._rowsi, "torch_w8a8_per_column_moe", given.x, w.w1, w.w2,
                           w.w1_scale, w.w2_scale, layer.top_k, given.routing.topk_weights_TK,
@@ -182,44 +185,46 @@ class VllmReferences:
 
     def _call(self, source: Source, name: str, *args: object, **kwargs: object) -> torch.Tensor:
         function: Any = source.function(name)
-        found: torch.Tensor = function(*args, **kwargs)
-        return found
+        output: torch.Tensor = function(*args, **kwargs)
+        return output
 
     # ------------------------------------------------------------- weights of 4 and 8 bits
 
     _dequantized: dict[Layer, tuple[torch.Tensor, torch.Tensor]] = {}  # noqa: RUF012 (one layer)
 
     def store_groups(self, layer: Layer, weights: ExpertWeights) -> ExpertWeights:
-        """Store weights by their quantizer, packed as their test packs them for their kernel."""
-        four, zeros = layer.quant.startswith("int4"), "zero_points" in layer.quant
-        kind = _Integers(4 if four else 8, signed=not zeros)
+        """Quantize and pack weights as their test does for their kernel."""
+        four, zero_points = layer.quant.startswith("int4"), "zero_points" in layer.quant
+        kind = _Integers(4 if four else 8, signed=not zero_points)
         quantize: Any = self._packing.space["quantize_weights"]
         fields: dict[str, torch.Tensor] = {}
-        plain = []
+        dequantized = []
         for name in ("w1", "w2"):
-            numbers = getattr(weights, name)
-            e, rows, _ = numbers.shape
+            values_e = getattr(weights, name)
+            e, rows, _ = values_e.shape
 
             def of_experts(values: torch.Tensor, e: int = e, rows: int = rows) -> torch.Tensor:
                 return values.T.reshape(e, rows, -1).contiguous()
 
-            # Columns are quantized apart, so all experts' at once.
-            w, q, s, z = quantize(numbers.flatten(0, 1).T, kind, layer.multiple, zeros, False)
+            # Columns are quantized independently, so all experts are quantized together.
+            w, q, s, z = quantize(
+                values_e.flatten(0, 1).T, kind, layer.multiple, zero_points, False
+            )
             q = of_experts(q).to(torch.uint8)
-            z = of_experts(z).to(torch.uint8) if zeros else q
+            z = of_experts(z).to(torch.uint8) if zero_points else q
             if four:
                 q, z = q[:, :, 1::2] * 16 + q[:, :, ::2], z[:, 1::2] * 16 + z[:, ::2]
-            plain.append(of_experts(w).to(layer.dtype))
+            dequantized.append(of_experts(w).to(layer.dtype))
             fields |= {name: q.contiguous(), f"{name}_scale": of_experts(s).to(layer.dtype)}
-            if zeros:
+            if zero_points:
                 fields[f"{name}_zero_point"] = z.contiguous()
         self._dequantized.clear()
-        self._dequantized[layer] = plain[0], plain[1]
+        self._dequantized[layer] = dequantized[0], dequantized[1]
         return replace(weights, **fields)
 
 
 class _Layer:
-    """A module of theirs that is called, or whose native function is."""
+    """A stand-in for a module of vLLM, called directly or through forward_native."""
 
     def __init__(self, native: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.forward_native = native
@@ -229,7 +234,7 @@ class _Layer:
 
 
 class _Integers:
-    """The facts of their ScalarType that their quantizer asks for."""
+    """A stand-in for vLLM's ScalarType, with the methods that its quantizer uses."""
 
     def __init__(self, bits: int, *, signed: bool) -> None:
         self._bits, self._biased = bits, signed

@@ -1,4 +1,4 @@
-"""vLLM's grids and torch references: layers, routers, quantizers, activations, alignment."""
+"""Suites from vLLM's tests: layers, routers, quantizers, activations and block alignment."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,13 +29,13 @@ _FP8 = torch.float8_e4m3fn
 
 
 def suites(root: Path) -> list[Suite]:
-    """Return every suite that is taken from a checkout of vLLM."""
+    """Return the suites from a checkout of vLLM."""
     references = VllmReferences(root)
     return [*_layers(root, references), *_routers(root), *_rows(root, references)]
 
 
 class Taken:
-    """One test file: its grids, and axes that say how their kernel runs, which are left out."""
+    """A test file of vLLM with its grids."""
 
     def __init__(self, root: Path, file: str, given: dict[str, object] | None = None) -> None:
         platform = SimpleNamespace(is_fp8_fnuz=lambda: False, is_rocm=lambda: False)
@@ -44,7 +44,10 @@ class Taken:
         self.source = Source(root, _TESTS + file, known | (given or {}))
 
     def suite(self, test: str, check: Check, without: tuple[str, ...] = ()) -> Suite:
-        """Return the suite of a test; cases that differ in `without` alone are one case."""
+        """Return the suite of a test.
+
+        without: parameters to ignore, such as kernel options; cases equal without them are merged.
+        """
 
         def cases() -> Iterator[Params]:
             seen = set()
@@ -71,7 +74,7 @@ def _layers(root: Path, references: VllmReferences) -> list[Suite]:
     )  # fmt: skip
     groups = LayerCheck(references.torch_moe, Tolerance(2e-2, 0), references.store_groups)
     batched = LayerCheck(references.torch_experts, Tolerance(3e-2, 2e-2))
-    # With float16 logits of activations theirs is held to its defaults for bfloat16.
+    # rtol is the default of torch.testing for bfloat16, here for all dtypes.
     with_bias = LayerCheck(
         lambda layer, given: cpu.source.space["ref_fused_moe"](  # type: ignore[operator]
             given.x, given.weights.w1, given.weights.w2, given.weights.b1, given.weights.b2,
@@ -171,34 +174,34 @@ def _channel(check: LayerCheck, quant: str, p: Any) -> Ending:
 def _routers(root: Path) -> list[Suite]:
     fused, grouped = Taken(root, "moe/test_fused_topk.py"), Taken(root, "moe/test_grouped_topk.py")
     routing = Taken(root, "moe/test_routing.py")
-    root_of = Taken(root, "moe/test_topk_softplus_sqrt.py")
+    softplus = Taken(root, "moe/test_topk_softplus_sqrt.py")
     fused.source.take("torch_topk")
     grouped.source.take("_single_group_reference")
     routing.source.space["Llama4MoE"] = SimpleNamespace(custom_routing_function="llama4")
     names = ("fused_topk", "fused_topk_bias", "grouped_topk", "custom_llama4")
     routing.source.take(*(f"baseline_{name}" for name in names))
-    root_of.source.take("_torch_topk_softplus_sqrt")
-    of = routing.source.space
+    softplus.source.take("_torch_topk_softplus_sqrt")
+    refs = routing.source.space
     eplb = ("enable_eplb",)
-    apart = ("hidden_size", "enable_eplb", "k", "n_hidden")
+    skip = ("hidden_size", "enable_eplb", "k", "n_hidden")
     plain = partial(_topk, fused.source.space["torch_topk"])
     return [
-        fused.suite("test_fused_topk", partial(plain, bias=False), apart),
-        fused.suite("test_fused_topk_bias", partial(plain, bias=True), apart),
-        grouped.suite("test_grouped_topk", partial(_grouped, of["baseline_grouped_topk"]), apart),
+        fused.suite("test_fused_topk", partial(plain, bias=False), skip),
+        fused.suite("test_fused_topk_bias", partial(plain, bias=True), skip),
+        grouped.suite("test_grouped_topk", partial(_grouped, refs["baseline_grouped_topk"]), skip),
         grouped.suite(
             "test_grouped_topk_single_group_tiers",
             partial(_single, grouped.source.space["_single_group_reference"]),
         ),
-        routing.suite("test_fused_topk", partial(_baseline, of["baseline_fused_topk"]), eplb),
-        routing.suite("test_fused_topk_bias", partial(_biased, of["baseline_fused_topk_bias"]),
+        routing.suite("test_fused_topk", partial(_baseline, refs["baseline_fused_topk"]), eplb),
+        routing.suite("test_fused_topk_bias", partial(_biased, refs["baseline_fused_topk_bias"]),
                       eplb),
-        routing.suite("test_grouped_topk", partial(_grouped, of["baseline_grouped_topk"]), eplb),
-        routing.suite("test_custom", partial(_llama4, of["baseline_custom_llama4"]),
+        routing.suite("test_grouped_topk", partial(_grouped, refs["baseline_grouped_topk"]), eplb),
+        routing.suite("test_custom", partial(_llama4, refs["baseline_custom_llama4"]),
                       (*eplb, "renormalize")),
-        root_of.suite(
+        softplus.suite(
             "test_fused_topk_softplus_sqrt",
-            partial(_root, root_of.source.space["_torch_topk_softplus_sqrt"]), apart,
+            partial(_root, softplus.source.space["_torch_topk_softplus_sqrt"]), skip,
         ),
     ]  # fmt: skip
 
@@ -281,19 +284,19 @@ def _rows(root: Path, references: VllmReferences) -> list[Suite]:
               "QuickGELU": "gelu_quick", "ReLUSquaredActivation": "relu_squared"}  # fmt: skip
     acts = Taken(root, "core/test_activation.py", device)
     acts.source.space["torch"] = _TorchWithOps()
-    of = references
+    ref = references
     return [
         fp8.suite("test_dynamic_per_token_fp8_quant",
-                  partial(_quantizer, "fp8_w8a8_channel", of.fp8_rows), ("seed",)),
+                  partial(_quantizer, "fp8_w8a8_channel", ref.fp8_rows), ("seed",)),
         fp8.suite("test_dynamic_per_tensor_fp8_quant",
-                  partial(_quantizer, "fp8_w8a8_tensor", of.fp8_whole), ("seed",)),
+                  partial(_quantizer, "fp8_w8a8_tensor", ref.fp8_whole), ("seed",)),
         int8.suite("test_dynamic_scaled_int8_quant",
-                   partial(_quantizer, "int8_w8a8_channel", of.int8_rows), ("seed",)),
-        group.suite("test_per_token_group_quant_fp8", partial(_by_group, "fp8", of.fp8_groups),
+                   partial(_quantizer, "int8_w8a8_channel", ref.int8_rows), ("seed",)),
+        group.suite("test_per_token_group_quant_fp8", partial(_by_group, "fp8", ref.fp8_groups),
                     ("column_major", "tma_aligned")),
-        group.suite("test_per_token_group_quant_int8", partial(_by_group, "int8", of.int8_groups)),
-        acts.suite("test_act_and_mul", partial(_gated, of.activations), ("seed", "device")),
-        acts.suite("test_silu_and_mul_with_clamp", partial(_clamped, of), ("seed", "device")),
+        group.suite("test_per_token_group_quant_int8", partial(_by_group, "int8", ref.int8_groups)),
+        acts.suite("test_act_and_mul", partial(_gated, ref.activations), ("seed", "device")),
+        acts.suite("test_silu_and_mul_with_clamp", partial(_clamped, ref), ("seed", "device")),
         align.suite("test_moe_align_block_size", partial(_aligned, golden), ("pad_sorted_ids",)),
         align.suite("test_moe_align_block_size_with_expert_map", partial(_mapped, golden),
                     ("mask_inactive_experts",)),
@@ -301,7 +304,7 @@ def _rows(root: Path, references: VllmReferences) -> list[Suite]:
 
 
 class _TorchWithOps:
-    """torch, but with their operations named instead of loaded."""
+    """A stand-in for torch in which custom operations are names instead of functions."""
 
     ops = SimpleNamespace(_C=Words())
 
@@ -312,18 +315,18 @@ class _TorchWithOps:
 def _quantizer(quant: str, reference: Any, p: Any) -> Ending:
     if p.get("do_scale_ub"):
         raise MissingError("an upper bound of computed activation scales")
-    rows, columns, done = shrink_rows(p["num_tokens"], p["hidden_size"])
-    return check_quantizer(numbers(rows, columns, p["dtype"]) * 8, quant, reference, done)
+    rows, columns, shrunk = shrink_rows(p["num_tokens"], p["hidden_size"])
+    return check_quantizer(numbers(rows, columns, p["dtype"]) * 8, quant, reference, shrunk)
 
 
 def _by_group(kind: str, reference: Any, p: Any) -> Ending:
     if p.get("scale_ue8m0"):
         raise MissingError("activation scales that are powers of two")
     group, (rows, columns) = p["group_size"], p["shape"]
-    rows, columns, done = shrink_rows(rows, columns, group)
+    rows, columns, note = shrink_rows(rows, columns, group)
     x = numbers(rows, columns, p["dtype"]) * 8
     quant = f"{kind}_w8a8_block:block={group}x{group}"
-    return check_quantizer(x, quant, lambda part: reference(part, group), done)
+    return check_quantizer(x, quant, lambda part: reference(part, group), note)
 
 
 _GATED = {
@@ -334,7 +337,10 @@ _GATED = {
 
 
 def _tolerance(name: str, dtype: torch.dtype) -> Tolerance:
-    """Return one rounding: theirs is exact, because their kernel rounds as torch does."""
+    """Return a tolerance of one rounding.
+
+    vLLM's own test compares exactly, because its kernel rounds as torch does.
+    """
     rtol = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1.3e-6}[dtype]
     atol = {torch.float16: 1e-3, torch.bfloat16: 1e-3, torch.float32: 1e-5}[dtype]
     return Tolerance(atol, rtol)
@@ -344,10 +350,10 @@ def _gated(references: Any, p: Any) -> Ending:
     name = p["activation"]
     if name not in _GATED:
         raise MissingError(f"activation {name}")
-    rows, inner, done = shrink_rows(p["num_tokens"], p["d"])
+    rows, inner, shrunk = shrink_rows(p["num_tokens"], p["d"])
     x = numbers(rows, 2 * inner, p["dtype"])
     spec = ActivationSpec.parse(_GATED[name])
-    return check_activation(x, spec, references[name], _tolerance(name, p["dtype"]), done)
+    return check_activation(x, spec, references[name], _tolerance(name, p["dtype"]), shrunk)
 
 
 def _clamped(references: VllmReferences, p: Any) -> Ending:
@@ -358,10 +364,10 @@ def _clamped(references: VllmReferences, p: Any) -> Ending:
         spec = ActivationSpec("swiglu_oai", alpha, limit)
     else:
         raise MissingError("swiglu_oai with another number than 1 added to up")
-    rows, inner, done = shrink_rows(p["num_tokens"], p["d"])
+    rows, inner, shrunk = shrink_rows(p["num_tokens"], p["d"])
     x = numbers(rows, 2 * inner, p["dtype"]) * 4
     return check_activation(x, spec, references.clamped(alpha, beta, limit),
-                            _tolerance("", p["dtype"]), done)  # fmt: skip
+                            _tolerance("", p["dtype"]), shrunk)  # fmt: skip
 
 
 def _ids(tokens: int, top_k: int, experts: int) -> torch.Tensor:
@@ -373,18 +379,18 @@ def _aligned(golden: Any, p: Any) -> Ending:
     if p["topk"] > p["num_experts"]:
         raise SkippedError("topk > experts")
     tokens = min(p["m"], ALIGNED_TOKENS)
-    done = f"tokens to {ALIGNED_TOKENS}" if tokens < p["m"] else ""
+    shrunk = f"tokens to {ALIGNED_TOKENS}" if tokens < p["m"] else ""
     experts, block = p["num_experts"], p["block_size"]
     ids = _ids(tokens, p["topk"], experts)
-    return check_align(ids, block, experts, lambda x: golden(x, block, experts), done)
+    return check_align(ids, block, experts, lambda x: golden(x, block, experts), shrunk)
 
 
 def _mapped(golden: Any, p: Any) -> Ending:
     tokens, experts, block = min(p["m"], ALIGNED_TOKENS), p["num_experts"], p["block_size"]
-    done = f"tokens to {ALIGNED_TOKENS}" if tokens < p["m"] else ""
+    shrunk = f"tokens to {ALIGNED_TOKENS}" if tokens < p["m"] else ""
     expert_map = torch.full((experts,), -1, dtype=torch.int32)
     expert_map[::2] = torch.arange(experts // 2, dtype=torch.int32)
     ids = _ids(tokens, p["topk"], experts)
     return check_align(
-        ids, block, experts, lambda x: golden(x, block, experts, expert_map), done, expert_map
+        ids, block, experts, lambda x: golden(x, block, experts, expert_map), shrunk, expert_map
     )

@@ -1,1 +1,1 @@
-"""Time dispatch and combine over ranks, ours beside baselines."""
+"""Benchmarks of dispatch and combine over ranks, for our parts and for baselines."""

@@ -1,8 +1,9 @@
-"""Dispatch and combine alone: a size, a way to move tokens, and what must cross links at least.
+"""Cases, transports and the roofline of the dispatch and combine benchmark.
 
-A Transport stands for one way on one rank: a PrepareAndFinalize of ours, or a bare library call.
-Experts are the identity between its two halves, so what comes back must be x: router weights sum
-to 1. Everything is drawn on every rank from the same seeds, so nothing is sent beside the rows.
+A Transport dispatches and combines tokens on one rank: one of our PrepareAndFinalize parts, or a
+bare library. Between dispatch and combine the experts are the identity and router weights sum to 1,
+so the result must equal x. Inputs are drawn on every rank from the same seeds, so no rank has to
+send its inputs to the others.
 """
 
 from abc import ABC, abstractmethod
@@ -19,17 +20,18 @@ from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import Routing
 
-BF16_BOUND = 2.0**-7  # a row's distance from x: every rank's sum rounded once, then the total
-FP8_BOUND = 2.0**-4 + BF16_BOUND  # half of float8_e4m3fn's last place, in every value
-_INTERMEDIATE = 256  # of experts that nobody computes
+BF16_BOUND = 2.0**-7  # relative error of a row: one rounding of each rank's sum, one of the total
+FP8_BOUND = 2.0**-4 + BF16_BOUND  # plus half an ulp of float8_e4m3fn in every value
+_INTERMEDIATE = 256  # arbitrary: the experts are not computed
 
 
 @dataclass(frozen=True)
 class ExchangeCase:
-    """One size. tokens: T of each rank. capacity: the most a call may pass; buffers are for it.
+    """A case of the exchange benchmark.
 
-    quant: how rows travel to the experts, "none" (bfloat16) or a scheme such as fp8_w8a8_block;
-    they always come back in bfloat16.
+    tokens: T of each rank. capacity: maximum tokens per call, for which buffers are allocated.
+    quant: format of dispatched rows, "none" (bfloat16) or a scheme such as fp8_w8a8_block; combined
+    rows are always bfloat16.
     """
 
     world_size: int
@@ -41,7 +43,7 @@ class ExchangeCase:
     quant: str = "none"
 
     def problem(self, rank: int, *, graph: bool = False) -> Problem:
-        """Return the layer of one rank, of `capacity` tokens."""
+        """Return the problem of one rank, with `capacity` tokens."""
         return Problem(
             tokens=self.capacity,
             hidden=self.hidden,
@@ -59,12 +61,12 @@ class ExchangeCase:
 
     @property
     def bound(self) -> float:
-        """What a row may be away from x, relative to x."""
+        """Maximum relative error of a row against x."""
         return FP8_BOUND if self.scheme.quantizes_activations else BF16_BOUND
 
     @property
     def row_bytes(self) -> int:
-        """Of a row on its way to the experts, scales included."""
+        """Bytes of a dispatched row, including its scales."""
         scheme = self.scheme
         if not scheme.quantizes_activations:
             return 2 * self.hidden
@@ -72,9 +74,9 @@ class ExchangeCase:
         return self.hidden + 4 * -(-self.hidden // group)
 
     def routing(self, rank: int) -> Routing:
-        """Draw a rank's routing on the CPU.
+        """Draw a rank's routing on the CPU; the weights of a token sum to 1.
 
-        The bits are the same on every machine; weights of a token sum to 1.
+        The result is bitwise identical on every machine.
         """
         generator = torch.Generator().manual_seed(1_000 * self.tokens + rank)
         return draw(self.problem(rank).with_tokens(self.tokens), RoutingKind("uniform"), generator)
@@ -87,27 +89,27 @@ class ExchangeCase:
 
     @cached_property
     def rows_WW(self) -> tuple[tuple[int, ...], ...]:
-        """[s][d]: tokens of rank s with an expert on rank d, each counted once."""
+        """rows_WW[s][d]: number of tokens of rank s with at least one expert on rank d."""
         tables = self.problem(0).placement.tables()
-        found = []
+        rows = []
         for rank in range(self.world_size):
             home_TK, _, _ = pairs_to_slots(self.routing(rank).topk_ids_TK, tables, together=True)
-            wanted = [(home_TK == d).any(1).sum() for d in range(self.world_size)]
-            found.append(tuple(map(int, wanted)))
-        return tuple(found)
+            counts = [(home_TK == d).any(1).sum() for d in range(self.world_size)]
+            rows.append(tuple(map(int, counts)))
+        return tuple(rows)
 
     @property
     def remote_rows(self) -> tuple[int, int]:
-        """Rows that must come into the busiest rank: to dispatch, and to combine."""
+        """Rows from other ranks that the busiest rank receives, in dispatch and in combine."""
         ranks = range(self.world_size)
         sent = [sum(self.rows_WW[r]) - self.rows_WW[r][r] for r in ranks]
-        came = [sum(rows[r] for rows in self.rows_WW) - self.rows_WW[r][r] for r in ranks]
-        return max(came), max(sent)
+        received = [sum(rows[r] for rows in self.rows_WW) - self.rows_WW[r][r] for r in ranks]
+        return max(received), max(sent)
 
 
 @dataclass(frozen=True)
 class TransportLink:
-    """What a floor is made of: bytes a second into one GPU, and seconds before the first."""
+    """The link model of the roofline: bytes per second into one GPU, and latency in seconds."""
 
     bytes_per_s: float = 393e9
     latency_s: float = 6e-6
@@ -118,7 +120,7 @@ class TransportLink:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a transport works: its rank, the process group of all, its device."""
+    """Rank, process group and device of a transport."""
 
     rank: int
     world_size: int
@@ -128,7 +130,7 @@ class Place:
 
 @dataclass(frozen=True)
 class ExchangeInputs:
-    """A call: x_TH (T, H) bfloat16; topk_ids int32 and weights float32, (T, K), contiguous."""
+    """Inputs of a call: x_TH (T, H) bfloat16; contiguous (T, K) ids int32 and weights float32."""
 
     cell: ExchangeCase
     x_TH: torch.Tensor
@@ -142,13 +144,13 @@ class ExchangeInputs:
 
 
 class Transport(ABC):
-    """One way to bring tokens to their experts and sums back, on one rank.
+    """Base class of implementations of dispatch and combine on one rank.
 
-    capturable: both halves may be captured in a CUDA graph. alone: nothing else should run in
-    these processes after it, such as another user of its library. replicated: every rank passes
-    rank 0's tokens. interpreted: it runs in Triton's interpreter, so that its time says nothing
-    about a GPU. note: for the table. arrived: what the last dispatch left, which `identity` and
-    `combine` read.
+    capturable: dispatch and combine can be captured in CUDA graphs. alone: the processes must not
+    run another transport afterwards, for example because it uses the same library. replicated:
+    every rank passes the tokens of rank 0. interpreted: it runs in Triton's interpreter, so its
+    time is meaningless. note: text for the table. arrived: result of the last dispatch, read by
+    `identity` and `combine`.
     """
 
     name: ClassVar[str]
@@ -161,60 +163,61 @@ class Transport(ABC):
     arrived: Any = None
 
     def refusal(self, cell: ExchangeCase) -> str:
-        """Why this cell cannot be served; "" if it can. Asked on a rank, before `open`."""
+        """Return the reason why this case cannot run, else "". Called on a rank before `open`."""
         return ""
 
     @abstractmethod
     def open(self, cell: ExchangeCase, place: Place) -> None:
-        """Make what calls of at most cell.capacity tokens need. Collective; then `load`s follow."""
+        """Allocate everything for calls of up to cell.capacity tokens. Collective."""
 
     @abstractmethod
     def load(self, given: ExchangeInputs) -> None:
-        """Take the tensors of the calls to come, and prepare whatever is not to be timed."""
+        """Set the inputs of the following calls and do all work that is not timed."""
 
     @abstractmethod
     def dispatch(self) -> None:
-        """Bring the rows, and wait for those of others, as far as the stream is concerned."""
+        """Send this rank's rows and receive those of others, in stream order."""
 
     @abstractmethod
     def identity(self) -> None:
-        """Write what experts that change nothing would hand to `combine`."""
+        """Write the output of identity experts, as the input of `combine`."""
 
     @abstractmethod
     def combine(self) -> torch.Tensor:
-        """Return the sums of this rank's tokens, (T, H) bfloat16, or what `expected` says."""
+        """Return the weighted sums of this rank's tokens: (T, H) bfloat16, see `expected`."""
 
     def expected(self, given: ExchangeInputs) -> torch.Tensor:
-        """Return what `combine` must return.
+        """Return the correct result of `combine`.
 
-        That is x, unless the transport leaves adding up to its caller.
+        This is x, unless the transport leaves the summation to its caller.
         """
         return given.x_TH
 
-    def settle(self) -> None:  # noqa: B027  most find out at once
-        """Raise what went wrong in calls that have returned."""
+    def settle(self) -> None:  # noqa: B027  most transports raise errors immediately
+        """Raise asynchronous errors of earlier calls."""
 
-    def close(self) -> None:  # noqa: B027  most own nothing
-        """Give everything back; may be called after a failure, and before `open`."""
+    def close(self) -> None:  # noqa: B027  most transports hold no resources
+        """Release all resources. May be called after a failure, and before `open`."""
 
 
 def distance(out: torch.Tensor, x_TH: torch.Tensor) -> float:
-    """Return the largest relative distance of a row from x's.
+    """Return the maximum relative error of a row of `out` against the row of x.
 
-    It is infinite if a value is not finite, or the shape is another.
+    It is infinite if a value is not finite or the shapes differ.
     """
     if out.shape != x_TH.shape or not bool(out.isfinite().all()):
         return float("inf")
     if not x_TH.numel():
         return 0.0
-    away_T = (out.float() - x_TH.float()).norm(dim=1) / x_TH.float().norm(dim=1)
-    return float(away_T.max())
+    error_T = (out.float() - x_TH.float()).norm(dim=1) / x_TH.float().norm(dim=1)
+    return float(error_T.max())
 
 
 def dequantized(rows: torch.Tensor, scale: torch.Tensor | None, group: int) -> torch.Tensor:
-    """rows (..., H) times its scales, bfloat16.
+    """Multiply rows (..., H) by their scales; returns bfloat16.
 
-    scale: None, float32 (1,), or (..., G) for one of each `group` values of a row (G = 1: of all).
+    scale: None, float32 (1,), or (..., G) with one scale per `group` values of a row; G = 1 means
+    one scale per row.
     """
     if scale is None:
         return rows.bfloat16()

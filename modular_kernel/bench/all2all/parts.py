@@ -1,4 +1,4 @@
-"""Our PrepareAndFinalize parts as transports."""
+"""Transports that run our PrepareAndFinalize parts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,16 +29,17 @@ from modular_kernel.tensors import (
 )
 from modular_kernel.workspace import EXPERT_OUTPUT, BufferSpec, Workspace
 
-_MOST_BATCHED = 512  # tokens of a call, for which room for one row an expert is still moderate
-# The first that a part takes over: the less finalize has to do, the more of it is the exchange.
+_MOST_BATCHED = 512  # tokens per call; batched buffers reserve one row per token for each expert
+# In order of preference: the less reduction finalize does, the more of its time is the exchange.
 _PREFERRED = (Reduce.NOOP, Reduce.NAIVE_BATCHED, Reduce.CONTIGUOUS)
 
 
 class PartTransport(Transport):
-    """A part between identity experts: they leave what the part's finalize needs least work for.
+    """A PrepareAndFinalize part with identity experts.
 
-    machine: what the part is judged for. A part without partner for a cell is refused with every
-    reason of the pairing that comes nearest.
+    The experts do as much of the reduction as the part supports, to minimize the work in finalize.
+    machine: the machine to check compatibility for. If no experts part is compatible in a case, the
+    refusal lists the reasons of the pairing with the fewest.
     """
 
     origin = OURS
@@ -91,13 +92,13 @@ class PartTransport(Transport):
         self._call = Call(self._workspace, self._invalid, pairing=f"{self.name} x identity")
 
     def _output_spec(self, shape: DispatchShape) -> BufferSpec:
-        """Of what `identity` writes, for as much as can arrive."""
+        """Return the buffer spec of the output of `identity`, for the maximum number of rows."""
         assert self._part is not None
         hidden, dtype = self._part.problem.hidden, self._part.problem.dtype
         if isinstance(shape, BatchedShape):
             return BufferSpec((shape.experts, shape.capacity, hidden), dtype)
-        each = (hidden,) if self._kind is Reduce.NOOP else (shape.top_k, hidden)
-        return BufferSpec((shape.tokens, *each), dtype)
+        row = (hidden,) if self._kind is Reduce.NOOP else (shape.top_k, hidden)
+        return BufferSpec((shape.tokens, *row), dtype)
 
     def dispatch(self) -> None:
         assert self._part is not None
@@ -109,29 +110,29 @@ class PartTransport(Transport):
         tokens: Dispatched = self.arrived[0]
         group = self._given.cell.scheme.group[-1] if self._given.cell.scheme.group else 1
         if isinstance(tokens, BatchedTokens):
-            made = dequantized(tokens.x_eCH, tokens.scale, group)
+            rows = dequantized(tokens.x_eCH, tokens.scale, group)
         else:
-            made = _standard(tokens, group, self._kind)
-        # At one address, where a captured combine reads.
+            rows = _standard(tokens, group, self._kind)
+        # The address must not change, because a captured combine reads from it.
         if self._kept:
             assert self._part is not None
             self._output = self._part.expert_output(self.arrived[1])
         else:
-            self._output = self._workspace.take(EXPERT_OUTPUT, tuple(made.shape))
-        self._output.copy_(made)
+            self._output = self._workspace.take(EXPERT_OUTPUT, tuple(rows.shape))
+        self._output.copy_(rows)
 
     def combine(self) -> torch.Tensor:
         part, handle = self._part, self.arrived[1]
         assert part is not None
-        if part.makes_output:  # as where a caller names no output
+        if part.makes_output:  # the part allocates the output, as for a caller without `out`
             return part.combined(self._output, handle=handle, reduce=self._reduce)
         part.finalize(self._output, handle=handle, reduce=self._reduce, out=self._out)
         return self._out
 
     def settle(self) -> None:
-        look: Callable[[], object] | None = getattr(self._part, "check", None)
-        if look is not None:
-            look()
+        check: Callable[[], object] | None = getattr(self._part, "check", None)
+        if check is not None:
+            check()
 
     def close(self) -> None:
         part, self._part = self._part, None
@@ -144,31 +145,35 @@ class PartTransport(Transport):
 
 
 def _reducer(cls: type[PrepareAndFinalize]) -> tuple[Reduce, TopKWeightAndReduce]:
-    """Return what identity experts leave to this part, and the catalog's reducer of that kind."""
+    """Return the reduction that identity experts leave to this part, and its reducer."""
     kind = next((kind for kind in _PREFERRED if kind in cls.requires.reduces), Reduce.DELEGATE)
-    made: list[Any] = [part.cls for part in load_catalog().parts if part.kind == "topk_reduce"]
-    for reducer in made:
+    reducers: list[Any] = [part.cls for part in load_catalog().parts if part.kind == "topk_reduce"]
+    for reducer in reducers:
         if reducer.kind is kind:
             return kind, reducer()
     raise ConfigurationError("topk_reduce", got="no such part", need=f"one of kind {kind.value}")
 
 
 def _standard(tokens: ContiguousTokens, group: int, kind: Reduce) -> torch.Tensor:
-    """(R, H) sums of weighted pairs here, or (R, K, H) unweighted; 0 for pairs not here."""
-    here_RK = _here(tokens.routing)
-    any_R1 = here_RK.any(1, keepdim=True)
-    # Rows without a pair here may hold anything.
-    x_RH = torch.where(any_R1, dequantized(tokens.x_TH, tokens.scale, group), 0)
+    """Compute the identity experts' output in the standard format.
+
+    Returns (R, H) weighted sums over this rank's pairs for NOOP, else (R, K, H) unweighted rows
+    with zeros for pairs of other ranks.
+    """
+    local_RK = _here(tokens.routing)
+    any_local_R1 = local_RK.any(1, keepdim=True)
+    # Rows without a pair on this rank are undefined.
+    x_RH = torch.where(any_local_R1, dequantized(tokens.x_TH, tokens.scale, group), 0)
     if kind is not Reduce.NOOP:
-        return torch.where(here_RK[..., None], x_RH[:, None], 0).contiguous()
+        return torch.where(local_RK[..., None], x_RH[:, None], 0).contiguous()
     weights_RK = tokens.routing.topk_weights_TK
     assert weights_RK is not None, "a part that leaves NOOP hands weights to the experts"
-    share_R1 = torch.where(here_RK, weights_RK, 0).sum(1, keepdim=True)
+    share_R1 = torch.where(local_RK, weights_RK, 0).sum(1, keepdim=True)
     return (x_RH.float() * share_R1).to(x_RH.dtype)
 
 
 def _here(routing: DispatchedRouting) -> torch.Tensor:
-    """(R, K) bool: the pair is of an expert on this rank."""
+    """Return a (R, K) bool mask of the pairs whose expert is on this rank."""
     ids_RK = routing.topk_ids_TK
     valid = (ids_RK >= 0) & (ids_RK < routing.num_experts)
     if routing.space is IdSpace.GLOBAL and routing.expert_map is not None:

@@ -1,4 +1,4 @@
-"""Reads a file of peers: Python with transports(), which returns a list of Transport objects."""
+"""Loading of --peer files, which define transports() returning a list of Transport objects."""
 
 from pathlib import Path
 
@@ -7,12 +7,12 @@ from modular_kernel.bench.peer_files import load_file
 
 
 def load_peers(path: Path) -> list[Transport]:
-    """Return what `transports()` of the file returns, made anew.
+    """Import the file and return the result of its `transports()`.
 
-    Raise an error that names the file if it cannot.
+    Raises BrokenPartError or ConfigurationError naming the file if that fails.
 
-    Called in the process that lists them and on every rank, so importing the file, and making the
-    transports, should import no library: `open` does.
+    This is called in the listing process and on every rank. Libraries should therefore be imported
+    in `Transport.open`, not at import of the file or in the constructors.
     """
     transports: list[Transport]
     _, transports = load_file(path, "transports", Transport)

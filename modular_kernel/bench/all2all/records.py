@@ -1,4 +1,4 @@
-"""The record of `mk exchange`: one row for each transport and cell, and its tables."""
+"""The record of `mk exchange`, with one row per transport and case, and its tables."""
 
 import json
 import math
@@ -12,17 +12,18 @@ from modular_kernel.measure.records import FAILED, OK, REFUSED, SKIPPED, WRONG
 from modular_kernel.utils import json_files
 
 SCHEMA = "mk-exchange/1"
-_SEVERITY = (OK, SKIPPED, REFUSED, WRONG, FAILED)  # of several ranks, the worst counts
+_SEVERITY = (OK, SKIPPED, REFUSED, WRONG, FAILED)  # a row has the worst status of its ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeRow:
-    """One transport in one cell; times only where the status is ok.
+    """Result of one transport in one case; times are set only if the status is ok.
 
-    *_us: the largest of the ranks' medians. pair_us: both halves behind each other. *_rows: that
-    must come into the busiest rank, one for each token and rank; *_bytes: of those rows. *_gbs:
-    bytes over time, GB/s. *_floor_us: see Link. error: the worst row's relative distance from x.
-    The rest as in rows.Row and exchange_time.Times.
+    *_us: maximum over the ranks of their median times. pair_us: dispatch followed by combine.
+    *_rows: rows from other ranks that the busiest rank receives, one per token and rank. *_bytes:
+    bytes of those rows. *_gbs: bytes over time, in GB/s. *_floor_us: see `TransportLink`. error:
+    maximum relative error of a row against x. The other fields are as in `ExchangeCase` and
+    `ExchangeTimes`.
     """
 
     transport: str
@@ -53,7 +54,7 @@ class ExchangeRow:
 
     @property
     def cell(self) -> tuple[int, str, int]:
-        """Rows of one cell compete."""
+        """Key of the rows that are compared with each other."""
         return self.world_size, self.quant, self.tokens
 
 
@@ -64,16 +65,16 @@ def row_of(
     told: Sequence[dict[str, Any]],
     link: TransportLink,
 ) -> ExchangeRow:
-    """Make a row from what each rank told of a cell.
+    """Combine the reports of the ranks on one case into a row.
 
-    It told {status, note, error, dispatch_us, ...}; at: when, on a clock of all ranks. Of several
-    notes that say as much the first one told is the reason.
+    told: a dict per rank with status, note, error, dispatch_us, ... and at (time of the report on a
+    clock shared by all ranks). Of several equally informative notes the earliest is kept.
     """
-    came, sent = cell.remote_rows
-    dispatch_bytes, combine_bytes = came * cell.row_bytes, sent * 2 * cell.hidden
+    received, sent = cell.remote_rows
+    dispatch_bytes, combine_bytes = received * cell.row_bytes, sent * 2 * cell.hidden
     worst = max(told, key=lambda one: _SEVERITY.index(one["status"]))
-    noted = [one for one in told if one["status"] == worst["status"] and one["note"]]
-    noted.sort(key=lambda one: (_how_little_it_says(one["note"]), one.get("at", math.inf)))
+    with_notes = [one for one in told if one["status"] == worst["status"] and one["note"]]
+    with_notes.sort(key=lambda one: (_note_priority(one["note"]), one.get("at", math.inf)))
     figures: dict[str, Any] = {}
     errors = [one["error"] for one in told if one.get("error") is not None]
     if worst["status"] == OK:
@@ -88,9 +89,9 @@ def row_of(
         origin=origin,
         **sizes,
         status=worst["status"],
-        note=noted[0]["note"] if noted else "",
+        note=with_notes[0]["note"] if with_notes else "",
         error=max(errors, default=None),
-        dispatch_rows=came,
+        dispatch_rows=received,
         combine_rows=sent,
         dispatch_bytes=dispatch_bytes,
         combine_bytes=combine_bytes,
@@ -100,8 +101,8 @@ def row_of(
     )
 
 
-def _how_little_it_says(note: str) -> int:
-    """Order notes: a rank that died comes first, then one that raised, then those that waited."""
+def _note_priority(note: str) -> int:
+    """Return the sort key of a note: 0 for a rank that died, 1 for an error, 2 for a timeout."""
     if "died: " in note:
         return 0
     return 2 if note.startswith(("no answer", "another rank")) else 1
@@ -109,7 +110,7 @@ def _how_little_it_says(note: str) -> int:
 
 @dataclass(frozen=True)
 class ExchangeReport:
-    """A whole run. environment: where, with what, and what a floor is made of."""
+    """A benchmark run. environment: device, versions, link model and method."""
 
     environment: dict[str, Any]
     rows: tuple[ExchangeRow, ...] = ()
@@ -120,25 +121,25 @@ class ExchangeReport:
 
     @classmethod
     def from_json(cls, text: str) -> "ExchangeReport":
-        """Read what `to_json` wrote; raise ConfigurationError for anything else."""
+        """Parse the output of `to_json`; raise ConfigurationError for other records."""
         record = json_files.record(text, SCHEMA, "record of exchanges")
         return cls(record["environment"], tuple(ExchangeRow(**row) for row in record["rows"]))
 
     def write(self, path: Path) -> None:
-        """Through a file beside it: a run that is killed leaves the last whole record."""
+        """Write the record atomically, so that a killed run leaves the last complete record."""
         json_files.write(path, self.to_json() + "\n")
 
     def with_rows_of(self, others: Iterable["ExchangeReport"]) -> "ExchangeReport":
-        """Return this one's environment with everybody's rows.
+        """Return a report with this report's environment and the rows of all reports.
 
-        Rows of the others ran in processes of other libraries.
+        The other reports were measured in processes with other libraries.
         """
         rows = [*self.rows, *(row for other in others for row in other.rows)]
         return ExchangeReport(self.environment, tuple(rows))
 
 
 def _finite(value: Any) -> Any:
-    """Replace an infinite distance by None: JSON has no word for infinity."""
+    """Replace infinite numbers by None, because JSON has no infinity."""
     if isinstance(value, float):
         return value if abs(value) < float("inf") else None
     if isinstance(value, dict):
@@ -150,14 +151,14 @@ _COLUMNS = (
     "T", "transport", "dispatch", "floor", "GB/s", "combine", "floor", "GB/s",
     "pair", "mode", "error", "note",
 )  # fmt: skip
-# Left out where a terminal is narrow, the last one first; both of a name at once.
+# Columns dropped on a narrow terminal, starting with the last; both columns of a name together.
 OPTIONAL = ("mode", "GB/s", "floor", "error", "note")
 
 
 def cells_of(row: ExchangeRow) -> list[str]:
-    """Return a row as text, in the order of the columns."""
-    fate = row.status.upper() if row.status in (WRONG, FAILED) else row.status
-    first = _number(row.dispatch_us) if row.status == OK else fate
+    """Format a row as cells in the order of the columns."""
+    status_text = row.status.upper() if row.status in (WRONG, FAILED) else row.status
+    first = _number(row.dispatch_us) if row.status == OK else status_text
     return [
         str(row.tokens), row.transport,
         first, _number(row.dispatch_floor_us), _number(row.dispatch_gbs, 0),
@@ -168,19 +169,19 @@ def cells_of(row: ExchangeRow) -> list[str]:
 
 
 def one_line(row: ExchangeRow) -> str:
-    """Return a row for a log, with its units."""
+    """Format a row as a log line with units."""
     head = f"{row.transport} T={row.tokens} {row.quant}:"
     if row.status != OK:
         return f"{head} {row.status}, {row.note[:160]}"
     times = ("dispatch", row.dispatch_us), ("combine", row.combine_us), ("pair", row.pair_us)
-    told = ", ".join(f"{name} {us:.1f} us" for name, us in times if us is not None)
-    return f"{head} {told}, {row.mode}"
+    text = ", ".join(f"{name} {us:.1f} us" for name, us in times if us is not None)
+    return f"{head} {text}, {row.mode}"
 
 
 def tables(rows: Iterable[ExchangeRow]) -> Iterator[tuple[str, tuple[str, ...], list[list[str]]]]:
-    """Yield for each quant a title with the unit of its times, columns and cells.
+    """Yield a title, columns and cells for each quant.
 
-    Rows that compete stand together, those refused are left out.
+    Rows of the same case are adjacent, fastest first; refused rows are left out.
     """
     shown = [row for row in rows if row.status != REFUSED]
     shown.sort(key=lambda row: (row.world_size, row.tokens, row.pair_us or float("inf")))
@@ -194,21 +195,21 @@ def _name(quant: str) -> str:
 
 
 def short_tables(rows: Sequence[ExchangeRow]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """Yield for each quant a title, columns and cells.
+    """Yield a title, columns and cells for each quant.
 
-    There is a line for each transport, a column for each T, in each cell microseconds of dispatch,
-    of combine and of the pair; and the floors.
+    There is a line per transport and a column per T. Each cell has microseconds of dispatch, of
+    combine and of the pair. The last line has the floors.
     """
     for quant in dict.fromkeys(row.quant for row in rows):
-        some = [row for row in rows if row.quant == quant and row.status != REFUSED]
-        sizes = sorted({row.tokens for row in some})
+        shown = [row for row in rows if row.quant == quant and row.status != REFUSED]
+        sizes = sorted({row.tokens for row in shown})
         cells: dict[str, dict[int, str]] = {"floor": {}}
-        for row in some:
+        for row in shown:
             cells.setdefault(row.transport, {})[row.tokens] = _three(row)
             floors = row.dispatch_floor_us, row.combine_floor_us
             cells["floor"][row.tokens] = " / ".join(map(_number, floors))
-        cells["floor"] = cells.pop("floor")  # the last line
-        lines = [[name, *(of.get(size, "") for size in sizes)] for name, of in cells.items()]
+        cells["floor"] = cells.pop("floor")  # move it to the end
+        lines = [[name, *(us.get(size, "") for size in sizes)] for name, us in cells.items()]
         title = f"{_name(quant)}: dispatch / combine / pair, us"
         yield title, ["", *(f"T={size}" for size in sizes)], lines
 
@@ -220,7 +221,7 @@ def _three(row: ExchangeRow) -> str:
 
 
 def markdown(report: ExchangeReport) -> str:
-    """Write a document: where it was measured, a table for each quant, and what did not run."""
+    """Render the report as Markdown: environment, tables per quant, and refused transports."""
     env = report.environment
     versions = ", ".join(f"{k} {v}" for k, v in env.get("versions", {}).items() if v)
     lines = [

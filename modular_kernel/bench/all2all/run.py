@@ -1,7 +1,8 @@
-"""Runs transports over ranks: checked before they are timed, and no failure stops the others.
+"""Benchmark of transports over ranks.
 
-Every rank writes what became of a cell into a file of its own at once, so that what was measured
-before a rank died, or hung and was ended, is not lost.
+Each transport is verified before it is timed, and a failure of one does not stop the others. Every
+rank immediately writes the result of each case to its own file, so that results survive when a rank
+later crashes or hangs.
 """
 
 import json
@@ -36,13 +37,13 @@ from modular_kernel.machine import torch_twins
 from modular_kernel.measure.records import FAILED, OK, REFUSED, SKIPPED, WRONG
 from modular_kernel.spec.problem import Machine
 
-_START_S = 60.0  # processes, communicators; beyond what a rank's own watch ends
+_START_S = 60.0  # for starting processes and communicators, on top of the limits of the ranks
 _HANG = "no answer"
-_CODE = 3  # of a process that its watch ended
+_CODE = 3  # exit status of a rank that its RunWatch terminated
 
 
 class RankRunner(Protocol):
-    """What a pool of ranks does; modular_kernel.testing.ranks.pool.RankPool is one."""
+    """Interface of a pool of ranks, such as modular_kernel.testing.ranks.pool.RankPool."""
 
     world_size: int
 
@@ -55,10 +56,10 @@ class RankRunner(Protocol):
 
 @dataclass(frozen=True)
 class ExchangeOffer:
-    """A transport that ranks make for themselves: a part's, or one of a file of peers.
+    """A transport that each rank constructs: one of our parts, or one of a --peer file.
 
-    cells: those it is to serve. seconds: that one of them may take, `open` included; a rank that
-    takes longer ends its process.
+    cells: the cases to run. seconds: time limit per case, including `open`; a rank that exceeds it
+    terminates its process.
     """
 
     name: str
@@ -72,12 +73,12 @@ class ExchangeOffer:
     def make(self) -> Transport:
         if self.path is None:
             return PartTransport(self.name, self.machine)
-        return next(each for each in load_peers(self.path) if each.name == self.name)
+        return next(peer for peer in load_peers(self.path) if peer.name == self.name)
 
 
 @dataclass(frozen=True)
 class RankTask:
-    """What a rank is sent. folder: where it writes {rank}.jsonl."""
+    """A task that is sent to the ranks. folder: each rank writes {rank}.jsonl there."""
 
     offer: ExchangeOffer
     repeats: Repeats
@@ -92,17 +93,17 @@ def run(
     repeats: Repeats,
     deadline_s: float | None = None,
 ) -> Iterator[tuple[ExchangeRow, ...]]:
-    """Yield the rows of each offer in turn.
+    """Yield the rows of each offer in order.
 
-    An offer whose turn came after `deadline_s` is skipped.
+    Offers that would start after `deadline_s` seconds are skipped.
     """
     started, pool = time.monotonic(), new_pool()
     try:
         for offer in offers:
             if deadline_s is not None and time.monotonic() - started > deadline_s:
-                told = [_skipped("the deadline had passed")]
+                skips = [_skipped("the deadline had passed")]
                 yield tuple(
-                    row_of(offer.name, offer.origin, cell, told, link) for cell in offer.cells
+                    row_of(offer.name, offer.origin, cell, skips, link) for cell in offer.cells
                 )
                 continue
             yield tuple(_by_batches(offer, pool, link, repeats))
@@ -116,16 +117,20 @@ def run(
 def _by_batches(
     offer: ExchangeOffer, pool: RankRunner, link: TransportLink, repeats: Repeats
 ) -> Iterator[ExchangeRow]:
-    """Cells of one capacity and format share what `open` made, and what goes wrong. After a hang
-    in the first cell of some, no others are tried: each would take as long."""
+    """Yield the rows of an offer, batch by batch.
+
+    Cases of one quant and capacity form a batch, which shares the state of `open` and its failures.
+    After a hang in the first case of a batch the remaining batches are skipped, because each would
+    hang until its timeout.
+    """
     hung = False
     for _, cells in groupby(offer.cells, key=lambda cell: (cell.quant, cell.capacity)):
-        part = replace(offer, cells=tuple(cells))
+        batch = replace(offer, cells=tuple(cells))
         if hung:
-            told = [_skipped("after a hang")]
-            yield from (row_of(offer.name, offer.origin, cell, told, link) for cell in part.cells)
+            skips = [_skipped("after a hang")]
+            yield from (row_of(offer.name, offer.origin, cell, skips, link) for cell in batch.cells)
             continue
-        rows = _rows(part, pool, link, repeats)
+        rows = _rows(batch, pool, link, repeats)
         hung = rows[0].status == FAILED and rows[0].note.startswith(_HANG)
         yield from rows
 
@@ -133,67 +138,72 @@ def _by_batches(
 def _rows(
     offer: ExchangeOffer, pool: RankRunner, link: TransportLink, repeats: Repeats
 ) -> tuple[ExchangeRow, ...]:
-    trouble = ""
+    failure = ""
     with tempfile.TemporaryDirectory(prefix="mk-exchange-") as folder:
         seconds = _START_S + 2 * len(offer.cells) + offer.seconds
         try:
             pool.run(measure, RankTask(offer, repeats, folder), timeout=seconds)
         except ModularKernelError as error:
-            trouble = _gist(error)
-        told = pool.collect(lambda rank: _read(Path(folder, f"{rank}.jsonl")))
-    rows, reached = [], True
+            failure = _gist(error)
+        reports = pool.collect(lambda rank: _read(Path(folder, f"{rank}.jsonl")))
+    rows, intact = [], True
     for index, cell in enumerate(offer.cells):
-        of_ranks = [of_rank[index] for of_rank in told if index in of_rank]
-        if len(of_ranks) < pool.world_size:  # the first cell that is missing is what broke it
-            why = {"note": trouble or "a rank told nothing", "error": None}
-            of_ranks = of_ranks if reached and of_ranks else [{"status": SKIPPED, **why}]
-            of_ranks += [{"status": FAILED, **why}] if reached else []
-        reached = reached and all(one["status"] != FAILED for one in of_ranks)
-        rows.append(row_of(offer.name, offer.origin, cell, of_ranks, link))
+        cell_reports = [by_cell[index] for by_cell in reports if index in by_cell]
+        if len(cell_reports) < pool.world_size:  # the first incomplete case caused the failure
+            reason = {"note": failure or "a rank told nothing", "error": None}
+            cell_reports = (
+                cell_reports if intact and cell_reports else [{"status": SKIPPED, **reason}]
+            )
+            cell_reports += [{"status": FAILED, **reason}] if intact else []
+        intact = intact and all(report["status"] != FAILED for report in cell_reports)
+        rows.append(row_of(offer.name, offer.origin, cell, cell_reports, link))
     return tuple(rows)
 
 
 def _gist(error: ModularKernelError) -> str:
-    """Name the rank that died, if one did; else return the end of a traceback."""
+    """Return the line of the error that names a dead rank, else its last line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    died = [line for line in lines if "died: " in line]
-    return (died or lines[-1:] or [type(error).__name__])[0][:300]
+    dead = [line for line in lines if "died: " in line]
+    return (dead or lines[-1:] or [type(error).__name__])[0][:300]
 
 
 def _read(path: Path) -> dict[int, dict[str, Any]]:
-    """Read what a rank told of each cell first."""
-    found: dict[int, dict[str, Any]] = {}
+    """Read a rank's file and return its first report on each case."""
+    reports: dict[int, dict[str, Any]] = {}
     if not path.exists():
-        return found
+        return reports
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            told = json.loads(line)
-        except json.JSONDecodeError:  # its writer was ended
+            report = json.loads(line)
+        except json.JSONDecodeError:  # the writer was killed in this line
             break
-        found.setdefault(told["cell"], told)
-    return found
+        reports.setdefault(report["cell"], report)
+    return reports
 
 
 # --------------------------------------------------------------------------------- on the ranks
 
 
 def measure(rank: int, world_size: int, group: Any, task: RankTask) -> None:
-    """Every cell of an offer, of one capacity and format, each told as soon as it is known."""
+    """Run the cases of an offer, all of one quant and capacity, and write each result at once."""
     cuda = task.offer.machine.device == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     place = Place(rank, world_size, group, device)
     with Path(task.folder, f"{rank}.jsonl").open("w", encoding="utf-8") as file:
         teller = Teller(file)
         with RunWatch(task.offer.seconds, teller) as watch:
-            for told in _batch(task, task.offer.cells, place, teller):
-                teller.tell(told)
+            for report in _batch(task, task.offer.cells, place, teller):
+                teller.tell(report)
                 teller.cell += 1
                 watch.progress()
 
 
 class Teller:
-    """A rank's file, and the cell it is at. What it told first of a cell counts: a rank that fails
-    says so before it asks the others, who may be waiting for it somewhere else."""
+    """Writer of a rank's result file, with the index of the current case.
+
+    Only the first report on a case counts. A rank that fails reports it before it communicates with
+    the other ranks, because they may be blocked in another collective.
+    """
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -204,16 +214,18 @@ class Teller:
         self._file.flush()
 
     def failed(self, note: str, error: float | None = None) -> dict[str, Any]:
-        """Return the row of a cell that failed, told at once if this rank knows why."""
-        told = {"status": FAILED, "note": note or "another rank failed", "error": error}
+        """Return the report of a failed case; write it at once if this rank knows the reason."""
+        report = {"status": FAILED, "note": note or "another rank failed", "error": error}
         if note:
-            self.tell(told)
-        return told
+            self.tell(report)
+        return report
 
 
 class RunWatch:
-    """Ends this process, a rank of a pool, when there was no progress for `seconds`: whoever waits
-    inside a library cannot be called back."""
+    """Context manager that terminates this process after `seconds` without progress.
+
+    A rank that hangs inside a library cannot be interrupted in any other way.
+    """
 
     def __init__(self, seconds: float, teller: Teller) -> None:
         self._seconds, self._teller = seconds, teller
@@ -238,7 +250,7 @@ class RunWatch:
 
 
 def gap(rank: int, world_size: int, group: Any) -> float | None:
-    """`event_gap_us` of a rank's device."""
+    """Return `event_gap_us` of this rank's device."""
     cuda = torch.cuda.is_available() and dist.get_backend(group) == "nccl"
     return event_gap_us(torch.device("cuda" if cuda else "cpu"))
 
@@ -246,59 +258,59 @@ def gap(rank: int, world_size: int, group: Any) -> float | None:
 def _batch(
     task: RankTask, cells: Sequence[ExchangeCase], place: Place, teller: Teller
 ) -> Iterator[dict[str, Any]]:
-    transport, note, told = None, "", _skipped("after a failure")
+    transport, reason, report = None, "", _skipped("after a failure")
     try:
         transport = task.offer.make()
-        note = transport.refusal(cells[0])
-        if note:
-            told = {"status": REFUSED, "note": note, "error": None}
+        reason = transport.refusal(cells[0])
+        if reason:
+            report = {"status": REFUSED, "note": reason, "error": None}
         else:
             with torch_twins(wanted=not transport.interpreted):
                 transport.open(cells[0], place)
-    # A peer can fail in any way; the others shall be measured.
+    # A peer can raise anything, and the other transports must still be measured.
     except Exception as error:  # noqa: BLE001
-        note = _in_short(error)
-        teller.failed(note)
-    if not _all(place, not note) or transport is None:
-        if told["status"] == SKIPPED:
+        reason = _in_short(error)
+        teller.failed(reason)
+    if not _all(place, not reason) or transport is None:
+        if report["status"] == SKIPPED:
             yield teller.failed("")
             cells = cells[1:]
-        yield from (told for _ in cells)
+        yield from (report for _ in cells)
         _close(transport)
         return
     broken = ""
     for cell in cells:
         with torch_twins(wanted=not transport.interpreted):
-            told = _skipped(broken) if broken else _cell(transport, cell, place, task, teller)
-        if told["status"] == FAILED:
+            report = _skipped(broken) if broken else _cell(transport, cell, place, task, teller)
+        if report["status"] == FAILED:
             broken = "after a failure"
-        yield told
+        yield report
     _close(transport)
 
 
 def _cell(
     transport: Transport, cell: ExchangeCase, place: Place, task: RankTask, teller: Teller
 ) -> dict[str, Any]:
-    """Check the transport, then time it.
+    """Verify the transport, then time it.
 
-    Ranks agree after each step, so a rank that fails is not waited for.
+    All ranks synchronize their status after each step, so that none waits for a failed rank.
     """
     note, error, times = "", float("inf"), None
-    given = ExchangeInputs.of(cell, 0 if transport.replicated else place.rank, place.device)
+    inputs = ExchangeInputs.of(cell, 0 if transport.replicated else place.rank, place.device)
     try:
-        transport.load(given)
-        error = max(_checked(transport, given) for _ in range(2))
+        transport.load(inputs)
+        error = max(_checked(transport, inputs) for _ in range(2))
     except Exception as failure:  # noqa: BLE001  as above
         note = _in_short(failure)
         teller.failed(note)
     if not _all(place, not note):
         return teller.failed("")
     if not _all(place, error <= cell.bound):
-        why = f"a row is {error:.1e} away from x, more than {cell.bound:.1e}"
+        reason = f"a row is {error:.1e} away from x, more than {cell.bound:.1e}"
         status = WRONG if error > cell.bound else SKIPPED
-        return {"status": status, "note": why if status == WRONG else "", "error": error}
+        return {"status": status, "note": reason if status == WRONG else "", "error": error}
     try:
-        times = time_transport(transport, given, place, task.repeats, partial(_all, place))
+        times = time_transport(transport, inputs, place, task.repeats, partial(_all, place))
         transport.settle()
     except Exception as failure:  # noqa: BLE001  as above
         note = _in_short(failure)
@@ -318,12 +330,12 @@ def _checked(transport: Transport, given: ExchangeInputs) -> float:
     out = transport.combine()
     transport.settle()
     error = distance(out, transport.expected(given))
-    out.fill_(float("nan"))  # what the next call does not write cannot pass
+    out.fill_(float("nan"))  # so that the next call fails if it leaves values unwritten
     return error
 
 
 def _all(place: Place, ok: bool) -> bool:
-    """Whether all ranks say yes."""
+    """Return whether `ok` is true on all ranks."""
     vote = torch.tensor([float(ok)], device=place.device)
     dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=place.group)
     return bool(vote.item())
@@ -333,7 +345,7 @@ def _close(transport: Transport | None) -> None:
     try:
         if transport is not None:
             transport.close()
-    except Exception:  # noqa: BLE001, S110  its rows are told; the next one has its own
+    except Exception:  # noqa: BLE001, S110  its rows are already reported
         pass
 
 

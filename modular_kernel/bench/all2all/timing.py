@@ -1,9 +1,10 @@
-"""How an exchange is timed, on one rank among others.
+"""Timing of dispatch and combine on one rank.
 
-Where both halves can be captured: a CUDA graph of each, replayed in turn with an event in between,
-behind a kernel that spins until the host is ahead; and four pairs in one graph for the pair's own
-time, which has no launch of a graph inside. Otherwise: eager calls, ranks waiting for each other
-before each, which times the host as well. Inputs are in the L2 cache, as after the layer before.
+If both halves can be captured, each is a CUDA graph. The two graphs are replayed alternately with
+an event in between, behind a spinning kernel that lets the host queue ahead. The time of a pair is
+that of a graph of four pairs, which contains no graph launches. Otherwise eager calls are timed,
+with a barrier before each; these times include the host. Inputs are warm in the L2 cache, as after
+the previous layer of a model.
 """
 
 from collections.abc import Callable
@@ -19,13 +20,13 @@ from modular_kernel.bench.all2all.cases import ExchangeInputs, Place, Transport,
 from modular_kernel.measure.records import INTERPRETER
 from modular_kernel.measure.timing import Call, capture, clock_of
 
-_PAIRS = 4  # of one graph
-_SPIN_CYCLES = 2_000_000  # about 1 ms: the host queues what is timed behind it
+_PAIRS = 4  # dispatch and combine pairs per graph
+_SPIN_CYCLES = 2_000_000  # about 1 ms, in which the host queues the timed work
 
 
 @dataclass(frozen=True)
 class Repeats:
-    """replays of one round, whose median counts; rounds, of whose figures the median counts."""
+    """Numbers of repetitions. The result is the median over rounds of the median over replays."""
 
     replays: int = 20
     rounds: int = 5
@@ -33,9 +34,10 @@ class Repeats:
 
 @dataclass(frozen=True)
 class ExchangeTimes:
-    """Microseconds of one call on one rank. spread: of the rounds' pairs, over their median.
+    """Microseconds of one call on one rank.
 
-    mode: graph, eager or cpu. error: the distance from x after a replay, where there are graphs.
+    spread: (max - min) / median of the pair times over the rounds. mode: "graph", "eager", "cpu" or
+    "interpreter". error: relative error after a graph replay, 0 without graphs.
     """
 
     dispatch_us: float
@@ -53,9 +55,10 @@ def time_transport(
     repeats: Repeats,
     agreed: Callable[[bool], bool],
 ) -> ExchangeTimes:
-    """Time calls that were checked; all ranks do so at once.
+    """Time a verified transport. Collective.
 
-    agreed: whether all ranks say yes; a capture that failed on one is not replayed on any.
+    agreed: returns whether its argument is true on all ranks. Graphs are used only if the capture
+    succeeded on all ranks.
     """
     graphs = None
     if place.device.type == "cuda" and transport.capturable:
@@ -70,7 +73,7 @@ def time_transport(
 
 @dataclass(frozen=True)
 class _Graphs:
-    """Replays; `arrived` is what the dispatch's graph leaves."""
+    """Captured graphs; `arrived` is the dispatch result in the memory of the dispatch graph."""
 
     dispatch: Call
     combine: Call
@@ -85,15 +88,15 @@ def _capture(transport: Transport, given: ExchangeInputs) -> _Graphs | None:
 
     first = capture([[dispatch]])
     arrived = transport.arrived
-    others = first and capture([[transport.combine], [dispatch, transport.combine] * _PAIRS])
-    if not first or not others:
+    graphs = first and capture([[transport.combine], [dispatch, transport.combine] * _PAIRS])
+    if not first or not graphs:
         return None
-    combine, pairs = others
+    combine, pairs = graphs
     return _Graphs(first[0], combine, pairs, arrived)
 
 
 def _replayed(transport: Transport, given: ExchangeInputs, graphs: _Graphs) -> float:
-    """Return the distance from x after a replay of each half, with the identity in between."""
+    """Return the relative error after a replay of dispatch, the identity, and combine."""
     transport.arrived = graphs.arrived
     graphs.dispatch()
     transport.identity()
@@ -114,7 +117,7 @@ def _graph(graphs: _Graphs, place: Place, repeats: Repeats, error: float) -> Exc
 
 
 def _queued(runs: list[Call], place: Place, replays: int) -> list[list[float]]:
-    """Microseconds of each run in each turn. The first turn, in which ranks meet, is left out."""
+    """Return microseconds of each graph by replay, without the first, which synchronizes ranks."""
     clock = clock_of(place.device)
     dist.barrier(place.group)
     torch.cuda._sleep(_SPIN_CYCLES)  # type: ignore[no-untyped-call]
@@ -153,11 +156,9 @@ def _eager(transport: Transport, place: Place, repeats: Repeats) -> ExchangeTime
 
 
 def event_gap_us(device: torch.device) -> float | None:
-    """Return the time in us of a graph of one trivial kernel between two events.
+    """Return the time in us of a graph with one trivial kernel between two events.
 
-    Return None without graphs.
-
-    Every half's time holds about as much that is not the exchange's.
+    The time of each half includes about this much overhead. Returns None without CUDA graphs.
     """
     if device.type != "cuda":
         return None

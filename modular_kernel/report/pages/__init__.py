@@ -1,1 +1,1 @@
-"""Documents as HTML files in one style, and the drawings in them: `mk report` and `mk profile`."""
+"""HTML pages and SVG figures of `mk report` and `mk profile`."""

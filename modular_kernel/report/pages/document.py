@@ -1,6 +1,6 @@
-"""A document as data: what the pages say, before it is Markdown or HTML.
+"""The document model, rendered as Markdown or HTML.
 
-Texts are plain, with two marks that both forms know: `code`, and [words](target).
+Texts are plain, with two kinds of markup that both renderers support: `code` and [text](target).
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Heading:
-    """level: 1 is the page's title."""
+    """A heading. level: 1 is the title of the page."""
 
     level: int
     text: str
@@ -22,16 +22,16 @@ class Text:
 
 @dataclass(frozen=True)
 class Items:
-    """A list."""
+    """A bulleted list."""
 
     texts: Sequence[str]
 
 
 @dataclass(frozen=True)
 class Table:
-    """One text for each column in each row. numeric: names of columns that are set flush right.
+    """A table with one text per column in each row.
 
-    totals: how many of the last rows are sums.
+    numeric: names of right-aligned columns. totals: number of rows at the end that are sums.
     """
 
     columns: Sequence[str]
@@ -42,7 +42,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Code:
-    """A block that is run, or says in its first line why it is not."""
+    """A code block. It is tested, unless its first line gives a reason not to."""
 
     language: str
     text: str
@@ -50,9 +50,10 @@ class Code:
 
 @dataclass(frozen=True)
 class Figure:
-    """A drawing. name: of its file without suffix, where it gets one. caption: what it shows.
+    """An SVG figure.
 
-    panels: the drawing in pieces, which a page sets beside or below each other by its width.
+    name: file name without suffix, in Markdown. caption: description. panels: the figure as
+    separate panels, which an HTML page arranges according to its width.
     """
 
     name: str
@@ -63,21 +64,21 @@ class Figure:
 
 @dataclass(frozen=True)
 class Tiles:
-    """What a page says first: a value and what it is, each."""
+    """Highlights at the top of a page, as (value, description) pairs."""
 
     values: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Names with a text each."""
+    """A definition list of (name, text) pairs."""
 
     pairs: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class Note:
-    """What a reader must know before the figures below."""
+    """A warning box."""
 
     title: str
     texts: Sequence[str]
@@ -85,7 +86,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar: a value in any unit, the text at its end, and a mark on the way, such as a floor."""
+    """A bar with a value in any unit, a text at its end, and an optional mark such as a floor."""
 
     name: str
     value: float
@@ -96,7 +97,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Bars:
-    """Bars on one scale, logarithmic where values span decades."""
+    """A bar chart with a common scale, logarithmic if the values span decades."""
 
     caption: str
     bars: Sequence[Bar]
@@ -104,12 +105,12 @@ class Bars:
 
 @dataclass(frozen=True)
 class Contents:
-    """The place of the table of contents."""
+    """The position of the table of contents."""
 
 
 @dataclass(frozen=True)
 class Fold:
-    """Blocks that are shown on demand."""
+    """Collapsible blocks."""
 
     title: str
     blocks: Sequence["PageBlock"]
@@ -117,5 +118,5 @@ class Fold:
 
 Block = Heading | Text | Items | Table | Code | Figure
 Document = tuple[Block, ...]
-# What HTML alone has.
+# Blocks of HTML pages; some are not supported in Markdown.
 PageBlock = Block | Tiles | Facts | Note | Bars | Contents | Fold

@@ -1,4 +1,4 @@
-"""A document as one HTML file that needs nothing else: no network, no scripts, no other file."""
+"""HTML rendering of documents as one self-contained file, without scripts or external resources."""
 
 import re
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ _CODE = re.compile(r"(`[^`]+`)")
 
 
 def page(title: str, document: Sequence[PageBlock]) -> str:
-    """Write the whole file, with a table of contents where the document has a place for it."""
+    """Render the HTML file; `Contents` in the document becomes the table of contents."""
     listed = [b for b in document if isinstance(b, Heading) and 1 < b.level <= _LISTED]
     return (
         _templates()
@@ -29,14 +29,14 @@ def page(title: str, document: Sequence[PageBlock]) -> str:
 
 @cache
 def _templates() -> Environment:
-    found = Environment(
+    environment = Environment(
         loader=PackageLoader("modular_kernel", "report/pages"),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    found.filters |= {
+    environment.filters |= {
         "anchor": _anchor,
         "inline": _inline,
         "kind": lambda block: type(block).__name__,
@@ -44,7 +44,7 @@ def _templates() -> Environment:
         "places": _places,
         "verdict": _verdict,
     }
-    return found
+    return environment
 
 
 def _anchor(heading: Heading) -> str:
@@ -52,13 +52,13 @@ def _anchor(heading: Heading) -> str:
 
 
 def _verdict(text: str) -> str:
-    """Return the color of a cell that says whether something is possible."""
+    """Return the CSS class of a table cell that starts with "yes" or "no", else ""."""
     first = text.partition(":")[0]
     return {"yes": "yes", "no": "no"}.get(first, "")
 
 
 def _inline(text: str) -> Markup:
-    """`code` and [words](target). Other files are not at hand here: only the words are kept."""
+    """Render inline markup. Links are reduced to their text: a page has no other files to link."""
     parts = []
     for piece in _CODE.split(text):
         if piece.startswith("`") and len(piece) > 2:
@@ -69,13 +69,13 @@ def _inline(text: str) -> Markup:
 
 
 def _scale(block: Bars) -> Scale:
-    """Return the scale of bars and their marks, in per cent of the width."""
+    """Return the scale of the bars and marks, in percent of the width."""
     values = [v for bar in block.bars for v in (bar.value, bar.mark) if v is not None and v > 0]
     return Scale.over(values, 0.0, 100.0, zero=True)
 
 
 def _places(block: Bars) -> list[tuple[float, float | None]]:
-    """Return where each bar ends, and its mark."""
+    """Return the positions of the end of each bar and of its mark, in percent."""
     scale = _scale(block)
     return [
         (scale.at(bar.value), None if bar.mark is None else scale.at(bar.mark))

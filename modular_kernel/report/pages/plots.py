@@ -1,6 +1,6 @@
-"""What drawings share: scales, ticks, colors and SVG that follows a reader's light or dark page.
+"""Scales, ticks, colors and SVG primitives of figures, with light and dark styles.
 
-Numbers are written with one decimal, so that a drawing has the same bytes everywhere.
+Numbers have one decimal, so that a figure has the same bytes on every machine.
 """
 
 import math
@@ -12,8 +12,8 @@ COLORS = (
     "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e",
     "#8c564b", "#e377c2", "#17becf", "#7f7f7f", "#bcbd22",
 )  # fmt: skip
-DECADES = 50.0  # from this ratio of the ends on, a linear scale would hide the small values
-# Up to which ratio of the ends, and where there is a tick in each decade.
+DECADES = 50.0  # from this ratio of max to min, a linear scale would hide the small values
+# (upper bound of the ratio of max to min, ticks in each decade).
 _STEPS = (
     (2.0, (1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.8, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)),
     (5.0, (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 7)),
@@ -32,7 +32,7 @@ XMLNS = 'xmlns="http://www.w3.org/2000/svg" '
 
 @dataclass(frozen=True)
 class Scale:
-    """From `low` to `high`, drawn from `start` to `end`; logarithmic or linear."""
+    """A logarithmic or linear axis that maps [low, high] to [start, end]."""
 
     low: float
     high: float
@@ -44,9 +44,10 @@ class Scale:
     def over(
         cls, values: Iterable[float], start: float, end: float, *, zero: bool = False
     ) -> "Scale":
-        """Make the scale of positive values.
+        """Create a scale that covers positive values.
 
-        zero: linear from 0 on, unless values span decades; then from half the least one.
+        zero: make it linear from 0, unless the values span decades; then logarithmic from half the
+        minimum. Otherwise it is logarithmic from the minimum.
         """
         values = list(values) or [1.0]
         low, high = min(values), max(values)
@@ -56,7 +57,7 @@ class Scale:
         return cls(low, high if high > low else low * 2, start, end)
 
     def at(self, value: float) -> float:
-        """Return the place of a value; what is below the scale is at its start."""
+        """Return the position of a value; values below the scale map to its start."""
         if value <= self.low:
             return self.start
         if self.log:
@@ -66,7 +67,7 @@ class Scale:
         return self.start + share * (self.end - self.start)
 
     def ticks(self) -> list[float]:
-        """Return round numbers in the range, the fewer the wider it is; of a logarithmic scale."""
+        """Return round numbers as ticks of a logarithmic scale; fewer per decade if it is wide."""
         low, high = self.low, self.high
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         steps = next(steps for ratio, steps in _STEPS if high / low < ratio)
@@ -74,7 +75,10 @@ class Scale:
 
 
 def svg(shapes: Sequence[str], width: int, height: int, title: str, more: str = "") -> str:
-    """Return a drawing for a page; more: attributes, XMLNS for a file or a place in another."""
+    """Return an SVG element.
+
+    more: further attributes, such as XMLNS for a file, or x and y inside another SVG.
+    """
     return (
         f'<svg {more}viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" role="img" aria-label="{escape(title)}" '
@@ -84,15 +88,15 @@ def svg(shapes: Sequence[str], width: int, height: int, title: str, more: str = 
 
 
 def text(x: float, y: float, words: str, more: str = "") -> str:
-    """Return words whose line starts at (x, y), or as `more` says."""
+    """Return a text element that starts at (x, y); more: further attributes."""
     return f'<text class="ink" x="{x:.1f}" y="{y:.1f}"{more}>{escape(words)}</text>'
 
 
 def line(x1: float, y1: float, x2: float, y2: float, more: str = ' class="grid"') -> str:
-    """Return a straight line: one of the grid, or as `more` says."""
+    """Return a line element; more: attributes, by default those of a grid line."""
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"{more}/>'
 
 
 def titled(shape: str, attributes: str, title: str) -> str:
-    """Return a shape that says more where a pointer rests on it."""
+    """Return a shape with a tooltip."""
     return f"<{shape} {attributes}><title>{escape(title)}</title></{shape}>"
